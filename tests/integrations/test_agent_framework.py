@@ -146,3 +146,44 @@ async def test_contents_are_recorded_inside_attempts_only_and_undo_restores_it()
     undo()
     assert vars(ObservabilitySettings)["enable_sensitive_data"] is own
     assert observability_module.get_tracer is get_tracer
+
+
+async def test_a_tool_made_by_hand_may_hold_an_agent_beside_variables_of_its_own() -> None:
+    def make_tool() -> Any:
+        writer, calls = make_writer(), 0
+
+        async def ask_writer(question: str) -> str:
+            """Asks the writer."""
+            nonlocal calls
+            calls += 1
+            if calls < 0:
+                return str(unset)
+            return (await writer.run(question)).text
+
+        if calls:
+            unset = ""  # never: the cell of this variable stays empty
+        return ask_writer
+
+    tool = make_tool()
+    model = OpenAIChatClient("gpt-5", api_key="any", base_url=NOWHERE)
+    leader = Agent(model, "You lead.", name="leader", tools=[tool])
+
+    def lead(request: RecordedRequest) -> Answer:
+        messages = request.body["messages"]
+        if messages[0]["content"] == WRITER or messages[-1]["role"] == "tool":
+            return Answer(THE_END)
+        return Answer(tool_calls=[("ask_writer", {"question": "hello"})])
+
+    async with Lab(leader, lead, reward=lambda *_: 1.0) as lab:
+        rollouts = await lab.run("one", "two")
+        assert [rollout.attempt.error for rollout in rollouts] == [None, None]
+        assert {request.body["model"] for request in lab.server.requests} == {MODEL}
+    variables = dict(zip(tool.__code__.co_freevars, tool.__closure__, strict=True))
+    assert variables["calls"].cell_contents == 2  # all rollouts share what is no agent
+
+
+def test_different_texts_of_agents_with_one_name_cannot_be_tuned() -> None:
+    model = OpenAIChatClient("gpt-5", api_key="any", base_url=NOWHERE)
+    leader = Agent(model, "You lead.", name=AGENT_NAME, tools=[make_agent_framework_agent().as_tool()])
+    with pytest.raises(agl.ConfigError, match=rf"different texts at '{AGENT_NAME}\.instructions'"):
+        agl.wrap(leader, prompts=[f"{AGENT_NAME}.instructions"])

@@ -227,3 +227,10 @@ def test_the_texts_of_a_team_are_named_after_its_parts() -> None:
     team: Team = make_team()
     with pytest.raises(agl.ConfigError, match=r"writer\.sistem_message'\. Did you mean 'writer\.system_message'"):
         agl.wrap(team, prompts=["writer.sistem_message"])
+
+
+def test_different_texts_of_agents_with_one_name_cannot_be_tuned() -> None:
+    namesake = AssistantAgent("writer", make_model(), system_message="Decide.")
+    team = RoundRobinGroupChat([SocietyOfMindAgent("society", make_team(), make_model()), namesake])
+    with pytest.raises(agl.ConfigError, match=r"different texts at 'writer\.system_message'"):
+        agl.wrap(team, prompts=["writer.system_message"])

@@ -10,6 +10,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, ask
 from agentlightning.testing.agent.conformance import is_tool_span
+from agentlightning_integrations.framework.span_tree import SpanTree
 from agentlightning_plugins.scripted_model.server import Answer
 from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_crewai_agent
 from tests.integrations.team import THE_END, WRITER, TeamTests, names_and_texts, run
@@ -93,6 +94,9 @@ def make_parrot() -> Any:
     class Parrot(BaseLLM):
         def call(self, messages: Any, *args: Any, **kwargs: Any) -> str:
             raise AssertionError("the user's own model was called")
+
+        def get_input_tokens_count(self, *args: Any, **kwargs: Any) -> int:
+            raise AssertionError("the user's own model got the prompt")
 
     return Parrot(model="parrot", max_tokens=77)
 
@@ -184,3 +188,84 @@ def test_undo_restores_the_event_bus() -> None:
     assert CrewAIEventsBus.emit is not before
     undo()
     assert CrewAIEventsBus.emit is before
+
+
+async def test_rollouts_of_a_crew_that_was_run_before_begin_with_its_templates() -> None:
+    crew = make_crew()
+    async with Lab(crew, TestACrew().script, reward=lambda *_: 1.0) as lab:
+        own = [make_llm(lab.server.endpoint) for _ in crew.agents]
+        for agent, model in zip(crew.agents, own, strict=True):
+            agent.llm = model
+        await crew.akickoff(inputs={"task": ask(7, 8), "reader": "nobody"})
+        assert (crew.tasks[0].description, crew.agents[1].goal) == (f"Answer: {ask(7, 8)}", "Write for nobody.")
+        asked = len(lab.server.requests)
+        wrapped = agl.wrap(crew, reward=lambda *_: 1.0, prompts=["task_1.description", "writer.goal"])
+        texts = {name: prompt.template for name, prompt in wrapped.initial_prompts().items()}
+        assert texts == {"task_1.description": "Answer: {{task}}", "writer.goal": "Write for {{reader}}."}
+        lab.agent = agl.wrap(crew, reward=lambda *_: 1.0)
+        (rollout,) = await lab.run(task_of(2, 3))
+        assert rollout.attempt.error is None
+        said = str([request.body["messages"] for request in lab.server.requests[asked:]])
+    assert f"Answer: {ask(2, 3)}" in said
+    assert "Write for children." in said
+    assert ask(7, 8) not in said
+    assert "nobody" not in said
+
+
+def make_llm(endpoint: str) -> Any:
+    from crewai import LLM
+
+    return LLM("gpt-4o", base_url=endpoint, api_key="any", max_retries=0)
+
+
+async def test_agents_with_one_role_keep_their_tasks_and_are_not_tuned_together() -> None:
+    from crewai import Agent, Crew, Task
+
+    papers, prices = (
+        Agent(role="researcher", goal=goal, backstory="b", llm=make_llm(NOWHERE))
+        for goal in ("Find papers.", "Find prices.")
+    )
+    first, second = (Task(description="Search.", expected_output="a list", agent=agent) for agent in (papers, prices))
+    crew = Crew(agents=[papers, prices], tasks=[first, second])
+    with pytest.raises(agl.ConfigError, match=r"different texts at 'researcher\.goal'.*role"):
+        agl.wrap(crew, prompts=["researcher.goal"])
+    lab = Lab(crew, lambda request: Answer(THE_END), reward=lambda *_: 1.0)
+    rollout, _ = await run(lab)
+    assert rollout.attempt.error is None
+    systems = [request.body["messages"][0]["content"] for request in lab.server.requests]
+    assert ["papers" in systems[0], "prices" in systems[1]] == [True, True]
+
+
+async def test_a_model_class_that_is_defined_inside_a_flow_is_redirected() -> None:
+    """As CrewAI does with the classes of providers: it imports them when a model is first made."""
+    from crewai import Agent, Flow
+    from crewai.flow.flow import start
+
+    class Story(Flow[Any]):
+        @start()
+        def write(self) -> str:
+            model = make_parrot()
+            model.get_input_tokens_count("hello")
+            return str(Agent(role="writer", goal="g", backstory="b", llm=model).kickoff("hello").raw)
+
+    lab = Lab(Story(), [Answer(THE_END)], reward=lambda task, output, rollout: float(output == THE_END))
+    rollout, spans = await run(lab)
+    assert rollout.attempt.error is None
+    assert agl.find_final_reward(spans) == 1.0
+
+
+async def test_nothing_is_kept_of_a_rollout_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentlightning_integrations.crewai import agent as crewai_integration
+
+    trees: list[Any] = []
+
+    def make_tree(tracer: Any) -> Any:
+        trees.append(SpanTree(tracer))
+        return trees[-1]
+
+    monkeypatch.setattr(crewai_integration, "SpanTree", make_tree)
+    async with Lab(make_crew(), TestACrew().script, reward=lambda *_: 1.0) as lab:
+        (rollout,) = await lab.run(task_of(2, 3))
+        kept = [(tree._open, tree._omitted) for tree in trees]
+        assert rollout.attempt.error is None
+        assert kept == [({}, {})]

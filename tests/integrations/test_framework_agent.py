@@ -12,7 +12,7 @@ import agentlightning as agl
 from agentlightning.litagent import wrapping
 from agentlightning.plugin.hookspecs import WrapOptions, hookimpl
 from agentlightning.plugin.registry import PluginManager
-from agentlightning_integrations.framework.agent import FrameworkAgent
+from agentlightning_integrations.framework.agent import FrameworkAgent, by_path
 
 ROLLOUT = agl.AttemptedRollout(
     rollout_id="ro-1",
@@ -133,3 +133,8 @@ class TestAFrameworksObject:
         )
         run(agent, {}, {"question": "hi", "answer": "ho"})
         assert seen == [({"question": "hi", "answer": "ho"}, "hi")]
+
+
+def test_texts_with_one_path_are_one_text_only_if_they_are_equal() -> None:
+    same, different = ("a.text", "A."), ("b.text", "B.")
+    assert by_path([same, different, same, ("b.text", "C."), different]) == {"a.text": "A.", "b.text": None}

@@ -7,7 +7,7 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.globals import get_llm_cache, set_llm_cache
 from langchain_core.language_models import GenericFakeChatModel
-from langchain_core.messages import AIMessage
+from langchain_core.messages import AIMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tracers import context as langchain_context
@@ -96,6 +96,68 @@ async def test_the_prompt_of_an_agent_inside_a_graph_can_be_tuned() -> None:
             request.body["messages"][0]["content"] for request in lab.server.requests if request.body.get("tools")
         ]
     assert systems == ["Be polite."] * 2
+
+
+def make_two_agents(prompts: tuple[str, str], names: tuple[str, str] = ("writer", "critic"), extra: str = "") -> Any:
+    """A graph of two agents, and a node that sends the first prompt in a message of its own, with ``extra``."""
+
+    async def send(state: MessagesState) -> Any:
+        return {
+            "messages": [await MODEL_OF_THE_MODULE.ainvoke([SystemMessage(prompts[0] + extra), *state["messages"]])]
+        }
+
+    graph = StateGraph(MessagesState)
+    for node, prompt, name in zip(("first", "second"), prompts, names, strict=True):
+        graph.add_node(node, make_langchain_agent(prompt=prompt, name=name))
+    graph.add_edge(START, "first").add_edge("first", "second")
+    if extra:
+        graph.add_node("third", send).add_edge("second", "third")
+    return graph.compile()
+
+
+async def system_prompts(graph: Any, texts: dict[str, str]) -> list[str]:
+    """What the models of a graph get with these texts."""
+    async with Lab(graph, [Answer("ok")], prompts=list(texts), reward=lambda *_: 1.0) as lab:
+        (rollout,) = await lab.run("hello", resources=texts)
+        assert rollout.attempt.error is None
+        return [request.body["messages"][0]["content"] for request in lab.server.requests]
+
+
+@pytest.mark.parametrize(
+    "own", [("Help.", "Help."), ("Help.", "Help. Be brief."), ("", "Help.")], ids=["equal", "prefix", "empty"]
+)
+async def test_each_agent_of_a_graph_gets_its_own_prompt_whatever_the_texts_are(own: tuple[str, str]) -> None:
+    graph = make_two_agents(own)
+    both = {"writer.system_prompt": "New W.", "critic.system_prompt": "New C."}
+    assert await system_prompts(graph, both) == ["New W.", "New C."]
+    assert await system_prompts(graph, {"writer.system_prompt": "New W."}) == ["New W.", own[1]]
+    assert await system_prompts(graph, {"critic.system_prompt": "New C."}) == [own[0], "New C."]
+
+
+async def test_a_message_that_a_middleware_has_changed_is_found_by_the_longest_text() -> None:
+    graph = make_two_agents(("Help. Be brief.", "Help."), extra=" Answer in French.")
+    texts = {"writer.system_prompt": "New W.", "critic.system_prompt": "New C."}
+    assert await system_prompts(graph, texts) == ["New W.", "New C.", "New W. Answer in French."]
+    texts = {"critic.system_prompt": "New C."}
+    assert (await system_prompts(graph, texts))[2] == "Help. Be brief. Answer in French."
+
+
+async def test_a_changed_message_that_may_be_of_two_agents_is_refused() -> None:
+    graph = make_two_agents(("Help.", "Help."), extra=" Answer in French.")
+    lab = Lab(graph, [Answer("ok")], prompts=["writer.system_prompt"], reward=lambda *_: 1.0)
+    async with lab:
+        (rollout,) = await lab.run("hello")
+    assert rollout.attempt.error is not None
+    assert rollout.attempt.error.type == "ConfigError"
+    assert "critic.system_prompt and writer.system_prompt are the same text" in rollout.attempt.error.message
+
+
+async def test_agents_with_one_name_are_tuned_together_only_if_their_texts_are_equal() -> None:
+    names = ("writer", "writer")
+    tuned = await system_prompts(make_two_agents(("Help.", "Help."), names), {"writer.system_prompt": "New."})
+    assert tuned == ["New.", "New."]
+    with pytest.raises(agl.ConfigError, match=r"different texts at 'writer\.system_prompt'"):
+        agl.wrap(make_two_agents(("Help.", "Hinder."), names), prompts=["writer.system_prompt"])
 
 
 async def test_messages_of_prompt_templates_can_be_tuned_and_keep_their_variables() -> None:

@@ -368,8 +368,16 @@ class TestAClient:
     @pytest.mark.parametrize("cls", [OpenAI, AsyncOpenAI])
     @pytest.mark.parametrize(
         "task",
-        ["1+2?", ASK, {"messages": ASK, "temperature": 0.125}, {"input": "1+2?", "top_p": 0.5}, {"question": "1+2?"}],
-        ids=["text", "messages", "chat", "response", "question"],
+        [
+            "1+2?",
+            ASK,
+            {"messages": ASK, "temperature": 0.125},
+            {"input": "1+2?", "top_p": 0.5},
+            {"question": "1+2?"},
+            {"messages": ASK, "answer": "3"},
+            {"input": "1+2?", "answer": "3"},
+        ],
+        ids=["text", "messages", "chat", "response", "question", "chat and answer", "response and answer"],
     )
     async def test_answers_a_task_with_the_rollouts_model(self, cls: Any, task: Any) -> None:
         client = cls(base_url=NOWHERE, api_key="any", max_retries=0)
@@ -389,11 +397,13 @@ class TestAClient:
         assert decode(triplet.response["token_ids"]) == "3"
         assert len(seen) == 1
 
-    async def test_an_invalid_task_is_explained(self) -> None:
+    @pytest.mark.parametrize("task", [{"sum": "1+2?"}, {"messages": ASK, "input": "1+2?"}], ids=["none", "several"])
+    async def test_an_invalid_task_is_explained(self, task: Any) -> None:
         async with Lab(AsyncOpenAI(base_url=NOWHERE, api_key="any")) as lab:
-            (rollout,) = await lab.run({"sum": "1+2?"})
+            (rollout,) = await lab.run(task)
         assert rollout.attempt.error is not None
-        assert "a mapping with the fields 'sum'; exactly one of question, input" in rollout.attempt.error.message
+        fields = ", ".join(map(repr, task))
+        assert f"a mapping with the fields {fields}; exactly one of question, input" in rollout.attempt.error.message
         assert "task_to_input" in rollout.attempt.error.message
 
 

@@ -252,3 +252,11 @@ async def test_a_streamed_run_has_a_span_for_its_model_call(model: Any) -> None:
     (triplet,) = TraceToTriplet(agent_match="adder").adapt(trace.spans)
     assert triplet.prompt["raw_content"] == [{"role": "user", "content": "1+2?"}]
     assert triplet.response["raw_content"] == [{"role": "assistant", "content": "three"}]
+
+
+def test_different_instructions_of_agents_with_one_name_cannot_be_tuned() -> None:
+    translator = Agent(name="helper", instructions="Translate.")
+    agent = Agent(name="helper", instructions="Summarise.", handoffs=[translator])
+    with pytest.raises(agl.ConfigError, match=r"different texts at 'helper\.instructions'.*its own name"):
+        agl.wrap(agent, prompts=["helper.instructions"])
+    agl.wrap(agent)

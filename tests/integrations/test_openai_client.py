@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 import agentlightning as agl
-from agentlightning_integrations.framework.openai_client import sync_client
+from agentlightning_integrations.framework.openai_client import _StoppableClient, sync_client
 from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 
 pytestmark = pytest.mark.environment("main", "newest", "oldest")
@@ -49,3 +52,60 @@ async def test_stopping_the_client_ends_calls_in_threads_even_if_file_descriptor
                 end.close()
         release.set()
     assert len(server.requests) == 1
+
+
+async def test_a_call_that_is_still_connecting_is_not_sent_once_the_client_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looking, stopped = threading.Event(), threading.Event()
+    look_up = socket.getaddrinfo
+
+    def look_up_slowly(*arguments: Any, **more: Any) -> Any:
+        looking.set()
+        stopped.wait(30)
+        return look_up(*arguments, **more)
+
+    async with ScriptedOpenAI([Answer("late")]) as server:
+        with sync_client(agl.LLM(endpoint=server.endpoint, model="m")) as client:
+            monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
+            calling = client.with_options(max_retries=0).chat.completions.create
+            call = asyncio.create_task(
+                asyncio.to_thread(calling, model="m", messages=[{"role": "user", "content": ""}])
+            )
+            assert await asyncio.to_thread(looking.wait, 30)
+        stopped.set()
+        with pytest.raises(openai.APIConnectionError):
+            await asyncio.wait_for(call, 30)
+        assert server.requests == []
+
+
+def test_sockets_and_streams_are_only_used_under_the_lock_because_threads_add_to_them() -> None:
+    class Set(weakref.WeakSet[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            assert transport._lock.locked()
+            return super().__iter__()
+
+        def add(self, item: Any) -> None:
+            assert transport._lock.locked()
+            super().add(item)
+
+    class Connection:
+        """A stream of the transport, and its socket."""
+
+        is_shut_down = False
+
+        def get_extra_info(self, name: str) -> Any:
+            return self
+
+        def shutdown(self, how: int) -> None:
+            self.is_shut_down = True
+
+    transport = _StoppableClient()
+    transport._sockets, transport._streams = Set(), Set()
+    early, late = Connection(), Connection()
+    transport._on_transport_event("connection.connect_tcp.complete", {"return_value": early})
+    assert not early.is_shut_down
+    transport.stop()
+    transport._on_transport_event("connection.connect_tcp.complete", {"return_value": late})
+    assert early.is_shut_down
+    assert late.is_shut_down

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import ssl
 import threading
 import weakref
 from typing import Any
 
 import pytest
-from openai import AsyncAzureOpenAI, AsyncOpenAI, OpenAI
+from openai import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI
 
 from agentlightning_integrations.framework import openai_client  # noqa: F401 # registers how clients are pickled
 from agentlightning_integrations.framework.pickling import dump, load
@@ -81,3 +83,37 @@ def test_a_socket_is_refused() -> None:
 
     with socket.socket() as connection, pytest.raises(TypeError, match="socket"):
         dump(connection)
+
+
+def make_token() -> str:
+    """Returns a key that expires."""
+    return "fresh"
+
+
+async def make_token_async() -> str:
+    return "fresh"
+
+
+@pytest.mark.parametrize(("cls", "make"), [(OpenAI, make_token), (AsyncOpenAI, make_token_async)])
+def test_a_client_keeps_the_function_that_returns_its_key(cls: Any, make: Any) -> None:
+    assert through(cls(api_key=make))._api_key_provider is make
+
+
+@pytest.mark.parametrize(("cls", "make"), [(AzureOpenAI, make_token), (AsyncAzureOpenAI, make_token_async)])
+def test_a_client_of_azure_keeps_its_token_or_the_function_that_returns_it(cls: Any, make: Any) -> None:
+    azure = functools.partial(cls, api_version="2026-01-01", azure_endpoint="https://mine.example.com")
+    other = through(azure(azure_ad_token_provider=make))
+    assert (other._azure_ad_token, other._azure_ad_token_provider) == (None, make)
+    other = through(azure(azure_ad_token="token"))
+    assert (other._azure_ad_token, other._azure_ad_token_provider) == ("token", None)
+
+
+def test_a_client_keeps_its_workload_identity_if_openai_has_them() -> None:
+    if "workload_identity" in inspect.signature(OpenAI).parameters:
+        identity = {
+            "identity_provider_id": "idp",
+            "service_account_id": "account",
+            "provider": {"token_type": "jwt", "get_token": make_token},
+        }
+        client: Any = OpenAI(workload_identity=identity)  # openai 1 has none
+        assert through(client).workload_identity == identity

@@ -110,10 +110,16 @@ def test_an_error_is_recorded_on_the_span_and_unknown_ids_are_ignored(recording:
     assert [event.name for event in span.events] == ["exception"]
 
 
-def test_clear_ends_open_spans(recording: Recording) -> None:
+def test_an_omitted_id_is_forgotten_alone_or_with_all_others_when_open_spans_end(recording: Recording) -> None:
     recording.tree.begin("a", "agent", {})
+    recording.tree.omit("s", "a")
+    recording.tree.omit("t", "a")
+    recording.tree.forget("s")
+    recording.tree.forget("a")
+    assert (set(recording.tree._open), set(recording.tree._omitted)) == ({"a"}, {"t"})
     recording.tree.clear()
     assert set(recording.spans) == {"agent"}
+    assert not recording.tree._omitted
 
 
 @pytest.mark.parametrize(("value", "text"), [("as it is", "as it is"), (None, None), ({"a": 1}, '{"a": 1}'), (5, "5")])

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, answer, ask, 
 from agentlightning.testing.agent.conformance import is_tool_span
 from agentlightning_integrations.framework import hooks
 from agentlightning_integrations.openai import plugin
+from agentlightning_integrations.openai_agents import plugin as openai_agents_plugin
 from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms.prompt_lab import Server
 from tests.integrations.framework_agent import AGENTS, make_langchain_agent, make_openai_agents_agent
@@ -293,3 +295,21 @@ def test_an_integration_that_fails_to_instrument_does_not_break_the_import(
     assert undo is not None
     undo()
     assert "openai is not traced: RuntimeError: no luck" in caplog.text
+
+
+def test_a_package_of_the_user_with_the_name_of_a_framework_is_no_framework(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Writer:
+        def __call__(self, task: str) -> float:
+            return 1.0
+
+    Writer.__module__ = "agents"  # the name of the Agents SDK
+    package: Any = ModuleType("agents")
+    package.Writer = Writer
+    monkeypatch.setitem(sys.modules, "agents", package)
+    undo = openai_agents_plugin.instrument(object())
+    assert undo is not None
+    undo()
+    assert "is not traced" not in caplog.text
+    assert isinstance(agl.wrap(Writer()), agl.LitAgent)

@@ -34,8 +34,8 @@ def test_a_rollout_gives_no_rows_of_the_calls_of_another_model() -> None:
         for token, model in ((2, "policy"), (3, "clerk"))
     ]  # fmt: skip
     controller = RolloutController(
-        store=None, gateway=None, adapter=agl.TraceToTriplet(), tasks={}, initial_resources={},  # type: ignore[arg-type] # not called
-        settings=RolloutSettings(), loop=None,  # type: ignore[arg-type] # not used
+        store=None, gateway=None, adapter=agl.TraceToTriplet(), tasks={}, initial_resources={},
+        settings=RolloutSettings(), loop=None,
         config=OmegaConf.create({"data": {"max_prompt_length": 9, "max_response_length": 9}}),
     )  # fmt: skip
     rollout = agl.Rollout(rollout_id="ro-1", input=1, start_time=0.0, status="succeeded")

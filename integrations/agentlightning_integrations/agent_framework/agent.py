@@ -29,7 +29,7 @@ from opentelemetry import trace as otel
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
-from agentlightning_integrations.framework.agent import FrameworkAgent
+from agentlightning_integrations.framework.agent import FrameworkAgent, by_path
 from agentlightning_integrations.framework.object_copy import copy_except, walk
 from agentlightning_integrations.framework.openai_client import async_client
 from agentlightning_integrations.framework.span_tree import to_text
@@ -50,15 +50,15 @@ class AgentFrameworkAgent(FrameworkAgent[Runnable]):
     context providers are shared by all rollouts. Model calls use Chat Completions, whatever client the object has.
     """
 
-    def texts(self) -> Mapping[str, str]:
+    def texts(self) -> Mapping[str, str | None]:
         """The texts of each agent by its name: ``writer.instructions`` and ``writer.description``."""
-        texts = {}
+        texts = []
         for agent in _agents(self.agent):
             instructions = getattr(agent, "default_options", {}).get("instructions")
             for label, text in (("instructions", instructions), ("description", agent.description)):
                 if isinstance(text, str):
-                    texts[f"{_name(agent)}.{label}"] = text
-        return texts
+                    texts.append((f"{_name(agent)}.{label}", text))
+        return by_path(texts)
 
     async def run_async(
         self, task: Any, llm: LLM | None, texts: Mapping[str, str]
@@ -134,13 +134,22 @@ class _Copier:
         copied = self._copies[id(tool)] = copy.copy(tool)
         function: Any = copied.func
         if isinstance(function, types.FunctionType) and _agents_in(function):
-            cells = tuple(types.CellType(self.copy(cell.cell_contents)) for cell in function.__closure__ or ())
+            cells = tuple(map(self._copy_cell, function.__closure__ or ()))
             bound = types.FunctionType(
                 function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
             )
             bound.__dict__.update(vars(function))
             bound.__kwdefaults__, bound.__annotations__ = function.__kwdefaults__, function.__annotations__
             copied.func = bound
+
+    def _copy_cell(self, cell: types.CellType) -> types.CellType:
+        """A cell for the copy of what it holds; the cell itself if that is shared, or if there is nothing in it."""
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            return cell
+        copied = self.copy(content)
+        return cell if copied is content else types.CellType(copied)
 
     def _redirect(self, client: BaseChatClient[Any]) -> None:
         """Copies a chat client for the rollout's endpoint."""

@@ -29,7 +29,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
-from agentlightning_integrations.framework.agent import FrameworkAgent
+from agentlightning_integrations.framework.agent import FrameworkAgent, by_path
 from agentlightning_integrations.framework.object_copy import copy_except, walk
 from agentlightning_integrations.framework.openai_client import async_client
 from agentlightning_integrations.framework.pickling import register_reducer
@@ -73,9 +73,9 @@ class AutoGenAgent(FrameworkAgent[Runnable]):
     object was given. Tools, code executors and memories other than ``ListMemory`` are shared by all rollouts.
     """
 
-    def texts(self) -> Mapping[str, str]:
+    def texts(self) -> Mapping[str, str | None]:
         """The texts of each agent and team by its name, such as ``writer.system_message``."""
-        return {path: text for part in _named_parts(self.agent) for path, text in _read_texts(part)}
+        return by_path(item for part in _named_parts(self.agent) for item in _read_texts(part))
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> TaskResult:
         """Runs a copy on a text, a message or messages, of AutoGen or in OpenAI's format."""

@@ -15,6 +15,7 @@ from crewai import Agent, Crew, Flow
 from crewai.crews import CrewOutput
 from crewai.events.base_events import BaseEvent
 from crewai.events.event_bus import CrewAIEventsBus
+from crewai.events.event_context import SCOPE_STARTING_EVENTS
 from crewai.events.listeners.tracing import utils as tracing_module
 from crewai.events.types import agent_events, tool_usage_events
 from crewai.events.utils import console_formatter as console_module
@@ -28,7 +29,7 @@ from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt 
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
-from agentlightning_integrations.framework.agent import FrameworkAgent
+from agentlightning_integrations.framework.agent import FrameworkAgent, by_path
 from agentlightning_integrations.framework.object_copy import ModelCache, copy_except, walk
 from agentlightning_integrations.framework.openai_client import Clients, open_clients
 from agentlightning_integrations.framework.pickling import register_reducer
@@ -43,6 +44,8 @@ _AGENT_TEXTS: Final = ("role", "goal", "backstory")
 _TASK_TEXTS: Final = ("description", "expected_output")
 _AGENT_MODELS: Final = ("llm", "function_calling_llm")
 _KEPT_SETTINGS: Final = ("temperature", "top_p", "max_tokens", "stop", "seed")
+_MODEL_METHODS: Final = ("call", "acall", "get_input_tokens_count")
+"""What sends a prompt to a model's server."""
 _CREW_MODELS: Final = ("manager_llm", "function_calling_llm", "planning_llm", "chat_llm")
 
 
@@ -61,18 +64,18 @@ class CrewAIAgent(FrameworkAgent[Runnable]):
     tasks; tools, memory and knowledge are shared by all rollouts.
     """
 
-    def texts(self) -> Mapping[str, str]:
+    def texts(self) -> Mapping[str, str | None]:
         """The texts of agents by their role, and of tasks by their name or number.
 
         These are ``writer.role``, ``.goal`` and ``.backstory``, and ``draft.description`` and ``.expected_output`` of a
         task with the name ``draft``; the first task without one is ``task_1``.
         """
-        return {
-            f"{name}.{label}": getattr(part, label)
+        return by_path(
+            (f"{name}.{label}", text)
             for name, part, labels in _named_parts(self.agent)
             for label in labels
-            if isinstance(getattr(part, label), str)
-        }
+            if isinstance(text := _template(part, label), str)
+        )
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> CrewOutput | LiteAgentOutput:
         result: Any
@@ -113,21 +116,38 @@ _models: ContextVar[ModelCache | None] = ContextVar("agentlightning_crewai_model
 
 
 def _patch_models() -> None:
-    """Has the models that are known by now look up their replacement; outside rollouts of flows nothing changes."""
+    """Patches every model class, now and when it is defined, to call the rollout's replacement.
 
+    CrewAI imports the class of a provider when a model of it is first made. One that was pickled gets its methods only
+    after it is defined, so each rollout looks again. Outside rollouts of flows nothing changes.
+    """
+    _patch_new_models()
+    classes = BaseLLM.__subclasses__()
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        _patch_model(cls)
+
+
+@functools.cache
+def _patch_new_models() -> None:
+    def patch_new(wrapped: Callable[..., Any], cls: type[BaseLLM], args: Any, kwargs: dict[str, Any]) -> None:
+        wrapped(*args, **kwargs)
+        _patch_model(cls)
+
+    wrap_function_wrapper(BaseLLM, "__init_subclass__", patch_new)
+
+
+def _patch_model(cls: type[BaseLLM]) -> None:
     def call(wrapped: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         models = _models.get()
         chosen = model if models is None else models.get(model)
         answer = wrapped if chosen is model else getattr(chosen, wrapped.__name__)
         return answer(*args, **kwargs)
 
-    classes = BaseLLM.__subclasses__()
-    while classes:
-        cls = classes.pop()
-        classes += cls.__subclasses__()
-        for name in ("call", "acall"):
-            if type(vars(cls).get(name)) is types.FunctionType:  # not wrapped already
-                wrap_function_wrapper(cls, name, call)
+    for name in _MODEL_METHODS:
+        if type(vars(cls).get(name)) is types.FunctionType:  # not wrapped already
+            wrap_function_wrapper(cls, name, call)
 
 
 def _copy_flow(flow: Flow[Any]) -> Flow[Any]:
@@ -158,17 +178,23 @@ def _inputs(task: Any) -> dict[str, Any]:
 def _named_parts(root: Runnable) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Yields the name of each agent and task, the object, and the attributes that hold its texts."""
     if isinstance(root, Agent):
-        yield root.role.strip(), root, _AGENT_TEXTS
+        yield _template(root, "role").strip(), root, _AGENT_TEXTS
         return
     manager = [] if root.manager_agent is None else [root.manager_agent]
     for agent in [*root.agents, *manager]:
-        yield agent.role.strip(), agent, _AGENT_TEXTS
+        yield _template(agent, "role").strip(), agent, _AGENT_TEXTS
     for number, task in enumerate(root.tasks, start=1):
         yield task.name or f"task_{number}", task, _TASK_TEXTS
 
 
+def _template(part: Any, label: str) -> Any:
+    """The text of an agent or task, with its variables: a run fills them in and keeps the template elsewhere."""
+    original = getattr(part, f"_original_{label}", None)
+    return getattr(part, label) if original is None else original
+
+
 def _copy(root: Runnable, redirect: Callable[[Any], Any]) -> Runnable:
-    """Uses CrewAI's own copy, with models replaced by ``redirect``."""
+    """Uses CrewAI's own copy, with models replaced by ``redirect``, and with the texts as before the first run."""
     pairs: list[tuple[Any, Any]]
     if isinstance(root, Agent):
         copied: Any = root.copy()
@@ -176,14 +202,26 @@ def _copy(root: Runnable, redirect: Callable[[Any], Any]) -> Runnable:
     else:
         copied = root.model_copy(update=dict.fromkeys(_CREW_MODELS[1:])).copy()  # copy() would convert these to dicts
         copied.stream = copied.tracing = False
-        agents = zip(root.agents, copied.agents, strict=True)
+        agents = list(zip(root.agents, copied.agents, strict=True))
+        tasks = list(zip(root.tasks, copied.tasks, strict=True))
+        for task, task_copy in tasks:  # copy() looks for the agent by its role, which others may have too
+            task_copy.agent = next((copy for agent, copy in agents if agent is task.agent), task_copy.agent)
         pairs = [(root, copied), *agents, (root.manager_agent, copied.manager_agent)]
+        _restore_texts(tasks)
+    _restore_texts(pairs)
     for part, part_copy in pairs:
         for name in _CREW_MODELS if part is root and isinstance(root, Crew) else _AGENT_MODELS:
             model = None if part_copy is None else vars(part).get(name)  # reading a deprecated attribute warns
             if model is not None:
                 setattr(part_copy, name, redirect(model))
     return copied  # type: ignore[no-any-return] # CrewAI's copy is of the same class
+
+
+def _restore_texts(pairs: list[tuple[Any, Any]]) -> None:
+    for part, part_copy in pairs:
+        for label in (*_AGENT_TEXTS, *_TASK_TEXTS, "output_file"):
+            if getattr(part, f"_original_{label}", None) is not None:
+                setattr(part_copy, label, _template(part, label))
 
 
 def _redirect(model: Any, llm: LLM | None, clients: Clients | None) -> Any:
@@ -277,5 +315,7 @@ def _record(spans: SpanTree, event: BaseEvent) -> None:
             spans.end(started, {TOOL_RESULT: to_text(event.output)})
         case tool_usage_events.ToolUsageErrorEvent():
             spans.end(started, error=RuntimeError(str(event.error)))
-        case _ if event.type.endswith("_started"):
+        case _ if event.type in SCOPE_STARTING_EVENTS:
             spans.omit(key, parent)
+        case _ if started is not None:
+            spans.forget(started)  # not end: one event too many has the id of a span around it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from agentlightning.errors import ConfigError, suggest
@@ -32,7 +32,7 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
             options: of ``agl.wrap``.
 
         Raises:
-            ConfigError: ``options.prompts`` names a text that the object does not have.
+            ConfigError: ``options.prompts`` names a text that the object does not have, or has several of.
         """
         self.agent = agent
         texts = self.texts()
@@ -41,8 +41,11 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), pickling.dump(vars(self)))
 
-    def texts(self) -> Mapping[str, str]:
-        """Returns the texts of the object that can be tuned, by path, such as ``writer.instructions``."""
+    def texts(self) -> Mapping[str, str | None]:
+        """Returns the texts of the object that can be tuned, by path, such as ``writer.instructions``.
+
+        None stands for different texts with one path, of which none can be tuned; ``by_path`` finds them.
+        """
         return {}
 
     def run(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
@@ -95,7 +98,17 @@ def _restore(cls: type[FrameworkAgent[Any]], state: bytes) -> FrameworkAgent[Any
     return agent
 
 
-def _read_prompt(path: str, value: str | PromptTemplate | None, texts: Mapping[str, str]) -> tuple[str, PromptTemplate]:
+def by_path(found: Iterable[tuple[str, str]]) -> dict[str, str | None]:
+    """Returns texts by path; None for different texts with the same path, such as those of agents with one name."""
+    texts: dict[str, str | None] = {}
+    for path, text in found:
+        texts[path] = text if texts.get(path, text) == text else None
+    return texts
+
+
+def _read_prompt(
+    path: str, value: str | PromptTemplate | None, texts: Mapping[str, str | None]
+) -> tuple[str, PromptTemplate]:
     """Returns the name of the resource that holds a text, and its initial value."""
     if path not in texts:
         known = ", ".join(sorted(texts)) or "none"
@@ -103,6 +116,12 @@ def _read_prompt(path: str, value: str | PromptTemplate | None, texts: Mapping[s
             f"prompts: the object has no text {path!r}.{suggest(path, texts)} Its texts: {known}. Tune a text that "
             "code makes, such as callable instructions, in a function with @agl.rollout and the parameter prompt: "
             "agl.PromptTemplate"
+        )
+    text = texts[path]
+    if text is None:
+        raise ConfigError(
+            f"prompts: the object has different texts at {path!r}, because several of its parts have the same name. "
+            "Give each agent, and each task of a crew, its own name (in CrewAI an agent's name is its role)"
         )
     if isinstance(value, PromptTemplate):
         return path, value
@@ -113,7 +132,7 @@ def _read_prompt(path: str, value: str | PromptTemplate | None, texts: Mapping[s
         )
     if value is not None and len(value.split()) > 1:
         return path, PromptTemplate(value)
-    own = texts[path].replace("{", "{{").replace("}", "}}")  # its braces are literal
+    own = text.replace("{", "{{").replace("}", "}}")  # its braces are literal
     return value or path, PromptTemplate(own)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +17,18 @@ class Framework:
     """The hooks ``wrap_agent`` and ``instrument`` of one framework.
 
     ``module`` defines functions of the same names and signatures. It may import the framework, whose top-level name is
-    ``package``, at its top: it is loaded only once the framework is. ``extra`` installs what it imports.
+    ``package``, at its top: it is loaded only once the framework is. ``extra`` installs what it imports. ``has`` is a
+    name in ``package`` for one that users call their own packages too.
     """
 
-    def __init__(self, *, package: str, module: str, extra: str) -> None:
-        self.package, self.module, self.extra = package, module, extra
+    def __init__(self, *, package: str, module: str, extra: str, has: str = "__name__") -> None:
+        self.package, self.module, self.extra, self.has = package, module, extra, has
 
     @hookimpl
     def wrap_agent(self, agent: Any, options: WrapOptions) -> LitAgent[Any] | None:
         if all(cls.__module__.partition(".")[0] != self.package for cls in type(agent).__mro__):
+            return None
+        if not self._is_framework():
             return None
         try:
             module: Any = importlib.import_module(self.module)
@@ -38,4 +42,11 @@ class Framework:
 
     @hookimpl
     def instrument(self, tracer_provider: Any) -> Callable[[], None]:
-        return OnImport(self.package, lambda: importlib.import_module(self.module).instrument(tracer_provider)).undo
+        def instrument() -> Callable[[], object] | None:
+            return importlib.import_module(self.module).instrument(tracer_provider) if self._is_framework() else None
+
+        return OnImport(self.package, instrument).undo
+
+    def _is_framework(self) -> bool:
+        """Whether the imported package is the framework, not another one of the same name."""
+        return hasattr(sys.modules.get(self.package), self.has)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
+from openai.lib.azure import API_KEY_SENTINEL
 
 from agentlightning.resources import LLM
 from agentlightning_integrations.framework.pickling import register_reducer
@@ -85,7 +86,8 @@ class _StoppableClient(DefaultHttpxClient):
             request.extensions = {**request.extensions, "trace": self._on_transport_event}
             response = super().send(request, **settings)
             if settings.get("stream"):
-                self._streams.add(response)
+                with self._lock:
+                    self._streams.add(response)
             return response
         finally:
             with self._lock:
@@ -96,20 +98,33 @@ class _StoppableClient(DefaultHttpxClient):
         """Ends the requests in flight and refuses later ones."""
         with self._lock:
             self._is_stopped = True
-        for connection in list(self._sockets):
-            with contextlib.suppress(OSError):  # closed already
-                connection.shutdown(socket.SHUT_RDWR)
+            connections = list(self._sockets)
+        for connection in connections:
+            _shut_down(connection)
         self._close_if_done()
 
     def _close_if_done(self) -> None:
-        if self._is_stopped and not self._in_flight and all(stream.is_closed for stream in list(self._streams)):
+        with self._lock:
+            is_done = self._is_stopped and not self._in_flight and all(stream.is_closed for stream in self._streams)
+        if is_done:
             self.close()
 
     def _on_transport_event(self, event: str, info: Mapping[str, Any]) -> None:
-        """Called by httpx at every step of a request; remembers the sockets that are opened."""
+        """Called by httpx at every step of a request; remembers the sockets that are opened, until the client stops."""
         stream = info.get("return_value")
-        if event.endswith(("connect_tcp.complete", "start_tls.complete")) and stream is not None:
-            self._sockets.add(stream.get_extra_info("socket"))
+        if not event.endswith(("connect_tcp.complete", "start_tls.complete")) or stream is None:
+            return
+        connection = stream.get_extra_info("socket")
+        with self._lock:
+            self._sockets.add(connection)
+            is_stopped = self._is_stopped
+        if is_stopped:  # while it connected
+            _shut_down(connection)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # closed already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 @functools.cache
@@ -122,7 +137,6 @@ def _tls() -> ssl.SSLContext:
 def _reduce(client: Any) -> tuple[Any, tuple[Any, ...]]:
     """Pickles a client by its settings, without its connections."""
     settings = {
-        "api_key": client.api_key,
         "organization": client.organization,
         "project": client.project,
         "base_url": str(client.base_url),
@@ -130,11 +144,28 @@ def _reduce(client: Any) -> tuple[Any, tuple[Any, ...]]:
         "max_retries": client.max_retries,
         "default_headers": dict(client._custom_headers),
         "default_query": dict(client._custom_query),
+        **_credentials(client),
     }
-    if hasattr(client, "_api_version"):  # of Azure
-        settings["api_version"] = client._api_version
     cls: Callable[..., Any] = type(client)
     return functools.partial(cls, **settings), ()
+
+
+def _credentials(client: Any) -> dict[str, Any]:
+    """The key or what makes it; functions stay functions, since what they return expires."""
+    found: dict[str, Any] = {"api_key": getattr(client, "_api_key_provider", None) or client.api_key}
+    for name in ("admin_api_key", "webhook_secret", "workload_identity"):
+        value = getattr(client, name, None)  # not in every version of openai
+        if value is not None:
+            found[name] = value
+    if "workload_identity" in found:
+        found["api_key"] = None  # a placeholder
+    if hasattr(client, "_api_version"):  # of Azure
+        found["api_version"] = client._api_version
+        found["azure_ad_token"] = client._azure_ad_token
+        found["azure_ad_token_provider"] = client._azure_ad_token_provider
+        if found["api_key"] == API_KEY_SENTINEL:
+            found["api_key"] = None
+    return found
 
 
 for _client in (OpenAI, AsyncOpenAI):

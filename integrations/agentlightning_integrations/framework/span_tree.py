@@ -61,6 +61,11 @@ class SpanTree:
             with self._lock:
                 self._omitted[key] = parent
 
+    def forget(self, key: Hashable) -> None:
+        """Forgets an id of ``omit``; an open span stays open."""
+        with self._lock:
+            self._omitted.pop(key, None)
+
     def end(
         self, key: Hashable, attributes: Mapping[str, Any] | None = None, error: BaseException | None = None
     ) -> None:
@@ -78,7 +83,11 @@ class SpanTree:
         detach_ended()
 
     def clear(self) -> None:
-        for key in list(self._open):
+        """Ends the open spans and forgets all ids."""
+        with self._lock:
+            self._omitted.clear()
+            keys = list(self._open)
+        for key in keys:
             self.end(key)
 
     def _find(self, key: Hashable) -> Span | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import BaseMessage, SystemMessage
@@ -18,7 +19,7 @@ from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
-from agentlightning_integrations.framework.agent import FrameworkAgent
+from agentlightning_integrations.framework.agent import FrameworkAgent, by_path
 from agentlightning_integrations.framework.object_copy import ModelCache
 from agentlightning_integrations.framework.span_tree import detach_ended
 from agentlightning_integrations.framework.task import read_input
@@ -44,25 +45,23 @@ class LangChainAgent(FrameworkAgent[Runnable[Any, Any]]):
     models are replaced on each call, according to the context of the rollout.
     """
 
-    def texts(self) -> Mapping[str, str]:
+    def texts(self) -> Mapping[str, str | None]:
         """System prompts of agents, as ``writer.system_prompt``, and the messages of prompt templates.
 
         An agent without a name has ``system_prompt``; a subgraph has the name of its node. Prompt templates outside
         graphs are ``prompt.system``, ``prompt.human`` or just ``prompt``, the next ones ``prompt2.system`` and so on.
         """
-        return {path: text for path, (text, _) in _find_texts(self.agent).items()}
+        return by_path((found.path, found.text) for found in _find_texts(self.agent))
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
         """Runs the runnable on the task; a text becomes the user's message of a graph that has ``messages``."""
-        found = _find_texts(self.agent)
-        tuned = [(*found[path], text) for path, text in texts.items()]
         graph = _graph_of(self.agent)
         if graph is not None and "messages" in graph.channels and not _is_state(task, graph):
             given = read_input(task, "a graph without such channels")
             task = {"messages": given if isinstance(given, list) else [("user", str(given))]}
         _patch_models()
         async with _open_clients(llm) as clients:
-            token = _overrides.set(_Overrides(llm, clients, tuned))
+            token = _overrides.set(_Overrides(llm, clients, _find_texts(self.agent) if texts else [], texts))
             try:
                 return await self.agent.ainvoke(task)
             finally:
@@ -78,14 +77,32 @@ def _open_clients(llm: LLM | None) -> contextlib.AbstractAsyncContextManager[Any
     return open_clients(llm)
 
 
-class _Overrides:
-    """The models, sampling parameters and texts of one rollout."""
+class _Text(NamedTuple):
+    """A tunable text, and the object that holds it; None for a system prompt that is only a text."""
 
-    def __init__(self, llm: LLM | None, clients: Any, texts: list[tuple[str, PromptTemplate | None, str]]) -> None:
+    path: str
+    text: str
+    holder: PromptTemplate | SystemMessage | None
+
+
+class _Overrides:
+    """The models, sampling parameters and texts of one rollout.
+
+    An agent's system prompt is found by the identity of its message, since several agents may have the same text. Its
+    text finds it where the message is another one: a middleware has changed it, or LangChain is older than 1.1.
+    """
+
+    def __init__(self, llm: LLM | None, clients: Any, found: list[_Text], texts: Mapping[str, str]) -> None:
         self.parameters: Mapping[str, Any] = {} if llm is None else llm.sampling_parameters
         self.models = ModelCache(lambda model: model if llm is None else _redirect(model, llm, clients))
-        self._messages = {old: new for old, template, new in texts if template is None}
-        self._templates = {id(template): new for _, template, new in texts if template is not None}
+        self._texts = texts
+        templates = [one for one in found if isinstance(one.holder, PromptTemplate) and one.path in texts]
+        self._templates = {id(one.holder): texts[one.path] for one in templates}
+        prompts = [one for one in found if not isinstance(one.holder, PromptTemplate)]
+        places = {(id(one.holder), one.path) for one in prompts if one.holder is not None}
+        uses = Counter(holder for holder, _ in places)
+        self._path_of = {holder: path for holder, path in places if uses[holder] == 1}
+        self._prompts = sorted((one for one in prompts if one.text), key=lambda one: -len(one.text))
         self._tuned: dict[int, SystemMessage] = {}
 
     def messages(self, messages: list[BaseMessage]) -> list[BaseMessage]:
@@ -93,13 +110,28 @@ class _Overrides:
         return [self._tune(message) if isinstance(message, SystemMessage) else message for message in messages]
 
     def _tune(self, message: SystemMessage) -> SystemMessage:
-        if isinstance(message.content, str) and id(message) not in self._tuned:  # one call passes here several times
-            for old, new in self._messages.items():
-                if old in message.content:  # a middleware may have added to it
-                    message = message.model_copy(update={"content": message.content.replace(old, new)})
-                    self._tuned[id(message)] = message
-                    break
+        old = message.content
+        if not isinstance(old, str) or id(message) in self._tuned:  # one call passes here several times
+            return message
+        new = self._texts.get(self._path_of[id(message)], old) if id(message) in self._path_of else self._replace(old)
+        if new != old:
+            message = message.model_copy(update={"content": new})
+            self._tuned[id(message)] = message
         return message
+
+    def _replace(self, content: str) -> str:
+        """Replaces the longest text of an agent in the content of a message."""
+        old = next((one.text for one in self._prompts if one.text in content), None)
+        paths = sorted({one.path for one in self._prompts if one.text == old})
+        if old is None or not self._texts.keys() & paths:
+            return content
+        if len(paths) > 1:
+            raise ConfigError(
+                f"{' and '.join(paths)} are the same text, and it is not known whose a message with it is: the agents "
+                "share the message, a middleware has changed it, or LangChain is older than 1.1. Give each agent its "
+                "own text"
+            )
+        return content.replace(old, self._texts[paths[0]], 1)
 
     def template(self, template: PromptTemplate) -> PromptTemplate:
         """The tuned form of a template, or the template itself."""
@@ -160,18 +192,17 @@ def _patch_models() -> None:
     wrap_function_wrapper(PromptTemplate, "format", format_template)
 
 
-def _find_texts(runnable: Runnable[Any, Any]) -> dict[str, tuple[str, PromptTemplate | None]]:
-    """The tunable texts by path, each with its prompt template; None for a system prompt of ``create_agent``."""
-    found: dict[str, tuple[str, PromptTemplate | None]] = {}
+def _find_texts(runnable: Runnable[Any, Any]) -> list[_Text]:
+    """The tunable texts."""
     graph = _graph_of(runnable)
     if graph is not None:
-        _add_system_prompts(graph, "", found)
-        return found
+        return list(_system_prompts(graph, ""))
+    found: dict[str, _Text] = {}
     prompts = [prompt for prompt in runnable.get_prompts() if isinstance(prompt, (ChatPromptTemplate, PromptTemplate))]
     for number, prompt in enumerate(prompts, start=1):
         path = "prompt" if number == 1 else f"prompt{number}"
         if isinstance(prompt, PromptTemplate):
-            found[path] = prompt.template, prompt
+            found[path] = _Text(path, prompt.template, prompt)
             continue
         for message in prompt.messages:
             template = getattr(message, "prompt", None)
@@ -180,17 +211,19 @@ def _find_texts(runnable: Runnable[Any, Any]) -> dict[str, tuple[str, PromptTemp
                 key, again = f"{path}.{role}", 2
                 while key in found:
                     key, again = f"{path}.{role}{again}", again + 1
-                found[key] = template.template, template
-    return found
+                found[key] = _Text(key, template.template, template)
+    return list(found.values())
 
 
-def _add_system_prompts(graph: Any, prefix: str, found: dict[str, tuple[str, PromptTemplate | None]]) -> None:
+def _system_prompts(graph: Any, prefix: str) -> Iterator[_Text]:
     name = read_name(graph) or prefix
-    text = read_system_prompt(graph)
-    if text is not None:
-        found[f"{name}.system_prompt" if name else "system_prompt"] = text, None
+    prompt = read_system_prompt(graph)
+    message = prompt if isinstance(prompt, SystemMessage) else None
+    text = prompt if message is None else message.content
+    if isinstance(text, str):
+        yield _Text(f"{name}.system_prompt" if name else "system_prompt", text, message)
     for node_name, inner in graph.get_subgraphs():
-        _add_system_prompts(inner, node_name, found)
+        yield from _system_prompts(inner, node_name)
 
 
 def _graph_of(runnable: Any) -> Any:

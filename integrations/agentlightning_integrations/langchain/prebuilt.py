@@ -23,8 +23,11 @@ def read_name(graph: Any) -> str | None:
     return str(graph.name)
 
 
-def read_system_prompt(graph: Any) -> str | None:
-    """The text of an agent's system prompt; None if it has none, or if a function makes it."""
+def read_system_prompt(graph: Any) -> SystemMessage | str | None:
+    """An agent's system prompt; None if it has none, or if a function makes it.
+
+    A message is the object that the agent sends, unless a middleware replaces it; a text becomes a new one each time.
+    """
     function = _model_node(graph)
     if function is None:
         return None
@@ -34,8 +37,7 @@ def read_system_prompt(graph: Any) -> str | None:
     if (make_messages := getattr(getattr(sequence, "first", None), "func", None)) is not None:
         variables = inspect.getclosurevars(make_messages).nonlocals
         found = variables.get("_system_message", variables.get("prompt"))
-    text = found.content if isinstance(found, SystemMessage) else found
-    return text if isinstance(text, str) else None
+    return found if isinstance(found, (SystemMessage, str)) else None
 
 
 def _model_node(graph: Any) -> Callable[..., Any] | None:

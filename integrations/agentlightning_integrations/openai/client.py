@@ -41,8 +41,8 @@ class OpenAIClientAgent(FrameworkAgent[OpenAI | AsyncOpenAI]):
     """Makes one call for each task; the output is the completion, or the response.
 
     A task is a question, a list of messages, or the arguments of ``chat.completions.create`` (with ``messages``) or
-    ``responses.create`` (with ``input``). The client has no model, so the resource ``llm`` is needed unless the
-    arguments name one.
+    ``responses.create`` (with ``input``); fields that are no arguments are for the reward function. The client has no
+    model, so the resource ``llm`` is needed unless the arguments name one.
     """
 
     def texts(self) -> Mapping[str, str]:
@@ -62,20 +62,24 @@ class OpenAIClientAgent(FrameworkAgent[OpenAI | AsyncOpenAI]):
 
 
 def _call(client: Any, task: Any, llm: LLM | None, instructions: str | None) -> Any:
-    if not isinstance(task, Mapping) or not task.keys() & {"messages", "input"}:
+    if not isinstance(task, Mapping) or task.keys() & {"question", "messages", "input"} not in (
+        {"messages"},
+        {"input"},
+    ):
         task = read_input(task, "a client of OpenAI")
     if isinstance(task, str):
         task = [{"role": "user", "content": task}]
-    arguments = dict(task) if isinstance(task, Mapping) else {"messages": task}
+    given = task if isinstance(task, Mapping) else {"messages": task}
+    create = client.responses.create if "input" in given else client.chat.completions.create
+    known = inspect.signature(create).parameters
+    arguments = {name: value for name, value in given.items() if name in known}
     if llm is not None:
         arguments.update(llm.sampling_parameters, model=llm.model)
-    if "input" in arguments:
-        if instructions:
-            arguments["instructions"] = instructions
-        return client.responses.create(**arguments)
-    if instructions:
+    if instructions and "input" in arguments:
+        arguments["instructions"] = instructions
+    elif instructions:
         arguments["messages"] = [{"role": "system", "content": instructions}, *arguments["messages"]]
-    return client.chat.completions.create(**arguments)
+    return create(**arguments)
 
 
 def instrument(tracer_provider: Any) -> Callable[[], object]:

@@ -15,7 +15,7 @@ from opentelemetry import trace as otel
 
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
-from agentlightning_integrations.framework.agent import FrameworkAgent
+from agentlightning_integrations.framework.agent import FrameworkAgent, by_path
 from agentlightning_integrations.framework.object_copy import walk
 from agentlightning_integrations.framework.openai_client import async_client
 from agentlightning_integrations.framework.span_tree import (
@@ -42,13 +42,13 @@ class OpenAIAgentsAgent(FrameworkAgent[Agent[Any]]):
     handed over to or used as tools.
     """
 
-    def texts(self) -> Mapping[str, str]:
+    def texts(self) -> Mapping[str, str | None]:
         """The instructions of each agent by its name, such as ``writer.instructions``."""
-        return {
-            f"{agent.name}.instructions": agent.instructions
+        return by_path(
+            (f"{agent.name}.instructions", agent.instructions)
             for agent in _agents(self.agent)
             if isinstance(agent.instructions, str)
-        }
+        )
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> RunResult:
         """Runs the agent on a text or a list of input items."""

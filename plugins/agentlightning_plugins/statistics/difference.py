@@ -47,6 +47,9 @@ def difference_over_seeds(one: Sequence[Mapping[int, float]], other: Sequence[Ma
     Args:
         one: mean reward of each task, by seed; tasks without a reward for some seed are left out.
         other: the same of the other algorithm.
+
+    Raises:
+        NotFoundError: no task has a reward for every seed of both.
     """
     tasks = sorted(set.intersection(*({*seed} for seed in (*one, *other))))
     if not tasks:

@@ -233,7 +233,7 @@ def columns(place: Path, what: str) -> list[str]:
     import pyarrow.parquet
 
     run(place, what, "export", str(place / "out.parquet"))
-    names: list[str] = pyarrow.parquet.read_schema(place / "out.parquet").names  # type: ignore[no-untyped-call] # as above
+    names: list[str] = pyarrow.parquet.read_schema(place / "out.parquet").names
     return names
 
 
@@ -249,7 +249,7 @@ def test_a_parquet_export_has_all_columns_whatever_its_first_record_is(tmp_path:
     assert columns(tmp_path, "rollouts") == list(agl.AttemptedRollout.model_fields)
     import pyarrow.parquet
 
-    rows = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()  # type: ignore[no-untyped-call] # no types
+    rows = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
     assert [row["attempt"] is None for row in rows] == [True, False]
     for what, record in (("spans", Span), ("resources", agl.ResourcesUpdate)):
         assert columns(tmp_path, what) == list(record.model_fields), "of an export without records"

@@ -118,7 +118,7 @@ async def test_a_claim_whose_transaction_was_undone_hands_out_nothing(tmp_path: 
     store = SqliteLightningStore(str(tmp_path / "store.db"), watchdog_interval_s=None)
     backend = store._database.backend
     assert isinstance(backend, SqliteBackend)
-    backend.writer._connection = FullAtCommit(backend.writer._connection)  # type: ignore[assignment]
+    backend.writer._connection = FullAtCommit(backend.writer._connection)
     # Both share a transaction, whose commit fails; then each has its own, and that of the rollout fails again.
     enqueued, claimed = await asyncio.gather(
         backend.commit([Put(Rollout(rollout_id="ro-1", input=1, start_time=1.0))]),
