@@ -13,6 +13,7 @@ import resource
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -392,6 +393,13 @@ def test_every_component_exists_and_names_a_declared_extra() -> None:
             manager.get(component.kind, component.name)
 
 
+def test_every_component_has_a_summary_of_its_own() -> None:
+    """`agl plugins` sorts components by kind and name, so that "the same" would refer to whatever stands above."""
+    offers = {(c.kind, c.name, c.summary) for plugin in PluginManager().plugins.values() for c in plugin.offers}
+    shared = Counter((kind, summary) for kind, _, summary in offers)
+    assert [offer for offer in sorted(offers) if shared[offer[0], offer[2]] > 1 or "the same" in offer[2]] == []
+
+
 def test_what_is_imported_is_declared() -> None:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
@@ -514,7 +522,7 @@ def test_no_secret_and_no_path_of_one_machine_is_in_the_repository() -> None:
         r"|-----BEGIN [A-Z ]*PRIVATE KEY|/(opt/(wheels|pypi)|work/(main|shared))\b|/root/|/home/[a-z]+/"
     )
     kept = [path for path in REPO.iterdir() if path.is_file()]
-    folders = ".ci algorithms constraints core docs examples integrations plugins tests".split()
+    folders = ".ci algorithms constraints core deploy docs examples integrations plugins tests".split()
     kept += [path for folder in folders for path in (REPO / folder).rglob("*") if path.is_file()]
     found = []
     for path in kept:

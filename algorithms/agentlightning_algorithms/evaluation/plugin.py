@@ -8,4 +8,4 @@ from agentlightning.plugin.hookspecs import Component, hookimpl
 @hookimpl
 def components() -> list[Component]:
     target = "agentlightning_algorithms.evaluation.algorithm:Evaluation"
-    return [Component("algorithm", "evaluation", target, summary="says how good an agent is")]
+    return [Component("algorithm", "evaluation", target, summary="measures an agent, without training")]

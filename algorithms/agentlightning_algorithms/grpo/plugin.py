@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from agentlightning.plugin.hookspecs import Component, ComponentKind, hookimpl
@@ -24,22 +24,46 @@ _ESTIMATORS = {
     "reinforce_plus_plus_baseline": "difference from the mean of the group, whitened over the batch",
     "opo": "difference from the mean weighted by length",
 }
-_PARTS: Mapping[ComponentKind, Mapping[str, str]] = {
-    "aggregation": {
-        "token-mean": "learning.loss:token_mean",
-        "token-sum": "learning.loss:token_sum",
-        "seq-mean-token-sum": "learning.loss:seq_mean_token_sum",
-        "seq-mean-token-sum-norm": "learning.loss:seq_mean_token_sum_norm",
-        "seq-mean-token-mean": "learning.loss:seq_mean_token_mean",
-        "rollout-mean": "learning.loss:rollout_mean",
-    },
-    "schedule": {name: f"learning.schedule:{name}" for name in ("constant", "linear", "cosine")},
-    "task_sampler": {"shuffled": "choice:shuffled", "undecided": "choice:undecided"},
-    "rollout_filter": {"everything": "choice:everything", "finished": "choice:finished"},
-    "reward_shaping": {"unchanged": "choice:unchanged", "soft_overlong": "choice:soft_overlong"},
-    "training_metrics": {"pass_at_k": "choice:pass_at_k"},
-}
-"""Further parts of a training, by kind and name."""
+_PARTS: Sequence[tuple[ComponentKind, str, Mapping[str, str]]] = (
+    (
+        "aggregation",
+        "learning.loss",
+        {
+            "token-mean": "mean over all tokens of the batch",
+            "token-sum": "sum over all tokens",
+            "seq-mean-token-sum": "mean over rows of their sums",
+            "seq-mean-token-sum-norm": "mean over rows of their sums, over the constant `horizon`",
+            "seq-mean-token-mean": "mean over rows of their means",
+            "rollout-mean": "mean over rollouts of the means of their tokens",
+        },
+    ),
+    (
+        "schedule",
+        "learning.schedule",
+        {
+            "constant": "learning rate that stays as it is",
+            "linear": "learning rate that falls linearly to 0",
+            "cosine": "learning rate that falls to 0 along a cosine",
+        },
+    ),
+    (
+        "task_sampler",
+        "choice",
+        {"shuffled": "epochs in random order", "undecided": "tasks whose mean reward is nearest to 0.5"},
+    ),
+    (
+        "rollout_filter",
+        "choice",
+        {"everything": "all rollouts", "finished": "rollouts that neither failed nor were cut off"},
+    ),
+    (
+        "reward_shaping",
+        "choice",
+        {"unchanged": "the reward itself", "soft_overlong": "less reward for answers near the limit of tokens"},
+    ),
+    ("training_metrics", "choice", {"pass_at_k": "chance that one of k rollouts of a task succeeds"}),
+)
+"""Further parts of a training: their kind, their module, and the summary of each by name."""
 
 
 @hookimpl
@@ -73,9 +97,9 @@ def components() -> Iterable[Component]:
             for name, summary in _ESTIMATORS.items()
         ),
         *(
-            Component(kind, name, f"{package}.{target}", "grpo", f"{kind.replace('_', ' ')} of grpo")
-            for kind, parts in _PARTS.items()
-            for name, target in parts.items()
+            Component(kind, name, f"{package}.{module}:{name.replace('-', '_')}", "grpo", summary)
+            for kind, module, summaries in _PARTS
+            for name, summary in summaries.items()
         ),
     ]
 

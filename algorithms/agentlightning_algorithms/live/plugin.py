@@ -14,12 +14,12 @@ def components() -> Iterable[Component]:
             "algorithm",
             "live",
             "agentlightning_algorithms.live.algorithm:LiveLearning",
-            summary="learns from what a process serves",
+            summary="learns from the traffic of a service",
         ),
         Component(
             "resource",
             "live_state",
             "agentlightning_algorithms.live_resources:LiveState",
-            summary="where live learning stands",
+            summary="state of live learning",
         ),
     ]

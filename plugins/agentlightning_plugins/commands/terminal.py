@@ -35,7 +35,10 @@ def with_store(command: Callable[Concatenate[LightningStore, P], Coroutine[Any, 
 
     @json_option
     @click.option(
-        "--store", "where", metavar="URL", help="Or a run's directory. Default: AGL_STORE, then agl.db, then agl store."
+        "--store",
+        "where",
+        metavar="URL",
+        help="URL of the store, or directory of a run. Default: AGL_STORE, else ./agl.db, else http://127.0.0.1:4747.",
     )
     @click.option("--run", metavar="NAME", help="A run of a shared store; default is `default`.")
     @functools.wraps(command)

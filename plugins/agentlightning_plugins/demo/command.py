@@ -15,7 +15,7 @@ _NEEDED = ("torch", "transformers", "peft", "safetensors", "openai")
 
 
 @click.command("demo")
-@click.option("--seed", default=0, show_default=True, help="Of task order, sampling and minibatches.")
+@click.option("--seed", default=0, show_default=True, help="Seed of task order, sampling and minibatches.")
 @click.option("--steps", default=None, type=click.IntRange(min=1), help="Updates of the weights, at most.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the run; default runs/demo-<n>.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Continue an interrupted run.")

@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 _COMPONENTS: Final[tuple[tuple[ComponentKind, str, str, str], ...]] = (
     ("gateway", "gateway", "proxy:LLMProxy", "OpenAI-compatible, records every call"),
-    ("adapter", "llm-proxy-triplet", "adapter:LlmProxyTraceToTriplet", "the same, of what the gateway saw"),
+    (
+        "adapter",
+        "llm-proxy-triplet",
+        "adapter:LlmProxyTraceToTriplet",
+        "prompt, response, reward, from the gateway's spans only",
+    ),
     ("dialect", "openai-chat", "dialects.openai:ChatCompletions", "Chat Completions"),
     ("dialect", "openai-completions", "dialects.openai:Completions", "Completions"),
     ("dialect", "openai-embeddings", "dialects.openai:Embeddings", "Embeddings"),

@@ -11,7 +11,11 @@ from agentlightning.cli import echo
 
 @click.command("legacy")
 @click.option(
-    "--store", default="http://127.0.0.1:4747", show_default=True, metavar="URL", help="Its token: AGL_TOKEN."
+    "--store",
+    default="http://127.0.0.1:4747",
+    show_default=True,
+    metavar="URL",
+    help="URL of the store; its token is read from AGL_TOKEN.",
 )
 @click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; the protocol has no token.")

@@ -88,6 +88,21 @@ def test_a_new_plugin_installs_is_listed_and_passes_its_own_test(tmp_path: Path)
     run(folder, "ruff", "check", "--isolated", "--line-length", "120", ".")
 
 
+@pytest.mark.parametrize(
+    ("option", "command"),
+    [
+        ("--apo", "pip install openai 'lightning[apo]'\n"),
+        ("--grpo", "pip install openai 'lightning[grpo]'\n"),
+        ("--verl", "pip install -c constraints/verl.txt '.[verl]'    # in a checkout of Lightning\n"),
+    ],
+)
+def test_a_new_agent_says_what_to_install_and_where(tmp_path: Path, option: str, command: str) -> None:
+    """The environment of this `agl` has Lightning; that of verl is a new one, where the index's would be installed."""
+    said = run_here(tmp_path, "new", "agent", "word-adder", option).stdout
+    assert command in said
+    assert ("Next, in an environment of its own" in said) == (option == "--verl")
+
+
 @pytest.mark.parametrize("name", ["Upper", "1st", "a b", "../up", "a--b", ""])
 def test_an_invalid_name_is_refused(tmp_path: Path, name: str) -> None:
     refused = run_here(tmp_path, "new", "agent", name)

@@ -21,8 +21,8 @@ from agentlightning_plugins.commands.terminal import json_option, print_json
     multiple=True,
     metavar="YAML",
     help="A name, or '{name: ..., setting: ...}', or a list of these, each of which begins with what the one before "
-    "learned; [] trains nothing. May be repeated; the first is the baseline of the comparison. Settings of CONFIG's "
-    "algorithm of a name hold unless given again.",
+    "learned; [] trains nothing. May be repeated; the first is the baseline of the comparison. An algorithm that "
+    "CONFIG configures keeps its settings from there unless they are given here.",
 )
 @click.option(
     "--prompt",
@@ -36,7 +36,9 @@ from agentlightning_plugins.commands.terminal import json_option, print_json
     "--fail-if-worse", is_flag=True, help="Exit with 1 if one is worse than the first, with a p-value below 0.05."
 )
 @click.option("--seeds", default="0", show_default=True, help="Comma-separated; each algorithm runs once per seed.")
-@click.option("--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Per test task.")
+@click.option(
+    "--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Rollouts per test task."
+)
 @click.option("--budget", type=click.IntRange(min=1), metavar="N", help="Maximum number of training rollouts.")
 @click.option("--test", "test", metavar="SOURCE", help="The test tasks; default is half of data.val.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the runs; default runs/compare-<n>.")

@@ -22,7 +22,9 @@ from agentlightning_plugins.statistics.power import POWER, Plan, plan
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--data", metavar="val|train|SOURCE", help="The tasks; default is data.val, else data.train.")
-@click.option("--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Per task.")
+@click.option(
+    "--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Rollouts per task."
+)
 @click.option("--success", default=1.0, show_default=True, type=float, help="Smallest reward that counts as a success.")
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Time limit of a rollout."

@@ -43,7 +43,7 @@ def rollouts() -> None:
 
 @rollouts.command("list")
 @click.option("--status", multiple=True, type=_STATUS, help="Only these; may be repeated.")
-@click.option("--step", type=int, help="Of an algorithm's step.")
+@click.option("--step", type=int, help="Only rollouts of this step of the algorithm.")
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="Show the newest N.")
 @with_store
 async def list_rollouts(
@@ -167,8 +167,13 @@ async def delete_rollouts(
     show_default=True,
     help="openai-sft: the conversations of rollouts that succeeded, for fine-tuning.",
 )
-@click.option("--min-reward", default=1.0, show_default=True, help="Of openai-sft: only rollouts with this reward.")
-@click.option("--best-of", type=click.IntRange(min=1), metavar="N", help="Of openai-sft: the best N of each task.")
+@click.option("--min-reward", default=1.0, show_default=True, help="With openai-sft: the least reward of a rollout.")
+@click.option(
+    "--best-of",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With openai-sft: only the best N rollouts of each task.",
+)
 @with_store
 async def export_rollouts(
     store: LightningStore,

@@ -30,7 +30,7 @@ def spans() -> None:
 
 @spans.command("list")
 @click.argument("rollout_id", required=False)
-@click.option("--attempt", metavar="ID", help="Of one attempt, or of the `latest`.")
+@click.option("--attempt", metavar="ID", help="Only spans of this attempt; `latest` for the newest.")
 @click.option("--name", help="Only spans whose name contains this.")
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1), help="Show at most N.")
 @with_store
@@ -80,7 +80,7 @@ async def follow_spans(store: LightningStore, rollout_id: str | None, as_json: b
 
 @spans.command("export")
 @export_path
-@click.option("--rollout", "rollout_id", metavar="ID", help="Of one rollout; default is all.")
+@click.option("--rollout", "rollout_id", metavar="ID", help="Only spans of this rollout; default is all.")
 @with_store
 async def export_spans(store: LightningStore, path: Path, rollout_id: str | None, as_json: bool) -> None:
     """Write spans to PATH (.jsonl or .parquet)."""

@@ -47,8 +47,13 @@ def new_agent(name: str, into: Path | None, algorithm: str | None) -> None:
         "verl": ("weights", "verl"),
     }
     folder = _write("agent", name, into, *layers[algorithm])
-    needed = "" if algorithm is None else f"    pip install openai 'lightning[{algorithm}]'\n"
-    echo(f"Created a working agent in {folder}. Next:\n\n{needed}    cd {folder}\n    agl train config.yaml")
+    where, install = "", ""
+    if algorithm == "verl":
+        where = ", in an environment of its own (docs/verl.md)"
+        install = "    pip install -c constraints/verl.txt '.[verl]'    # in a checkout of Lightning\n"
+    elif algorithm is not None:
+        install = f"    pip install openai 'lightning[{algorithm}]'\n"
+    echo(f"Created a working agent in {folder}. Next{where}:\n\n{install}    cd {folder}\n    agl train config.yaml")
 
 
 @click.command("completion")

@@ -13,12 +13,22 @@ from agentlightning.cli import echo
 @click.command("runner")
 @click.argument("agent")
 @click.option(
-    "--store", default="http://127.0.0.1:4747", show_default=True, metavar="URL", help="Its token: AGL_TOKEN."
+    "--store",
+    default="http://127.0.0.1:4747",
+    show_default=True,
+    metavar="URL",
+    help="URL of the store; its token is read from AGL_TOKEN.",
 )
 @click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
 @click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent returns none.")
 @click.option("--n-runners", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
-@click.option("--max-concurrency", default=16, show_default=True, type=click.IntRange(min=1), help="Per process.")
+@click.option(
+    "--max-concurrency",
+    default=16,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Concurrent rollouts per process.",
+)
 @click.option("--max-rollouts", type=click.IntRange(min=1), help="Rollouts after which a process stops.")
 @click.option("--tracer", default="otel", show_default=True, help="The tracer.")
 def command(

@@ -21,7 +21,7 @@ from agentlightning_plugins.commands.terminal import json_option, open_store, pr
 def command(where: str | None, run_id: str | None, interval: float, once: bool, as_json: bool) -> None:
     """Show queue, workers, reward, throughput and errors of a store, until Ctrl-C.
 
-    The store is at URL, or in RUN_DIR; the default is AGL_STORE, then agl.db, then agl store on its port.
+    The store is at URL, or in RUN_DIR; the default is AGL_STORE, else ./agl.db, else http://127.0.0.1:4747.
     """
     asyncio.run(_watch(open_store(where), run_id, interval, once=once, as_json=as_json))
 

@@ -23,7 +23,13 @@ _STORE_EVERY_S: Final = 0.5
 
 
 @click.command("trace", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--store", default="sqlite:///agl.db", show_default=True, metavar="URL", help="Its token: AGL_TOKEN.")
+@click.option(
+    "--store",
+    default="sqlite:///agl.db",
+    show_default=True,
+    metavar="URL",
+    help="URL of the store; its token is read from AGL_TOKEN.",
+)
 @click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
 @click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def command(store: str, run: str | None, arguments: tuple[str, ...]) -> None:

@@ -24,7 +24,7 @@ def components() -> Iterable[Component]:
             "store",
             "https",
             "agentlightning_plugins.stores.http.client:LightningStoreClient",
-            summary="the same, encrypted",
+            summary="a store served by `agl store` behind TLS",
         ),
         Component(
             "server",
