@@ -117,7 +117,7 @@ def test_errors_stay_within_the_risk_for_rewards_with_heavy_tails(share: float) 
     assert rate(found["better"]) <= limit(1000)
 
 
-def test_equal_versions_are_told_from_worse_ones_in_300_treated_rewards() -> None:
+def test_equal_versions_are_told_from_worse_ones_in_250_treated_rewards() -> None:
     """705 with confidence sequences of each arm (arXiv:2010.09686, theorem 2), for both .6, share .1, margin .1."""
     equal = simulate(0.1, TRAFFIC["constant"], 0.0, treated=600)
     assert np.median(equal["not worse"]) <= 250

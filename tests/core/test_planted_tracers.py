@@ -6,6 +6,7 @@ That a sound tracer passes the same tests is shown in ``test_tracer.py``.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -186,6 +187,7 @@ async def test_a_tracer_with_a_bug_fails_the_test_of_what_it_breaks(
     test, _, kind = name.partition("[")
     arguments = {"kind": kind.rstrip("]")} if kind else {}
     method = getattr(TracerConformance(), test)
+    inspect.signature(method).bind(make_tracer(), **arguments)  # else the TypeError of a wrong call would pass below
     with pytest.raises(BaseException) as failure:  # noqa: PT011 # what it fails with is no matter, but see below
         await method(make_tracer(), **arguments)
     assert not isinstance(failure.value, (KeyboardInterrupt, SystemExit, NameError, AttributeError))

@@ -216,6 +216,7 @@ async def test_a_planted_bug_fails_the_test_of_the_broken_feature(
     kit = TestCalculator()
     kit.integration = integration
     more = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(test).parameters else {}
+    inspect.signature(test).bind(kit, Calculator(), **more)  # else the TypeError of a wrong call would pass below
     try:
         with pytest.raises((AssertionError, TypeError, ValueError)):
             await test(kit, Calculator(), **more)

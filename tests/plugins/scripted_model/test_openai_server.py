@@ -70,7 +70,7 @@ async def test_a_stream_adds_up_to_the_whole_answer() -> None:
     assert final.usage == whole.usage
 
 
-async def test_it_misbehaves_on_demand() -> None:
+async def test_the_scripted_server_gives_errors_delays_and_cut_answers() -> None:
     script = [
         Answer(status=429, error="slow down", headers={"Retry-After": "1"}),
         Answer(delay_s=0.2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -53,3 +54,10 @@ async def ask(
     ):
         is_json = response.content_type == "application/json"
         return response.status, await response.json() if is_json else await response.read()
+
+
+async def until_gauge(server: LightningStoreServer, gauge: str, value: float) -> None:
+    """Waits until ``GET /metrics`` shows this value of a gauge without labels."""
+    async with asyncio.timeout(60):
+        while f"\n{gauge} {value:.1f}\n" not in (await ask(server, "GET", "/metrics"))[1].decode():  # noqa: ASYNC110 # there is no event
+            await asyncio.sleep(0.02)

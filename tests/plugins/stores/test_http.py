@@ -33,6 +33,7 @@ from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
+from tests.plugins.stores.served import until_gauge
 from tests.source import run_python
 
 TOKEN = "a-token-of-this-test"
@@ -337,7 +338,7 @@ async def test_waiting_clients_survive_a_restart_of_the_server(store: LightningS
     assert claimed is not None
     waiting = asyncio.create_task(client.wait_for_rollouts([rollout.rollout_id], timeout=20))
     asking = asyncio.create_task(client.dequeue_rollout("worker", timeout=20))
-    await asyncio.sleep(0.1)
+    await until_gauge(first, "agl_store_waiting_requests", 2)
 
     await first.stop()
     await asyncio.sleep(0.1)
@@ -474,9 +475,9 @@ async def test_a_client_that_dies_while_waiting_claims_nothing(
         b"POST /v1/agl/queues/rollouts/dequeue HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body)
         + body
     )
-    await asyncio.sleep(0.1)
+    await until_gauge(server, "agl_store_waiting_requests", 1)
     dying.close()
-    await asyncio.sleep(0.1)
+    await until_gauge(server, "agl_store_waiting_requests", 0)
     await client.enqueue_rollout("task")
     claimed = await client.dequeue_rollout("staying", timeout=30)
     assert claimed is not None
@@ -511,7 +512,8 @@ async def test_stopping_answers_waiting_requests_at_once(store: LightningStore) 
         stuck.sendall(b"GET /v1/agl/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         asking = asyncio.create_task(_ask(server, "POST", "/queues/rollouts/dequeue", {"timeout": 30}))
         listening = asyncio.create_task(_read_events(server))
-        await asyncio.sleep(0.2)
+        await until_gauge(server, "agl_store_waiting_requests", 1)
+        await until_gauge(server, "agl_store_event_subscribers", 2)
         large = {f"{'a long name' * 100} {number}": 1.0 for number in range(1000)}
         for step in range(8):  # of 1 MB each
             await store.add_metrics(step, large)

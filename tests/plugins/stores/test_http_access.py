@@ -144,11 +144,11 @@ async def test_a_client_without_a_token_gives_agents_none() -> None:
         assert client.attempt_token("ro-1", "at-1") is None
 
 
-async def test_without_a_token_only_health_is_open() -> None:
+async def test_without_a_token_only_health_and_probes_are_open() -> None:
     async with serve(TOKEN) as (server, _):
         paths = describe(ROUTES, {})["paths"]
-        status, _ = await ask(server, "GET", AGL + "/health")
-        assert status == 200
+        for path in (AGL + "/health", "/livez", "/readyz"):
+            assert (await ask(server, "GET", path))[0] == 200
         for path in {*paths, "/metrics", "/openapi.json", AGL + "/events", "/v1/traces"} - {AGL + "/health"}:
             for method in ("GET", "POST"):
                 assert (await ask(server, method, path))[0] == 401

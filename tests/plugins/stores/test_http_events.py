@@ -16,7 +16,7 @@ from agentlightning.errors import StoreError
 from agentlightning.types import EnqueueRolloutRequest
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer, events
-from tests.plugins.stores.served import ask, claim, serve
+from tests.plugins.stores.served import ask, claim, serve, until_gauge
 
 
 class Stream:
@@ -119,7 +119,7 @@ async def test_the_client_resumes_a_stream_whose_connection_broke() -> None:
         client = LightningStoreClient(server.endpoint)
         stream = client.subscribe(["rollout_enqueued"])
         coming = asyncio.ensure_future(anext(stream))
-        await until_one(server, "agl_store_event_subscribers")
+        await until_gauge(server, "agl_store_event_subscribers", 1)
         await store.enqueue_rollout(0)
         await coming
         session = client._connection._pool.session()
@@ -157,12 +157,6 @@ def _samples(text: str) -> dict[str, dict[tuple[str, ...], float]]:
     return samples
 
 
-async def until_one(server: LightningStoreServer, gauge: str) -> None:
-    async with asyncio.timeout(60):
-        while _samples((await ask(server, "GET", "/metrics"))[1].decode())[gauge][()] != 1:  # noqa: ASYNC110 # there is no event to wait for
-            await asyncio.sleep(0.02)
-
-
 async def test_prometheus_metrics_describe_the_store_and_its_requests() -> None:
     async with serve() as (server, store), subscribe(server):
         await store.with_run("some-run").create_run("named")
@@ -176,7 +170,7 @@ async def test_prometheus_metrics_describe_the_store_and_its_requests() -> None:
         assert (await ask(server, "GET", path + "0"))[0] == 404
         assert (await ask(server, "GET", "/elsewhere"))[0] == 404
         asking = asyncio.create_task(ask(server, "POST", "/v1/agl/queues/rollouts/dequeue", {"timeout": 30}))
-        await until_one(server, "agl_store_waiting_requests")
+        await until_gauge(server, "agl_store_waiting_requests", 1)
 
         status, content = await ask(server, "GET", "/metrics")
         assert status == 200

@@ -509,7 +509,7 @@ async def test_a_deadline_with_many_watchdogs_is_enforced_once(database: str) ->
 
 
 @pytest.mark.parametrize("writes_first", [False, True])
-async def test_who_slept_through_events_is_told_what_matters(
+async def test_a_waiter_that_missed_events_reads_the_records(
     writes_first: bool, database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(writer, "KEPT_EVENTS", 3)

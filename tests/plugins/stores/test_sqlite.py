@@ -263,7 +263,7 @@ async def test_urls_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         SqliteLightningStore.from_url("sqlite:///store.db", token="secret")
 
 
-async def test_who_slept_through_events_is_told_what_matters(
+async def test_a_waiter_that_missed_events_reads_the_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("agentlightning_plugins.stores.sqlite.transaction.KEPT_EVENTS", 3)
