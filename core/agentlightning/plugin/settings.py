@@ -51,7 +51,7 @@ def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) ->
 def setting_types(target: Callable[..., Any]) -> dict[str, Any]:
     """Returns the types of a component's settings by name."""
     # The annotations of a dataclass belong to the modules of its bases; those of its constructor do not say to which.
-    annotated = target.__init__ if isinstance(target, type) and not is_dataclass(target) else target
+    annotated = target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target
     try:
         return get_type_hints(annotated)
     except NameError:  # a name that is imported for type checkers only
