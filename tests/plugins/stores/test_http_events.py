@@ -17,14 +17,11 @@ from agentlightning.errors import StoreError
 from agentlightning.types import EnqueueRolloutRequest
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer, events
-<<<<<<< HEAD
 from agentlightning_plugins.stores.http.server import metrics as metrics_module
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
-=======
->>>>>>> docfix
 from tests.plugins.stores.served import ask, claim, serve, until_gauge
 
 

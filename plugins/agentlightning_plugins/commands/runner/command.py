@@ -14,13 +14,9 @@ from agentlightning.cli import echo
 @click.option(
     "--store",
     default="http://127.0.0.1:4747",
-<<<<<<< HEAD
     envvar="AGL_STORE",
     show_default=True,
     show_envvar=True,
-=======
-    show_default=True,
->>>>>>> docfix
     metavar="URL",
     help="URL of the store; its token is read from AGL_TOKEN.",
 )

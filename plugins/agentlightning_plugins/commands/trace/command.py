@@ -34,13 +34,9 @@ _GRACE_S: Final = 5.0
 @click.option(
     "--store",
     default="sqlite:///agl.db",
-<<<<<<< HEAD
     envvar="AGL_STORE",
     show_default=True,
     show_envvar=True,
-=======
-    show_default=True,
->>>>>>> docfix
     metavar="URL",
     help="URL of the store; its token is read from AGL_TOKEN.",
 )
