@@ -38,6 +38,7 @@ from agentlightning_plugins.gateway.recording.span import call_to_span
 from agentlightning_plugins.gateway.recording.stream import StreamReader
 from agentlightning_plugins.gateway.request import make_request, read_call
 from agentlightning_plugins.gateway.settings import Settings
+from agentlightning_plugins.gateway.stream_end import end_stream
 from agentlightning_plugins.http_connections import Connections
 from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_local_request, is_loopback
 
@@ -321,7 +322,7 @@ class GatewayServer:
                 call.completion.weight_version = version
             self._finish(call, 200 if call.is_complete else 502)
             await self._store_call(call)
-            await _end_stream(request, response, last, limit_s)
+            await end_stream(request, response, last, limit_s)
             if not upstream.content.at_eof():  # read the rest, so that the connection can be used again
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                     async with asyncio.timeout(_TAIL_S):
@@ -336,7 +337,7 @@ class GatewayServer:
             message, is_open = _over(call.attempt), not call.end_time
             self._finish(call, 410, message)
             last = call.dialect.error_event(410, message, "attempt_over") if is_open else b""
-            await _end_stream(request, response, last, _FINAL_WRITE_S)
+            await end_stream(request, response, last, _FINAL_WRITE_S)
         return response
 
     def _finish(self, call: Call, status: int, error: str | None = None) -> None:
@@ -386,16 +387,6 @@ def _set_version(call: Call, headers: Mapping[str, str], version: int | None) ->
     if call.completion.weight_version is None:
         stated = read_version(headers.get("x-weight-version"))
         call.completion.weight_version = version if stated is None else stated
-
-
-async def _end_stream(request: web.BaseRequest, response: web.StreamResponse, last: bytes, limit_s: float) -> None:
-    """Writes the end of a stream; closes the connection if the agent does not read it in time."""
-    try:
-        async with asyncio.timeout(limit_s):
-            await response.write_eof(last)
-    except (TimeoutError, ConnectionResetError, asyncio.CancelledError):  # aiohttp's, after a write was cancelled
-        if request.transport is not None:
-            request.transport.abort()
 
 
 def _over(attempt: AttemptKey) -> str:
