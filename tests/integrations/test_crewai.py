@@ -196,8 +196,8 @@ async def test_rollouts_of_a_crew_that_was_run_before_begin_with_its_templates()
         own = [make_llm(lab.server.endpoint) for _ in crew.agents]
         for agent, model in zip(crew.agents, own, strict=True):
             agent.llm = model
-        await crew.akickoff(inputs={"task": ask(7, 8), "reader": "nobody"})
-        assert (crew.tasks[0].description, crew.agents[1].goal) == (f"Answer: {ask(7, 8)}", "Write for nobody.")
+        await crew.akickoff(inputs={"task": ask(7, 8), "reader": "sailors"})
+        assert (crew.tasks[0].description, crew.agents[1].goal) == (f"Answer: {ask(7, 8)}", "Write for sailors.")
         asked = len(lab.server.requests)
         wrapped = agl.wrap(crew, reward=lambda *_: 1.0, prompts=["task_1.description", "writer.goal"])
         texts = {name: prompt.template for name, prompt in wrapped.initial_prompts().items()}
@@ -209,7 +209,7 @@ async def test_rollouts_of_a_crew_that_was_run_before_begin_with_its_templates()
     assert f"Answer: {ask(2, 3)}" in said
     assert "Write for children." in said
     assert ask(7, 8) not in said
-    assert "nobody" not in said
+    assert "sailors" not in said
 
 
 def make_llm(endpoint: str) -> Any:

@@ -116,7 +116,7 @@ def make_two_agents(prompts: tuple[str, str], names: tuple[str, str] = ("writer"
 
 
 async def system_prompts(graph: Any, texts: dict[str, str]) -> list[str]:
-    """What the models of a graph get with these texts."""
+    """Runs a graph with these texts; returns the first message of each request."""
     async with Lab(graph, [Answer("ok")], prompts=list(texts), reward=lambda *_: 1.0) as lab:
         (rollout,) = await lab.run("hello", resources=texts)
         assert rollout.attempt.error is None

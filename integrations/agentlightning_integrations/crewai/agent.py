@@ -45,7 +45,7 @@ _TASK_TEXTS: Final = ("description", "expected_output")
 _AGENT_MODELS: Final = ("llm", "function_calling_llm")
 _KEPT_SETTINGS: Final = ("temperature", "top_p", "max_tokens", "stop", "seed")
 _MODEL_METHODS: Final = ("call", "acall", "get_input_tokens_count")
-"""What sends a prompt to a model's server."""
+"""The methods of a model that send a prompt to its server."""
 _CREW_MODELS: Final = ("manager_llm", "function_calling_llm", "planning_llm", "chat_llm")
 
 
