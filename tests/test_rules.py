@@ -543,7 +543,7 @@ def test_every_test_runs_in_an_environment_of_make_test() -> None:
     makefile = (REPO / "Makefile").read_text(encoding="utf-8")
     for environment in ENVIRONMENTS:
         assert f".venvs/{environment}-" in makefile
-        assert environment == "main" or f"--environment {environment}" in makefile
+        assert environment == "main" or f"test-{environment}:" in makefile or f"test-{environment} " in makefile
     lost = [file.shown for file in all_test_files() if not environments_of(file.path) & set(ENVIRONMENTS)]
     unknown = [file.shown for file in all_test_files() if environments_of(file.path) - set(ENVIRONMENTS)]
     assert (lost, unknown) == ([], [])

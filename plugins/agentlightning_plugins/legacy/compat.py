@@ -121,7 +121,7 @@ _INSTEAD: Final = {
     f"{_V0}.Task": "agentlightning.Rollout",
     f"{_V0}.TaskIfAny": "agentlightning.Rollout",
 }
-"""What a warning recommends instead of a name that this plugin implements itself."""
+"""The names that warnings recommend instead of those that this plugin implements."""
 
 
 class LightningSpanAttributes(enum.Enum):

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol
@@ -27,8 +28,8 @@ _DEATHS: Final = 12
 """Limit for other deaths in a row: two tasks that end the process of the agent are not the runner's fault."""
 _LONG_LIFE_S: Final = 600.0
 _LONGEST_PAUSE_S: Final = 2.0
-_PID_NAMESPACE: Final = Path("/proc/self/ns/pid")
-"""Where Linux says in which namespace of process ids this process is."""
+_PID_NAMESPACE: Final = Path("/proc/self/ns/pid") if sys.platform == "linux" else None
+"""The file whose inode is that of this process's namespace of process ids."""
 _active: Final[set[str]] = set()
 """Keys of the supervisors that run in this process."""
 
@@ -154,9 +155,7 @@ def _family() -> str:
 
     Containers can share a host name; the namespace of process ids tells them apart.
     """
-    namespace = ""
-    with contextlib.suppress(OSError):  # not Linux
-        namespace = f"-{_PID_NAMESPACE.stat().st_ino:x}"
+    namespace = "" if _PID_NAMESPACE is None else f"-{_PID_NAMESPACE.stat().st_ino:x}"
     return f"runner-{socket.gethostname()}{namespace}"
 
 

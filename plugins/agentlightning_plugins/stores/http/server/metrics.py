@@ -72,7 +72,7 @@ class ServerMetrics:
         """All metrics in Prometheus' text format, which a thread writes; without the store's if it does not answer."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_store())
-            # Retrieves an error that comes later than the answer, for which nobody waits then.
+            # Retrieves an error that comes after the answer, so that asyncio does not log it as never retrieved.
             self._reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
         done, _ = await asyncio.wait({self._reading}, timeout=ANSWER_S)
         is_up = bool(done) and self._reading.exception() is None
