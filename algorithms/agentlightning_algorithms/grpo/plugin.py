@@ -41,9 +41,9 @@ _PARTS: Sequence[tuple[ComponentKind, str, Mapping[str, str]]] = (
         "schedule",
         "learning.schedule",
         {
-            "constant": "learning rate that stays as it is",
-            "linear": "learning rate that falls linearly to 0",
-            "cosine": "learning rate that falls to 0 along a cosine",
+            "constant": "constant learning rate",
+            "linear": "linear decay of the learning rate",
+            "cosine": "cosine decay of the learning rate",
         },
     ),
     (

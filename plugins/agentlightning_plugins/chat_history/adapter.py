@@ -57,9 +57,7 @@ class TraceToMessages(TraceAdapter[list[ChatHistory]]):
                 answers = call.read_answers()
                 if not answers or not call.is_complete:
                     continue
-                spans = [
-                    node.span for node in reversed(call.nodes)
-                ]  # the gateway's span first, as it is the most complete
+                spans = [node.span for node in reversed(call.nodes)]  # the gateway's, the most complete one, first
                 messages = next(filter(None, map(semconv.read_input_messages, spans)), [])
                 history: ChatHistory = {"messages": [*messages, answers[0]]}
                 tools = next(filter(None, map(semconv.read_tools, spans)), None)
