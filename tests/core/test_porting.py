@@ -72,7 +72,7 @@ async def test_a_running_agent_knows_its_runner_and_tracer(store: agl.LightningS
     ((runner, seen),) = SEEN
     assert isinstance(runner, agl.LitAgentRunner)
     assert seen is tracer
-    with pytest.raises(AttributeError, match=r"Introspective\.tracer is available only while a rollout of the agent runs"):
+    with pytest.raises(AttributeError, match=r"Introspective\.tracer is available only while a rollout"):
         _ = agent.tracer
     agent.tracer = "its own"
     assert agent.tracer == "its own"
