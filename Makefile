@@ -54,7 +54,7 @@ define environment
 endef
 
 # Options for make: two targets at a time; each prints once it has ended.
-TWO_AT_A_TIME := --no-print-directory --silent -j2 --output-sync
+TWO_AT_A_TIME := --no-print-directory --silent --keep-going -j2 --output-sync
 SELECT := not serial and not soak
 
 help:  ## show this
