@@ -128,8 +128,8 @@ class ScriptedOpenAI:
         return _error(request, 401, "incorrect API key provided")
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        turn = len(self.requests)
         recorded = await self._record(request)
+        turn = len(self.requests) - 1  # after the body was read: another request may have arrived meanwhile
         refusal = self._refusal(request)
         if refusal is not None:
             self.requests.remove(recorded)

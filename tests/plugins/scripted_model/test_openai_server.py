@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -37,6 +39,25 @@ async def test_answers_come_in_order_and_the_last_is_repeated() -> None:
     assert texts == ["one", "two", "two"]
     assert server.requests[2].body == {"model": "any", "messages": ASK}
     assert server.requests[2].path == "/v1/chat/completions"
+
+
+async def test_requests_whose_bodies_arrive_at_once_get_answers_and_ids_of_their_own() -> None:
+    body, other_is_answered = json.dumps({"model": "m", "messages": ASK}).encode(), asyncio.Event()
+
+    async def arrive_slowly() -> AsyncIterator[bytes]:
+        yield body[:5]
+        await other_is_answered.wait()
+        yield body[5:]
+
+    async with ScriptedOpenAI([Answer("one"), Answer("two")]) as server, httpx.AsyncClient() as client:
+        url = f"{server.endpoint}/chat/completions"
+        slow = asyncio.create_task(client.post(url, content=arrive_slowly()))
+        await asyncio.sleep(0.1)  # its handler waits for the rest of the body
+        answers = [await client.post(url, content=body)]
+        other_is_answered.set()
+        answers.append(await slow)
+    found = [(answer.json()["id"], answer.json()["choices"][0]["message"]["content"]) for answer in answers]
+    assert found == [("scripted-0", "one"), ("scripted-1", "two")]
 
 
 async def test_tokens_and_logprobs_are_given_when_asked_for_and_add_up() -> None:
