@@ -151,10 +151,13 @@ def test_different_calls_under_one_model_span_stay_apart(trace: Recorder) -> Non
     assert [triplet.response["token_ids"] for triplet in triplets] == [[0], [1], [2]]
 
 
-def test_a_server_that_gives_every_answer_the_same_id_does_not_merge_calls(trace: Recorder) -> None:
+@pytest.mark.parametrize("pause", [1.0, 0.01])
+def test_calls_with_the_same_response_id_are_not_merged_even_if_they_overlap(trace: Recorder, pause: float) -> None:
+    """Some servers give every answer the same id, and so does a cache of answers."""
     for i in range(3):
-        client = trace.client("same", at=(1000 + i, 1000.9 + i))
-        trace.gateway("same", [i], parent=client, at=(1000.1 + i, 1000.8 + i))
+        start = 1000 + i * pause
+        client = trace.client("same", at=(start, start + 0.9))
+        trace.gateway("same", [i], parent=client, at=(start + 0.1, start + 0.8))
     assert [triplet.response["token_ids"] for triplet in trace.adapt()] == [[0], [1], [2]]
 
 

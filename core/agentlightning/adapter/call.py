@@ -46,9 +46,9 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[C
     """Finds the model calls, in the order of their starts.
 
     The spans of one call are: a client's span and its descendants that do not name another response; spans that name
-    the same response and overlap or have the same messages; the gateway's span that has a client's as parent or names
-    its response. A framework's span without response id and answer belongs to the single call within its time that is
-    misplaced in the tree.
+    the same response and overlap or have the same messages, unless the gateway received a request of each; the
+    gateway's span that has a client's as parent or names its response. A framework's span without response id and
+    answer belongs to the single call within its time that is misplaced in the tree.
 
     Args:
         nodes: parents before their children.
@@ -153,10 +153,10 @@ def _agree(one: str | None, other: str | None) -> bool:
 def _is_same_answer(call: Call, node: Node, through_gateway: Container[str | None]) -> bool:
     """Whether a span that names the call's response is about that call: some servers give all answers the same id."""
     anchor = call.anchor
+    if node.span.span_id in through_gateway and any(other.span.span_id in through_gateway for other in call.nodes):
+        return False  # a request of its own
     if anchor.start < node.end and node.start < anchor.end:
         return True
-    if node.span.span_id in through_gateway and anchor.span.span_id in through_gateway:
-        return False
     readers = (semconv.read_input_messages, semconv.read_output_messages)
     return all(read(anchor.span) == read(node.span) for read in readers)
 

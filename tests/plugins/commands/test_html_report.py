@@ -18,6 +18,7 @@ import agentlightning as agl
 from agentlightning.cli import cli
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import PluginManager
+from agentlightning_algorithms.prompt_search.candidate import CANDIDATE_NAME, Candidate
 from agentlightning_plugins.charts import png
 from agentlightning_plugins.charts.line import Point, Series, line_chart
 from agentlightning_plugins.charts.png import to_png
@@ -145,8 +146,6 @@ def _rewarded(task: int) -> float:
 
 
 def test_a_prompt_search_shows_its_best_prompt_with_the_difference(tmp_path: Path) -> None:
-    from agentlightning_algorithms.prompt_search.candidate import CANDIDATE_NAME, Candidate
-
     async def write() -> str:
         (tmp_path / "run.json").write_text('{"key": "k"}')
         store = agl.create_store(f"sqlite:///{tmp_path}/store.db")
@@ -171,6 +170,25 @@ def test_a_prompt_search_shows_its_best_prompt_with_the_difference(tmp_path: Pat
     bars = [re.findall(r"<title>([^<]*): (\d+)</title></rect>", chart) for chart in drawn]
     assert [count for _, count in bars[0]] == ["1", "1"]
     assert bars[1:] == [[("0", "3"), ("1", "1")], [("1", "4")]]
+
+
+@pytest.mark.parametrize("is_confirmed", [True, False])
+async def test_the_page_says_whether_fresh_rollouts_confirmed_the_best_candidate(
+    tmp_path: Path, is_confirmed: bool
+) -> None:
+    (tmp_path / "run.json").write_text('{"key": "k"}')
+    store = agl.create_store("memory://")
+    seed = Candidate.of({"p": agl.PromptTemplate("first")}, full_score=0.5)
+    best = Candidate.of({"p": agl.PromptTemplate("better")}, seed, full_score=0.9)
+    for place, candidate in enumerate((seed, best)):
+        await store.update_resources(f"rs-{place}", {**candidate.prompts, CANDIDATE_NAME: candidate})
+    await store.add_metrics(1, {"confirmed_first": 0.5, "confirmed_best": 0.625, "confirmed_p": 0.25})
+    await store.add_resources((best if is_confirmed else seed).prompts)
+    page = (await write_html(store, tmp_path)).read_text()
+    assert ("<h2>Best prompt</h2>" in page) == is_confirmed
+    assert ("<h2>Best candidate, not published</h2>" in page) != is_confirmed
+    assert "0.500 with the first prompt, 0.625 with this one (one-sided p = 0.25)" in page
+    assert ("no evidence of a gain, so the first prompt stays" in page) != is_confirmed
 
 
 async def test_the_curve_is_written_as_a_picture(run: tuple[agl.LightningStore, Path], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from agentlightning_plugins.charts.histogram import histogram
 from agentlightning_plugins.charts.line import Point, Series, line_chart
 from agentlightning_plugins.charts.png import to_png
 from agentlightning_plugins.commands.report.comparison import compare_first_and_last, read_rewards
-from agentlightning_plugins.commands.report.report import Report, read_report
+from agentlightning_plugins.commands.report.report import Report, find_published_prompts, read_report
 from agentlightning_plugins.monitoring.candidates import list_distributions
 from agentlightning_plugins.monitoring.metrics import make_series, sum_phases
 from agentlightning_plugins.statistics.interval import mean_interval
@@ -44,6 +44,7 @@ _COSTS: Final = {
     "sampled_tokens": "sampled tokens",
     "cost": "cost",
 }
+_CONFIRMATION: Final = ("confirmed_first", "confirmed_best", "confirmed_p")
 _MAX_INTERVALS: Final = 30
 """Evaluations whose interval is computed from their rollouts."""
 _MAX_TEXT: Final = 20_000
@@ -61,6 +62,7 @@ async def write_html(store: LightningStore, directory: Path, file: Path | None =
     report = await read_report(store, directory)
     metrics = (await store.query_metrics()).items
     comparison = await compare_first_and_last(store, metrics, report.candidates)
+    published = find_published_prompts(report)
     has_ledger = bool((await store.query_spans(None, name=LEDGER_SPAN, limit=1)).items)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["visible"] = visible
@@ -80,6 +82,8 @@ async def write_html(store: LightningStore, directory: Path, file: Path | None =
         ],
         comparison=comparison,
         prompts=comparison.prompts,
+        is_published=published == {name: text for name, text, _ in comparison.prompts},
+        confirmation={name: report.metrics[name]["last"] for name in _CONFIRMATION if name in report.metrics},
         ledger=count_outcomes(await read_ledger(store)) if has_ledger else {},
         phases=sum_phases(metrics),
         costs=_sum_costs(metrics, report),

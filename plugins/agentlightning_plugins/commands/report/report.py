@@ -133,14 +133,14 @@ async def write_report(store: LightningStore, directory: Path) -> Path:
     """
     file, report = directory / REPORT_NAME, await read_report(store, directory)
     file.write_text(report.to_markdown(), encoding="utf-8")
-    for name, text in _best_prompts(report).items():
+    for name, text in find_published_prompts(report).items():
         prompt = directory / "prompts" / (re.sub(r"[^\w.-]", "_", name) + ".txt")
         prompt.parent.mkdir(exist_ok=True)
         prompt.write_text(text, encoding="utf-8")
     return file
 
 
-def _best_prompts(report: Report) -> dict[str, str]:
+def find_published_prompts(report: Report) -> dict[str, str]:
     """Returns the prompts that a search published as its best; if it ended during a trial, those with the best score.
 
     The two differ if fresh rollouts did not confirm the best score: then the search publishes the first prompts.
