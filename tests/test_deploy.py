@@ -69,11 +69,17 @@ def test_the_gateway_takes_its_file_and_the_key_from_the_environment(monkeypatch
 
 def test_every_command_that_takes_a_store_reads_its_url_from_the_environment() -> None:
     add_plugin_commands(get_manager())
-    commands = {name: cli.get_command(click.Context(cli), name) for name in ("gateway", "legacy", "runner", "trace")}
-    for name, command in commands.items():
+    context, named = click.Context(cli), set()
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
         assert command is not None, name
-        (store,) = [each for each in command.params if "--store" in each.opts]
-        assert store.envvar == "AGL_STORE", name
+        within = command.commands.values() if isinstance(command, click.Group) else ()
+        options = [option for each in (command, *within) for option in each.params if "--store" in option.opts]
+        for option in options:
+            assert isinstance(option, click.Option), name
+            assert option.envvar == "AGL_STORE" or "Default: AGL_STORE" in (option.help or ""), name
+        named.update([name] * len(options))
+    assert {"gateway", "legacy", "runner", "trace", "rollouts"} <= named
 
 
 async def test_rules_and_dashboard_use_metrics_that_the_store_exports() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.store.engine import BackendStore
@@ -14,27 +16,30 @@ from agentlightning.types import DEFAULT_RUN_ID
 def create_store(
     url: str, *, run: str | None = None, token: str | None = None, retention: RetentionPolicy | None = None
 ) -> LightningStore:
-    """Opens the store that a URL names, scoped to a run.
+    """Opens the store that a URL or the directory of a run names, scoped to a run.
 
     The scheme is the name of a component of kind ``store``, whose class has
     ``from_url(url, *, run_id, token) -> LightningStore``.
 
     Args:
         url: such as ``memory://``, ``sqlite:///runs/store.db``, ``postgresql://...`` or ``http://host:4747``
-            (of several servers of one store: ``http://a:4747,http://b:4747``).
+            (of several servers of one store: ``http://a:4747,http://b:4747``). A directory such as ``runs/demo-1``
+            stands for the ``store.db`` in it.
         run: the run whose queue and latest resources the store sees; None is the run ``default``.
         token: for served stores only.
         retention: a ``Retention``; None keeps all rollouts. Not for served stores: their server decides.
 
     Raises:
-        ConfigError: not a URL, or one that the store does not understand.
+        ConfigError: neither a URL nor a directory with a ``store.db``, or a URL that the store does not understand.
         PluginError: no installed plugin offers a store of this scheme.
     """
+    if "://" not in url and (file := Path(url, "store.db")).is_file():
+        url = f"sqlite:///{file}"
     scheme, separator, _ = url.partition("://")
     if not separator or not scheme:
         shown = "***" + url.rpartition("@")[2] if "@" in url else url
         raise ConfigError(
-            f"store {shown!r} is not a URL; write memory://, http://host:4747, "
+            f"store {shown!r} is neither a URL nor a directory with a store.db; write memory://, http://host:4747, "
             f"or sqlite:///{shown or 'store.db'} for a file"
         )
     cls = get_manager().get("store", scheme.lower())

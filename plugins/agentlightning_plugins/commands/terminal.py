@@ -84,11 +84,6 @@ def open_store(where: str | None, run: str | None = None) -> LightningStore:
     where = where or os.environ.get("AGL_STORE")
     if where is None:
         where = "sqlite:///agl.db" if Path("agl.db").is_file() else "http://127.0.0.1:4747"
-    elif "://" not in where:
-        file = Path(where) / "store.db"
-        if not file.is_file():
-            raise click.UsageError(f"--store {where}: not a URL, and {file} does not exist")
-        where = f"sqlite:///{file}"
     if where.startswith("sqlite:///") and not Path(where.removeprefix("sqlite:///").split("?")[0]).is_file():
         raise click.UsageError(f"--store {where}: the file does not exist")
     return create_store(where, run=run)

@@ -211,12 +211,15 @@ class GatewayServer:
         self, in_flight: InFlightCall, backends: list[Backend], request: web.BaseRequest
     ) -> web.StreamResponse:
         call = in_flight.call
-        if not await self._admission.enter():
-            if call.attempt is not None:
+        is_admitted = False
+        try:
+            is_admitted = await self._admission.enter()
+        finally:
+            if not is_admitted and call.attempt is not None:  # refused, or the client did not wait
                 self._usage.take_back(call.attempt)
+        if not is_admitted:
             message = "the gateway is paused while the model's weights change; try again"
-            retry = {"Retry-After": str(_PAUSED_RETRY_S)}
-            return self._fail(call, refuse(call.dialect, 429, message, "paused", retry))
+            return self._fail(call, refuse(call.dialect, 429, message, "paused", {"Retry-After": str(_PAUSED_RETRY_S)}))
         try:
             if call.attempt is not None and any(backend.seed_calls for backend in backends):
                 call.seed = await self._seeds.next(call.attempt)

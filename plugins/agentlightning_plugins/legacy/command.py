@@ -17,7 +17,7 @@ from agentlightning.cli import echo
     show_default=True,
     show_envvar=True,
     metavar="URL",
-    help="URL of the store; its token is read from AGL_TOKEN.",
+    help="URL of the store, or directory of a run; the token of a store is read from AGL_TOKEN.",
 )
 @click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; the protocol has no token.")
@@ -25,12 +25,13 @@ from agentlightning.cli import echo
 def command(store: str, run: str | None, host: str, port: int) -> None:
     """Serve the rollouts of a store to agents of Agent Lightning 0.1."""
     from agentlightning.store.factory import create_store
+    from agentlightning.store.url import hide_password
     from agentlightning_plugins.legacy.v0 import AgentLightningServer
 
     async def serve() -> None:
         server = AgentLightningServer(host, port, store=create_store(store, run=run))
         await server.start()
-        echo(f"Serving {store} to agents of 0.1 at {server.endpoint}")
+        echo(f"Serving {hide_password(store)} to agents of 0.1 at {server.endpoint}")
         try:
             await asyncio.Event().wait()
         finally:

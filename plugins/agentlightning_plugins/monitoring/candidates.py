@@ -6,14 +6,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def find_best(candidates: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def find_best(candidates: Sequence[Mapping[str, Any]], published: Mapping[str, str]) -> Mapping[str, Any]:
     """Returns the candidate with the highest score over the whole validation set; without such scores, the first.
+
+    Of several candidates with this score, the published one counts.
 
     Args:
         candidates: the fields of each candidate, with its last scores, by ascending time; at least one.
+        published: the templates of the latest prompts, by name.
     """
     scored = [each for each in candidates if each.get("full_score") is not None]
-    return max(scored, key=lambda each: float(each["full_score"]), default=candidates[0])
+    return max(
+        scored,
+        key=lambda each: (float(each["full_score"]), is_published(each, published)),
+        default=candidates[0],
+    )
+
+
+def is_published(candidate: Mapping[str, Any], published: Mapping[str, str]) -> bool:
+    """Whether all prompts of a candidate are the published ones, given as templates by name."""
+    return all(published.get(name) == prompt["template"] for name, prompt in candidate["prompts"].items())
 
 
 def list_distributions(candidates: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

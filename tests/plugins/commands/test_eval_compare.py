@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import agentlightning as agl
@@ -256,7 +257,9 @@ def test_the_results_remain_when_two_algorithms_have_no_task_in_common(
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert shown[2] == ["other", "1.000", *["none"] * 4, "0", "1", "1.0"]
     assert "other" in write_page(variants, rows, [0], tmp_path).read_text()
-    check_regression(rows, True)
+    check_regression(rows, False)
+    with pytest.raises(click.ClickException, match="other cannot be compared: no test task has rewards of it and"):
+        check_regression(rows, True)
 
 
 def test_eval_and_compare_are_gates_against_regressions(folder: Path) -> None:

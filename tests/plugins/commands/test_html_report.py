@@ -188,7 +188,18 @@ async def test_the_page_says_whether_fresh_rollouts_confirmed_the_best_candidate
     assert ("<h2>Best prompt</h2>" in page) == is_confirmed
     assert ("<h2>Best candidate, not published</h2>" in page) != is_confirmed
     assert "0.500 with the first prompt, 0.625 with this one (one-sided p = 0.25)" in page
-    assert ("no evidence of a gain, so the first prompt stays" in page) != is_confirmed
+
+
+async def test_of_candidates_with_the_same_score_the_page_shows_the_published_one(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"key": "k"}')
+    store = agl.create_store("memory://")
+    seed = Candidate.of({"p": agl.PromptTemplate("first")}, full_score=0.5)
+    tied, best = (Candidate.of({"p": agl.PromptTemplate(text)}, seed, full_score=0.9) for text in ("tied", "best"))
+    for place, candidate in enumerate((seed, tied, best)):
+        await store.update_resources(f"rs-{place}", {**candidate.prompts, CANDIDATE_NAME: candidate})
+    await store.add_resources(best.prompts)
+    page = (await write_html(store, tmp_path)).read_text()
+    assert "<h2>Best prompt</h2>\n<h3>p</h3>\n<pre>best</pre>" in page
 
 
 async def test_the_curve_is_written_as_a_picture(run: tuple[agl.LightningStore, Path], tmp_path: Path) -> None:

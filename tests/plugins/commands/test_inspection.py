@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 
 import agentlightning as agl
 from agentlightning.cli import cli
-from agentlightning.errors import LightningError
+from agentlightning.errors import ConfigError, LightningError
 from agentlightning.event import Event
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Span
@@ -170,7 +170,7 @@ def test_rollouts_are_cancelled_retried_and_deleted(place: Path) -> None:
     assert run(place, "rollouts", "delete", "--status", "succeeded", "--yes").stdout == "1 deleted\n"
     assert CliRunner().invoke(cli, ["rollouts", "delete", "--keep", "0", "--store", str(place)], input="n\n").exit_code
     assert len(listed(place, "rollouts", "list")) == 2
-    assert isinstance(run(place, "rollouts", "delete", "--yes", code=2).exception, agl.ConfigError)
+    assert isinstance(run(place, "rollouts", "delete", "--yes", code=2).exception, ConfigError)
     assert len(listed(place, "rollouts", "list")) == 2
 
 
@@ -361,4 +361,5 @@ def test_a_missing_store_is_reported(tmp_path: Path) -> None:
     assert (missing.exit_code, "the file does not exist" in missing.output) == (2, True)
     assert not (tmp_path / "none.db").exists()
     missing = CliRunner().invoke(cli, ["rollouts", "list", "--store", str(tmp_path)])
-    assert "not a URL, and " in missing.output
+    assert isinstance(missing.exception, ConfigError)
+    assert f"{str(tmp_path)!r} is neither a URL nor a directory with a store.db" in str(missing.exception)

@@ -20,6 +20,7 @@ from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.chat_history.adapter import TraceToMessages
 from agentlightning_plugins.commands.trace import command as trace_command
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 
 SCRIPT = """
 import subprocess, sys, threading
@@ -177,6 +178,15 @@ async def test_a_recording_that_fails_ends_the_command_and_the_attempt(monkeypat
             await asyncio.wait_for(trace_command._trace("memory://", None, ["sleep", "60"]), 30)
         (rollout,) = await store.query_rollouts()
         assert (rollout.status, rollout.attempt.error.type) == ("failed", "OSError")
+
+
+async def test_a_command_without_model_calls_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_command, "_HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(agl, "create_store", lambda url: InMemoryLightningStore(lease_s=1.0))
+    async with unreliable_store(monkeypatch, failures=0) as store:
+        assert await trace_command._trace("memory://", None, ["sleep", "3"]) == 0
+        (rollout,) = await store.query_rollouts()
+        assert (rollout.status, rollout.attempt.status) == ("succeeded", "succeeded")
 
 
 async def test_sigterm_ends_the_command_and_the_attempt(tmp_path: Path) -> None:

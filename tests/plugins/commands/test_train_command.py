@@ -445,6 +445,14 @@ def test_an_override_below_a_short_form_sets_a_key_beside_it(folder: Path) -> No
     assert "ok    data.val     2 tasks" in said
 
 
+def test_an_override_below_a_short_prompt_sets_a_field_of_the_prompt(folder: Path) -> None:
+    write(folder, {"resources": {"prompt": "Say {{ n }}."}})
+    code, said, error = run_here(folder, "train", "config.yaml", "resources.prompt.engine=jinja", "--print-config")
+    assert code == 0, said + error
+    prompt = {"resource_type": "prompt_template", "template": "Say {{ n }}.", "engine": "jinja"}
+    assert yaml.safe_load(said)["resources"]["prompt"] == prompt
+
+
 def test_a_dry_run_checks_endpoints_and_writes_nothing(folder: Path) -> None:
     for endpoint in ("http://127.0.0.1:9/v1", "http://127.0.0.1:80x/v1"):
         write(folder, {"resources": {"llm": {"resource_type": "llm", "endpoint": endpoint, "model": "m"}}})

@@ -449,10 +449,12 @@ def test_keys_can_come_from_the_environment_and_are_hidden(monkeypatch: pytest.M
     monkeypatch.setenv("SOME_KEY", "secret-1")
     monkeypatch.setenv("OPENAI_API_KEY", "secret-2")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://h/v1")
+    monkeypatch.setenv("EMPTY_KEY", "")
     table = ModelTable(
         [
             {"model": "a", "endpoint": "http://h/v1", "api_key": "os.environ/SOME_KEY"},
             {"model": "c", "endpoint": "http://h/v1", "api_key": "${SOME_KEY}"},
+            {"model": "d", "endpoint": "http://h/v1", "api_key": "${EMPTY_KEY}"},
             {"model_name": "b", "litellm_params": {"model": "openai/b"}},
         ]
     )
@@ -460,3 +462,15 @@ def test_keys_can_come_from_the_environment_and_are_hidden(monkeypatch: pytest.M
         (backend,) = table.route(name, None, 0.0)
         assert backend.authorize({})["Authorization"] == f"Bearer {key}"
         assert key not in repr(backend)
+    assert table.route("d", None, 0.0)[0].api_key is None, "an empty variable, as compose files set it"
+
+
+def test_a_new_list_numbers_the_entries_of_one_endpoint_anew() -> None:
+    def entries(*names: str) -> list[dict[str, Any]]:
+        common = {"api_base": "http://h/v1", "api_key": "k"}
+        return [{"model_name": "m", "litellm_params": {"model": f"openai/{name}", **common}} for name in names]
+
+    before = ModelTable(entries("a", "b"))
+    after = ModelTable(entries("b", "c"), before)
+    assert after.backends[0] is before.backends[1]
+    assert [backend.label for backend in after.backends] == ["http://h/v1", "http://h/v1#2"]

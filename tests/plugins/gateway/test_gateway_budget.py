@@ -12,7 +12,7 @@ from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.gateway.limits.usage import Usage, UsageLimits, UsageTracker, read_usage
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI, encode, render_prompt
-from tests.plugins.gateway.gateway_setup import HELLO, Case, entry, gateway, until
+from tests.plugins.gateway.gateway_setup import HELLO, Case, entry, gateway, until, waiting
 
 ASKED: dict[str, Any] = {"model": "m", "messages": HELLO}
 TOKENS_OF_A_CALL = len(encode(render_prompt({"messages": HELLO}))) + len(encode("ok")) + 1
@@ -163,6 +163,25 @@ async def test_a_restarted_gateway_restores_the_usage_of_an_attempt() -> None:
             assert len(server.requests) == 1
             await case.proxy.flush()
             assert (await read_usage(case.store, attempt)).calls == 1, "a refused call costs nothing"
+
+
+async def test_calls_whose_client_gives_up_during_a_pause_cost_nothing() -> None:
+    async with ScriptedOpenAI() as server, gateway(server, budget={"calls": 2}) as case:
+        _, client = await case.start()
+        await case.proxy.pause()
+        for _ in range(2):
+            with pytest.raises(openai.APITimeoutError):
+                await client.with_options(max_retries=0, timeout=0.2).chat.completions.create(**ASKED)
+
+        async def none_waits() -> bool:
+            return not await waiting(case.proxy)
+
+        await until(none_waits)
+        await case.proxy.resume()
+        for _ in range(2):
+            await client.chat.completions.create(**ASKED)
+        with pytest.raises(openai.APIStatusError, match="has used 2 of its 2 calls"):
+            await client.chat.completions.create(**ASKED)
 
 
 async def test_calls_go_on_if_the_store_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from agentlightning.errors import ConfigError, PluginError
@@ -28,12 +30,21 @@ def test_an_unknown_scheme_names_similar_and_known_schemes() -> None:
         create_store("memroy://")
 
 
+async def test_the_directory_of_a_run_stands_for_its_store(tmp_path: Path) -> None:
+    first = create_store(f"sqlite:///{tmp_path}/store.db")
+    rollout = await first.enqueue_rollout("task")
+    await first.close()
+    store = create_store(str(tmp_path))
+    assert await store.get_rollout_by_id(rollout.rollout_id) == rollout
+    await store.close()
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [
         ("store.db", "sqlite:///store.db"),
         ("", "memory://"),
-        ("://x", "is not a URL"),
+        ("://x", "is neither a URL nor a directory with a store.db"),
         ("memory://name", "no name or path"),
     ],
 )

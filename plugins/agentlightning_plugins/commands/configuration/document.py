@@ -19,7 +19,8 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 _NO_SECRETS: Final = frozenset({"", "EMPTY", "none", "None", "dummy"})
 _SHORT: Final = {("agent",): "target", ("data", "train"): "source", ("data", "val"): "source"}
-"""The key of a section that a string stands for; elsewhere a string is the ``name`` of a component."""
+"""The key of a section that a string stands for. Below ``resources`` a string is a prompt, elsewhere the ``name`` of a
+component."""
 _REFERENCE: Final = re.compile(r"\$\{\w+\}|os\.environ/\w+")
 
 
@@ -70,6 +71,8 @@ class Document:
                 child = node.get(part)
                 if child is None:
                     child = node[part] = {}
+                elif isinstance(child, str) and path[0] == "resources":
+                    child = node[part] = {"resource_type": "prompt_template", "template": child}
                 elif isinstance(child, str):  # the short form of a mapping
                     child = node[part] = {_SHORT.get(path[: depth + 1], "name"): child}
                 elif not isinstance(child, dict):

@@ -21,10 +21,12 @@ _SIGNIFICANT: Final = 0.05
 
 
 def check_regression(rows: Sequence[dict[str, Any]], fail_if_worse: bool) -> None:
-    """Ends with exit code 1 if a row is significantly worse than the first."""
-    for row in rows[1:]:
-        if fail_if_worse and row["difference"] is not None and row["difference"] < 0 and row["p"] < _SIGNIFICANT:
-            label = row.get("algorithm", row.get("prompt"))
+    """With ``fail_if_worse``, ends with exit code 1 if a row is significantly worse than the first or incomparable."""
+    for row in rows[1:] if fail_if_worse else ():
+        label = row.get("algorithm", row.get("prompt"))
+        if row["difference"] is None:
+            raise click.ClickException(f"{label} cannot be compared: no test task has rewards of it and of the first")
+        if row["difference"] < 0 and row["p"] < _SIGNIFICANT:
             raise click.ClickException(f"{label} is worse by {-row['difference']:.3f}, p = {row['p']:.2g}")
 
 

@@ -64,11 +64,17 @@ _MODES: Final = ("test", "val")
 
 
 async def compare_first_and_last(
-    store: LightningStore, metrics: Sequence[Metrics], candidates: Sequence[Mapping[str, Any]]
+    store: LightningStore,
+    metrics: Sequence[Metrics],
+    candidates: Sequence[Mapping[str, Any]],
+    published: Mapping[str, str],
 ) -> Comparison:
-    """Compares the seed of a prompt search with its best candidate, or the first evaluation with the last one."""
+    """Compares the seed of a prompt search with its best candidate, or the first evaluation with the last one.
+
+    ``published`` has the templates of the search's published prompts by name.
+    """
     if candidates:
-        return await _compare_candidates(store, candidates)
+        return await _compare_candidates(store, candidates[0], find_best(candidates, published))
     for mode in _MODES:
         steps = [entry.step for entry in metrics if f"{mode}_reward" in entry.values]
         if len(steps) > 1:
@@ -83,8 +89,7 @@ async def read_rewards(store: LightningStore, step: int, mode: str) -> dict[str,
     return {task: _reward(rollout) or 0.0 for task, rollout in (await _evaluated(store, mode, {"step": step})).items()}
 
 
-async def _compare_candidates(store: LightningStore, candidates: Sequence[Mapping[str, Any]]) -> Comparison:
-    seed, best = candidates[0], find_best(candidates)
+async def _compare_candidates(store: LightningStore, seed: Mapping[str, Any], best: Mapping[str, Any]) -> Comparison:
     rollouts = [await _evaluated(store, "val", {"group": each["candidate_id"]}) for each in (seed, best)]
     found = await _compare(store, "validation", *rollouts)
     before, after = (each.get("task_scores") or () for each in (seed, best))

@@ -61,8 +61,8 @@ async def write_html(store: LightningStore, directory: Path, file: Path | None =
 
     report = await read_report(store, directory)
     metrics = (await store.query_metrics()).items
-    comparison = await compare_first_and_last(store, metrics, report.candidates)
     published = find_published_prompts(report)
+    comparison = await compare_first_and_last(store, metrics, report.candidates, published)
     has_ledger = bool((await store.query_spans(None, name=LEDGER_SPAN, limit=1)).items)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["visible"] = visible

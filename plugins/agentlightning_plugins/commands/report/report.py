@@ -147,9 +147,10 @@ def find_published_prompts(report: Report) -> dict[str, str]:
     """
     if not report.candidates:
         return {}
-    best = {name: prompt["template"] for name, prompt in find_best(report.candidates)["prompts"].items()}
+    best = find_best(report.candidates, report.learned)
+    templates = {name: prompt["template"] for name, prompt in best["prompts"].items()}
     is_trial = _CANDIDATE in report.learned
-    return {name: text if is_trial else report.learned.get(name, text) for name, text in best.items()}
+    return {name: text if is_trial else report.learned.get(name, text) for name, text in templates.items()}
 
 
 def _candidate_row(candidate: Mapping[str, Any]) -> tuple[Any, ...]:

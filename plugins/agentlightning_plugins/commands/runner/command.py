@@ -18,7 +18,7 @@ from agentlightning.cli import echo
     show_default=True,
     show_envvar=True,
     metavar="URL",
-    help="URL of the store; its token is read from AGL_TOKEN.",
+    help="URL of the store, or directory of a run; the token of a store is read from AGL_TOKEN.",
 )
 @click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
 @click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent returns none.")

@@ -26,6 +26,7 @@ _BOOTSTRAP: Final = Path(__file__).parent / "bootstrap"
 _READ_EVERY_S: Final = 0.5
 _READ_BYTES: Final = 8 * 2**20
 """Spans in memory; the file has those that the store does not take yet."""
+_HEARTBEAT_S: Final = 10.0
 _GRACE_S: Final = 5.0
 """Time for a command to end by itself when its recording has failed."""
 
@@ -38,7 +39,7 @@ _GRACE_S: Final = 5.0
     show_default=True,
     show_envvar=True,
     metavar="URL",
-    help="URL of the store; its token is read from AGL_TOKEN.",
+    help="URL of the store, or directory of a run; the token of a store is read from AGL_TOKEN.",
 )
 @click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
 @click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
@@ -97,6 +98,7 @@ async def _record(store: LightningStore, rollout: AttemptedRollout, arguments: l
         process = await _start(store, rollout, arguments, spans.name)
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which gets it as well
         ended = asyncio.create_task(process.wait())
+        beats = asyncio.create_task(_beat(store, rollout))
         try:
             while not (await asyncio.wait([ended], timeout=_READ_EVERY_S))[0]:
                 if is_stopped.is_set():
@@ -107,6 +109,7 @@ async def _record(store: LightningStore, rollout: AttemptedRollout, arguments: l
             code = ended.result()
             return code if code >= 0 else 128 - code
         finally:
+            beats.cancel()
             if process.returncode is None:
                 _terminate(process)
                 if not (await asyncio.wait([ended], timeout=_GRACE_S))[0]:
@@ -115,6 +118,14 @@ async def _record(store: LightningStore, rollout: AttemptedRollout, arguments: l
             signal.signal(signal.SIGINT, before)
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def _beat(store: LightningStore, rollout: AttemptedRollout) -> None:
+    """Renews the lease of the attempt until it is cancelled: a command may make no call for minutes."""
+    while True:
+        await asyncio.sleep(_HEARTBEAT_S)
+        with contextlib.suppress(StoreError, OSError):  # the next heartbeat may succeed
+            await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, last_heartbeat_time=store.now())
 
 
 async def _start(

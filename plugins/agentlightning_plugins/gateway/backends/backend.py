@@ -195,6 +195,7 @@ class ModelTable:
             _distinguish(backend, seen)
             same = known.get(backend.identity)
             if same is not None and same.is_like(backend):
+                same.label = backend.label  # it has the number of the entry in this list
                 backend = same
             self._backends.setdefault(backend.model, []).append(backend)
 
@@ -325,4 +326,4 @@ def _read_key(key: Any, where: str) -> str | None:
     name = found[1] or found[2]
     if name not in os.environ:
         raise ConfigError(f"{where}: api_key names the environment variable {name}, which is not set")
-    return os.environ[name]
+    return os.environ[name] or None
