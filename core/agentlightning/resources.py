@@ -23,8 +23,11 @@ ATTEMPT_KEY: Final = "agentlightning"
 clients require a key, and without one they would send the user's own."""
 
 
-SECRET_NAME: Final = re.compile(r"(^|_)(api_key|password|secret|auth_token|access_token)$|^token$")
-"""The names of fields that hold secrets."""
+SECRET_NAME: Final = re.compile(
+    r"(^|[_.])(api_key|password|secret|auth_token|access_token|secret_access_key)$|(^|\.)token$|(?-i:[A-Z0-9]_TOKEN$)",
+    re.IGNORECASE,
+)
+"""The names of fields that hold secrets, also at the end of a dotted path, and of variables such as ``HF_TOKEN``."""
 _REFERENCE: Final = re.compile(r"\$\{(\w+)\}")
 
 

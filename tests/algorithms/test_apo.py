@@ -447,7 +447,12 @@ def test_wrong_settings_are_refused(server: ScriptedOpenAI, settings: dict[str, 
     [
         ({"llm": agl.LLM(endpoint="http://nowhere", model="m")}, {}, "there is no prompt to tune"),
         ({"prompt": SEED}, {"prompts": "promt"}, r"prompts = \['promt'\]: the prompts of this run are prompt"),
-        ({"prompt": "{a.b}"}, {}, "not a plain name"),
+        ({"prompt": "{a.b}"}, {}, "prompt 'prompt': .*not a plain name"),
+        (
+            {"prompt": SEED, "page": agl.PromptTemplate("<p>{{ question }}</p>", "poml")},
+            {},
+            "prompt 'page': a prompt of engine 'poml' cannot be tuned.*name the other prompts in `prompts`",
+        ),
     ],
 )
 def test_a_run_without_a_tunable_prompt_is_refused_before_any_call(

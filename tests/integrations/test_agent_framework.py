@@ -187,3 +187,12 @@ def test_different_texts_of_agents_with_one_name_cannot_be_tuned() -> None:
     leader = Agent(model, "You lead.", name=AGENT_NAME, tools=[make_agent_framework_agent().as_tool()])
     with pytest.raises(agl.ConfigError, match=rf"different texts at '{AGENT_NAME}\.instructions'"):
         agl.wrap(leader, prompts=[f"{AGENT_NAME}.instructions"])
+
+
+def test_a_text_does_not_replace_that_of_another_agent_of_the_name_that_has_none() -> None:
+    model = OpenAIChatClient("gpt-5", api_key="any", base_url=NOWHERE)
+    silent = Agent(model, name=AGENT_NAME, description="adds")
+    leader = Agent(model, "You lead.", name=AGENT_NAME, tools=[silent.as_tool()])
+    for label in ("instructions", "description"):
+        with pytest.raises(agl.ConfigError, match=rf"different texts at '{AGENT_NAME}\.{label}'"):
+            agl.wrap(leader, prompts=[f"{AGENT_NAME}.{label}"])

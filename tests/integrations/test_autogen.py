@@ -234,3 +234,12 @@ def test_different_texts_of_agents_with_one_name_cannot_be_tuned() -> None:
     team = RoundRobinGroupChat([SocietyOfMindAgent("society", make_team(), make_model()), namesake])
     with pytest.raises(agl.ConfigError, match=r"different texts at 'writer\.system_message'"):
         agl.wrap(team, prompts=["writer.system_message"])
+
+
+def test_a_system_message_is_not_given_to_another_agent_of_the_name_that_has_none() -> None:
+    namesake = AssistantAgent("writer", make_model(), system_message=None)
+    team = RoundRobinGroupChat([SocietyOfMindAgent("society", make_team(), make_model()), namesake])
+    with pytest.raises(agl.ConfigError, match=r"different texts at 'writer\.system_message'"):
+        agl.wrap(team, prompts=["writer.system_message"])
+    with pytest.raises(agl.ConfigError, match=r"no text 'writer\.system_message'"):
+        agl.wrap(namesake, prompts=["writer.system_message"])

@@ -138,3 +138,8 @@ class TestAFrameworksObject:
 def test_texts_with_one_path_are_one_text_only_if_they_are_equal() -> None:
     same, different = ("a.text", "A."), ("b.text", "B.")
     assert by_path([same, different, same, ("b.text", "C."), different]) == {"a.text": "A.", "b.text": None}
+
+
+def test_a_text_does_not_replace_one_that_is_missing_or_made_by_code() -> None:
+    found = [("a.text", "A."), ("a.text", None), ("b.text", None), ("b.text", "B."), ("c.text", None), ("c.text", None)]
+    assert by_path(found) == {"a.text": None, "b.text": None}

@@ -260,3 +260,13 @@ def test_different_instructions_of_agents_with_one_name_cannot_be_tuned() -> Non
     with pytest.raises(agl.ConfigError, match=r"different texts at 'helper\.instructions'.*its own name"):
         agl.wrap(agent, prompts=["helper.instructions"])
     agl.wrap(agent)
+
+
+@pytest.mark.parametrize("instructions", [None, lambda context, agent: "Translate."])
+def test_instructions_do_not_replace_those_that_another_agent_of_the_name_lacks_or_makes(instructions: Any) -> None:
+    translator = Agent(name="helper", instructions=instructions)
+    agent = Agent(name="helper", instructions="Summarise.", handoffs=[translator])
+    with pytest.raises(agl.ConfigError, match=r"different texts at 'helper\.instructions'.*or one that code makes"):
+        agl.wrap(agent, prompts=["helper.instructions"])
+    with pytest.raises(agl.ConfigError, match=r"no text 'helper\.instructions'.*Its texts: none"):
+        agl.wrap(translator, prompts=["helper.instructions"])

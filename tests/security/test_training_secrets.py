@@ -12,6 +12,7 @@ from agentlightning_algorithms.grpo.model_card import write_model_card
 from agentlightning_algorithms.grpo.offline.sft import SFT
 from agentlightning_algorithms.grpo.setting import GRPOSettings, TeacherSettings
 from agentlightning_algorithms.grpo.training_files import write_record
+from agentlightning_algorithms.trained_model.record import TrainingRecord
 from agentlightning_plugins.demo.training import CHECKPOINT
 
 
@@ -25,11 +26,36 @@ def describe_sft(run: Path) -> None:
     SFT(model=str(CHECKPOINT), source="postgresql://me:hunter2@host/agl")._describe(1).write(run)
 
 
+VERL = "actor_rollout_ref.rollout"
+
+
+def describe_verl(run: Path) -> None:
+    variables = {"HF_TOKEN": "hunter2", "OPENAI_API_KEY": "hunter2", "AWS_SECRET_ACCESS_KEY": "hunter2", "LOG": "info"}
+    settings = {
+        f"+{VERL}.engine_kwargs.vllm.api_key": "hunter2",
+        "+ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY": "hunter2",
+        "ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": variables}}},
+        "reward": {"headers": {"Authorization": "Bearer hunter2", "x-api-key": "hunter2", "Accept": "text/plain"}},
+        f"{VERL}.max_tokens": 64,
+        "data": {"tokenizer": {"pad_token": "<pad>"}},
+    }
+    TrainingRecord(algorithm="verl", base=str(CHECKPOINT), settings=settings).write(run)
+
+
 @pytest.mark.parametrize(
     ("describe", "kept"),
     [
         (describe_grpo, {"backend": {"name": "vllm", "endpoint": "http://host/v1", "api_key": "***"}}),
         (describe_sft, {"source": "postgresql://***@host/agl", "lora": None}),
+        (
+            describe_verl,
+            {
+                f"+{VERL}.engine_kwargs.vllm.api_key": "***",
+                "reward": {"headers": {"Authorization": "***", "x-api-key": "***", "Accept": "text/plain"}},
+                f"{VERL}.max_tokens": 64,
+                "data": {"tokenizer": {"pad_token": "<pad>"}},
+            },
+        ),
     ],
 )
 def test_the_record_and_the_card_of_a_trained_model_have_no_key_and_no_password(

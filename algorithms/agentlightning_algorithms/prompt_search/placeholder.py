@@ -14,12 +14,13 @@ def find_placeholders(prompt: PromptTemplate) -> frozenset[str]:
     """The names of the values that fill a prompt.
 
     Raises:
-        ConfigError: it is not a template of its engine, or a model must not write templates of that.
+        ConfigError: the text is not a template of its engine, or the engine is ``poml``, whose templates a model must
+            not write.
     """
     if prompt.engine == "poml":
         raise ConfigError(
-            "a prompt of engine 'poml' is not tuned, because POML runs JavaScript and the tuned prompt is "
-            "written by a model; use 'jinja' or 'f-string'"
+            "a prompt of engine 'poml' cannot be tuned, because POML runs JavaScript and a model would write it; use "
+            "'jinja' or 'f-string', or name the other prompts in `prompts`"
         )
     if prompt.engine == "f-string":
         return frozenset(name for name, _ in _fields(prompt.template))

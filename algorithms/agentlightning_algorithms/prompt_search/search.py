@@ -171,14 +171,17 @@ class PromptSearch(Algorithm):
         """Finds the prompts to tune and publishes the seed. Called when a run begins or is resumed.
 
         Raises:
-            ConfigError: there is no prompt to tune, or one that ``prompts`` names does not exist.
+            ConfigError: there is no prompt to tune, one that ``prompts`` names does not exist, or one cannot be tuned.
         """
         self._reset()
         self.open_chat(self.context.directory)
         self._base = await self._read_base()
         seed = Candidate.of(choose_prompts(self._base, self.prompts))
-        for prompt in seed.prompts.values():
-            find_placeholders(prompt)
+        for name, prompt in seed.prompts.items():
+            try:
+                find_placeholders(prompt)
+            except ConfigError as error:
+                raise ConfigError(f"prompt {name!r}: {error}") from error
         self.history.append(seed)
         self._best = seed
         await self.publish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +16,7 @@ from agentlightning.resources import SECRET_NAME
 from agentlightning.store.url import hide_password
 
 _FILE: Final = "training.json"
+_SECRET_HEADER: Final = re.compile(r"(^|[-.])(authorization|api-key)$", re.IGNORECASE)
 
 
 class TrainingRecord(BaseModel):
@@ -48,12 +50,14 @@ class TrainingRecord(BaseModel):
 def _hide_secrets(value: Any) -> Any:
     """Replaces keys, and passwords in URLs, by ``***``; ``value`` consists of JSON types."""
     if isinstance(value, dict):
-        return {
-            name: "***" if child and SECRET_NAME.search(name) else _hide_secrets(child) for name, child in value.items()
-        }
+        return {name: "***" if child and _is_secret(name) else _hide_secrets(child) for name, child in value.items()}
     if isinstance(value, list):
         return [_hide_secrets(child) for child in value]
     return hide_password(value) if isinstance(value, str) else value
+
+
+def _is_secret(name: str) -> bool:
+    return bool(SECRET_NAME.search(name) or _SECRET_HEADER.search(name))
 
 
 def read_training(run: Path) -> TrainingRecord | None:

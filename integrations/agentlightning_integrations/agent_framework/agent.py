@@ -56,8 +56,7 @@ class AgentFrameworkAgent(FrameworkAgent[Runnable]):
         for agent in _agents(self.agent):
             instructions = getattr(agent, "default_options", {}).get("instructions")
             for label, text in (("instructions", instructions), ("description", agent.description)):
-                if isinstance(text, str):
-                    texts.append((f"{_name(agent)}.{label}", text))
+                texts.append((f"{_name(agent)}.{label}", text if isinstance(text, str) else None))
         return by_path(texts)
 
     async def run_async(

@@ -172,13 +172,13 @@ def _named_parts(agent: Runnable) -> Iterator[Any]:
     return (part for part in walk(agent, _children) if isinstance(part, (ChatAgent, Team)))
 
 
-def _read_texts(part: Any) -> Iterator[tuple[str, str]]:
-    for message in getattr(part, "_system_messages", ())[:1]:
-        yield f"{part.name}.system_message", message.content
+def _read_texts(part: Any) -> Iterator[tuple[str, str | None]]:
+    if hasattr(part, "_system_messages"):
+        yield f"{part.name}.system_message", next((message.content for message in part._system_messages), None)
     for attribute, label in _TEXTS.items():
-        text = getattr(part, attribute, None)
-        if isinstance(text, str):
-            yield f"{part.name}.{label}", text
+        if hasattr(part, attribute):
+            text = getattr(part, attribute)
+            yield f"{part.name}.{label}", text if isinstance(text, str) else None
 
 
 def _write_texts(part: Any, texts: Mapping[str, str]) -> None:

@@ -44,7 +44,8 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
     def texts(self) -> Mapping[str, str | None]:
         """Returns the texts of the object that can be tuned, by path, such as ``writer.instructions``.
 
-        None stands for different texts with one path, of which none can be tuned; ``by_path`` finds them.
+        None stands for different texts with one path, of which none can be tuned; ``by_path`` finds them. Leave out a
+        path that has no text of its own.
         """
         return {}
 
@@ -98,12 +99,15 @@ def _restore(cls: type[FrameworkAgent[Any]], state: bytes) -> FrameworkAgent[Any
     return agent
 
 
-def by_path(found: Iterable[tuple[str, str]]) -> dict[str, str | None]:
-    """Returns texts by path; None for different texts with the same path, such as those of agents with one name."""
-    texts: dict[str, str | None] = {}
+def by_path(found: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
+    """Returns texts by path; None for different texts with the same path, such as those of agents with one name.
+
+    ``found`` has None for a part whose text is missing or made by code: the text of another part must not replace it.
+    """
+    texts: dict[str, set[str | None]] = {}
     for path, text in found:
-        texts[path] = text if texts.get(path, text) == text else None
-    return texts
+        texts.setdefault(path, set()).add(text)
+    return {path: own.pop() if len(own) == 1 else None for path, own in texts.items() if own != {None}}
 
 
 def _read_prompt(
@@ -120,8 +124,9 @@ def _read_prompt(
     text = texts[path]
     if text is None:
         raise ConfigError(
-            f"prompts: the object has different texts at {path!r}, because several of its parts have the same name. "
-            "Give each agent, and each task of a crew, its own name (in CrewAI an agent's name is its role)"
+            f"prompts: the object has different texts at {path!r}, because several of its parts have the same name "
+            "(no text, or one that code makes, counts as different). Give each agent, and each task of a crew, its own "
+            "name (in CrewAI an agent's name is its role)"
         )
     if isinstance(value, PromptTemplate):
         return path, value

@@ -45,9 +45,8 @@ class OpenAIAgentsAgent(FrameworkAgent[Agent[Any]]):
     def texts(self) -> Mapping[str, str | None]:
         """The instructions of each agent by its name, such as ``writer.instructions``."""
         return by_path(
-            (f"{agent.name}.instructions", agent.instructions)
+            (f"{agent.name}.instructions", agent.instructions if isinstance(agent.instructions, str) else None)
             for agent in _agents(self.agent)
-            if isinstance(agent.instructions, str)
         )
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> RunResult:

@@ -78,10 +78,16 @@ async def select_pairs(
 
 async def _rank_rollouts(store: LightningStore, min_reward: float | None) -> list[list[tuple[float, Rollout]]]:
     """Returns the rollouts of each task to learn from, with their rewards, the highest first."""
+    succeeded = (await store.query_rollouts(status_in=["succeeded"])).items
+    candidates = [rollout for rollout in succeeded if rollout.mode not in ("val", "test")]
+    if len(candidates) < len(succeeded):
+        logger.warning(
+            "%d of %d rollouts are left out, because they are of validation or test",
+            len(succeeded) - len(candidates),
+            len(succeeded),
+        )
     by_task: dict[str, list[tuple[float, Rollout]]] = {}
-    for rollout in (await store.query_rollouts(status_in=["succeeded"])).items:
-        if rollout.mode in ("val", "test"):
-            continue
+    for rollout in candidates:
         reward = await read_final_reward(store, rollout)
         if reward is None or (min_reward is not None and reward < min_reward):
             continue

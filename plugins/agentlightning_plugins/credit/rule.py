@@ -99,7 +99,8 @@ def _find_spans_after(nodes: Sequence[Node], calls: Sequence[Call]) -> list[list
     of_calls = {node for call in calls for node in call.nodes}
     starts: dict[str | None, list[float]] = {}
     positions: dict[str | None, list[int]] = {}
-    for position, call in sorted(enumerate(calls), key=lambda item: item[1].anchor.start):  # calls come as they ended
+    # An adapter may list calls in the order in which they ended.
+    for position, call in sorted(enumerate(calls), key=lambda item: item[1].anchor.start):
         starts.setdefault(call.anchor.agent_name, []).append(call.anchor.start)
         positions.setdefault(call.anchor.agent_name, []).append(position)
     spans: list[list[Span]] = [[] for _ in calls]

@@ -209,7 +209,7 @@ def test_pairs_are_the_best_and_the_worst_rollouts_of_a_task(tmp_path: Path, tin
     algorithm = get_manager().create(
         "algorithm", {"name": "dpo", "model": str(tiny_model), "source": str(recorded), "min_gap": 5.0}
     )
-    with pytest.raises(agl.ConfigError, match=r"no pair to learn from.*min_gap = 5"):
+    with pytest.raises(agl.ConfigError, match=r"no pair to learn from.*not of validation or test.*min_gap = 5"):
         agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[]).fit(unused_agent, [0])
 
 

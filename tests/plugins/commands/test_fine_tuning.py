@@ -101,6 +101,14 @@ def test_only_rewards_from_the_threshold_on_count_and_what_failed_never(place: P
         assert "validation" not in file.read_text()
 
 
+def test_it_is_said_how_many_rollouts_of_validation_are_left_out(
+    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "agentlightning"):
+        export(place, tmp_path / "sft.jsonl", "--format", "openai-sft")
+    assert "1 of 4 rollouts are left out, because they are of validation or test" in caplog.text
+
+
 def test_a_format_that_does_not_go_with_the_rest_is_refused(place: Path, tmp_path: Path) -> None:
     for arguments in (
         ("x.parquet", "--format", "openai-sft"),

@@ -322,6 +322,8 @@ def test_toml_reads_the_same_and_names_its_lines(folder: Path) -> None:
         ({"name": "../up"}, "name = '../up'"),
         ({"resources": {"llm": {"resource_type": "lm"}}}, "line 11: resource 'llm': unknown resource_type 'lm'"),
         ({"gateway": {"name": "gateway", "model_list": [{"model": "m", "api_key": "sk-secret-1"}]}}, "holds a secret"),
+        ({"algorithm": {"name": "verl", "config": {"+rollout.vllm.api_key": "sk-secret-1"}}}, "holds a secret"),
+        ({"algorithm": {"name": "verl", "config": {"env_vars": {"HF_TOKEN": "hunter2"}}}}, "holds a secret"),
         ({"store": "postgresql://me:hunter2@host/db"}, "holds a secret"),
         ({"store": "postgresql://me:${DB_PASSWORD}@host/db"}, "environment variable DB_PASSWORD is not set"),
     ],

@@ -101,7 +101,8 @@ class DPO(OfflineTraining):
         if not found:
             raise ConfigError(
                 f"source = {hide_password(self.source)!r} has no pair to learn from: two rollouts of one task that "
-                f"succeeded, called a model, and whose rewards differ, by at least min_gap = {self.min_gap}"
+                "succeeded, called a model, are not of validation or test, and whose rewards differ, by at least "
+                f"min_gap = {self.min_gap}"
             )
         return found
 
