@@ -405,6 +405,10 @@ def test_a_reward_function_scores_what_an_agent_returns() -> None:
         ({"port": 9100, "strategy": agl.ClientServerExecutionStrategy(server_port=9000)}, "port = 9100 .* = 9000"),
         ({"port": 9100, "strategy": {"name": "cs", "server_port": 9000}}, "port = 9100 .* server_port = 9000"),
         ({"port": 9100, "strategy": agl.SharedMemoryExecutionStrategy()}, "port = 9100 does not reach"),
+        (
+            {"runner": agl.LitAgentRunner(agl.DummyTracer()), "strategy": "shm", "n_runners": 4},
+            "4 runners in one process cannot be one object; give the class, as in runner=LitAgentRunner",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], complaint: str) -> None:
