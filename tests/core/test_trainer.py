@@ -127,6 +127,23 @@ def test_the_scores_of_a_run_do_not_depend_on_the_clock_of_its_store(
     assert trainer(algorithm=algorithm, store=store, strategy="shm").fit(halving_agent).scores == {"reward": 0.5}
 
 
+async def test_the_scores_of_a_run_do_not_depend_on_the_clock_of_the_server_of_its_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @agl.algo
+    async def algorithm(store: agl.LightningStore) -> None:
+        await store.add_metrics(1, {"reward": 0.5})
+
+    store = agl.InMemoryLightningStore()
+    monkeypatch.setattr(store._database.backend, "now", lambda: time.time() - 3600.0)
+    async with agl.LightningStoreServer(store, port=0) as server:
+        client = agl.LightningStoreClient(server.endpoint)
+        fitted = trainer(algorithm=algorithm, store=client, strategy="shm")
+        run = await asyncio.to_thread(fitted.fit, halving_agent)
+        await client.close()
+    assert run.scores == {"reward": 0.5}
+
+
 def test_a_sync_and_an_async_algorithm_function_get_what_they_declare() -> None:
     seen: dict[str, Any] = {}
 
