@@ -140,6 +140,19 @@ class PostgresServer:
         self._process.wait()
 
     @contextlib.contextmanager
+    def as_standby(self) -> Iterator[None]:
+        """Restarts it as a server that answers reads only, as during a failover; at the end it takes writes again."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)  # which completes its files, or they could not be read
+        self._process.wait()
+        (self.data / "standby.signal").touch()
+        self.start()
+        try:
+            yield
+        finally:
+            self.run_sql("SELECT pg_promote()")
+
+    @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """A server that accepts connections and answers nothing, as behind a network that loses all packets."""
         self._signal_all(signal.SIGSTOP)

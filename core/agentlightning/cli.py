@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from typing import Any
 
 import click
 
@@ -20,6 +21,11 @@ logger = logging.getLogger("agentlightning")
 @click.version_option(__version__, package_name="lightning", prog_name="agl")
 def cli() -> None:
     """Lightning: improve existing AI agents."""
+
+
+@cli.result_callback()
+def _drop_result(*_: Any, **__: Any) -> None:
+    """Drops what a command returns: only ``ctx.exit`` sets the exit code."""
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:

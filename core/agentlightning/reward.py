@@ -30,7 +30,10 @@ def is_reward_span(span: Span) -> bool:
 
 
 def get_rewards_from_span(span: Span) -> list[Reward]:
-    """Returns all dimensions of a reward, the primary one first; an empty list for other spans."""
+    """Returns all dimensions of a reward that are finite numbers, the primary one first.
+
+    An empty list for other spans, and if the primary one is not a finite number.
+    """
     rewards: list[Reward] = []
     for dimension in itertools.count():
         key = f"{semconv.REWARD}.{dimension}"
@@ -38,6 +41,8 @@ def get_rewards_from_span(span: Span) -> list[Reward]:
             break
         if (number := _to_float(value)) is not None:
             rewards.append(Reward(str(span.attributes.get(f"{key}.name", "primary")), number))
+        elif dimension == 0:
+            break
     if not rewards and (old := get_reward_value(span)) is not None:
         rewards.append(Reward("primary", old))
     return rewards
@@ -69,7 +74,7 @@ def _to_float(value: Any) -> float | None:
     """The number of a reward; None for anything else, because spans may come from any program."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None
 

@@ -158,15 +158,14 @@ class LitAgentRunner(Runner[T]):
             raise ConfigError("this runner is in use; several runners in one process need one each: give its class")
         self._agent, self._store, self._hooks = wrap(agent), store, hooks or ()
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
-        self.tracer.init()
-        self.tracer.init_worker(self.worker_id, store)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._forget_given)
+            self.tracer.init()
+            stack.callback(self.tracer.teardown)
+            self.tracer.init_worker(self.worker_id, store)
+            stack.callback(self.tracer.teardown_worker, self.worker_id)
+            stack.callback(self._stop_background_tasks)
             yield self
-        finally:
-            self._stop_background_tasks()
-            self.tracer.teardown_worker(self.worker_id)
-            self.tracer.teardown()
-            self._agent = self._store = None
 
     async def iter(self, event: StopEvent | None = None) -> None:
         store = self._given()[1]
@@ -237,6 +236,9 @@ class LitAgentRunner(Runner[T]):
         if self._agent is None or self._store is None:
             raise ConfigError("the runner has no agent; use it in: with runner.run_context(agent=..., store=...)")
         return self._agent, self._store
+
+    def _forget_given(self) -> None:
+        self._agent = self._store = None
 
     async def _is_suspect(self, rollout: AttemptedRollout) -> bool:
         """Whether workers died with earlier attempts of a rollout."""

@@ -70,7 +70,8 @@ class Trainer:
             tracer: default ``otel``.
             adapter: default is the algorithm's own ``default_adapter``; a mapping without ``name`` has settings for it.
             strategy: default ``cs``, runner processes; ``shm`` runs everything as threads.
-            runner: an instance, which must be picklable for ``cs``, or a class; default is ``LitAgentRunner``.
+            runner: an instance, which must be picklable for ``cs`` and the only runner for ``shm``, or a class; default
+                is ``LitAgentRunner``.
             llm_proxy: the gateway; algorithms that need one create it by default. Its model is the resource ``llm``
                 unless ``initial_resources`` has a model; several have their own names.
             n_runners: runner processes (``cs``) or threads (``shm``).
@@ -117,6 +118,11 @@ class Trainer:
         self.resume = resume
         self.seed = seed
         self.strategy = self._choose_strategy(strategy, port)
+        if isinstance(runner, LitAgentRunner) and self.strategy.shares_process and self.strategy.n_runners > 1:
+            raise ConfigError(
+                f"{self.strategy.n_runners} runners in one process cannot be one object; give the class, as in "
+                f"runner={type(runner).__name__}, or n_runners=1, which runs max_concurrency rollouts at once"
+            )
         at_once = None if self.algorithm is None else self.algorithm.rollouts_at_once
         default_concurrency = DEFAULT_CONCURRENCY if at_once is None else math.ceil(at_once / self.strategy.n_runners)
         self.max_concurrency = default_concurrency if max_concurrency is None else max_concurrency

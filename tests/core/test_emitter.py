@@ -136,6 +136,27 @@ def test_the_final_reward_is_the_last_one() -> None:
     assert get_rewards_from_span(spans[1]) == []
 
 
+@pytest.mark.parametrize("digits", [308, 309, 400])
+def test_a_reward_beyond_the_range_of_a_float_is_none(digits: int) -> None:
+    output = '{"type": "reward", "value": ' + "9" * digits + "}"
+    span = Span.from_attributes(
+        attributes={"agentops.task.output": output}, rollout_id="r", attempt_id="a", name="agent"
+    )
+    assert is_reward_span(span) == (digits < 309)
+    assert find_final_reward([span]) == (float("9" * digits) if digits < 309 else None)
+
+
+def test_a_reward_whose_primary_dimension_is_no_number_has_no_dimension() -> None:
+    values = {"primary": float("nan"), "style": 0.2}
+    attributes: dict[str, Any] = {}
+    for dimension, (name, value) in enumerate(values.items()):
+        attributes |= {f"{semconv.REWARD}.{dimension}.name": name, f"{semconv.REWARD}.{dimension}.value": value}
+    assert (
+        get_rewards_from_span(Span.from_attributes(attributes=attributes, rollout_id="r", attempt_id="a", name="x"))
+        == []
+    )
+
+
 def test_an_agent_runs_outside_a_rollout_and_is_told_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,10 +245,27 @@ def test_a_component_may_have_annotations_that_are_imported_for_type_checkers_on
         manager.create("algorithm", {"name": "typed_parts:make", "rate": "much"})
 
 
-def test_agl_ends_with_the_exit_code_of_a_plugins_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["part", "factory"])
+def test_a_partial_and_a_callable_object_make_components(
+    name: str, manager: PluginManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "callable_parts.py").write_text(
+        "import functools\n"
+        "class Tuned:\n    def __init__(self, rate: float = 0.0): self.rate = rate\n"
+        "class Factory:\n    def __call__(self, rate: float = 0.0): return Tuned(rate)\n"
+        "part, factory = functools.partial(Tuned), Factory()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert manager.create("algorithm", {"name": f"callable_parts:{name}", "rate": 0.5}).rate == 0.5
+
+
+@pytest.mark.parametrize(("body", "exit_code"), [("click.get_current_context().exit(5)", 5), ("42", 0), ("True", 0)])
+def test_agl_ends_with_the_exit_code_of_a_plugins_command_and_not_with_what_it_returns(
+    body: str, exit_code: int, tmp_path: Path
+) -> None:
     code = (
         "import click, sys; from agentlightning.cli import cli, main\n"
-        "cli.add_command(click.Command('five', callback=lambda: click.get_current_context().exit(5)))\n"
-        "sys.argv = ['agl', 'five']; main()"
+        f"cli.add_command(click.Command('mine', callback=lambda: {body}))\n"
+        "sys.argv = ['agl', 'mine']; main()"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 5
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == exit_code

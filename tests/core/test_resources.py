@@ -74,6 +74,13 @@ def test_a_jinja_prompt_has_loops_filters_macros_and_variables(template: str, te
     assert agl.PromptTemplate(template, "jinja").format(names=["a", "b"], task={"question": "q"}) == text
 
 
+@pytest.mark.parametrize("formats", ["| format(doc)", "% doc"])
+def test_a_jinja_prompt_formats_a_long_text_once(formats: str) -> None:
+    doc = "x" * 300_000
+    template = agl.PromptTemplate("{{ '%s costs 5%%, 6%%, 7%%, 8%%, 9%%' " + formats + " }}", "jinja")
+    assert template.format(doc=doc) == f"{doc} costs 5%, 6%, 7%, 8%, 9%"
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "template",
@@ -90,6 +97,10 @@ def test_a_jinja_prompt_has_loops_filters_macros_and_variables(template: str, te
         "{{ ('%(a)s' * 20000)|format(a='x' * 20000)|length }}",
         "{{ (('%(a).999f' * 200000) % {'a': 1})|length }}",
         "{{ (('%(a)f' * 200000) % {'a': 1e308})|length }}",
+        "{% set n = 2**4900 %}{% set m = n*n %}{{ [m] * 150000 }}",
+        "{% set n = 2**4900 %}{% set m = n*n %}{{ ('%s' % ([m] * 150000,))|length }}",
+        "{% set n = 2**4900 %}{% set m = n*n %}{{ ([m] * 150000)|tojson|length }}",
+        "{% set n = 2**4900 %}{% set m = n*n %}{{ [{m: 1}] * 120000 }}",
         "{{ 5|round(-5000000) }}",
         "{{ 1|round(3000000, 'floor') }}",
         "{{ [1]|tojson(indent=9999999) }}",

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from decimal import Decimal
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -484,6 +485,27 @@ async def test_a_runner_that_works_already_is_refused(store: agl.LightningStore)
             runner.run_context(agent=agl.wrap(lambda task: 1.0), store=store),
         ):
             pass
+        assert (await runner.step(0)).status == "succeeded"
+
+
+@pytest.mark.parametrize(("fails", "undone"), [("init", []), ("init_worker", ["teardown"])])
+async def test_a_runner_whose_tracer_fails_to_start_can_be_used_again(
+    store: agl.LightningStore, fails: str, undone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer = agl.DummyTracer()
+    called: list[str] = []
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(tracer)
+    with monkeypatch.context() as broken:
+        broken.setattr(tracer, fails, Mock(side_effect=agl.ConfigError("the port is taken")))
+        for name in ("teardown", "teardown_worker"):
+            broken.setattr(tracer, name, lambda *_, name=name: called.append(name))
+        with (
+            pytest.raises(agl.ConfigError, match="the port is taken"),
+            runner.run_context(agent=agl.wrap(lambda task: 1.0), store=store),
+        ):
+            pass
+    assert called == undone
+    with runner.run_context(agent=agl.wrap(lambda task: 1.0), store=store):
         assert (await runner.step(0)).status == "succeeded"
 
 

@@ -127,6 +127,23 @@ def test_the_scores_of_a_run_do_not_depend_on_the_clock_of_its_store(
     assert trainer(algorithm=algorithm, store=store, strategy="shm").fit(halving_agent).scores == {"reward": 0.5}
 
 
+async def test_the_scores_of_a_run_do_not_depend_on_the_clock_of_the_server_of_its_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @agl.algo
+    async def algorithm(store: agl.LightningStore) -> None:
+        await store.add_metrics(1, {"reward": 0.5})
+
+    store = agl.InMemoryLightningStore()
+    monkeypatch.setattr(store._database.backend, "now", lambda: time.time() - 3600.0)
+    async with agl.LightningStoreServer(store, port=0) as server:
+        client = agl.LightningStoreClient(server.endpoint)
+        fitted = trainer(algorithm=algorithm, store=client, strategy="shm")
+        run = await asyncio.to_thread(fitted.fit, halving_agent)
+        await client.close()
+    assert run.scores == {"reward": 0.5}
+
+
 def test_a_sync_and_an_async_algorithm_function_get_what_they_declare() -> None:
     seen: dict[str, Any] = {}
 
@@ -405,6 +422,10 @@ def test_a_reward_function_scores_what_an_agent_returns() -> None:
         ({"port": 9100, "strategy": agl.ClientServerExecutionStrategy(server_port=9000)}, "port = 9100 .* = 9000"),
         ({"port": 9100, "strategy": {"name": "cs", "server_port": 9000}}, "port = 9100 .* server_port = 9000"),
         ({"port": 9100, "strategy": agl.SharedMemoryExecutionStrategy()}, "port = 9100 does not reach"),
+        (
+            {"runner": agl.LitAgentRunner(agl.DummyTracer()), "strategy": "shm", "n_runners": 4},
+            "4 runners in one process cannot be one object; give the class, as in runner=LitAgentRunner",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], complaint: str) -> None:

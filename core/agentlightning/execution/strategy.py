@@ -26,6 +26,8 @@ class ExecutionStrategy(ABC):
     role: Role = "both"
     """The half of the run that this process executes."""
     n_runners: int = 1
+    shares_process: bool = False
+    """Whether the runners share this process, so that several of them cannot be one object."""
 
     @abstractmethod
     def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:

@@ -54,7 +54,7 @@ def setting_types(target: Callable[..., Any]) -> dict[str, Any]:
     annotated = target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target
     try:
         return get_type_hints(annotated)
-    except NameError:  # a name that is imported for type checkers only
+    except (NameError, TypeError):  # a name that is imported for type checkers only; a partial, or a callable object
         return {}
 
 

@@ -227,8 +227,9 @@ class LightningStore(ABC):
     async def wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None = None) -> Sequence[Rollout]:
         """Returns those that ended within ``timeout`` (None: waits for all), in the order of ``rollout_ids``.
 
-        An id that was given twice is returned twice, an unknown one raises NotFoundError. If a rollout is retried
-        before the others have ended, its next end is awaited. Closing the store ends the wait with those that ended.
+        An id that was given twice is returned twice, an unknown one raises NotFoundError; rollouts that are deleted
+        during the wait are left out. If a rollout is retried before the others have ended, its next end is awaited.
+        Closing the store ends the wait with those that ended.
         """
 
     # --- attempts ---

@@ -40,8 +40,8 @@ from agentlightning_plugins.legacy.v0_spans import read_spans
 
 logger = logging.getLogger("agentlightning")
 _HEARTBEAT_S: Final = 5.0
-_CONFIG: Final = agl.RolloutConfig(max_attempts=5, retry_condition=["timeout"])
-"""0.1 queued a task again whose agent was lost."""
+_CONFIG: Final = agl.RolloutConfig(max_attempts=5, retry_condition=["timeout", "unresponsive"])
+"""0.1 queued a task again whose agent was lost: its time is over, or its lease if this server did not renew it."""
 _MAX_BODY_BYTES: Final = 64 * 2**20
 _MAX_ITEMS: Final = 5_000_000
 _MAX_ERROR: Final = 2000
@@ -250,8 +250,13 @@ class AgentLightningServer:
         now = asyncio.get_running_loop().time()
         for rollout_id, (rollout, since) in list(self._claimed.items()):
             if now - since > self.task_timeout_seconds and self._claimed.pop(rollout_id, None) is not None:
-                with contextlib.suppress(ConflictError, NotFoundError):
+                try:
                     await self.store.update_attempt(rollout_id, rollout.attempt.attempt_id, status="timeout")
+                except (ConflictError, NotFoundError):
+                    pass  # it has ended already
+                except StoreError:
+                    self._claimed.setdefault(rollout_id, (rollout, since))  # to be ended at the next time
+                    raise
         attempts = [rollout.attempt.attempt_id for rollout, _ in self._claimed.values()]
         await self.store.update_worker(self._worker_id, attempt_ids=attempts)
 

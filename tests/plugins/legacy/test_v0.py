@@ -208,6 +208,48 @@ async def test_a_task_of_queue_task_is_queued_again_when_its_agents_are_lost(mon
         await server.store.close()
 
 
+async def test_a_lost_agent_loses_its_task_although_the_store_was_away_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = AgentLightningServer(port=0, task_timeout_seconds=0.05)
+    await server.start()
+    try:
+        rollout_id = await server.queue_task(1)
+        assert (await ask(f"{server.endpoint}/task"))["is_available"]
+        await asyncio.sleep(0.1)
+        with monkeypatch.context() as outage:
+            outage.setattr(server.store, "update_attempt", AsyncMock(side_effect=StoreError("the server is away")))
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                await ask(f"{server.endpoint}/task")
+            caught.value.close()
+        task = (await ask(f"{server.endpoint}/task"))["task"]
+        assert (task["rollout_id"], task["num_claims"]) == (rollout_id, 2)
+    finally:
+        await server.stop()
+        await server.store.close()
+
+
+async def test_a_task_of_queue_task_is_queued_again_when_its_lease_ends_after_its_first_span() -> None:
+    server = AgentLightningServer(port=0, store=agl.InMemoryLightningStore(lease_s=0.1))
+    await server.start()
+    try:
+        rollout_id = await server.queue_task(1)
+        await ask(f"{server.endpoint}/task")
+        attempt = await server.store.get_latest_attempt(rollout_id)
+        assert attempt is not None
+        ids = rollout_id, attempt.attempt_id
+        span = agl.Span.from_attributes(attributes={}, rollout_id=ids[0], attempt_id=ids[1], name="a model call")
+        await server.store.add_span(span)
+        for _ in range(20):
+            await asyncio.sleep(0.5)  # longer than the lease, which each question renews
+            if (answer := await ask(f"{server.endpoint}/task"))["is_available"]:
+                break
+        assert (answer["task"]["rollout_id"], answer["task"]["num_claims"]) == (rollout_id, 2)
+    finally:
+        await server.stop()
+        await server.store.close()
+
+
 async def test_a_report_that_the_store_could_not_take_may_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     server = AgentLightningServer(port=0)
     await server.start()

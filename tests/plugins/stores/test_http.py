@@ -353,11 +353,12 @@ async def test_waiting_clients_survive_a_restart_of_the_server(store: LightningS
         await client.close()
 
 
+@pytest.mark.parametrize("run_id", ["default", "other"])
 async def test_waiting_goes_on_when_a_rollout_that_ended_is_deleted(
-    store: LightningStore, client: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
+    run_id: str, store: LightningStore, client: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "MAX_POLL_S", 0.2)
-    deleted, later = [await store.start_rollout(number) for number in range(2)]
+    deleted, later = await store.start_rollout(0), await store.with_run(run_id).start_rollout(1)
     waiting = asyncio.create_task(client.wait_for_rollouts([deleted.rollout_id, later.rollout_id]))
     await asyncio.sleep(0.1)
     await store.update_attempt(deleted.rollout_id, "latest", status="succeeded")

@@ -73,6 +73,20 @@ async def write(store: PostgresLightningStore) -> None:
     await backend_of(store).commit([Put(Run(run_id="another"))])
 
 
+def count_connects(store: PostgresLightningStore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets an item for each connection that the store opens from now on."""
+    server = backend_of(store)._thread.server
+    connects: list[int] = []
+    connect = server.connect
+
+    async def counted() -> asyncpg.Connection:
+        connects.append(1)
+        return await connect()
+
+    monkeypatch.setattr(server, "connect", counted)
+    return connects
+
+
 async def until(holds: Callable[[], bool]) -> None:
     for _ in range(20_000):
         if holds():
@@ -215,6 +229,57 @@ async def test_a_server_that_no_longer_answers_is_given_up(
             assert [type(answer) for answer in answers] == [StoreError, StoreError]
     await store.enqueue_rollout("later")
     assert [rollout.input for rollout in await store.query_rollouts()] == ["kept", "later"]
+    await store.close()
+
+
+async def test_a_standby_that_has_taken_over_is_said_and_not_stormed(
+    own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PostgresLightningStore(own_server.tcp_url(), reconnect_s=0.5, watchdog_interval_s=None)
+    await store.enqueue_rollout("kept")
+    with own_server.as_standby():
+        connects = count_connects(store, monkeypatch)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="read-only"):
+                await asyncio.wait_for(write(store), SOON_S)
+        assert [rollout.input for rollout in await store.query_rollouts()] == ["kept"]
+        assert len(connects) < 10
+    await store.enqueue_rollout("later")
+    await store.close()
+
+
+async def test_a_server_that_drops_each_new_connection_is_given_up(
+    own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PostgresLightningStore(own_server.tcp_url(), reconnect_s=0.5, watchdog_interval_s=None)
+    await store.enqueue_rollout("kept")
+    connects = count_connects(store, monkeypatch)
+    with monkeypatch.context() as during:
+        during.setattr(writer, "SLOT", "SELECT pg_terminate_backend(pg_backend_pid())")
+        own_server.run_sql(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname <> ''"
+        )
+        with pytest.raises(StoreError, match="did not come back"):
+            await asyncio.wait_for(write(store), SOON_S)
+        assert len(connects) < 20
+    await store.enqueue_rollout("later")
+    await store.close()
+
+
+async def test_a_statement_that_the_server_never_answers_is_given_up(
+    own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "ANSWER_SLACK_S", -49.8)  # of the statement timeout's 50 s
+    store = PostgresLightningStore(own_server.tcp_url(), reconnect_s=0.5, watchdog_interval_s=None)
+    await store.enqueue_rollout("kept")
+    other = await asyncpg.connect(own_server.url())
+    async with other.transaction():
+        await other.execute("LOCK TABLE agl.rollout, agl.document")
+        for call in (lambda: write(store), lambda: store.query_rollouts()):
+            with pytest.raises(StoreError, match="did not come back"):
+                await asyncio.wait_for(call(), SOON_S)
+    await other.close()
+    await store.enqueue_rollout("later")
     await store.close()
 
 

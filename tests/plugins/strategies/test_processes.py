@@ -306,6 +306,12 @@ async def test_a_supervisor_leaves_runners_of_another_container_with_its_host_na
         assert (await one_rollout(store, rollout.rollout_id)).status == "preparing"
 
 
+async def test_a_supervisor_starts_where_proc_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_PID_NAMESPACE", tmp_path / "hidden")
+    async with asyncio.timeout(30), supervised(agl.InMemoryLightningStore()) as runners:
+        assert len(runners.worker_ids) == 1
+
+
 async def one_rollout(store: agl.LightningStore, rollout_id: str) -> agl.Rollout:
     found = await store.get_rollout_by_id(rollout_id)
     assert found is not None

@@ -7,6 +7,7 @@ import logging
 import math
 import random
 import time
+from collections.abc import Awaitable, Callable
 from typing import Final
 from urllib.parse import parse_qsl, urlsplit
 
@@ -65,7 +66,7 @@ class Server:
         self.connections = int(given.get("connections", connections))
         self._statement_timeout_s = given.get("statement_timeout_s", statement_timeout_s)
         self._connect_timeout_s = connect_timeout_s
-        self._reconnect_s = reconnect_s
+        self.reconnect_s = reconnect_s
         if self.connections < 2:
             raise ConfigError(f"connections={self.connections}; a store needs 2 or more: one writes, the others read")
         for name, value in (
@@ -117,19 +118,26 @@ class Server:
         except (asyncpg.ClientConfigurationError, ValueError) as error:
             raise ConfigError(f"{self.shown} cannot be used: {self._redact(str(error))}") from None
 
-    async def reconnect(self) -> asyncpg.Connection:
+    async def reconnect(
+        self, adopt: Callable[[asyncpg.Connection], Awaitable[None]] | None = None
+    ) -> asyncpg.Connection:
         """Opens a connection; waits for a server that went away to come back.
 
+        Args:
+            adopt: prepares the connection; if the connection is lost meanwhile, another one is opened after a pause.
+
         Raises:
-            StoreError: it did not come back in time.
+            StoreError: it did not come back in time, or refuses what ``adopt`` does.
             ConfigError: as ``connect``.
         """
-        deadline = time.monotonic() + self._reconnect_s
+        deadline = time.monotonic() + self.reconnect_s
         pause_s = 0.02
         while True:
             try:
                 connection = await self.connect()
-            except _AWAY as error:
+                if adopt is not None:
+                    await adopt(connection)
+            except (*_AWAY, asyncpg.InterfaceError) as error:  # InterfaceError: it was lost between two statements
                 self._report_outage(error)
                 if time.monotonic() + pause_s > deadline:
                     raise self.explain(error) from error
@@ -150,7 +158,7 @@ class Server:
             code = getattr(error, "sqlstate", None) or type(error).__name__
             logger.warning(
                 "%s cannot be reached (%s: %s); calls wait up to %g s for it",
-                *(self.shown, code, self._redact(str(error)), self._reconnect_s),
+                *(self.shown, code, self._redact(str(error)), self.reconnect_s),
             )
 
     async def measure_clock(self, connection: asyncpg.Connection) -> None:

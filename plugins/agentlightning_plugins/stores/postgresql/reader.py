@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import lru_cache
@@ -93,6 +94,7 @@ class Readers:
 
     async def _read(self, items: Sequence[Item[Read]]) -> None:
         cancelled = 0
+        deadline: float | None = None
         while True:
             connection = self._connections.pop() if self._connections else await self._server.reconnect()
             try:
@@ -106,7 +108,12 @@ class Readers:
                 if not is_lost(connection, error):
                     self._connections.append(connection)
                     raise
-                connection.terminate()
+                for lost in (connection, *self._connections):  # the idle ones are probably gone as well
+                    lost.terminate()
+                self._connections.clear()
+                deadline = deadline or time.monotonic() + self._server.reconnect_s
+                if time.monotonic() > deadline:
+                    raise
             else:
                 self._connections.append(connection)
                 return

@@ -236,3 +236,10 @@ NEW_EVENTS: Final = (
     _EVENTS.format(horizon="$1", me="$2", seen="$3") + "(SELECT coalesce(max(position), 0) FROM agl.event) AS newest"
 )
 OUTCOME: Final = "SELECT outcome FROM agl.writer WHERE origin = $1 AND batch = $2"
+FORGET: Final = (
+    "DELETE FROM agl.writer WHERE seen < now() - interval '7 days'",
+    # Of another server, whose dump was restored here: transaction ids began anew.
+    "DELETE FROM agl.event WHERE xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint",
+)
+# Held as long as the connection, so that no two processes count in the same row.
+SLOT: Final = "SELECT n FROM generate_series(1, 100000) AS n WHERE pg_try_advisory_lock(x'41474C02'::int, n) LIMIT 1"

@@ -22,7 +22,7 @@ from agentlightning_plugins.stores.postgresql.connection import MAX_CANCELLED, S
 from agentlightning_plugins.stores.postgresql.missed_events import read_missed_events
 from agentlightning_plugins.stores.postgresql.operation import Batch, Claiming, Operation, Work
 from agentlightning_plugins.stores.postgresql.schema import KEPT_EVENTS, MIGRATED, check_version
-from agentlightning_plugins.stores.postgresql.statement import CANDIDATES, NEW_EVENTS, OUTCOME, WRITE
+from agentlightning_plugins.stores.postgresql.statement import CANDIDATES, FORGET, NEW_EVENTS, OUTCOME, SLOT, WRITE
 from agentlightning_plugins.stores.sql.batch import Item, settle
 from agentlightning_plugins.stores.sql.document import decode, decode_events, encode_events
 
@@ -41,13 +41,6 @@ _PRUNE_EVERY: Final = 64
 _MAX_BUSY_S: Final = 0.05
 """The longest pause before a row that another transaction has locked is tried again."""
 _PRUNE: Final = "DELETE FROM agl.event WHERE position <= $1"
-_FORGET: Final = (
-    "DELETE FROM agl.writer WHERE seen < now() - interval '7 days'",
-    # Of another server, whose dump was restored here: transaction ids began anew.
-    "DELETE FROM agl.event WHERE xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint",
-)
-# Held as long as the connection, so that no two processes count in the same row.
-_SLOT: Final = "SELECT n FROM generate_series(1, 100000) AS n WHERE pg_try_advisory_lock(x'41474C02'::int, n) LIMIT 1"
 
 
 class Writer:
@@ -92,7 +85,7 @@ class Writer:
     async def open(self, connection: asyncpg.Connection) -> None:
         """Starts to listen for the commits of others, over a connection that becomes the writer's."""
         await self._adopt(connection)
-        for statement in _FORGET:
+        for statement in FORGET:
             await connection.execute(statement)
         horizon, _, self._newest = await self._read_events(2**62)
         _, events, _ = await self._read_events(horizon)
@@ -266,10 +259,11 @@ class Writer:
     async def _retry(self, work: Callable[[asyncpg.Connection], Any]) -> Any:
         """Runs a statement that may be repeated until the server has answered it."""
         tries = cancelled = 0
+        deadline: float | None = None
         while True:
+            if self._connection.is_closed():
+                await self._reconnect()
             try:
-                if self._connection.is_closed():
-                    await self._reconnect()
                 return await work(self._connection)
             except (asyncpg.UniqueViolationError, asyncpg.DeadlockDetectedError, asyncpg.SerializationError):
                 tries += 1  # another process inserted the same record at the same time
@@ -280,9 +274,12 @@ class Writer:
                 if cancelled > MAX_CANCELLED:
                     raise
             except Exception as error:  # whatever it is: if the connection is gone, nothing is known of the statement
-                if isinstance(error, (StoreError, ConfigError)) or not is_lost(self._connection, error):
+                if not is_lost(self._connection, error):
                     raise
                 self._connection.terminate()
+                deadline = deadline or time.monotonic() + self._server.reconnect_s
+                if time.monotonic() > deadline:  # each new connection is lost, too, or never answers this statement
+                    raise
 
     def _note_published(self, position: int) -> None:
         if position - self._newest > KEPT_EVENTS:  # we may have missed events that were deleted
@@ -373,14 +370,14 @@ class Writer:
         return self.refusal
 
     async def _reconnect(self) -> None:
-        await self._adopt(await self._server.reconnect())
+        await self._server.reconnect(self._adopt)
         self._must_check_schema = True
         self._look_soon()
 
     async def _adopt(self, connection: asyncpg.Connection) -> None:
         try:
             await connection.execute("SET plan_cache_mode = force_generic_plan")
-            self._slot = await connection.fetchval(_SLOT)
+            self._slot = await connection.fetchval(SLOT)
             await self._server.measure_clock(connection)
             await connection.add_listener("agl", self._notified)
         except BaseException:

@@ -155,7 +155,10 @@ def _family() -> str:
 
     Containers can share a host name; the namespace of process ids tells them apart.
     """
-    namespace = "" if _PID_NAMESPACE is None else f"-{_PID_NAMESPACE.stat().st_ino:x}"
+    try:
+        namespace = "" if _PID_NAMESPACE is None else f"-{_PID_NAMESPACE.stat().st_ino:x}"
+    except OSError:  # a sandbox hides /proc
+        namespace = ""
     return f"runner-{socket.gethostname()}{namespace}"
 
 

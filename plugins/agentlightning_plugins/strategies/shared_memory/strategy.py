@@ -63,6 +63,8 @@ class _LoopThread(threading.Thread):
 class SharedMemoryExecutionStrategy(ExecutionStrategy):
     """Runs everything in threads of this process: quick to start and easy to debug."""
 
+    shares_process = True
+
     def __init__(self, n_runners: int = 1, main_thread: Literal["runner", "algorithm"] = "algorithm") -> None:
         """Sets up the threads.
 

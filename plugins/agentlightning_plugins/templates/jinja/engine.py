@@ -167,10 +167,12 @@ def _size(value: Any, limit: int) -> int:
             size += len(each)
         elif isinstance(each, Mapping):
             size += len(each)
-            stack.extend(each.values())
+            stack.extend([*each, *each.values()])
         elif isinstance(each, (list, tuple, set, frozenset)):
             size += len(each)
             stack.extend(each)
+        elif isinstance(each, int):
+            size += each.bit_length() // 3  # at least its digits
         size += 1
     return size
 
@@ -193,10 +195,10 @@ def _size_format(template: str, values: Iterable[Any], limit: int) -> int:
         if precision == "*" or max(len(width), len(precision)) > _MAX_DIGITS:
             raise SecurityError(f"the widths of a format have at most {_MAX_DIGITS} digits")
         widest = max(widest, int(width or 0) + int(precision or 0))
-    return template.count("%") * (widest + max((_size_printed(value, limit) for value in values), default=0))
+    sizes, places = [_size_printed(value, limit) for value in values], template.count("%")
+    # A value is printed once, or in any place by its name.
+    return places * widest + (places * max(sizes, default=0) if has_names else sum(sizes))
 
 
 def _size_printed(value: Any, limit: int) -> int:
-    if isinstance(value, int):
-        return value.bit_length() // 3 + 2
     return len(f"{value:.0f}") if isinstance(value, float) else _size(value, limit)

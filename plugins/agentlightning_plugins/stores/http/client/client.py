@@ -197,6 +197,7 @@ class LightningStoreClient(RemoteMethods):
                     raise
                 # The store has deleted rollouts that ended: they were there at the request before.
                 stored = {rollout.rollout_id for rollout in await self.query_rollouts(rollout_id_in=known)}
+                stored |= {other for other in set(known) - stored if await self.get_rollout_by_id(other)}  # of any run
                 rollout_ids = known = [rollout_id for rollout_id in known if rollout_id in stored]
                 continue
             if len(ended) == len(rollout_ids) or time.monotonic() >= deadline:
