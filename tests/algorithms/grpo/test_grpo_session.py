@@ -80,6 +80,16 @@ def test_rows_have_the_distribution_of_their_calls_if_agents_choose_it(
     ]
 
 
+@pytest.mark.parametrize("force", [True, False])
+def test_penalties_are_off_also_where_agents_choose_the_other_parameters(tiny_model: Path, force: bool) -> None:
+    session = make_session(tiny_model, sampling={"force": force, "temperature": 0.8})
+    train, _ = opening.model_entries({"endpoint": "http://host/v1"}, session.settings, session.policies)
+    own = {"temperature": 0.8, "top_p": 1.0, "top_k": -1}
+    off = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+    assert train["sampling_parameters"] == {**off, "logit_bias": None, **(own if force else {})}
+    assert train["sampling_defaults"] == ({} if force else {**off, "logit_bias": None, **own})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
