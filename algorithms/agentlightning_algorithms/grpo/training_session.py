@@ -181,6 +181,9 @@ class TrainingSession:
             "model": entry["model"],
             "messages": list(messages),
         }
+        asked = distribution(body)
+        # vLLM fills fields that are left out from the model's generation_config.json.
+        body |= {name: value for name, value in asked.items() if value is not None}
         body |= {"n": n, "logprobs": True, "return_token_ids": True}
         key = entry.get("api_key")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -192,7 +195,6 @@ class TrainingSession:
             if response.status != 200:
                 raise LightningError(f"the policy server answered {response.status}: {answer['error']['message']}")
         version = int(answer.get("weight_version", self.step))
-        asked = distribution(body)
         drawn = Distribution(float(asked["temperature"]), float(asked["top_p"]), max(0, int(asked["top_k"])))
         return [
             Sample(

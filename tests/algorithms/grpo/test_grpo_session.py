@@ -19,6 +19,7 @@ from agentlightning_algorithms.grpo.setting import GRPOSettings, TeacherSettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 from agentlightning_algorithms.grpo.training_session import TrainingSession
+from tests.algorithms.vllm_server import FakeVLLM
 
 
 def make_session(model: Path, **settings: Any) -> Session:
@@ -78,6 +79,20 @@ def test_rows_have_the_distribution_of_their_calls_if_agents_choose_it(
     assert session.rows([episode]) == [
         TrainingRow([1, 2], [3, 4], [-0.1, -0.1], 1.0, rollout="ro-1", distribution=expected)
     ]
+
+
+async def test_samples_are_drawn_from_the_distribution_that_is_recorded(tiny_model: Path) -> None:
+    core = make_session(tiny_model)
+    context: Any = None
+    async with FakeVLLM() as server:
+        unused: Any = SimpleNamespace(model_entry={"model": "policy", "endpoint": server.endpoint})
+        core.backend = unused
+        session = TrainingSession(core, context, None, None)
+        (sample,) = await session.sample([{"role": "user", "content": "hello"}])
+        ((_, body),) = server.asked
+    assert sample.distribution is None
+    own = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert {name: body.get(name) for name in own} == own, "the server has other defaults than neutral ones"
 
 
 @pytest.mark.parametrize("force", [True, False])
