@@ -604,6 +604,7 @@ def test_the_learning_rate_follows_its_schedule(options: dict[str, Any], expecte
         ({"objective": "gspo"}, "the paper uses 3e-4"),
         ({"old_logprobs": "trainer", "trust_mask": "token", "trust_lower": 3.0}, "trust_lower = 3.0, trust_upper = 2"),
         ({"reference_decay": 1.5}, "reference_decay = 1.5"),
+        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "expected gradient of 0.*kl_in: reward.*k2 or k3"),
     ],
 )
 def test_invalid_update_settings_are_refused_by_name(options: dict[str, Any], message: str) -> None:
