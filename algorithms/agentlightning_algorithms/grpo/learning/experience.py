@@ -96,7 +96,8 @@ def build_experience(
     drafts = [draft for draft in drafts if scored_R[draft.index][0].group in kept_groups]
     if penalty is not None:
         _find_penalties(drafts, max_length, penalty)
-    advantages = _find_advantages(scored_R, drafts, settings)
+    kept_R = [(episode, reward) for episode, reward in scored_R if episode.group in kept_groups]
+    advantages = _find_advantages(kept_R, drafts, settings)
     experience = Experience()
     for episode, _ in scored_R:
         if episode.group not in kept_groups:
@@ -164,6 +165,8 @@ def _find_advantages(
         id(turn.triplet): math.fsum(draft.penalties[turn.start : turn.end]) for draft in drafts for turn in draft.turns
     }
     items = _score_calls(scored_R)
+    if not items:
+        return {}
     compared = [
         item._replace(value=item.value - math.fsum(penalties.get(id(call), 0.0) for call in calls))
         for item, calls in items
