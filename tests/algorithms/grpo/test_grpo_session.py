@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.types import Rollout, Triplet
+from agentlightning.types import Attempt, AttemptedRollout, Rollout, Span, Triplet
 from agentlightning_algorithms.grpo import opening
 from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.session import Session
+from agentlightning_algorithms.grpo.session import Batch, Session
 from agentlightning_algorithms.grpo.setting import GRPOSettings, TeacherSettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 from agentlightning_algorithms.grpo.training_session import TrainingSession
+from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
 from tests.algorithms.vllm_server import FakeVLLM
 
 
@@ -79,6 +80,48 @@ def test_rows_have_the_distribution_of_their_calls_if_agents_choose_it(
     assert session.rows([episode]) == [
         TrainingRow([1, 2], [3, 4], [-0.1, -0.1], 1.0, rollout="ro-1", distribution=expected)
     ]
+
+
+async def test_the_ledger_names_filtered_rollouts_and_has_the_rewards_that_were_compared(tiny_model: Path) -> None:
+    sampling = {"max_tokens": 4}
+    session = make_session(tiny_model, sampling=sampling, rollout_filter="finished", reward_shaping="soft_overlong")
+    spans: list[Span] = []
+
+    async def keep(found: list[Span]) -> None:
+        spans.extend(found)
+
+    store: Any = SimpleNamespace(add_many_spans=keep, capabilities={"durable": True})
+    session.store = store
+    lengths, ends = [2, 4, 2], ["stop", "stop", "length"]
+    batch = Batch(
+        [make_episode(i, length, end) for i, (length, end) in enumerate(zip(lengths, ends, strict=True))],
+        version=0,
+        position=3,
+        seconds=1.0,
+        metrics={},
+    )
+    metrics = await session.learn(batch)
+    entries = [LedgerEntry.from_span(span) for span in spans if span.name == LEDGER_SPAN]
+    assert [(entry.outcome, entry.reward) for entry in entries] == [
+        ("trained", 1.0),
+        ("trained", 0.0),
+        ("filtered", 1.0),
+    ]
+    rows = [TrainedRow.from_span(span) for span in spans if span.name == ROW_SPAN]
+    assert [row.reward for row in rows] == [1.0, 0.0]
+    assert (metrics["outcome/filtered"], metrics["rollouts_left_out"]) == (1, 0)
+
+
+def make_episode(index: int, length: int, end: str) -> Episode:
+    """A rollout with reward 1 and one call of ``length`` tokens."""
+    response = {"token_ids": [3] * length, "logprobs": [-0.1] * length}
+    metadata = {"response_id": f"r{index}", "finish_reason": end, "requested_model": "policy"}
+    call = Triplet(prompt={"token_ids": [1, 2]}, response=response, metadata=metadata)
+    attempt = Attempt(rollout_id=f"ro-{index}", attempt_id=f"at-{index}", sequence_id=1, start_time=0.0)
+    rollout = AttemptedRollout(
+        rollout_id=f"ro-{index}", input={}, start_time=0.0, status="succeeded", metadata={"group": "0"}, attempt=attempt
+    )
+    return Episode(rollout, 1.0, [call])
 
 
 async def test_samples_are_drawn_from_the_distribution_that_is_recorded(tiny_model: Path) -> None:
