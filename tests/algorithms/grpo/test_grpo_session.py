@@ -138,6 +138,27 @@ async def test_samples_are_drawn_from_the_distribution_that_is_recorded(tiny_mod
     assert {name: body.get(name) for name in own} == own, "the server has other defaults than neutral ones"
 
 
+@pytest.mark.parametrize(("reward", "steps"), [(0.6, []), (0.4, [2])])
+async def test_steps_of_ones_own_end_at_once_if_a_resumed_run_has_reached_its_target(
+    tiny_model: Path, reward: float, steps: list[int]
+) -> None:
+    async def publish() -> None: ...
+
+    async def evaluate(*_: Any) -> dict[str, float]:
+        return {"val_reward": reward}
+
+    settings = GRPOSettings(model=str(tiny_model), target_reward=0.5)
+    core: Any = SimpleNamespace(
+        settings=settings, position=0, updater=SimpleNamespace(updates=2), publish=publish, evaluate=evaluate
+    )
+    context: Any = None
+    found = []
+    async for step in TrainingSession(core, context, None, ["task"]).steps():
+        found.append(step)
+        break
+    assert found == steps
+
+
 @pytest.mark.parametrize("force", [True, False])
 def test_penalties_are_off_also_where_agents_choose_the_other_parameters(tiny_model: Path, force: bool) -> None:
     session = make_session(tiny_model, sampling={"force": force, "temperature": 0.8})
@@ -156,6 +177,13 @@ def test_penalties_are_off_also_where_agents_choose_the_other_parameters(tiny_mo
         ("test_dataset", ["task"]),
         ("keep_weights_every", 2),
         ("keep_weights_last", 2),
+        ("rows", "trajectories"),
+        ("estimator", "rloo"),
+        ("std_floor", 0.1),
+        ("keep_flat_groups", True),
+        ("drop_cut_off", True),
+        ("reward_shaping", "soft_overlong"),
+        ("rollout_filter", "finished"),
     ],
 )
 async def test_a_setting_that_steps_of_ones_own_do_not_use_is_refused(tiny_model: Path, name: str, value: Any) -> None:
