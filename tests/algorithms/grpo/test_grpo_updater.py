@@ -331,6 +331,7 @@ def test_gradients_add_up_until_the_optimizer_step(tiny_policy: Policy, tiny_mod
         assert two.grad is not None
         torch.testing.assert_close(one.grad, two.grad, atol=1e-5, rtol=1e-4)
     metrics = parts.optim_step()
+    assert "logprob_gap_max" not in metrics, "it is not measured"
     assert sum(reported) == pytest.approx(at_once, abs=1e-4)
     assert metrics["loss"] == pytest.approx(at_once, abs=1e-4)
     assert metrics["grad_norm"] == pytest.approx(whole.optim_step()["grad_norm"], rel=1e-4)
