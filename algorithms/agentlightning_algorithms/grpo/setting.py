@@ -79,7 +79,7 @@ class GRPOSettings(ExperienceSettings):
             are taken from ``sampling`` and from the run.
         lora: train low-rank adapters; None: all weights.
         policies: several policies by name, each a LoRA adapter over ``model`` with its own optimizer; agents receive
-            each as the resource of its name, and a call trains the policy that sampled it. None: one policy, the
+            each as the resource of its name, and a call trains the policy that it names. None: one policy, the
             resource ``resource_name``.
         teacher: a second model to distil from; groups without spread are then trained on, too.
         backend: what samples agents' calls: ``transformers``, a process started by the training; ``vllm``, a server

@@ -159,9 +159,7 @@ class TrainingSession:
             for trajectory in build_trajectories(episode.triplets).trajectories:
                 for turn in trajectory.turns:
                     prompt, response = turn.triplet.prompt, turn.triplet.response
-                    drawn = None
-                    if self.settings.distribution is None:
-                        drawn = episode.distributions.get(str(turn.triplet.metadata.get("response_id")))
+                    drawn = episode.distribution_of(turn.triplet) if self.settings.distribution is None else None
                     row = TrainingRow(
                         prompt["token_ids"],
                         response["token_ids"],
