@@ -124,7 +124,8 @@ class GroupPool:
                     continue
                 session.count_rollouts(group.rollout_ids)
                 taken.append(episodes)
-                is_flat = bool(find_flat_groups(score_episodes(session.shape(episodes), settings.failed_reward)))
+                scored_R = score_episodes(session.shape(episodes), settings.failed_reward)
+                is_flat = not scored_R or bool(find_flat_groups(scored_R))
                 if is_flat and flat < spare:
                     flat += 1
                 else:

@@ -18,10 +18,12 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Triplet
 from agentlightning_algorithms.grpo.learning.teacher import Teacher
 from agentlightning_algorithms.grpo.session import Session
-from agentlightning_algorithms.grpo.setting import GRPOSettings, UpdateSettings, distribution
+from agentlightning_algorithms.grpo.setting import PENALTIES, GRPOSettings, UpdateSettings, distribution
 from agentlightning_algorithms.grpo.trained_policy import MODEL_NAMES, PolicySet
 from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, serve_models
 
+_FIXED: Final = ("min_p", *PENALTIES)
+"""Parameters that no row of training can express: they are forced even where calls choose the others."""
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "stop")
 """Parameters of the end of an answer: they apply to calls without them."""
 
@@ -88,11 +90,12 @@ def model_entries(entry: Mapping[str, Any], settings: GRPOSettings, policies: Po
         for use, sampling in (("train", settings.sampling or {}), ("eval", settings.eval_sampling or {})):
             force = (settings.sampling or {})["force"]
             limits = {name: sampling[name] for name in _LIMITS if name in sampling}
+            drawn = distribution(sampling)
             own = {
                 "model_name": policy.model_names[use],
                 "seed_calls": True,
-                "sampling_parameters": distribution(sampling) if force else {},
-                "sampling_defaults": limits if force else {**distribution(sampling), **limits},
+                "sampling_parameters": drawn if force else {name: drawn[name] for name in _FIXED},
+                "sampling_defaults": limits if force else {**drawn, **limits},
             }
             entries.append({**entry, **served, **own})
     return entries

@@ -233,6 +233,8 @@ class Session:
         """Updates the weights once and returns the metrics of the step."""
         started = time.monotonic()
         episodes, oldest = self.shape(batch.episodes), self.step - self.settings.staleness
+        compared = {episode.rollout.rollout_id: episode for episode in episodes}
+        removed = [episode for episode in batch.episodes if episode.rollout.rollout_id not in compared]
         metrics: dict[str, float] = {}
         updates, parts = [], []
         for policy in self.policies:
@@ -245,11 +247,12 @@ class Session:
         self.step, self.position = self.updater.updates, batch.position
         recorded_from = time.monotonic()
         whole, uses = join_experience(parts)
+        whole.left_out.update((id(call), "filtered") for episode in removed for call in episode.triplets)
         records = await asyncio.to_thread(
             training_spans,
             whole,
             self.step,
-            episodes=batch.episodes,
+            episodes=[compared.get(episode.rollout.rollout_id, episode) for episode in batch.episodes],
             uses=uses,
             failed_reward=self.settings.failed_reward,
             decode=self.policies.first.decode,

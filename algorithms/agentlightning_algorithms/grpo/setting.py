@@ -29,7 +29,7 @@ SAMPLING_KEYS: Final = (
 )  # fmt: skip
 
 
-_PENALTIES: Final = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+PENALTIES: Final = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
 _NEUTRAL: Final[Mapping[str, Any]] = {
     "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
     "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None,
@@ -73,13 +73,13 @@ class GRPOSettings(ExperienceSettings):
         rollouts_per_task: group size.
         sampling: sampling parameters of agents' calls in training; default ``{"temperature": 1.0}``. The gateway forces
             temperature, top_p, top_k and the absence of penalties on every call, whatever the agent asks for. ``force:
-            False``: they hold only for calls that leave them out, and the log-probabilities of a call are those of its
-            own temperature, top_p and top_k.
+            False`` leaves temperature, top_p and top_k to each call, whose log-probabilities are those of its own;
+            penalties, min_p and logit_bias stay off.
         update: learning rate, clipping, minibatches and so on. Its schedule spans ``steps``; its temperature and seed
             are taken from ``sampling`` and from the run.
         lora: train low-rank adapters; None: all weights.
         policies: several policies by name, each a LoRA adapter over ``model`` with its own optimizer; agents receive
-            each as the resource of its name, and a call trains the policy that sampled it. None: one policy, the
+            each as the resource of its name, and a call trains the policy that it names. None: one policy, the
             resource ``resource_name``.
         teacher: a second model to distil from; groups without spread are then trained on, too.
         backend: what samples agents' calls: ``transformers``, a process started by the training; ``vllm``, a server
@@ -256,7 +256,7 @@ def _check_sampling(name: str, sampling: Mapping[str, Any]) -> None:
 
 
 def _refuse_distortions(name: str, sampling: Mapping[str, Any], why: str) -> None:
-    for key in ("min_p", *_PENALTIES):
+    for key in ("min_p", *PENALTIES):
         if sampling.get(key) not in (None, {}, _NEUTRAL.get(key)):
             raise ConfigError(
                 f"{name}: {key} = {sampling[key]!r} changes the distribution of tokens, {why}; leave it out."

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from agentlightning.types import Triplet
 from agentlightning_algorithms.grpo.learning.episode import Episode, describe_calls
 from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
 from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
@@ -196,18 +197,14 @@ def _select(episodes: Sequence[Episode], policies: Sequence[TrainedPolicy]) -> l
     """Leaves out the calls of other models.
 
     What tells them apart is the name that the agent asked for: a server may answer with another of its model's names.
+    An adapter may not know it; then the answer's name decides between several policies.
     """
-    names: set[str | None] = {name for policy in policies for name in policy.model_names.values()}
-    if not policies[0].name:
-        names.add(None)  # an adapter may not know it
-    selected = []
-    for episode in episodes:
-        kept, others = [], set()
-        for call in episode.triplets:
-            if call.metadata.get("requested_model") in names:
-                kept.append(call)
-            else:
-                others.add(str(call.metadata.get("response_id")))
-        drawn = {response_id: each for response_id, each in episode.distributions.items() if response_id not in others}
-        selected.append(replace(episode, triplets=kept, distributions=drawn))
-    return selected
+    names = {name for policy in policies for name in policy.model_names.values()}
+
+    def is_own(call: Triplet) -> bool:
+        asked = call.metadata.get("requested_model")
+        if asked is None:
+            return call.metadata.get("model") in names if policies[0].name else True
+        return asked in names
+
+    return [replace(episode, triplets=list(filter(is_own, episode.triplets))) for episode in episodes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -25,8 +26,11 @@ from agentlightning_algorithms.grpo.setting import GRPOSettings, distribution, f
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 from agentlightning_plugins.trajectories.trajectory import build_trajectories
 
-_UNUSED: Final = ("teacher", "staleness", "test_dataset", "keep_weights_every", "keep_weights_last")
-"""Settings that only the steps of ``grpo`` use."""
+_UNUSED: Final = (
+    "teacher", "staleness", "test_dataset", "keep_weights_every", "keep_weights_last", "rows", "estimator", "std_floor",
+    "keep_flat_groups", "drop_cut_off", "reward_shaping", "rollout_filter",
+)  # fmt: skip
+"""Settings that only the steps of ``grpo`` use; ``teacher`` is before ``keep_flat_groups``, which it sets."""
 
 
 class Sample(NamedTuple):
@@ -38,7 +42,7 @@ class Sample(NamedTuple):
     logprobs: Sequence[float]
     weight_version: int
     distribution: Distribution | None = None
-    """That the tokens were drawn from; None: that of the settings."""
+    """The distribution of the tokens; None: that of the settings."""
 
     def row(self, advantage: float) -> TrainingRow:
         """Returns it as a row to train on."""
@@ -81,7 +85,7 @@ class TrainingSession:
         if settings.policies:
             raise ConfigError("TrainingSession trains one policy; leave policies out, or use the algorithm grpo")
         for name in _UNUSED:
-            if getattr(settings, name):
+            if getattr(settings, name) != getattr(GRPOSettings, name):
                 raise ConfigError(f"TrainingSession does not use {name}; leave it out, or use the algorithm grpo")
         adapter = context.adapter or get_manager().create("adapter", "triplet")
         directory = context.directory
@@ -112,6 +116,8 @@ class TrainingSession:
         if self.step == 0:
             self.log(await self.evaluate())
             await self._report()
+        else:  # the run may have been stopped after it reached its target
+            reached = settings.target_reward is not None and self._is_reached(await self.evaluate())
         while self.step < settings.steps and not reached:
             number, started = self.step, time.monotonic()
             yield number
@@ -121,8 +127,7 @@ class TrainingSession:
             last = self.step >= settings.steps
             if last or (settings.eval_every and self.step % settings.eval_every == 0):
                 self.log(await self.evaluate())
-            target, reward = settings.target_reward, self._metrics.get("val_reward")
-            reached = target is not None and reward is not None and reward >= target
+            reached = self._is_reached(self._metrics)
             self.log(
                 {"seconds": time.monotonic() - started, "progress": 1.0 if reached else self.step / settings.steps}
             )
@@ -154,9 +159,7 @@ class TrainingSession:
             for trajectory in build_trajectories(episode.triplets).trajectories:
                 for turn in trajectory.turns:
                     prompt, response = turn.triplet.prompt, turn.triplet.response
-                    drawn = None
-                    if self.settings.distribution is None:
-                        drawn = episode.distributions.get(str(turn.triplet.metadata.get("response_id")))
+                    drawn = episode.distribution_of(turn.triplet) if self.settings.distribution is None else None
                     row = TrainingRow(
                         prompt["token_ids"],
                         response["token_ids"],
@@ -181,6 +184,9 @@ class TrainingSession:
             "model": entry["model"],
             "messages": list(messages),
         }
+        asked = distribution(body)
+        # vLLM fills fields that are left out from the model's generation_config.json.
+        body |= {name: value for name, value in asked.items() if value is not None}
         body |= {"n": n, "logprobs": True, "return_token_ids": True}
         key = entry.get("api_key")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -192,7 +198,6 @@ class TrainingSession:
             if response.status != 200:
                 raise LightningError(f"the policy server answered {response.status}: {answer['error']['message']}")
         version = int(answer.get("weight_version", self.step))
-        asked = distribution(body)
         drawn = Distribution(float(asked["temperature"]), float(asked["top_p"]), max(0, int(asked["top_k"])))
         return [
             Sample(
@@ -238,6 +243,10 @@ class TrainingSession:
         if self._context.directory is not None:
             path = self._context.directory / "checkpoint"
             await asyncio.to_thread(self._core.save, path)
+
+    def _is_reached(self, metrics: Mapping[str, float]) -> bool:
+        target = self.settings.target_reward
+        return target is not None and metrics.get("val_reward", -math.inf) >= target
 
     async def _report(self) -> None:
         metrics, self._metrics = self._metrics, {}

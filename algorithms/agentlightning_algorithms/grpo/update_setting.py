@@ -53,7 +53,7 @@ class UpdateSettings:
         trust_mask: exclude tokens or rows whose ratio is outside [``trust_lower``, ``trust_upper``]; needs
             ``old_logprobs = trainer``.
         kl_coefficient: of the divergence from the reference; 0: there is no reference.
-        kl_estimator: see :func:`~agentlightning_algorithms.grpo.learning.loss.kl_penalty`.
+        kl_estimator: see :func:`~agentlightning_algorithms.grpo.learning.loss.kl_penalty`; ``k1`` in the reward only.
         kl_in: ``loss``: added to the loss of each token (arXiv:2402.03300); ``reward``: subtracted from the reward of
             the rollout (Ziegler et al. 2019, arXiv:1909.08593).
         reference_decay: decay per update of a moving average of the weights that serves as reference; None: the
@@ -120,6 +120,11 @@ class UpdateSettings:
             name = "importance_weights" if self.importance_weights else "trust_mask"
             raise ConfigError(
                 f"{name} = {getattr(self, name)!r} compares sampler and trainer: set old_logprobs: trainer."
+            )
+        if self.kl_coefficient and self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ConfigError(
+                "kl_estimator = 'k1' with kl_in = 'loss' has an expected gradient of 0, so nothing holds the policy to "
+                "the reference; set kl_in: reward, or kl_estimator: k2 or k3."
             )
         for low, high in (("importance_lower", "importance_upper"), ("trust_lower", "trust_upper")):
             bounds = (getattr(self, low) or 0.0, getattr(self, high))

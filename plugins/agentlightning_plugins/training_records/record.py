@@ -25,6 +25,7 @@ Outcome: TypeAlias = Literal[
     "no_calls",
     "spans_dropped",
     "unreadable_spans",
+    "filtered",
     "flat_group",
     "no_tokens",
     "no_logprobs",
@@ -42,7 +43,8 @@ Outcome: TypeAlias = Literal[
 """The use of a rollout or a call; all but ``trained`` are reasons why it was not trained on:
 
 ``failed``, ``no_reward``: it has nothing to compare. ``no_calls``: it called no model. ``spans_dropped``,
-``unreadable_spans``: its trace is incomplete or wrong. ``flat_group``: all rollouts of its task have the same reward.
+``unreadable_spans``: its trace is incomplete or wrong. ``filtered``: the setting ``rollout_filter`` removed it.
+``flat_group``: all rollouts of its task have the same reward.
 ``no_tokens``, ``no_logprobs``: the model server did not report them. ``repeated``: another row has its tokens.
 ``too_long``: more tokens than the model has positions. ``stale``: sampled by weights that are too old. ``cut_off``: its
 reply ended at the token limit. ``mismatch``: sampler and trainer disagree on every token. ``unusable_images``: its

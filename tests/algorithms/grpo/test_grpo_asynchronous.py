@@ -219,6 +219,17 @@ def test_a_step_takes_complete_groups_in_order_and_bounds_those_that_are_open(
     asyncio.run(check())
 
 
+def test_a_group_without_a_reward_is_replaced() -> None:
+    async def check() -> None:
+        rewards: Any = {0: [0.0, 1.0], 2: [None, None], 3: [0.0, 1.0]}
+        session: Any = FakeSession(rewards, refill_rounds=1, failed_reward=None)
+        pool = GroupPool(session, [0] * 4)
+        assert groups_of(await pool.take()) == [0, 2, 3]
+        await pool.close(has_ended=False)
+
+    asyncio.run(check())
+
+
 def test_a_resumed_run_goes_on_with_its_open_groups_and_begins_no_number_twice() -> None:
     async def check() -> None:
         session: Any = FakeSession({number: [0.0, 1.0] for number in range(20)})

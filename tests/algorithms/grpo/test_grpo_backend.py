@@ -118,6 +118,14 @@ async def test_tied_embeddings_are_refused_by_a_vllm_server_on_a_cpu(setup: Poli
                 await backend.load_weights(weights, 1)
 
 
+async def test_the_check_of_log_probabilities_samples_from_the_whole_distribution(setup: PolicySetup) -> None:
+    async with FakeVLLM() as server:
+        await VLLMBackend(endpoint=server.endpoint).start(setup)
+        probes = [body for path, body in server.asked if path == "/v1/completions"]
+    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert [{name: body.get(name) for name in neutral} for body in probes] == [neutral] * 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

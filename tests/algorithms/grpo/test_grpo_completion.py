@@ -172,6 +172,12 @@ def test_tools_are_hidden_from_the_model_when_the_choice_is_none(completions: Co
         ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"typical_p": 0.9}, "typical_p", "not supported"),
+        ({"min_tokens": 5}, "min_tokens", "not supported"),
+        ({"stop_token_ids": [65]}, "stop_token_ids", "not supported"),
+        ({"ignore_eos": True}, "ignore_eos", "not supported"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "not supported"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "may not have tools"),
         ({"max_tokens": 90}, "messages", "room for 100 together"),
     ],
 )
@@ -185,6 +191,17 @@ def test_an_invalid_field_is_named_in_the_error(
     with pytest.raises(RequestError, match=message) as caught:
         serve()
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_fields_of_vllm_are_accepted_at_values_without_effect(completions: Completions) -> None:
+    fields = {"min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "guided_json": None, "typical_p": 1.0}
+    assert completions.sampling_params(chat(**fields), 10) == completions.sampling_params(chat(), 10)
+
+
+def test_arguments_of_the_chat_template_are_passed_on(completions: Completions) -> None:
+    completions.tokenizer.chat_template += "{% if enable_thinking is false %}<think></think>{% endif %}"
+    request = chat(chat_template_kwargs={"enable_thinking": False})
+    assert completions.tokenizer.decode(completions.prompt(request).token_ids).endswith("<think></think>")
 
 
 def test_an_unknown_model_is_not_found() -> None:

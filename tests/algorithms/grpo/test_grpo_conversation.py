@@ -116,6 +116,20 @@ def test_a_changed_history_is_tokenized_as_a_whole(conversations: Conversations,
     assert (prompt.continued, conversations.counts["prompts_unknown"]) == (0, 1)
 
 
+def test_arguments_of_the_chat_template_reach_it_and_keep_conversations_apart(
+    conversations: Conversations, tiny_policy: Policy
+) -> None:
+    template = tiny_policy.tokenizer.chat_template
+    tiny_policy.tokenizer.chat_template = f"{template}{{% if enable_thinking is false %}}<think></think>{{% endif %}}"
+    plain = {"enable_thinking": False}
+    first = conversations.prompt([ASK], None)
+    assert "think" not in first.text
+    answer(conversations, first, {"role": "assistant", "content": "three"}, "three")
+    assert conversations.prompt([ASK], None, plain).text == f"{first.text}<think></think>"
+    other = conversations.prompt([ASK, {"role": "assistant", "content": "three"}, ASK], None, plain)
+    assert (other.continued, conversations.counts["prompts_unknown"]) == (0, 1)
+
+
 def test_a_message_that_the_server_did_not_answer_keeps_the_tokens_before_it(conversations: Conversations) -> None:
     first = conversations.prompt([ASK], None)
     known = answer(conversations, first, {"role": "assistant", "content": "three"}, "three ")

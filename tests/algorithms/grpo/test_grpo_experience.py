@@ -75,6 +75,15 @@ def test_groups_without_spread_give_no_rows_and_are_counted() -> None:
     assert len(kept.rows) == 8
 
 
+def test_advantages_are_whitened_over_the_groups_that_are_trained_on() -> None:
+    white = ExperienceSettings(estimator="reinforce_plus_plus_baseline")
+    spread = episodes("a", [1.0, 0.0])
+    flat = [episode for group in "bcdefg" for episode in episodes(group, [1.0, 1.0])]
+    alone = [row.advantage for row in build(spread, white).rows]
+    assert [row.advantage for row in build([*spread, *flat], white).rows] == pytest.approx(alone)
+    assert build(flat, white).rows == []
+
+
 def test_a_failed_rollout_counts_as_zero_or_is_left_out_by_setting() -> None:
     failed = Episode(rollout("a", 2, error=AttemptFailure(type="KeyError", message="x")), None, [], "KeyError")
     batch = [*episodes("a", [1.0, 1.0]), failed]

@@ -249,6 +249,17 @@ def test_gradients_of_kl_estimates_are_those_of_their_formulas() -> None:
         assert_equal(logprob_BT.grad, slopes[estimator].tolist())
 
 
+def test_estimators_in_a_loss_have_the_gradients_that_are_documented() -> None:
+    free = torch.tensor([0.3, -1.2, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([-0.5, 0.2, 0.4, -0.9], dtype=torch.float64).log_softmax(0)
+    p = free.log_softmax(0)
+    forward, backward = (p.exp() * (p - q)).sum(), (q.exp() * (q - p)).sum()
+    for estimator, divergence in (("k1", 0.0 * forward), ("k2", forward), ("k3", backward)):
+        found = (p.exp().detach() * kl_penalty(p, q, estimator)).sum()
+        gradients = [torch.autograd.grad(each, free, retain_graph=True)[0] for each in (found, divergence)]
+        torch.testing.assert_close(*gradients)
+
+
 def test_k1_and_k3_average_to_the_kl_divergence() -> None:
     p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
     divergence = (p * (p.log() - q.log())).sum()

@@ -294,6 +294,9 @@ def test_a_policy_without_calls_makes_no_step_and_is_reported(
     asked = {"requested_model": "writer", "response_id": "1"}
     call = Triplet(prompt={"token_ids": [3, 4]}, response=response, metadata=asked)
     other = call.model_copy(update={"metadata": {"requested_model": "judge", "response_id": "2"}})
+    unasked = call.model_copy(update={"metadata": {"model": "writer"}})  # of an adapter that does not know the name
+    one = Episode(Rollout(rollout_id="ro-1", input=0, start_time=0.0), 1.0, [unasked, other])
+    assert [list(policy.select([one])[0].triplets) for policy in policies] == [[unasked], []]
     episodes = [
         Episode(Rollout(rollout_id=f"ro-{i}", input=0, start_time=0.0, metadata={"group": "0"}), i, [call, other])
         for i in range(2)
@@ -323,7 +326,7 @@ def test_the_only_policy_of_a_run_is_not_trained_on_the_calls_of_another_model(t
             ]
         )
     ]
-    drawn = {"r0": Distribution(1.0), "r1": Distribution(0.2)}
+    drawn = {"r0": Distribution(1.0), "r1": Distribution(0.2), "r9": Distribution(0.2), "None": Distribution(0.2)}
     episodes = [
         Episode(Rollout(rollout_id=f"ro-{i}", input=0, start_time=0.0, metadata={"group": "0"}), i, calls, "", drawn)
         for i in range(2)

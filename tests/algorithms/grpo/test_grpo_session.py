@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.types import Rollout, Triplet
+from agentlightning.types import Attempt, AttemptedRollout, Rollout, Span, Triplet
 from agentlightning_algorithms.grpo import opening
 from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.session import Session
+from agentlightning_algorithms.grpo.session import Batch, Session
 from agentlightning_algorithms.grpo.setting import GRPOSettings, TeacherSettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 from agentlightning_algorithms.grpo.training_session import TrainingSession
+from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
+from tests.algorithms.vllm_server import FakeVLLM
 
 
 def make_session(model: Path, **settings: Any) -> Session:
@@ -80,6 +82,93 @@ def test_rows_have_the_distribution_of_their_calls_if_agents_choose_it(
     ]
 
 
+async def test_the_ledger_names_filtered_rollouts_and_has_the_rewards_that_were_compared(tiny_model: Path) -> None:
+    sampling = {"max_tokens": 4}
+    session = make_session(tiny_model, sampling=sampling, rollout_filter="finished", reward_shaping="soft_overlong")
+    spans: list[Span] = []
+
+    async def keep(found: list[Span]) -> None:
+        spans.extend(found)
+
+    store: Any = SimpleNamespace(add_many_spans=keep, capabilities={"durable": True})
+    session.store = store
+    lengths, ends = [2, 4, 2], ["stop", "stop", "length"]
+    batch = Batch(
+        [make_episode(i, length, end) for i, (length, end) in enumerate(zip(lengths, ends, strict=True))],
+        version=0,
+        position=3,
+        seconds=1.0,
+        metrics={},
+    )
+    metrics = await session.learn(batch)
+    entries = [LedgerEntry.from_span(span) for span in spans if span.name == LEDGER_SPAN]
+    assert [(entry.outcome, entry.reward) for entry in entries] == [
+        ("trained", 1.0),
+        ("trained", 0.0),
+        ("filtered", 1.0),
+    ]
+    rows = [TrainedRow.from_span(span) for span in spans if span.name == ROW_SPAN]
+    assert [row.reward for row in rows] == [1.0, 0.0]
+    assert (metrics["outcome/filtered"], metrics["rollouts_left_out"]) == (1, 0)
+
+
+def make_episode(index: int, length: int, end: str) -> Episode:
+    """A rollout with reward 1 and one call of ``length`` tokens."""
+    response = {"token_ids": [3] * length, "logprobs": [-0.1] * length}
+    metadata = {"response_id": f"r{index}", "finish_reason": end, "requested_model": "policy"}
+    call = Triplet(prompt={"token_ids": [1, 2]}, response=response, metadata=metadata)
+    attempt = Attempt(rollout_id=f"ro-{index}", attempt_id=f"at-{index}", sequence_id=1, start_time=0.0)
+    rollout = AttemptedRollout(
+        rollout_id=f"ro-{index}", input={}, start_time=0.0, status="succeeded", metadata={"group": "0"}, attempt=attempt
+    )
+    return Episode(rollout, 1.0, [call])
+
+
+async def test_samples_are_drawn_from_the_distribution_that_is_recorded(tiny_model: Path) -> None:
+    core = make_session(tiny_model)
+    context: Any = None
+    async with FakeVLLM() as server:
+        unused: Any = SimpleNamespace(model_entry={"model": "policy", "endpoint": server.endpoint})
+        core.backend = unused
+        session = TrainingSession(core, context, None, None)
+        (sample,) = await session.sample([{"role": "user", "content": "hello"}])
+        ((_, body),) = server.asked
+    assert sample.distribution is None
+    own = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert {name: body.get(name) for name in own} == own, "the server has other defaults than neutral ones"
+
+
+@pytest.mark.parametrize(("reward", "steps"), [(0.6, []), (0.4, [2])])
+async def test_steps_of_ones_own_end_at_once_if_a_resumed_run_has_reached_its_target(
+    tiny_model: Path, reward: float, steps: list[int]
+) -> None:
+    async def publish() -> None: ...
+
+    async def evaluate(*_: Any) -> dict[str, float]:
+        return {"val_reward": reward}
+
+    settings = GRPOSettings(model=str(tiny_model), target_reward=0.5)
+    core: Any = SimpleNamespace(
+        settings=settings, position=0, updater=SimpleNamespace(updates=2), publish=publish, evaluate=evaluate
+    )
+    context: Any = None
+    found = []
+    async for step in TrainingSession(core, context, None, ["task"]).steps():
+        found.append(step)
+        break
+    assert found == steps
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_penalties_are_off_also_where_agents_choose_the_other_parameters(tiny_model: Path, force: bool) -> None:
+    session = make_session(tiny_model, sampling={"force": force, "temperature": 0.8})
+    train, _ = opening.model_entries({"endpoint": "http://host/v1"}, session.settings, session.policies)
+    own = {"temperature": 0.8, "top_p": 1.0, "top_k": -1}
+    off = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+    assert train["sampling_parameters"] == {**off, "logit_bias": None, **(own if force else {})}
+    assert train["sampling_defaults"] == ({} if force else {**off, "logit_bias": None, **own})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -88,6 +177,13 @@ def test_rows_have_the_distribution_of_their_calls_if_agents_choose_it(
         ("test_dataset", ["task"]),
         ("keep_weights_every", 2),
         ("keep_weights_last", 2),
+        ("rows", "trajectories"),
+        ("estimator", "rloo"),
+        ("std_floor", 0.1),
+        ("keep_flat_groups", True),
+        ("drop_cut_off", True),
+        ("reward_shaping", "soft_overlong"),
+        ("rollout_filter", "finished"),
     ],
 )
 async def test_a_setting_that_steps_of_ones_own_do_not_use_is_refused(tiny_model: Path, name: str, value: Any) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import torch
 from openai import BadRequestError, OpenAI
 
 import agentlightning as agl
+from agentlightning_algorithms.grpo.learning import served_teacher
+from agentlightning_algorithms.grpo.learning.served_teacher import ServedTeacher
 from agentlightning_algorithms.grpo.learning.teacher import Teacher
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
@@ -160,3 +165,54 @@ def test_a_server_without_prompt_logprobs_and_another_temperature_are_refused(ti
     for sampling in ({"temperature": 0.7}, {"force": False}):
         with pytest.raises(agl.ConfigError, match="log-probabilities at temperature 1 only"):
             agl.GRPO(model=str(CHECKPOINT), teacher=settings, sampling=sampling)
+
+
+@contextlib.contextmanager
+def scoring_server(statuses: list[int]) -> Iterator[TeacherSettings]:
+    """A server that answers completions with these statuses, the last of them from then on; 0: no answer."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply(200, {"data": [{"id": "large"}]})
+
+        def do_POST(self) -> None:
+            prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+            status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
+            told = [None, *({str(token): {"logprob": -0.5}} for token in prompt[1:])]
+            if status:
+                self.reply(status, {"choices": [{"prompt_logprobs": told}]})
+
+        def reply(self, status: int, body: Any) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield TeacherSettings(model="large", endpoint=f"http://127.0.0.1:{server.server_address[1]}/v1")
+        server.shutdown()
+        thread.join()
+
+
+def test_requests_to_a_served_teacher_are_repeated(tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_teacher, "_DELAYS_S", (0.0, 0.0, 0.0))
+    rows = [TrainingRow([1, 2], [3, 4], [-1.0, -1.0], 0.0)]
+    with scoring_server([200, 503, 0, 429, 200]) as settings:
+        assert ServedTeacher.connect(settings, tiny_policy).score(rows) == [[-0.5, -0.5]]
+    for statuses, said in (([200, 503, 503, 503, 503, 200], "503"), ([200, 400, 200], "400")):
+        with scoring_server(statuses) as settings:
+            teacher = ServedTeacher.connect(settings, tiny_policy)
+            with pytest.raises(agl.LightningError, match=f"answered {said}"):
+                teacher.score(rows)
+            assert statuses == [200]
+
+
+def test_a_teacher_that_does_not_answer_at_first_is_refused_at_once(
+    tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_teacher, "_DELAYS_S", (1000.0,))
+    with scoring_server([503]) as settings, pytest.raises(agl.ConfigError, match="answered 503"):
+        ServedTeacher.connect(settings, tiny_policy)

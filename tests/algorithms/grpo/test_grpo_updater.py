@@ -331,6 +331,7 @@ def test_gradients_add_up_until_the_optimizer_step(tiny_policy: Policy, tiny_mod
         assert two.grad is not None
         torch.testing.assert_close(one.grad, two.grad, atol=1e-5, rtol=1e-4)
     metrics = parts.optim_step()
+    assert "logprob_gap_max" not in metrics, "it is not measured"
     assert sum(reported) == pytest.approx(at_once, abs=1e-4)
     assert metrics["loss"] == pytest.approx(at_once, abs=1e-4)
     assert metrics["grad_norm"] == pytest.approx(whole.optim_step()["grad_norm"], rel=1e-4)
@@ -604,6 +605,7 @@ def test_the_learning_rate_follows_its_schedule(options: dict[str, Any], expecte
         ({"objective": "gspo"}, "the paper uses 3e-4"),
         ({"old_logprobs": "trainer", "trust_mask": "token", "trust_lower": 3.0}, "trust_lower = 3.0, trust_upper = 2"),
         ({"reference_decay": 1.5}, "reference_decay = 1.5"),
+        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "expected gradient of 0.*kl_in: reward.*k2 or k3"),
     ],
 )
 def test_invalid_update_settings_are_refused_by_name(options: dict[str, Any], message: str) -> None:

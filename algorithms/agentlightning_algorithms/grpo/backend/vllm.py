@@ -154,10 +154,12 @@ class VLLMBackend:
     async def _check_logprobs(self, served: str) -> None:
         """Samples a token at two temperatures: log-probabilities taken before the temperature are equal."""
         found = []
+        # The server fills fields that are left out from the model's generation_config.json.
+        unfiltered = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         for temperature in (1.0, 2.0):
             body = {"model": served, "prompt": [1, 2, 3], "max_tokens": 1, "temperature": temperature, "seed": 0}
             asked = {"logprobs": 1, "return_token_ids": True}
-            status, answer = await self._request("POST", "/v1/completions", {**body, **asked})
+            status, answer = await self._request("POST", "/v1/completions", {**body, **unfiltered, **asked})
             if status != 200:
                 raise ConfigError(f"the vLLM server cannot complete a prompt (status {status}): {_error_text(answer)}")
             choice = answer["choices"][0]

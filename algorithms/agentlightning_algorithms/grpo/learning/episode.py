@@ -31,7 +31,7 @@ class Episode:
     error: str = ""
     """Type of the error that it failed with."""
     distributions: Mapping[str, Distribution] = field(default_factory=dict)
-    """The distribution of each call, by response id, as far as the gateway recorded it."""
+    """The distributions that the gateway recorded, by response id, also of calls that are not in ``triplets``."""
 
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Named dimensions of its rewards; the last value of each counts."""
@@ -55,6 +55,11 @@ class Episode:
     def reward_or(self, failed_reward: float | None) -> float | None:
         """Returns its reward, or ``failed_reward`` if it has none."""
         return failed_reward if self.reward is None else self.reward
+
+    def distribution_of(self, call: Triplet) -> Distribution | None:
+        """Returns the distribution of one of its calls; None if it is not known."""
+        response_id = call.metadata.get("response_id")
+        return None if response_id is None else self.distributions.get(str(response_id))
 
     @property
     def source(self) -> str | None:

@@ -89,14 +89,15 @@ def build_experience(
         for draft in _draft_rows(index, episode, settings, decode, counts, distribution is None)
     ]
     if distribution is not None:
-        found = [drawn for episode, _ in scored_R for drawn in episode.distributions.values()]
-        counts["calls_of_other_sampling"] = sum(drawn != distribution for drawn in found)
+        found = [episode.distribution_of(call) for episode, _ in scored_R for call in episode.triplets]
+        counts["calls_of_other_sampling"] = sum(drawn not in (None, distribution) for drawn in found)
     flat = find_flat_groups(scored_R)
     kept_groups = {episode.group for episode, _ in scored_R} - (set() if settings.keep_flat_groups else flat)
     drafts = [draft for draft in drafts if scored_R[draft.index][0].group in kept_groups]
     if penalty is not None:
         _find_penalties(drafts, max_length, penalty)
-    advantages = _find_advantages(scored_R, drafts, settings)
+    kept_R = [(episode, reward) for episode, reward in scored_R if episode.group in kept_groups]
+    advantages = _find_advantages(kept_R, drafts, settings)
     experience = Experience()
     for episode, _ in scored_R:
         if episode.group not in kept_groups:
@@ -164,6 +165,8 @@ def _find_advantages(
         id(turn.triplet): math.fsum(draft.penalties[turn.start : turn.end]) for draft in drafts for turn in draft.turns
     }
     items = _score_calls(scored_R)
+    if not items:
+        return {}
     compared = [
         item._replace(value=item.value - math.fsum(penalties.get(id(call), 0.0) for call in calls))
         for item, calls in items
@@ -197,10 +200,7 @@ def _draft_rows(
     counts.update({f"drift/{kind}": count for kind, count in found.counts.items()})
     rollout = episode.rollout.rollout_id
     for trajectory in found.trajectories:
-        drawn = [
-            episode.distributions.get(str(turn.triplet.metadata.get("response_id"))) if has_own_distributions else None
-            for turn in trajectory.turns
-        ]
+        drawn = [episode.distribution_of(turn.triplet) if has_own_distributions else None for turn in trajectory.turns]
         if settings.rows == "transitions" or len(set(drawn)) > 1:  # a row has one distribution
             for (triplet, *_), own in zip(trajectory.turns, drawn, strict=True):
                 response = triplet.response

@@ -45,7 +45,7 @@ class UpdateMetrics:
         self._loss = self._grad_norm = 0.0
         names = ("tokens", "clip_fraction", "dual_clip_fraction", "approx_kl", "entropy", "ratio")
         self._totals = defaultdict(float, dict.fromkeys(names, 0.0))
-        self._maxima = defaultdict(float, {"logprob_gap_max": 0.0, "ratio_max": 0.0})
+        self._maxima: defaultdict[str, float] = defaultdict(float)
 
     def add_step(self, step: StepMetrics, loss: float, grad_norm: float) -> None:
         """Adds an optimizer step that changed the weights."""

@@ -153,6 +153,6 @@ def _cause(metrics: Mapping[str, float]) -> str:
         )
     return (
         "the calls were sampled with the run's parameters, so the server computes the model differently, by its "
-        "precision, its kernels or weights that it did not reload; set old_logprobs: trainer with "
-        "importance_weights: token"
+        "precision, its kernels or weights that it did not reload, or the agent constrains decoding, such as by "
+        "response_format; set old_logprobs: trainer with importance_weights: token"
     )

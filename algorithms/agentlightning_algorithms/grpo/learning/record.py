@@ -36,7 +36,7 @@ def training_spans(
     Args:
         experience: the rows.
         step: the version of the weights that the step made.
-        episodes: all rollouts of the step; each gets an entry of the ledger.
+        episodes: all rollouts of the step, with the rewards to train with; each gets an entry of the ledger.
         uses: how the updater used each row; empty: not known.
         failed_reward: the reward of rollouts that have none.
         decode: the tokenizer's; without it, the records have no text.

@@ -17,6 +17,10 @@ from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 _AT_ONCE: Final = 32
 """Requests."""
+_RETRIED: Final = (429, 502, 503, 504)
+"""Statuses of a server that is busy or restarts."""
+_DELAYS_S: Final = (1.0, 2.0, 4.0)
+"""Between the tries of a request."""
 _PROBE: Final = 32
 """Tokens whose texts are compared with those of the policy's tokenizer."""
 
@@ -28,10 +32,13 @@ class ServedTeacher:
         self.max_length = max_length
         self._settings = settings
         self._url = str(settings.endpoint).rstrip("/")
+        self._delays_s: Sequence[float] = ()
 
     @classmethod
     def connect(cls, settings: TeacherSettings, student: Policy) -> ServedTeacher:
         """Finds the model at the endpoint, and checks that the server scores tokens and reads them as the policy does.
+
+        These requests are tried once, so that a wrong address fails at once; later ones are repeated.
 
         Raises:
             ConfigError: no such model there, no ``prompt_logprobs``, or another vocabulary.
@@ -52,6 +59,7 @@ class ServedTeacher:
                 f"{error}. It was asked for tokens of the policy's tokenizer; a teacher scores the model's own tokens, "
                 "so both need the same one."
             ) from error
+        teacher._delays_s = _DELAYS_S
         texts = [
             (entry[str(token)].get("decoded_token"), student.tokenizer.decode([token]))
             for token, entry in zip(probe[1:], told[1:], strict=True)
@@ -121,12 +129,17 @@ class ServedTeacher:
 
     async def _request(self, session: aiohttp.ClientSession, method: str, path: str, body: Any = None) -> Any:
         url = f"{self._url}{path}"
-        try:
-            async with session.request(method, url, json=body) as response:
-                text = await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise LightningError(f"teacher: {url} does not answer ({type(error).__name__}: {error})") from error
-        if response.status != 200:
-            said = text.decode(errors="replace")[:500]
-            raise LightningError(f"teacher: {url} answered {response.status}: {said}")
-        return orjson.loads(text)
+        for delay_s in (*self._delays_s, None):
+            try:
+                async with session.request(method, url, json=body) as response:
+                    text = await response.read()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if delay_s is None:
+                    raise LightningError(f"teacher: {url} does not answer ({type(error).__name__}: {error})") from error
+            else:
+                if response.status == 200:
+                    return orjson.loads(text)
+                if delay_s is None or response.status not in _RETRIED:
+                    said = text.decode(errors="replace")[:500]
+                    raise LightningError(f"teacher: {url} answered {response.status}: {said}")
+            await asyncio.sleep(delay_s)

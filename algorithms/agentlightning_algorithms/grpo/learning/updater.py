@@ -223,7 +223,8 @@ class Updater:
     def optim_step(self) -> dict[str, float]:
         """Makes an optimizer step with the gradients added since the last one, and counts as an update.
 
-        Returns metrics like :meth:`update`. Without a gradient, the weights stay as they are.
+        Returns metrics like :meth:`update`, without ``logprob_gap_max``: the rows may be of other weights than those
+        that sampled them. Without a gradient, the weights stay as they are.
         """
         (step, rows), self._open_step = self._open_step, (StepMetrics(), [])
         metrics, start = UpdateMetrics(), time.perf_counter()

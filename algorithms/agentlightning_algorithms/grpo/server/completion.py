@@ -48,7 +48,7 @@ class Completions:
         if isinstance(request, ChatRequest):
             messages = [read_message(i, message) for i, message in enumerate(request.messages)]
             try:
-                return self.conversations.prompt(messages, request.offered_tools)
+                return self.conversations.prompt(messages, request.offered_tools, request.chat_template_kwargs)
             except (TemplateError, ValueError, TypeError, KeyError) as error:
                 raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
         if isinstance(request.prompt, str):

@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
     text: str = ""
     """As the chat template renders it."""
     digest: bytes = b""
-    """Of tools and messages; empty for a text completion."""
+    """Of tools, arguments of the template and messages; empty for a text completion."""
     continued: int = 0
     """Tokens reused from the previous answer and its prompt."""
 
@@ -89,19 +89,20 @@ class Conversations:
         """Whether the template has written the id of a tool call."""
         self._encoded: SizedCache[tuple[str, bool], array[int]] = SizedCache(_TEXT_CACHE_BYTES)
 
-    def prompt(self, messages: Sequence[Json], tools: Sequence[Json] | None) -> Prompt:
+    def prompt(self, messages: Sequence[Json], tools: Sequence[Json] | None, arguments: Json | None = None) -> Prompt:
         """Tokenizes a conversation, reusing sampled tokens where it continues a known one.
 
-        ``messages`` have strings as content and objects as arguments of tool calls. Errors of the chat template
-        propagate.
+        ``messages`` have strings as content and objects as arguments of tool calls; ``arguments`` are further ones of
+        the chat template. Errors of the template propagate.
         """
-        text = self._render(messages, tools, generate=True)
-        digests = _digests(messages, tools)
+        text = self._render(messages, tools, arguments, generate=True)
+        digests = _digests(messages, tools, arguments)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         for i in reversed(answers):
             known = self._answered.get(digests[i])
             if known is not None:
-                token_ids = self._continue(known, self._render(messages[: i + 1], tools, generate=False), text)
+                answered = self._render(messages[: i + 1], tools, arguments, generate=False)
+                token_ids = self._continue(known, answered, text)
                 if token_ids is not None:
                     self.counts["prompts_continued"] += 1
                     return Prompt(token_ids, text, digests[-1], len(known.token_ids))
@@ -155,23 +156,25 @@ class Conversations:
         else:
             self.counts["drift_none" if self.encode(said) == sampled else "drift_tokens"] += 1
 
-    def _render(self, messages: Sequence[Json], tools: Sequence[Json] | None, *, generate: bool) -> str:
+    def _render(
+        self, messages: Sequence[Json], tools: Sequence[Json] | None, arguments: Json | None, *, generate: bool
+    ) -> str:
         # Ids of tool calls are random, and most templates do not write them. Without them, equal conversations share
         # one text.
         plain = messages if self._writes_ids else _rename_calls(messages)
         # In the order of the client: templates write tools and arguments as they come.
-        key = hashlib.blake2b(orjson.dumps([plain, tools, generate], option=_DUMP), digest_size=16).digest()
+        key = hashlib.blake2b(orjson.dumps([plain, tools, arguments, generate], option=_DUMP), digest_size=16).digest()
         text = self._rendered.get(key)
         if text is None:
             tool_list: Any = list(tools) if tools else None
             text = str(
                 self._tokenizer.apply_chat_template(
-                    list(plain), tools=tool_list, add_generation_prompt=generate, tokenize=False
+                    list(plain), tools=tool_list, add_generation_prompt=generate, tokenize=False, **(arguments or {})
                 )
             )
             if not self._writes_ids and _CALL in text:
                 self._writes_ids = True
-                return self._render(messages, tools, generate=generate)
+                return self._render(messages, tools, arguments, generate=generate)
             self._rendered.put(key, text, sys.getsizeof(text))
         return text
 
@@ -193,9 +196,9 @@ def _rename_calls(messages: Sequence[Json]) -> Sequence[Json]:
     return renamed
 
 
-def _digests(messages: Sequence[Json], tools: Sequence[Json] | None) -> list[bytes]:
+def _digests(messages: Sequence[Json], tools: Sequence[Json] | None, arguments: Json | None) -> list[bytes]:
     """Returns a digest of each prefix of a conversation."""
-    first = hashlib.blake2b(_dump(tools or []), digest_size=16).digest()
+    first = hashlib.blake2b(_dump([tools or [], arguments or {}]), digest_size=16).digest()
     return list(accumulate(messages, _digest, initial=first))[1:]
 
 

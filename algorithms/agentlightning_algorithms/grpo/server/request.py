@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -40,6 +40,7 @@ class CompletionRequest(BaseModel):
     logit_bias: Json | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    typical_p: float | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -60,6 +61,7 @@ class ChatRequest(CompletionRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: Json | None = None
+    chat_template_kwargs: Json | None = None
 
     @property
     def offered_tools(self) -> list[Json] | None:
@@ -87,12 +89,23 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "logit_bias": (None, {}),
     "min_p": (None, 0),
     "repetition_penalty": (None, 1),
+    "typical_p": (None, 0, 1),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
     "echo": (None, False),
     "best_of": (None, 1),
     "suffix": (None, ""),
 }
+_CONSTRAINTS: Final = (
+    "allowed_token_ids", "bad_words", "continue_final_message", "ebnf", "grammar", "guided_choice", "guided_grammar",
+    "guided_json", "guided_regex", "guided_whitespace_pattern", "ignore_eos", "json_schema", "min_tokens", "regex",
+    "stop_token_ids", "structural_tag", "structured_outputs", "top_a", "use_beam_search",
+)  # fmt: skip
+"""Further unsupported fields, of vLLM and SGLang; they have no effect where they are empty, 0 or false."""
+_TEMPLATE_ARGUMENTS: Final = (
+    "add_generation_prompt", "chat_template", "continue_final_message", "tokenize", "tools",
+)  # fmt: skip
+"""Arguments of ``apply_chat_template`` that the server sets, so ``chat_template_kwargs`` may not."""
 
 
 def parse_body(kind: type[BodyT], body: Any) -> BodyT:
@@ -111,10 +124,14 @@ def parse_request(kind: type[RequestT], body: Any, models: Collection[str]) -> R
     if request.model is not None and request.model not in models:
         message = f"the model {request.model!r} does not exist; this server has {', '.join(map(repr, models))}."
         raise RequestError(message, status=404, param="model", code="model_not_found")
-    for name, allowed in _NEUTRAL.items():
-        value = getattr(request, name, None)
-        if value not in allowed:
-            raise RequestError(f"{name} = {value!r} is not supported by this server; leave it out.", param=name)
+    given = {name: getattr(request, name, None) for name in _NEUTRAL}
+    unsupported = {name: value for name, value in given.items() if value not in _NEUTRAL[name]}
+    unsupported |= {name: body[name] for name in _CONSTRAINTS if body.get(name)}
+    for name, value in unsupported.items():
+        raise RequestError(f"{name} = {value!r} is not supported by this server; leave it out.", param=name)
+    for name in getattr(request, "chat_template_kwargs", None) or ():
+        if name in _TEMPLATE_ARGUMENTS:
+            raise RequestError(f"chat_template_kwargs may not have {name}.", param="chat_template_kwargs")
     return request
 
 
