@@ -93,5 +93,5 @@ def _t_quantile(freedom: float) -> float:
 
 
 def _make(mean: float, interval: Interval | None, p_value: float) -> Difference:
-    low, high = (-math.inf, math.inf) if interval is None else reconcile(interval, p_value)
+    low, high = (-math.inf, math.inf) if interval is None else reconcile(interval, p_value, mean)
     return Difference(mean, low, high, p_value)

@@ -176,6 +176,13 @@ def test_the_interval_of_a_difference_agrees_with_its_p_value_and_contains_the_d
     assert covered / trials >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / trials)
 
 
+def test_a_significant_difference_lies_in_its_interval() -> None:
+    """Of skewed differences, the middle of the interval is below 0 and the mean above."""
+    found = paired_difference([0.48 + 0.005 * n for n in range(13)] + [-1.0])
+    assert found.p_value <= LEVEL
+    assert found.low == 0.0 < found.mean <= found.high
+
+
 def test_seeds_are_a_sample_too(few_resamples: None) -> None:
     """Trainings differ by .1; with their means taken for the truth, most comparisons were significant."""
     draw, trials, hits = np.random.default_rng(17), 100, 0
