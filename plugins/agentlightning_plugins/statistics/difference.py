@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentlightning.errors import NotFoundError
-from agentlightning_plugins.statistics.interval import Interval, paired_interval, unpaired_interval, variance
+from agentlightning_plugins.statistics.interval import (
+    Interval,
+    paired_interval,
+    t_p_value,
+    t_quantile,
+    unpaired_interval,
+    variance,
+)
 from agentlightning_plugins.statistics.significance import paired_p_value, reconcile, unpaired_p_value
 
 
@@ -65,31 +72,9 @@ def difference_over_seeds(one: Sequence[Mapping[int, float]], other: Sequence[Ma
     if min(len(one), len(other)) < 2 or len(tasks) < 2 or total <= 0:
         return found
     freedom = total**2 / sum(part**2 / count for part, count in parts)
-    half, p_value = _t_quantile(freedom) * math.sqrt(total), t_p_value(found.mean / math.sqrt(total), freedom)
+    half, p_value = t_quantile(freedom) * math.sqrt(total), t_p_value(found.mean / math.sqrt(total), freedom)
     widest = min(found.low, found.mean - half), max(found.high, found.mean + half)
     return _make(found.mean, widest, max(p_value, found.p_value))
-
-
-def t_p_value(t: float, freedom: float) -> float:
-    """Two-sided p-value of Student's t, by Simpson's rule over the angle atan(t / sqrt(freedom))."""
-
-    def integral(start: float) -> float:
-        steps = 2000
-        width = (math.pi / 2 - start) / steps
-        heights: list[float] = [
-            math.pow(max(math.cos(start + place * width), 0.0), freedom - 1) for place in range(steps + 1)
-        ]
-        return (heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])) * width / 3
-
-    return integral(math.atan(abs(t) / math.sqrt(freedom))) / integral(0.0)
-
-
-def _t_quantile(freedom: float) -> float:
-    low, high = 1.9, 13.0  # from infinite degrees of freedom to 1
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (low, middle) if t_p_value(middle, freedom) <= 0.05 else (middle, high)
-    return high
 
 
 def _make(mean: float, interval: Interval | None, p_value: float) -> Difference:
