@@ -470,6 +470,35 @@ async def test_each_result_is_read_once_even_if_its_event_was_missed(store: agl.
         assert await results.read_new() == []
 
 
+@pytest.mark.parametrize("method", ["update_worker", "subscribe"])
+async def test_an_error_of_the_heartbeat_or_the_event_stream_ends_the_learner(
+    store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*args: Any, **settings: Any) -> Any:
+        raise ValueError("a field is missing")
+
+    monkeypatch.setattr(store, method, fail)
+    with pytest.raises(ValueError, match="a field is missing"):
+        await asyncio.wait_for(learner(store, GOOD).run(), 20)
+
+
+async def test_a_service_follows_the_store_after_an_answer_that_cannot_be_read(
+    store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, failures = store.get_latest_resources, [ValueError("a field is missing")] * 3
+
+    async def fail() -> Any:
+        if failures:
+            raise failures.pop()
+        return await read()
+
+    async with agl.LiveResources(store, refresh_s=0.02) as live:
+        monkeypatch.setattr(store, "get_latest_resources", fail)
+        await store.update_resources("tuned", {"prompt": GOOD})
+        await until(lambda: live.pick().resources_id == "tuned@2", 20)
+    assert caplog.text.count("cannot be read (logged once): ValueError: a field is missing") == 1
+
+
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_listener_cancelled_while_an_event_arrives_stops(turns: int) -> None:
     """Between event and cancellation, the event loop runs ``turns`` times."""

@@ -126,13 +126,16 @@ class LiveLearning(Algorithm, _ProposerTypes):
             adapter = type(self.context.adapter).__name__
             logger.warning("the adapter %s has no effect: live learning reads rewards; leave adapter out", adapter)
         learner = _Learner(self, self.get_store())
-        background = [asyncio.create_task(learner.feed.follow()), asyncio.create_task(learner.send_heartbeats())]
+        parts = learner.learn(), learner.feed.follow(), learner.send_heartbeats()
+        work = [asyncio.create_task(part) for part in parts]
         try:
-            await learner.learn()
+            ended, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in background:
+            for task in work:
                 task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            await asyncio.gather(*work, return_exceptions=True)
+        for task in ended:
+            task.result()  # raises the error of any part
 
 
 class _Learner:
