@@ -73,7 +73,7 @@ def print_comparison(rows: Sequence[dict[str, Any]], n_seeds: int) -> None:
 
 
 def _notes(rows: Sequence[dict[str, Any]], n_seeds: int) -> list[str]:
-    """What one has to know to read the table."""
+    """The lines below the table, which explain its numbers."""
     return [_FAILED, *([_ADJUSTED] if len(rows) > 2 else []), *([_ONE_SEED] if n_seeds == 1 else [])]
 
 
