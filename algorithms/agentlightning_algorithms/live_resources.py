@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from agentlightning.emitter import emit_reward
-from agentlightning.errors import ConfigError, LightningError, NotFoundError
+from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.resources import Resource, ResourcesUpdate
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
@@ -231,7 +231,7 @@ class LiveResources:
 
     async def _listen(self, store: LightningStore) -> None:
         while True:
-            with contextlib.suppress(LightningError, OSError):  # the regular refresh logs it
+            with contextlib.suppress(Exception):  # isolation point: of a store; the regular refresh logs it
                 async for _ in store.subscribe(["resources_published"]):
                     await self._refresh()
             await asyncio.sleep(self._refresh_s)
@@ -244,9 +244,10 @@ class LiveResources:
     async def _refresh(self) -> None:
         try:
             await self._read()
-        except (LightningError, OSError) as error:
+        except Exception as error:  # isolation point: whatever a store raises, serving goes on
             if not self._failing:
-                logger.warning("live resources stay the same while the store is unreachable (logged once): %s", error)
+                text = "live resources stay the same while they cannot be read (logged once): %s: %s"
+                logger.warning(text, type(error).__name__, error)
             self._failing = True
         else:
             self._failing = False

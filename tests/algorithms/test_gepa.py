@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.trace import get_tracer
 
 import agentlightning as agl
 from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
@@ -87,6 +88,23 @@ def test_a_budget_of_calls_or_rollouts_ends_the_search(server: ScriptedOpenAI) -
     store = train(gepa)
     assert gepa.stopped_because == "rollouts"
     assert 20 <= len(asyncio.run(store.query_rollouts())) <= 30
+
+
+def test_a_budget_of_calls_keeps_those_that_confirm_the_best_of_many_validation_tasks(server: ScriptedOpenAI) -> None:
+    """Of 200 calls, 80 are kept for two prompts on 40 tasks; after minibatches of 3 tasks, 42 were."""
+
+    def calling(task: Any, prompt: agl.PromptTemplate) -> float:
+        attributes = {"gen_ai.operation.name": "chat", "gen_ai.request.model": "m"}
+        with get_tracer(__name__).start_as_current_span("chat", attributes=attributes):
+            return 0.5
+
+    gepa = make(server, max_calls=200, max_rollouts=2000)
+    trainer = agl.Trainer(
+        algorithm=gepa, store="memory://", strategy="shm", trackers=[], initial_resources={"prompt": SEED}
+    )
+    trainer.fit(calling, TRAIN, [{"question": f"val {number}"} for number in range(40)])
+    assert gepa.stopped_because == "budget"
+    assert 120 <= gepa.budget.calls <= 120 + 7
 
 
 def test_the_same_seed_gives_the_same_lineage(server: ScriptedOpenAI) -> None:

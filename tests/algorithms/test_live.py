@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -12,7 +14,13 @@ import pytest
 import agentlightning as agl
 from agentlightning_algorithms.live.decision import make_test, next_margin
 from agentlightning_algorithms.live.reward_feed import EventFeed, ResultReader
-from agentlightning_algorithms.live_resources import LiveState, read_live_history, read_live_state
+from agentlightning_algorithms.live_resources import (
+    STATE_NAME,
+    LiveIds,
+    LiveState,
+    read_live_history,
+    read_live_state,
+)
 from tests.algorithms.live_service import BEGIN, GOOD, WORSE, Service, answer, run_checks, running, serving, until
 
 QUICK: dict[str, Any] = {
@@ -268,6 +276,48 @@ async def test_a_restarted_learner_continues_the_same_trial(store: agl.Lightning
         assert metrics["live/treated"] >= 8
 
 
+async def test_a_learner_that_was_down_for_longer_than_a_check_may_take_runs_the_check(
+    store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = LiveIds(store.run_id)
+    async with serving(store) as service:
+        await service.serve(10)
+        states = store.with_run(ids.learner_run_id)
+        candidate = (await states.update_resources(ids.candidate_id, {"prompt": GOOD})).version_id
+        checking = LiveState(phase="checking", since=time.time(), stable="tuned@1", candidate=candidate, trial=1)
+        await states.update_resources(ids.state_id, {STATE_NAME: checking})
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 600.0)
+        async with running(learner(store, None, check_timeout_s=300.0).run()):
+            await asyncio.sleep(1.2)  # the runners start too
+            async with running(run_checks(store)):
+                await until(lambda: service.live.state is not None and service.live.state.phase != "checking")
+    assert service.live.state is not None
+    assert "0 failed, " in service.live.state.note
+    assert service.live.state.phase == "trial"
+
+
+def test_a_learner_stops_while_a_synchronous_proposer_works() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def think(experience: agl.LiveLearning.Experience) -> None:
+        begun.set()
+        may_end.wait(60)
+
+    async def learn_until_stopped() -> None:
+        store = agl.InMemoryLightningStore()
+        await store.update_resources("tuned", {"prompt": BEGIN})
+        algorithm = agl.LiveLearning(think, **QUICK)
+        algorithm.set_store(store)
+        async with serving(store) as service, running(service.serve(), algorithm.run()):
+            await until(begun.is_set)
+
+    start = time.monotonic()
+    asyncio.run(learn_until_stopped())
+    assert time.monotonic() - start < 30
+    may_end.set()
+
+
 @pytest.mark.parametrize("writes", range(1, 8))
 async def test_a_learner_killed_at_any_write_proposes_once_and_promotes_once(
     store: agl.LightningStore, writes: int
@@ -334,13 +384,20 @@ async def test_without_a_learner_every_task_gets_the_stable_version(store: agl.L
 
 async def test_a_second_learner_of_a_run_is_refused(store: agl.LightningStore) -> None:
     async with serving(store) as service, running(service.serve(), run_checks(store)):
-        both = [learner(store, f"{BEGIN} {name}", max_trials=None, margin=0.0) for name in "ab"]
-        ended = await asyncio.wait_for(
-            asyncio.gather(*(algorithm.run() for algorithm in both), return_exceptions=True), 60
-        )
-        errors = [error for error in ended if isinstance(error, agl.ConflictError)]
-        assert errors
-        assert all("another learner" in str(error) for error in errors)
+        both = []
+        for name in "ab":
+            prompts = [f"{BEGIN} {name} {n}" for n in range(99)]
+            algorithm = learner(store, *prompts, check_tasks=0, margin=0.0, max_treated=15, risk=1e-6)
+            both.append(asyncio.create_task(algorithm.run()))
+            await until(lambda: service.live.trial is not None)
+        (refused,), (other,) = await asyncio.wait(both, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(agl.ConflictError, match="another learner works on run 'default'"):
+            await refused
+        decided = len(await store.query_metrics())
+        while len(await store.query_metrics()) < decided + 3:
+            assert not other.done(), await other
+            await asyncio.sleep(0.05)
+        other.cancel()
 
 
 async def test_a_user_gets_the_same_version_throughout_a_trial(store: agl.LightningStore) -> None:
@@ -411,6 +468,35 @@ async def test_each_result_is_read_once_even_if_its_event_was_missed(store: agl.
         assert results.unrated == {"stable": 1}
         await service.live.reward(silent, 1.0)
         assert await results.read_new() == []
+
+
+@pytest.mark.parametrize("method", ["update_worker", "subscribe"])
+async def test_an_error_of_the_heartbeat_or_the_event_stream_ends_the_learner(
+    store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*args: Any, **settings: Any) -> Any:
+        raise ValueError("a field is missing")
+
+    monkeypatch.setattr(store, method, fail)
+    with pytest.raises(ValueError, match="a field is missing"):
+        await asyncio.wait_for(learner(store, GOOD).run(), 20)
+
+
+async def test_a_service_follows_the_store_after_an_answer_that_cannot_be_read(
+    store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, failures = store.get_latest_resources, [ValueError("a field is missing")] * 3
+
+    async def fail() -> Any:
+        if failures:
+            raise failures.pop()
+        return await read()
+
+    async with agl.LiveResources(store, refresh_s=0.02) as live:
+        monkeypatch.setattr(store, "get_latest_resources", fail)
+        await store.update_resources("tuned", {"prompt": GOOD})
+        await until(lambda: live.pick().resources_id == "tuned@2", 20)
+    assert caplog.text.count("cannot be read (logged once): ValueError: a field is missing") == 1
 
 
 @pytest.mark.parametrize("turns", range(6))

@@ -6,6 +6,7 @@ Each test states the promised level and asserts that the measured rate exceeds i
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -240,3 +241,23 @@ def test_rewards_outside_the_range_are_clipped() -> None:
     assert test.difference == 20.0
     low, high = test.interval
     assert -20.0 <= low < 20.0 == pytest.approx(high)
+
+
+@pytest.mark.parametrize(("timeout_s", "promoted"), [(600.0, 20), (5.0, 0)])
+def test_a_candidate_that_hangs_is_promoted_unless_its_timeout_is_short(timeout_s: float, promoted: int) -> None:
+    """Of 5 rollouts a second, 20 % of the stable version fail at once and 30 % of the candidate after the timeout."""
+    verdicts = []
+    for seed in range(20):
+        draw, arrivals = random.Random(seed), []
+        for number in range(10000):
+            is_treatment = draw.random() < 0.1
+            reward = float(draw.random() < (0.7 if is_treatment else 0.8))
+            delay_s = timeout_s if is_treatment and not reward else 1.0
+            arrivals.append((number / 5 + delay_s, reward, is_treatment, str(number)))
+        test = SequentialTest(risk=RISK / 2, promotion_risk=RISK / 2, margin=0.0, reward_range=(0.0, 1.0), share=0.1)
+        for _, reward, is_treatment, unit in sorted(arrivals):
+            test.add(reward, is_treatment=is_treatment, unit=unit)
+            if test.verdict is not None:
+                break
+        verdicts.append(test.verdict)
+    assert verdicts.count("better") == promoted

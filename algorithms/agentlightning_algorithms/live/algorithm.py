@@ -76,7 +76,7 @@ class LiveLearning(Algorithm, _ProposerTypes):
     how much larger the share of failures. It is rejected when that is also significant: half of ``risk`` is for this
     check, which rejects nothing with fewer than 7 tasks."""
     check_timeout_s: float = 300.0
-    """Seconds in which runners must have run them."""
+    """Seconds in which runners must have run them; they begin again when a killed learner is restarted."""
     share: float = 0.1
     """Of the traffic that a candidate gets during its trial."""
     risk: float = 0.05
@@ -126,13 +126,16 @@ class LiveLearning(Algorithm, _ProposerTypes):
             adapter = type(self.context.adapter).__name__
             logger.warning("the adapter %s has no effect: live learning reads rewards; leave adapter out", adapter)
         learner = _Learner(self, self.get_store())
-        background = [asyncio.create_task(learner.feed.follow()), asyncio.create_task(learner.send_heartbeats())]
+        parts = learner.learn(), learner.feed.follow(), learner.send_heartbeats()
+        work = [asyncio.create_task(part) for part in parts]
         try:
-            await learner.learn()
+            ended, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in background:
+            for task in work:
                 task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            await asyncio.gather(*work, return_exceptions=True)
+        for task in ended:
+            task.result()  # raises the error of any part
 
 
 class _Learner:
@@ -181,13 +184,18 @@ class _Learner:
         await self._save(LiveState(phase="watching", since=time.time(), stable=latest.version_id, note="began"))
 
     async def _save(self, state: LiveState) -> None:
+        found = await read_live_state(self.store)  # before the write, which would stop the other learner too
+        self._check_alone(0 if found is None else found[1])
         update = await self.learner_store.update_resources(self.ids.state_id, {STATE_NAME: state})
-        if update.version != self.version + 1:
-            raise ConflictError(
-                f"another learner works on run {self.store.run_id!r}: its state is at version {update.version}, "
-                f"not {self.version + 1}; run only one of them"
-            )
+        self._check_alone(update.version - 1)  # for a write of the other one since
         self.state, self.version = state, update.version
+
+    def _check_alone(self, version: int) -> None:
+        if version != self.version:
+            raise ConflictError(
+                f"another learner works on run {self.store.run_id!r}: its state is at version {version}, "
+                f"not {self.version}; run only one of them"
+            )
 
     async def _enter(self, note: str, **changes: Any) -> None:
         logger.info("live learning: %s", note)
@@ -267,8 +275,7 @@ class _Learner:
             )
             for result in recorded
         ]
-        left_s = max(state.since + settings.check_timeout_s - time.time(), 1.0)
-        ended = await run_rollouts(self.store, requests, timeout_s=left_s)
+        ended = await run_rollouts(self.store, requests, timeout_s=settings.check_timeout_s)
         n_cancelled = sum(rollout.status == "cancelled" for rollout in ended)
         if n_cancelled:
             await self._watch_again(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import EntryPoint
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import Resource, read_resources
+from agentlightning.run.thread import run_in_thread
 from agentlightning_algorithms.live_resources import Experience
 
 Proposal: TypeAlias = Mapping[str, Resource | str] | None
@@ -53,8 +53,8 @@ async def make_candidate(propose: Callable[[Experience], Any], experience: Exper
     """
     if inspect.iscoroutinefunction(propose):
         answer = propose(experience)
-    else:  # in a thread, because heartbeats must go on
-        answer = await asyncio.to_thread(propose, experience)
+    else:  # in a thread, because heartbeats must go on; the learner can stop while it works
+        answer = await run_in_thread(lambda: propose(experience), name="proposer")
     proposal: Proposal = await answer if inspect.isawaitable(answer) else answer
     changes = {} if proposal is None else read_resources(proposal)
     if unknown := changes.keys() - experience.resources.keys():

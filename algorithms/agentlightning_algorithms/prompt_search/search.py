@@ -98,6 +98,7 @@ class PromptSearch(Algorithm):
         self.confirmation: Confirmation | None = None
         """The comparison of the first and the best prompt on fresh rollouts; None if the first one was the best."""
         self._reserve: list[Usage] = []
+        self._n_val = 0
         self._best: Candidate | None = None
         self._base: Mapping[str, Resource] = {}
         self._versions: dict[str, int] = {}
@@ -151,7 +152,9 @@ class PromptSearch(Algorithm):
             adapter, name = type(self.context.adapter).__name__, type(self).__name__
             logger.warning("the adapter %s has no effect: %s reads messages; leave adapter out", adapter, name)
         try:
-            await self.search(await self.begin(), train, val)
+            seed = await self.begin()
+            self._n_val = len(val)
+            await self.search(seed, train, val)
             if not await confirm(self, val):
                 self._best = self.history[0]
                 await self.publish()
@@ -246,7 +249,7 @@ class PromptSearch(Algorithm):
         store, adapter = self.get_store(), self.message_adapter if with_messages else None
         rollouts = await run_rollouts(store, requests, timeout_s=self.rollout_batch_timeout)
         results = await asyncio.gather(*(read_trial_result(store, rollout, adapter) for rollout in rollouts))
-        trials = -(-2 * self.count_confirmations(len(results)) // max(len(results), 1))  # that confirm, rounded up
+        trials = -(-2 * self.count_confirmations(self._n_val) // max(len(results), 1))  # that confirm, rounded up
         self._reserve = trials * [usage for result in results for usage in result.usage]
         self.budget.spend(usage for result in results for usage in result.usage)
         self._reward_check.add(result.outcome for result in results)

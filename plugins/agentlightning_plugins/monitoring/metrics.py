@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ _PHASES: Final = {
 }  # fmt: skip
 """The metrics of ``grpo`` and ``verl`` that are parts of the time of a step; no two of them cover the same time."""
 _TOTAL_STEPS: Final = ("steps", "n_steps", "max_steps", "total_training_steps", "rounds", "beam_rounds")
+_PAUSE: Final = 20
+"""A gap between two steps of more than so many times the median is time in which the run was stopped."""
 _BASE: Final = 3
 """Steps at the beginning that later ones are compared with."""
 
@@ -98,8 +101,21 @@ def estimate_left(run: Run, metrics: Sequence[Metrics], now: float) -> dict[str,
     share = last.values.get("progress", last.step / steps if steps else None)
     if share is None or not 0 < share <= 1:
         return None
-    left = max(0.0, (last.time - run.created_at) * (1 - share) / share - (now - last.time))
+    left = max(0.0, _working_time(run, metrics) * (1 - share) / share - (now - last.time))
     return {"share": share, "steps": steps, "seconds_left": left if run.status == "running" and share < 1 else None}
+
+
+def _working_time(run: Run, metrics: Sequence[Metrics]) -> float:
+    """Seconds that the steps so far took, without the time in which the run was stopped.
+
+    The mean of all steps but those that contain a pause, because a median would leave out validations.
+    """
+    pairs = itertools.pairwise(metrics)
+    taken = [(b.time - a.time) / (b.step - a.step) for a, b in pairs if b.step > a.step and b.time > a.time]
+    if not taken:
+        return metrics[-1].time - run.created_at
+    longest = _PAUSE * statistics.median(taken)
+    return statistics.fmean(seconds for seconds in taken if seconds <= longest) * metrics[-1].step
 
 
 def judge(metrics: Sequence[Metrics]) -> list[Health]:

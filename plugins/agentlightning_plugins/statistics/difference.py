@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentlightning.errors import NotFoundError
-from agentlightning_plugins.statistics.interval import Interval, paired_interval, unpaired_interval, variance
+from agentlightning_plugins.statistics.interval import (
+    Interval,
+    paired_interval,
+    t_p_value,
+    t_quantile,
+    unpaired_interval,
+    variance,
+)
+from agentlightning_plugins.statistics.score import Score
 from agentlightning_plugins.statistics.significance import paired_p_value, reconcile, unpaired_p_value
 
 
@@ -64,34 +72,42 @@ def difference_over_seeds(one: Sequence[Mapping[int, float]], other: Sequence[Ma
     total = sum(part for part, _ in parts)
     if min(len(one), len(other)) < 2 or len(tasks) < 2 or total <= 0:
         return found
-    freedom = total**2 / sum(part**2 / count for part, count in parts)
-    half, p_value = _t_quantile(freedom) * math.sqrt(total), t_p_value(found.mean / math.sqrt(total), freedom)
+    freedom = _satterthwaite(parts)
+    half, p_value = t_quantile(freedom) * math.sqrt(total), t_p_value(found.mean / math.sqrt(total), freedom)
     widest = min(found.low, found.mean - half), max(found.high, found.mean + half)
     return _make(found.mean, widest, max(p_value, found.p_value))
 
 
-def t_p_value(t: float, freedom: float) -> float:
-    """Two-sided p-value of Student's t, by Simpson's rule over the angle atan(t / sqrt(freedom))."""
+def interval_over_seeds(score: Score, seeds: Sequence[Mapping[int, float]]) -> Interval | None:
+    """Interval of the mean reward of an algorithm that was trained once for each seed.
 
-    def integral(start: float) -> float:
-        steps = 2000
-        width = (math.pi / 2 - start) / steps
-        heights: list[float] = [
-            math.pow(max(math.cos(start + place * width), 0.0), freedom - 1) for place in range(steps + 1)
-        ]
-        return (heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])) * width / 3
+    Tasks and, with two seeds or more, seeds are both samples, as in ``difference_over_seeds``. The result is the wider
+    of this interval and of the one over tasks alone.
 
-    return integral(math.atan(abs(t) / math.sqrt(freedom))) / integral(0.0)
+    Args:
+        score: of all seeds together.
+        seeds: mean reward of each task, by seed.
+    """
+    found, means = score.interval(), [mean for mean in score.by_task() if mean is not None]
+    tasks = set.intersection(*({*seed} for seed in seeds))
+    if found is None or len(seeds) < 2 or not tasks:
+        return found
+    trained = [statistics.fmean(seed[task] for task in tasks) for seed in seeds]
+    parts = [(variance(means) / len(means), len(means) - 1), (variance(trained) / len(trained), len(trained) - 1)]
+    total = sum(part for part, _ in parts)
+    if total <= 0:
+        return found
+    half = t_quantile(_satterthwaite(parts)) * math.sqrt(total)
+    low, high = min(found[0], score.mean - half), max(found[1], score.mean + half)
+    is_rate = {reward for task in score.rewards for reward in task} <= {0, 1}
+    return (max(low, 0.0), min(high, 1.0)) if is_rate else (low, high)
 
 
-def _t_quantile(freedom: float) -> float:
-    low, high = 1.9, 13.0  # from infinite degrees of freedom to 1
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (low, middle) if t_p_value(middle, freedom) <= 0.05 else (middle, high)
-    return high
+def _satterthwaite(parts: Sequence[tuple[float, int]]) -> float:
+    """Degrees of freedom of a sum of variances, each with its own degrees of freedom."""
+    return sum(part for part, _ in parts) ** 2 / sum(part**2 / count for part, count in parts)
 
 
 def _make(mean: float, interval: Interval | None, p_value: float) -> Difference:
-    low, high = (-math.inf, math.inf) if interval is None else reconcile(interval, p_value)
+    low, high = (-math.inf, math.inf) if interval is None else reconcile(interval, p_value, mean)
     return Difference(mean, low, high, p_value)

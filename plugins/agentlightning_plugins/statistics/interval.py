@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import random
@@ -83,6 +84,30 @@ def wilson(mean: float, n: float) -> Interval:
 def variance(values: Sequence[float]) -> float:
     """Sample variance; 0 for one value."""
     return _moments(values)[1] if len(values) > 1 else 0.0
+
+
+def t_p_value(t: float, freedom: float) -> float:
+    """Two-sided p-value of Student's t, by Simpson's rule over the angle atan(t / sqrt(freedom))."""
+
+    def integral(start: float) -> float:
+        steps = 2000
+        width = (math.pi / 2 - start) / steps
+        heights: list[float] = [
+            math.pow(max(math.cos(start + place * width), 0.0), freedom - 1) for place in range(steps + 1)
+        ]
+        return (heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])) * width / 3
+
+    return integral(math.atan(abs(t) / math.sqrt(freedom))) / integral(0.0)
+
+
+@functools.lru_cache
+def t_quantile(freedom: float) -> float:
+    """The .975 quantile of Student's t."""
+    low, high = 1.9, 13.0  # from infinite degrees of freedom to 1
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if t_p_value(middle, freedom) <= 0.05 else (middle, high)
+    return high
 
 
 def _newcombe(one: Sequence[float], other: Sequence[float]) -> Interval:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentlightning.errors import ConfigError, NotFoundError
-from agentlightning_plugins.statistics.interval import Interval, mean_interval, variance, wilson
+from agentlightning_plugins.statistics.interval import Interval, mean_interval, t_quantile, variance, wilson
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Score:
         """95 % interval of the mean over tasks like these; None for one task.
 
         For rewards of 0 and 1 in several repetitions, Wilson's with the effective number of independent rollouts, which
-        is between the tasks and the rollouts (Korn and Graubard 1998, Survey Methodology 24, section 3). For other
-        rewards see ``mean_interval``.
+        is between the tasks and the rollouts and is corrected for the degrees of freedom, the tasks less one (Korn and
+        Graubard 1998, Survey Methodology 24, section 3). For other rewards see ``mean_interval``.
         """
         means = self._rated()
         rollouts = [reward for task in self.rewards for reward in task]
@@ -59,7 +59,8 @@ class Score:
         if rate in (0.0, 1.0):
             return wilson(rate, len(means))
         independent = rate * (1 - rate) / spread * len(means) if spread > 0 else math.inf
-        return wilson(rate, min(max(independent, len(means)), len(rollouts)))
+        independent = min(independent, len(rollouts)) * (1.96 / t_quantile(len(means) - 1)) ** 2
+        return wilson(rate, max(independent, len(means)))
 
     def pass_at(self, k: int) -> float:
         """Probability that one of k repetitions succeeds, averaged over the tasks with at least k rewards.

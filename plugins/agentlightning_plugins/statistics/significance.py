@@ -71,16 +71,17 @@ def unpaired_p_value(one: Sequence[float], other: Sequence[float]) -> float:
     return (hits + 1) / (_RESAMPLES + 1)
 
 
-def reconcile(interval: Interval, p_value: float) -> Interval:
+def reconcile(interval: Interval, p_value: float, mean: float) -> Interval:
     """Makes a 95 % interval agree with a p-value: it contains 0, or ends there, as the test at 5 % says.
 
     They come from different methods, which can disagree when p is close to .05. Adding 0 to an interval widens it;
-    cutting it at 0 leaves out differences of a sign that the test rejects at 2.5 %.
+    cutting it at 0 leaves out differences of a sign that the test rejects at 2.5 %: those of the other sign than the
+    estimated mean, which may lie on the other side of 0 than the middle of a skewed interval.
     """
     low, high = interval
     if p_value > _SIGNIFICANT:
         return min(low, 0.0), max(high, 0.0)
-    return (max(low, 0.0), high) if low + high > 0 else (low, min(high, 0.0))
+    return (max(low, 0.0), high) if mean > 0 else (low, min(high, 0.0))
 
 
 def adjust_p_values(p_values: Sequence[float]) -> list[float]:

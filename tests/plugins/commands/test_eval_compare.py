@@ -256,10 +256,29 @@ def test_the_results_remain_when_two_algorithms_have_no_task_in_common(
     print_comparison(rows, 1)
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert shown[2] == ["other", "1.000", *["none"] * 4, "0", "1", "1.0"]
-    assert "other" in write_page(variants, rows, [0], tmp_path).read_text()
+    page = write_page(variants, rows, [0], tmp_path).read_text()
+    assert "other" in page
+    print_comparison(rows[:2], 1)
+    note = "p-values are adjusted for several comparisons (Holm); intervals are not"
+    assert [shown.count(note.split()), page.count(note), capsys.readouterr().out.count(note)] == [1, 1, 0]
     check_regression(rows, False)
     with pytest.raises(click.ClickException, match="other cannot be compared: no test task has rewards of it and"):
         check_regression(rows, True)
+
+
+def test_the_interval_of_an_algorithm_is_wider_if_its_seeds_differ(tmp_path: Path) -> None:
+    def compare(*seeds: float) -> dict[str, Any]:
+        scores = [Score([[reward]] * 20) for reward in seeds]
+        numbers: dict[str, Any] = {"rollouts": [1, 1], "seconds": [1.0, 1.0], "prompts": [{}, {}]}
+        variant = Variant([], "apo", scores, **numbers, places=[tmp_path] * 2)
+        (row,) = compare_variants([variant])
+        page = write_page([variant], [row], [0, 1], tmp_path).read_text()
+        assert f"{row['low']:.3f} to {row['high']:.3f}" in page
+        return row
+
+    alike, apart = compare(0.5, 0.5), compare(0.4, 0.6)
+    assert alike["low"] > 0.29
+    assert apart["low"] < -0.5 < 1.5 < apart["high"], "two seeds say little"
 
 
 def test_eval_and_compare_are_gates_against_regressions(folder: Path) -> None:

@@ -20,11 +20,17 @@ from agentlightning_plugins.statistics import interval, significance
 from agentlightning_plugins.statistics.comparison import Group, compare_groups
 from agentlightning_plugins.statistics.difference import (
     difference_over_seeds,
+    interval_over_seeds,
     paired_difference,
-    t_p_value,
     unpaired_difference,
 )
-from agentlightning_plugins.statistics.interval import mean_interval, paired_interval, unpaired_interval, wilson
+from agentlightning_plugins.statistics.interval import (
+    mean_interval,
+    paired_interval,
+    t_p_value,
+    unpaired_interval,
+    wilson,
+)
 from agentlightning_plugins.statistics.power import plan
 from agentlightning_plugins.statistics.score import Score
 from agentlightning_plugins.statistics.significance import adjust_p_values, paired_p_value, unpaired_p_value
@@ -153,6 +159,27 @@ def test_intervals_contain_the_mean_at_every_size(
     assert coverage(*sample, n, trials=1000) >= 0.90
 
 
+@pytest.mark.parametrize(
+    ("rates", "mean", "least"),
+    [
+        (lambda draw, n: draw.random(n), 0.5, {5: 0.95, 10: 0.95, 30: 0.94}),
+        (lambda draw, n: 0.95 * (draw.random(n) < 0.9), 0.855, {5: 0.87, 10: 0.66, 30: 0.94}),
+    ],
+    ids=["rates between 0 and 1", "one task in ten is impossible"],
+)
+def test_the_interval_of_a_score_with_16_repetitions_of_few_tasks_contains_the_mean(
+    rates: Callable[[Any, int], Any], mean: float, least: dict[int, float]
+) -> None:
+    """Without the degrees of freedom, .88 and .60 for 5 tasks. An impossible task is often not among 10."""
+    for n, share in least.items():
+        draw, trials, hits = np.random.default_rng(17), 1000, 0
+        for _ in range(trials):
+            rewards = (draw.random((n, 16)) < rates(draw, n)[:, None]) * 1.0
+            low, high = Score(rewards.tolist()).interval() or (math.nan, math.nan)
+            hits += low <= mean <= high
+        assert hits / trials >= share - 3 * math.sqrt(share * (1 - share) / trials)
+
+
 @pytest.mark.parametrize("kind", ["paired", "unpaired", "success", "paired success"])
 def test_the_interval_of_a_difference_agrees_with_its_p_value_and_contains_the_difference(
     few_resamples: None, kind: str
@@ -176,6 +203,13 @@ def test_the_interval_of_a_difference_agrees_with_its_p_value_and_contains_the_d
     assert covered / trials >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / trials)
 
 
+def test_a_significant_difference_lies_in_its_interval() -> None:
+    """Of skewed differences, the middle of the interval is below 0 and the mean above."""
+    found = paired_difference([0.48 + 0.005 * n for n in range(13)] + [-1.0])
+    assert found.p_value <= LEVEL
+    assert found.low == 0.0 < found.mean <= found.high
+
+
 def test_seeds_are_a_sample_too(few_resamples: None) -> None:
     """Trainings differ by .1; with their means taken for the truth, most comparisons were significant."""
     draw, trials, hits = np.random.default_rng(17), 100, 0
@@ -187,6 +221,33 @@ def test_seeds_are_a_sample_too(few_resamples: None) -> None:
         ]
         hits += difference_over_seeds(*trained).p_value <= LEVEL
     assert hits / trials <= limit(trials)
+
+
+@pytest.mark.parametrize(("deviation", "is_success"), [(0.0, True), (0.1, True), (0.1, False)])
+def test_the_interval_of_an_algorithm_contains_the_mean_over_seeds(
+    few_resamples: None, deviation: float, is_success: bool
+) -> None:
+    """Promised: 90 %, for 3 trainings and 50 tasks. Over tasks alone, 51 to 77 % if trainings differ by .1."""
+    draw, trials, hits = np.random.default_rng(17), 150, 0
+    for _ in range(trials):
+        ease, rewards = draw.normal(0.0, 0.15, 50), []
+        for _ in range(3):
+            rates = np.clip(0.6 + draw.normal(0, deviation) + ease, 0, 1)
+            rewards.append((draw.random(50) < rates) * 1.0 if is_success else rates + draw.normal(0, 0.1, 50))
+        pooled = Score(np.stack(rewards, axis=1).tolist())
+        low, high = interval_over_seeds(pooled, [dict(enumerate(each.tolist())) for each in rewards]) or (1.0, 0.0)
+        hits += low <= 0.6 <= high
+    assert hits / trials >= 0.9 - 3 * math.sqrt(0.9 * 0.1 / trials)
+
+
+def test_seeds_of_one_task_or_without_a_common_task_or_alike_have_the_interval_over_tasks() -> None:
+    score = Score([[1.0], [0.0], [1.0]])
+    assert interval_over_seeds(score, [{0: 1.0, 1: 0.0}, {2: 1.0}]) == score.interval()
+    assert interval_over_seeds(Score([[1.0, 0.0]]), [{0: 1.0}, {0: 0.0}]) is None
+    alike = Score([[1.0, 1.0]] * 5)
+    assert interval_over_seeds(alike, [dict.fromkeys(range(5), 1.0)] * 2) == alike.interval()
+    low, high = interval_over_seeds(Score([[1.0, 0.0]] * 5), [dict.fromkeys(range(5), n) for n in (1.0, 0.0)]) or (1, 0)
+    assert (low, high) == (0.0, 1.0)
 
 
 def test_algorithms_without_a_common_task_cannot_be_compared() -> None:
@@ -223,7 +284,7 @@ def test_five_successes_do_not_prove_that_every_task_succeeds() -> None:
     assert found == pytest.approx((0.5655, 1.0), abs=1e-4), "repetitions of the same tasks add no tasks"
     varied = Score([[1.0, 0.0], [0.0, 1.0]] * 10).interval()
     assert varied is not None
-    assert varied[1] - varied[0] < 0.31, "all variance is within tasks, so the rollouts count"
+    assert varied[1] - varied[0] < 0.32, "all variance is within tasks, so the rollouts count"
 
 
 def test_one_task_has_no_interval_and_values_that_cannot_be_judged_have_none() -> None:

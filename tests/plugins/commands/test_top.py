@@ -138,6 +138,23 @@ async def test_ages_are_measured_by_the_clock_of_the_store(monkeypatch: pytest.M
     await store.close()
 
 
+def test_the_time_in_which_a_run_was_stopped_does_not_count_as_work() -> None:
+    """Steps take 60 s, every fifth one 240 s because of its validation; the run was stopped for a day after step 10."""
+    clock, steps = 0.0, []
+    for step in range(1, 21):
+        clock += 86400 * (step == 11) + (240 if step % 5 == 0 else 60)
+        steps.append(Metrics(run_id="r", step=step, time=clock, values={}))
+    config = {"algorithm": {"name": "grpo", "steps": 100}}
+    run = Run(run_id="r", name="r", status="running", created_at=-900.0, config=config)
+    left = estimate_left(run, steps, clock + 6)
+    assert left is not None
+    assert left["seconds_left"] == pytest.approx(80 * 96 - 6, rel=0.05)
+    for kept in (steps[:10], steps[::2]):
+        found = estimate_left(run, kept, kept[-1].time)
+        assert found is not None
+        assert found["seconds_left"] == pytest.approx((100 - kept[-1].step) * 96, rel=0.2)
+
+
 @pytest.fixture
 def terminal(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], bytearray]]:
     """`agl top` in a terminal, and what it has written."""

@@ -15,7 +15,7 @@ from agentlightning_plugins.charts.hidden import show_hidden
 from agentlightning_plugins.charts.line import Point, Series, line_chart
 from agentlightning_plugins.commands.evaluation.variant import Variant
 from agentlightning_plugins.commands.terminal import print_table
-from agentlightning_plugins.statistics.difference import Difference, difference_over_seeds
+from agentlightning_plugins.statistics.difference import Difference, difference_over_seeds, interval_over_seeds
 from agentlightning_plugins.statistics.significance import adjust_p_values
 
 PAGE_NAME: Final = "report.html"
@@ -24,6 +24,7 @@ _COLUMNS: Final = (
     *("missing", "rollouts", "seconds"),
 )
 _ONE_SEED: Final = "one seed: intervals and p-values do not say what another training would give; use --seeds"
+_ADJUSTED: Final = "p-values are adjusted for several comparisons (Holm); intervals are not"
 _FAILED: Final = "failed rollouts count as 0; those without a reward (missing) are left out"
 
 
@@ -35,7 +36,7 @@ def compare_variants(variants: Sequence[Variant]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for variant, found in zip(variants, differences, strict=True):
         score = variant.pooled()
-        low, high = score.interval() or (None, None)
+        low, high = interval_over_seeds(score, variant.by_task()) or (None, None)
         is_open = found is None or math.isinf(found.low)
         rows.append(
             {
@@ -66,9 +67,14 @@ def _difference(variant: Variant, first: Variant) -> Difference | None:
 def print_comparison(rows: Sequence[dict[str, Any]], n_seeds: int) -> None:
     """Prints the rows as a table, with what one has to know to read it."""
     print_table(_COLUMNS, _to_table(rows))
-    echo(f"\n{_FAILED}")
-    if n_seeds == 1:
-        echo(_ONE_SEED)
+    echo()
+    for note in _notes(rows, n_seeds):
+        echo(note)
+
+
+def _notes(rows: Sequence[dict[str, Any]], n_seeds: int) -> list[str]:
+    """The lines below the table, which explain its numbers."""
+    return [_FAILED, *([_ADJUSTED] if len(rows) > 2 else []), *([_ONE_SEED] if n_seeds == 1 else [])]
 
 
 def write_page(
@@ -87,7 +93,7 @@ def write_page(
     page = template.render(
         columns=_COLUMNS,
         rows=_to_table(rows),
-        notes=[_FAILED, *([_ONE_SEED] if len(seeds) == 1 else [])],
+        notes=_notes(rows, len(seeds)),
         n_tasks=len(variants[0].scores[0].rewards),
         chart=line_chart(
             [
