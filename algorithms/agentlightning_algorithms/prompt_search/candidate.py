@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field
 from agentlightning.errors import ConfigError
 from agentlightning.frozen import FrozenDict
 from agentlightning.resources import PromptTemplate, Resource
+from agentlightning_algorithms.prompt_search.placeholder import find_placeholders
 
 CANDIDATE_NAME: Final = "prompt_candidate"
 """The resource name of this record in a candidate's snapshot."""
@@ -91,7 +92,7 @@ def choose_prompts(resources: Mapping[str, Resource], wanted: Sequence[str] | No
     """The prompts to tune: all, or those in ``wanted``.
 
     Raises:
-        ConfigError: there is no prompt, or a wanted one does not exist.
+        ConfigError: there is no prompt, a wanted one does not exist, or one cannot be tuned.
     """
     known = {name: value for name, value in resources.items() if isinstance(value, PromptTemplate)}
     if not known:
@@ -99,8 +100,12 @@ def choose_prompts(resources: Mapping[str, Resource], wanted: Sequence[str] | No
             "there is no prompt to tune: give one as in Trainer(initial_resources={'prompt': 'Answer: {question}'}); "
             f"resources: {', '.join(sorted(resources)) or 'none'}"
         )
-    if wanted is None:
-        return dict(sorted(known.items()))
-    if not wanted or any(name not in known for name in wanted):
+    if wanted is not None and (not wanted or any(name not in known for name in wanted)):
         raise ConfigError(f"prompts = {list(wanted)}: the prompts of this run are {', '.join(sorted(known))}")
-    return {name: known[name] for name in wanted}
+    chosen = {name: known[name] for name in (sorted(known) if wanted is None else wanted)}
+    for name, prompt in chosen.items():
+        try:
+            find_placeholders(prompt)
+        except ConfigError as error:
+            raise ConfigError(f"prompt {name!r}: {error}") from error
+    return chosen

@@ -22,7 +22,7 @@ from agentlightning_algorithms.prompt_search.chat import CachedChat, copy_client
 from agentlightning_algorithms.prompt_search.confirmation import Confirmation, confirm
 from agentlightning_algorithms.prompt_search.critique import REPAIR_PROMPT, read_prompt
 from agentlightning_algorithms.prompt_search.dataset import check_datasets
-from agentlightning_algorithms.prompt_search.placeholder import find_placeholders, fit, show_placeholders
+from agentlightning_algorithms.prompt_search.placeholder import fit, show_placeholders
 from agentlightning_algorithms.prompt_search.trial import TrialResult, read_trial_result
 from agentlightning_algorithms.rollout_result import RewardCheck, retry_lost, run_rollouts
 from agentlightning_plugins.chat_history.adapter import TraceToMessages
@@ -180,11 +180,6 @@ class PromptSearch(Algorithm):
         self.open_chat(self.context.directory)
         self._base = await self._read_base()
         seed = Candidate.of(choose_prompts(self._base, self.prompts))
-        for name, prompt in seed.prompts.items():
-            try:
-                find_placeholders(prompt)
-            except ConfigError as error:
-                raise ConfigError(f"prompt {name!r}: {error}") from error
         self.history.append(seed)
         self._best = seed
         await self.publish()
