@@ -41,6 +41,7 @@ class Connections:
         assert make_handler is not None  # a runner of aiohttp has none before its setup
         self._make_handler = make_handler
         self._listener: asyncio.Server | None = None
+        self._is_closed = False
         self._unknown: dict[asyncio.BaseTransport, _Arrival] = {}
         self._admitted: set[asyncio.BaseTransport] = set()
         self._most = max(_RESERVED_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_FILES)
@@ -67,6 +68,9 @@ class Connections:
 
     def enter(self, transport: asyncio.Transport, arrival: _Arrival) -> None:
         """Takes a new connection, and makes room for it."""
+        if self._is_closed:  # it was accepted just before
+            self.expire(transport)
+            return
         address = arrival.address
         if len(self._unknown) + len(self._admitted) >= self._most:
             self._forget_closed()
@@ -105,9 +109,14 @@ class Connections:
         self._tidy_at = max(_RESERVED_FILES, 2 * len(self._admitted))
         self._unknown = {transport: known for transport, known in self._unknown.items() if not transport.is_closing()}
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stops listening and closes the connections that have sent nothing; the HTTP server closes the others."""
+        self._is_closed = True
         if self._listener is not None:
+            for listening in self._listener.sockets:
+                asyncio.get_running_loop().remove_reader(listening.fileno())
+            for _ in range(3):  # asyncio leaves a connection open if it hands it over after the listener is closed
+                await asyncio.sleep(0)
             self._listener.close()
         for transport, arrival in list(self._unknown.items()):
             arrival.timer.cancel()

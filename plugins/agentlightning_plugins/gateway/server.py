@@ -113,7 +113,7 @@ class GatewayServer:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self._admission.close()
-        self._connections.close()
+        await self._connections.close()
         await self._runner.cleanup()
         await self._upstream.close()
         await self.flush()

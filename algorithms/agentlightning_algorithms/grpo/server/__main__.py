@@ -106,7 +106,7 @@ async def _serve(app: PolicyApp, key: str, options: argparse.Namespace, output: 
         output.flush()
         await stop.wait()
     finally:
-        connections.close()
+        await connections.close()
         await runner.cleanup()
 
 

@@ -165,7 +165,7 @@ class LightningStoreServer:
         except OSError as error:
             listening.set_exception(self._cannot_listen(error))
         finally:
-            connections.close()
+            await connections.close()
             abort_timer = loop.call_later(_FINISH_REQUESTS_S, _abort_connections, runner)
             await served.stop(_FINISH_REQUESTS_S)
             await runner.cleanup()
