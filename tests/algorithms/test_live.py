@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -21,7 +22,18 @@ from agentlightning_algorithms.live_resources import (
     read_live_history,
     read_live_state,
 )
-from tests.algorithms.live_service import BEGIN, GOOD, WORSE, Service, answer, run_checks, running, serving, until
+from tests.algorithms.live_service import (
+    BEGIN,
+    GOLDEN,
+    GOOD,
+    WORSE,
+    Service,
+    answer,
+    run_checks,
+    running,
+    serving,
+    until,
+)
 
 QUICK: dict[str, Any] = {
     "evidence": 10,
@@ -197,6 +209,64 @@ async def test_results_of_both_groups_are_read_in_the_order_in_which_they_ended(
     reader = ResultReader(store, EventFeed(store), {"treatment", "control"}, 0.0, 60.0, 1)
     found = await reader.read_new()
     assert [each.rollout.rollout_id for each in found] == [each.rollout_id for each in served]
+
+
+async def test_the_horizon_is_the_start_of_the_first_rollout_that_may_still_get_a_result(
+    store: agl.LightningStore,
+) -> None:
+    metadata = {"group": "treatment", "step": 1}
+    running = await store.start_rollout({"n": 1}, metadata=metadata)
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
+    with runner.run_context(agent=answer, store=store):
+        await runner.step({"n": 1}, metadata=metadata)
+        reader = ResultReader(store, EventFeed(store), {"treatment", "control"}, 0.0, 0.3, 1)
+        results, horizon = await reader.read_new_and_horizon()
+        assert (len(results), horizon) == (1, running.start_time)
+        unrated = await runner.step({"n": 1, "late": True}, metadata={"group": "control", "step": 1})
+        await store.update_attempt(running.rollout_id, running.attempt.attempt_id, status="failed")
+        reader.feed.gaps += 1  # no event was read, so the reader queries what has ended
+        results, horizon = await reader.read_new_and_horizon()
+        assert [result.rollout.rollout_id for result in results] == [running.rollout_id]
+        assert horizon == unrated.start_time
+        await store.start_rollout({"n": 1}, metadata={"group": "control", "step": 2})  # of another trial
+        await store.start_rollout({"n": 1}, metadata=metadata)
+    await asyncio.sleep(0.4)  # longer than reward_timeout_s: the unrated one and the one that runs are given up
+    assert await reader.read_new_and_horizon() == ([], math.inf)
+
+
+async def test_a_candidate_that_hangs_instead_of_failing_is_not_promoted(store: agl.LightningStore) -> None:
+    """It is as good as the stable version, but the rollouts that earn 0 end late, so the first rewards are all 1."""
+    released = asyncio.Event()
+
+    @agl.rollout
+    async def hanging(task: dict[str, int], prompt: agl.PromptTemplate) -> float:
+        reward = float(task["n"] * GOLDEN % 1 < 0.6)
+        if not reward and "candidate" in prompt.template:
+            await released.wait()
+        return reward
+
+    async def serve(live: agl.LiveResources) -> None:
+        runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
+        with runner.run_context(agent=hanging, store=store):
+            for n in numbers:
+                choice = live.pick()
+                await runner.step({"n": n}, resources_id=choice.resources_id, metadata=choice.metadata)
+                await asyncio.sleep(0.002)
+
+    numbers = iter(range(100_000))
+    algorithm = learner(store, "candidate", check_tasks=0, margin=0.0, max_treated=100)
+    async with (
+        agl.LiveResources(store, refresh_s=0.2, seed=1) as live,
+        running(*(serve(live) for _ in range(80)), algorithm.run()) as tasks,
+    ):
+        rewarded: Mapping[str, Any] = {"status_in": ["succeeded"], "metadata": {"group": "treatment", "step": 1}}
+        while len(await store.query_rollouts(**rewarded)) < 60:
+            assert not tasks[-1].done()
+            await asyncio.sleep(0.05)
+        released.set()
+        await asyncio.wait_for(tasks[-1], 60)
+    assert "undecided" in (await read_live_history(store))[-1].note
+    assert (await latest_prompt(store)) == BEGIN
 
 
 async def test_late_rewards_count(store: agl.LightningStore) -> None:

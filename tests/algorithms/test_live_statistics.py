@@ -5,6 +5,7 @@ Each test states the promised level and asserts that the measured rate exceeds i
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -13,7 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentlightning.types import Rollout
+from agentlightning_algorithms.live.algorithm import LiveLearning
 from agentlightning_algorithms.live.sequential import _BETS, _MAX_LOSS, _MIN_BLOCK, SequentialTest
+from agentlightning_algorithms.live.trial import Trial
+from agentlightning_algorithms.live_resources import LiveState, Result
 
 RISK = 0.05
 Rewards = Callable[[Any, int], Any]
@@ -243,21 +248,32 @@ def test_rewards_outside_the_range_are_clipped() -> None:
     assert -20.0 <= low < 20.0 == pytest.approx(high)
 
 
-@pytest.mark.parametrize(("timeout_s", "promoted"), [(600.0, 20), (5.0, 0)])
-def test_a_candidate_that_hangs_is_promoted_unless_its_timeout_is_short(timeout_s: float, promoted: int) -> None:
-    """Of 5 rollouts a second, 20 % of the stable version fail at once and 30 % of the candidate after the timeout."""
+@pytest.mark.parametrize(("timeout_s", "rolled_back"), [(600.0, 0), (5.0, 4)])
+def test_a_candidate_that_fails_late_is_not_promoted(timeout_s: float, rolled_back: int) -> None:
+    """Of 5 rollouts a second, 20 % of the stable version fail at once and 30 % of the candidate after the timeout.
+
+    In the order of arrival, all such trials end with a promotion after 600 s, because successes arrive first.
+    """
+    settings = LiveLearning(lambda experience: None, max_treated=10**6)
+    state = LiveState(phase="trial", since=0.0, stable="tuned@1", share=0.1)
     verdicts = []
-    for seed in range(20):
+    for seed in range(10):
         draw, arrivals = random.Random(seed), []
-        for number in range(10000):
-            is_treatment = draw.random() < 0.1
-            reward = float(draw.random() < (0.7 if is_treatment else 0.8))
-            delay_s = timeout_s if is_treatment and not reward else 1.0
-            arrivals.append((number / 5 + delay_s, reward, is_treatment, str(number)))
-        test = SequentialTest(risk=RISK / 2, promotion_risk=RISK / 2, margin=0.0, reward_range=(0.0, 1.0), share=0.1)
-        for _, reward, is_treatment, unit in sorted(arrivals):
-            test.add(reward, is_treatment=is_treatment, unit=unit)
-            if test.verdict is not None:
+        for number in range(5000):
+            group = "treatment" if draw.random() < 0.1 else "control"
+            reward = float(draw.random() < (0.7 if group == "treatment" else 0.8))
+            start = number / 5
+            rollout = Rollout(rollout_id=f"ro-{number}", input=None, start_time=start, metadata={"group": group})
+            hangs = group == "treatment" and not reward
+            arrivals.append((start + (timeout_s if hangs else 1.0), Result(rollout, reward)))
+        arrivals.sort(key=lambda arrival: arrival[0])
+        starts = [result.rollout.start_time for _, result in arrivals]
+        horizons = [*itertools.accumulate(reversed(starts), min)][::-1]  # the first start among those that come later
+        trial = Trial(settings, state)
+        for number in range(0, len(arrivals) - 50, 50):
+            trial.add([result for _, result in arrivals[number : number + 50]], horizons[number + 50])
+            if trial.verdict is not None:
                 break
-        verdicts.append(test.verdict)
-    assert verdicts.count("better") == promoted
+        verdicts.append(trial.verdict)
+    assert verdicts.count("worse") >= rolled_back
+    assert "better" not in verdicts

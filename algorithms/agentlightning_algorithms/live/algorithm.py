@@ -19,12 +19,11 @@ from agentlightning.resources import split_version_id
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, EnqueueRolloutRequest, Rollout, RolloutConfig
 from agentlightning_algorithms import live_resources
-from agentlightning_algorithms.live.decision import CHECK_SHARE, describe_missing, is_lower, make_test, next_margin
+from agentlightning_algorithms.live.decision import CHECK_SHARE, describe_missing, is_lower, next_margin
 from agentlightning_algorithms.live.proposal import Proposer, load_proposer, make_candidate
 from agentlightning_algorithms.live.reward_feed import EventFeed, ResultReader, read_reward
-from agentlightning_algorithms.live.sequential import SequentialTest
+from agentlightning_algorithms.live.trial import Trial
 from agentlightning_algorithms.live_resources import (
-    KEY_HASH,
     STATE_NAME,
     Experience,
     LiveIds,
@@ -87,14 +86,15 @@ class LiveLearning(Algorithm, _ProposerTypes):
     what is better. With more, a candidate that is lower by less than half of what is left of the margin is promoted
     too, so quality may fall by the margin in total: for candidates that are cheaper or faster."""
     max_treated: int = 1000
-    """Rollouts of a candidate, with a reward or given up, after which its trial ends undecided. The stable version
-    stays."""
+    """Rollouts of a candidate, with a reward or given up, after which its trial ends undecided, in the order in which
+    they started. The stable version stays."""
     max_trial_s: float = 604800.0
     """Seconds after which a trial ends undecided."""
     reward_range: tuple[float, float] = (0.0, 1.0)
     """The lowest and the highest reward. A rollout that failed has the lowest."""
     reward_timeout_s: float = 3600.0
-    """Seconds after the end of a rollout in which its reward may arrive."""
+    """Seconds after the end of a rollout in which its reward may arrive. A promotion waits for the rewards of earlier
+    rollouts, at most so long."""
     refresh_s: float = 1.0
     """Seconds between two reads of rewards that arrive late; the end of a rollout is noticed at once."""
     max_trials: int | None = None
@@ -339,21 +339,17 @@ class _Learner:
         settings, state = self.settings, self.state
         # Step and group tell which rollouts count; the minute allows for clocks that differ.
         reader = self._reader({"control", "treatment"}, state.since - 60.0, state.trial)
-        test = make_test(settings, state)
+        trial = Trial(settings, state)
         while not await self._is_superseded():
-            for result in await reader.read_new():
-                metadata = result.rollout.metadata or {}
-                unit = metadata.get(KEY_HASH, result.rollout.rollout_id)
-                test.add(result.reward, is_treatment=metadata["group"] == "treatment", unit=unit)
-                if test.verdict is not None or test.treatment.n >= settings.max_treated:
-                    break
-            if await self._is_decided(test, reader.unrated):
+            results, horizon = await reader.read_new_and_horizon()
+            trial.add(results, horizon)
+            if await self._is_decided(trial, reader.unrated):
                 return
             await self.feed.wait(settings.refresh_s)
 
-    async def _is_decided(self, test: SequentialTest, unrated: Mapping[str, int]) -> bool:
-        """Ends the trial if the test has a verdict or the trial has reached a limit."""
-        settings, state, verdict = self.settings, self.state, test.verdict
+    async def _is_decided(self, trial: Trial, unrated: Mapping[str, int]) -> bool:
+        """Ends the trial if it has a verdict or has reached a limit."""
+        settings, state, verdict, test = self.settings, self.state, trial.verdict, trial.deciding_test
         treated = test.treatment.n + unrated.get("treatment", 0)
         is_over = treated >= settings.max_treated or time.time() - state.since >= settings.max_trial_s
         if verdict is None and not is_over:
@@ -375,7 +371,7 @@ class _Learner:
         }
         await self.store.add_metrics(state.trial, numbers)
         if verdict is None or verdict == "worse":
-            end = "undecided; the stable version stays" if verdict is None else "rolled back"
+            end = "rolled back" if high < 0 else "undecided; the stable version stays"
             await self._watch_again(f"{summary}; {end}")
             return True
         candidate = await self.store.get_resources_by_id(state.candidate or "")

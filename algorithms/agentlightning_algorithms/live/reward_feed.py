@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -28,6 +29,7 @@ _DEBOUNCE_S: Final = 0.2
 """How long events are collected before they are read, to limit queries to the store that serves users too."""
 _MAX_UNRATED: Final = 200
 """Rollouts without a reward that are read again in one round."""
+_UNFINISHED: Final = ("queuing", "preparing", "running", "requeuing")
 
 
 async def read_reward(store: LightningStore, rollout: Rollout, failure_reward: float) -> float | None:
@@ -99,24 +101,56 @@ class ResultReader:
     unrated: Counter[str] = field(default_factory=Counter)
     """Rollouts whose reward did not arrive in time, by group."""
     _known: set[str] = field(default_factory=set)
+    _unfinished: dict[str, float] = field(default_factory=dict)
     _waiting: dict[str, Rollout] = field(default_factory=dict)
     _gaps: int = -1
     _synced_at: float = 0.0
 
-    async def read_new(self) -> list[Result]:
-        """The results since the last call, without waiting for more."""
+    async def read_new(self, ended_ids: Iterable[str] = ()) -> list[Result]:
+        """The results since the last call, without waiting for more.
+
+        ``ended_ids`` are rollouts that have ended, whether their events have arrived or not.
+        """
         finished = self.feed.take()  # before the query, so that rollouts that end during it are read next time
+        ids = sorted({*finished, *ended_ids} - self._known)
+        ended: list[Rollout] = []
         if self._gaps != self.feed.gaps or time.monotonic() - self._synced_at > _RESYNC_S:
-            ended = await self._query()
-        else:
-            ended = []
-            for start in range(0, len(finished), _BATCH_SIZE):
-                ended += await self.store.query_rollouts(rollout_id_in=finished[start : start + _BATCH_SIZE])
-        new = [rollout for rollout in ended if rollout.rollout_id not in self._known and self._belongs(rollout)]
-        self._known.update(rollout.rollout_id for rollout in new)
+            ended += await self._query()
+        for start in range(0, len(ids), _BATCH_SIZE):
+            ended += await self.store.query_rollouts(rollout_id_in=ids[start : start + _BATCH_SIZE])
+        new = {rollout.rollout_id: rollout for rollout in ended if self._belongs(rollout)}
+        unread = [new[rollout_id] for rollout_id in new.keys() - self._known]
+        self._known.update(new)
         waiting = list(self._waiting.values())[:_MAX_UNRATED]
-        found = [*await self._read(new), *await self._read(waiting)]
+        found = [*await self._read(unread), *await self._read(waiting)]
         return sorted(found, key=lambda result: (result.rollout.end_time or 0.0, result.rollout.rollout_id))
+
+    async def read_new_and_horizon(self) -> tuple[list[Result], float]:
+        """The results since the last call, and the horizon.
+
+        The horizon is a Unix time: rollouts that started before it have a result or will not get one. It is infinite
+        while no result is missing. Rollouts that have not ended ``reward_timeout_s`` after their start do not count.
+        """
+        unfinished = await self._query_unfinished()  # before the results; one that ends in between still counts
+        ended = self._unfinished.keys() - unfinished.keys()
+        self._unfinished = unfinished
+        results = await self.read_new(ended)
+        waiting = [rollout.start_time for rollout in self._waiting.values()]
+        return results, min([math.inf, *unfinished.values(), *waiting])
+
+    async def _query_unfinished(self) -> dict[str, float]:
+        """The start times of rollouts that may end in time, by id."""
+        since = max(self.since, time.time() - self.reward_timeout_s)
+        found: dict[str, float] = {}
+        for metadata in self._metadata():
+            page = await self.store.query_rollouts(status_in=_UNFINISHED, metadata=metadata, start_after=since)
+            found.update((rollout.rollout_id, rollout.start_time) for rollout in page)
+        return found
+
+    def _metadata(self) -> list[dict[str, str | int]]:
+        """A filter for each group."""
+        step: dict[str, str | int] = {} if self.step is None else {"step": self.step}
+        return [{"group": group, **step} for group in self.groups]
 
     def _belongs(self, rollout: Rollout) -> bool:
         metadata = rollout.metadata or {}
@@ -131,8 +165,7 @@ class ResultReader:
         is_first, gaps, now = self._gaps < 0, self.feed.gaps, time.monotonic()
         since = self.since if is_first else max(self.since, time.time() - _OVERLAP_S)
         found: list[Rollout] = []
-        for group in self.groups:
-            metadata = {"group": group} if self.step is None else {"group": group, "step": self.step}
+        for metadata in self._metadata():
             cursor = None
             while True:
                 page = await self.store.query_rollouts(

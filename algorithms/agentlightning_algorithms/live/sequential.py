@@ -63,8 +63,8 @@ class SequentialTest:
     The unit of the analysis is what was assigned to a version at random: a user, or a rollout. Units are taken in
     blocks of about 1 / share, in the order of their first rewards. Given how many units of a block were treated, every
     subset of that size is equally likely, so the difference of means within a block estimates the effect without bias,
-    whatever rewards do from block to block. This needs rewards whose time of arrival does not depend on version and
-    reward together; otherwise the good ones of a version fill the first blocks. Each block is a bet for two hypotheses,
+    whatever rewards do from block to block. The order must not depend on version and reward together, as the order of
+    arrival may; otherwise the good ones of a version fill the first blocks. Each block is a bet for two hypotheses,
     "not worse" and "worse by at least ``margin``". Only a block that contains both versions is a bet. A block ends with
     the first reward of its last unit; later rewards of its units are shown but not tested, because they are not
     independent of the earlier ones.
