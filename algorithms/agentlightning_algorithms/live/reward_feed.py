@@ -118,7 +118,11 @@ class ResultReader:
             ended += await self._query()
         for start in range(0, len(ids), _BATCH_SIZE):
             ended += await self.store.query_rollouts(rollout_id_in=ids[start : start + _BATCH_SIZE])
-        new = {rollout.rollout_id: rollout for rollout in ended if self._belongs(rollout)}
+        new = {
+            rollout.rollout_id: rollout
+            for rollout in ended
+            if rollout.status in ("succeeded", "failed") and self._is_of_phase(rollout)
+        }
         unread = [new[rollout_id] for rollout_id in new.keys() - self._known]
         self._known.update(new)
         waiting = list(self._waiting.values())[:_MAX_UNRATED]
@@ -141,22 +145,14 @@ class ResultReader:
     async def _query_unfinished(self) -> dict[str, float]:
         """The start times of rollouts that may end in time, by id."""
         since = max(self.since, time.time() - self.reward_timeout_s)
-        found: dict[str, float] = {}
-        for metadata in self._metadata():
-            page = await self.store.query_rollouts(status_in=_UNFINISHED, metadata=metadata, start_after=since)
-            found.update((rollout.rollout_id, rollout.start_time) for rollout in page)
-        return found
+        # Without a filter of metadata: they are few, and each store finds them by their status.
+        page = await self.store.query_rollouts(status_in=_UNFINISHED, start_after=since)
+        return {rollout.rollout_id: rollout.start_time for rollout in page if self._is_of_phase(rollout)}
 
-    def _metadata(self) -> list[dict[str, str | int]]:
-        """A filter for each group."""
-        step: dict[str, str | int] = {} if self.step is None else {"step": self.step}
-        return [{"group": group, **step} for group in self.groups]
-
-    def _belongs(self, rollout: Rollout) -> bool:
+    def _is_of_phase(self, rollout: Rollout) -> bool:
         metadata = rollout.metadata or {}
         return (
             rollout.start_time >= self.since
-            and rollout.status in ("succeeded", "failed")
             and metadata.get("group") in self.groups
             and (self.step is None or metadata.get("step") == self.step)
         )
@@ -165,7 +161,8 @@ class ResultReader:
         is_first, gaps, now = self._gaps < 0, self.feed.gaps, time.monotonic()
         since = self.since if is_first else max(self.since, time.time() - _OVERLAP_S)
         found: list[Rollout] = []
-        for metadata in self._metadata():
+        for group in self.groups:
+            metadata = {"group": group} if self.step is None else {"group": group, "step": self.step}
             cursor = None
             while True:
                 page = await self.store.query_rollouts(
