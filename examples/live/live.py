@@ -165,7 +165,15 @@ def propose(experience: agl.LiveLearning.Experience) -> Mapping[str, str] | None
 def learn(url: str, trials: int, share: float) -> None:
     """Learns from the service that uses the same store; its runner does the offline checks."""
     logging.getLogger("agentlightning").setLevel(logging.WARNING)  # the service prints its notes
-    algorithm = agl.LiveLearning(propose, evidence=40, check_tasks=10, share=share, refresh_s=0.5, max_trials=trials)
+    algorithm = agl.LiveLearning(
+        propose,
+        evidence=40,
+        check_tasks=10,
+        share=share,
+        reward_timeout_s=2.0,  # users rate within half a second, or never
+        refresh_s=0.5,
+        max_trials=trials,
+    )
     store = agl.create_store(url)
     agl.Trainer(algorithm=algorithm, store=store, strategy="shm", trackers=[]).fit(assistant)
     asyncio.run(store.close())

@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Final, TypeAlias
@@ -181,7 +180,7 @@ class _Learner:
                 f"live learning has nothing to improve: no resources were published in run {self.store.run_id!r}; "
                 "give Trainer(initial_resources=...) or call store.add_resources"
             )
-        await self._save(LiveState(phase="watching", since=time.time(), stable=latest.version_id, note="began"))
+        await self._save(LiveState(phase="watching", since=self.store.now(), stable=latest.version_id, note="began"))
 
     async def _save(self, state: LiveState) -> None:
         found = await read_live_state(self.store)  # before the write, which would stop the other learner too
@@ -199,7 +198,7 @@ class _Learner:
 
     async def _enter(self, note: str, **changes: Any) -> None:
         logger.info("live learning: %s", note)
-        await self._save(self.state.model_copy(update={"since": time.time(), "note": note, **changes}))
+        await self._save(self.state.model_copy(update={"since": self.store.now(), "note": note, **changes}))
 
     async def _watch_again(self, note: str, **changes: Any) -> None:
         await self._enter(note, phase="watching", candidate=None, share=0.0, **changes)
@@ -337,21 +336,26 @@ class _Learner:
 
     async def _try(self) -> None:
         settings, state = self.settings, self.state
-        # Step and group tell which rollouts count; the minute allows for clocks that differ.
+        # Step and group select the rollouts; the minute allows for clocks that differ between processes.
         reader = self._reader({"control", "treatment"}, state.since - 60.0, state.trial)
         trial = Trial(settings, state)
+        has_logged = False
         while not await self._is_superseded():
             results, horizon = await reader.read_new_and_horizon()
             trial.add(results, horizon)
             if await self._is_decided(trial, reader.unrated):
                 return
+            if trial.is_waiting and not has_logged and self.store.now() - horizon > 10 * settings.refresh_s:
+                has_logged = True
+                text = "live learning: candidate %d waits for earlier rollouts, at most reward_timeout_s = %g s"
+                logger.info(text, state.trial, settings.reward_timeout_s)
             await self.feed.wait(settings.refresh_s)
 
     async def _is_decided(self, trial: Trial, unrated: Mapping[str, int]) -> bool:
         """Ends the trial if it has a verdict or has reached a limit."""
         settings, state, verdict, test = self.settings, self.state, trial.verdict, trial.deciding_test
         treated = test.treatment.n + unrated.get("treatment", 0)
-        is_over = treated >= settings.max_treated or time.time() - state.since >= settings.max_trial_s
+        is_over = treated >= settings.max_treated or self.store.now() - state.since >= settings.max_trial_s
         if verdict is None and not is_over:
             return False
         low, high = test.interval

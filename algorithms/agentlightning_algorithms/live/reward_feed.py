@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -132,19 +131,20 @@ class ResultReader:
     async def read_new_and_horizon(self) -> tuple[list[Result], float]:
         """The results since the last call, and the horizon.
 
-        The horizon is a Unix time: rollouts that started before it have a result or will not get one. It is infinite
-        while no result is missing. Rollouts that have not ended ``reward_timeout_s`` after their start do not count.
+        The horizon is a Unix time: each rollout that started before it has a result or will not get one. A rollout that
+        has not ended ``reward_timeout_s`` after its start does not count.
         """
+        now = self.store.now()  # rollouts that start from now on may be missing in both queries
         unfinished = await self._query_unfinished()  # before the results; one that ends in between still counts
         ended = self._unfinished.keys() - unfinished.keys()
         self._unfinished = unfinished
         results = await self.read_new(ended)
         waiting = [rollout.start_time for rollout in self._waiting.values()]
-        return results, min([math.inf, *unfinished.values(), *waiting])
+        return results, min([now, *unfinished.values(), *waiting])
 
     async def _query_unfinished(self) -> dict[str, float]:
         """The start times of rollouts that may end in time, by id."""
-        since = max(self.since, time.time() - self.reward_timeout_s)
+        since = max(self.since, self.store.now() - self.reward_timeout_s)
         # Without a filter of metadata: they are few, and each store finds them by their status.
         page = await self.store.query_rollouts(status_in=_UNFINISHED, start_after=since)
         return {rollout.rollout_id: rollout.start_time for rollout in page if self._is_of_phase(rollout)}
@@ -159,7 +159,7 @@ class ResultReader:
 
     async def _query(self) -> list[Rollout]:
         is_first, gaps, now = self._gaps < 0, self.feed.gaps, time.monotonic()
-        since = self.since if is_first else max(self.since, time.time() - _OVERLAP_S)
+        since = self.since if is_first else max(self.since, self.store.now() - _OVERLAP_S)
         found: list[Rollout] = []
         for group in self.groups:
             metadata = {"group": group} if self.step is None else {"group": group, "step": self.step}
@@ -182,7 +182,7 @@ class ResultReader:
             reward = await read_reward(self.store, rollout, self.failure_reward)
             if reward is not None:
                 results.append(Result(rollout, reward))
-            elif time.time() - (rollout.end_time or rollout.start_time) < self.reward_timeout_s:
+            elif self.store.now() - (rollout.end_time or rollout.start_time) < self.reward_timeout_s:
                 self._waiting[rollout.rollout_id] = rollout
             else:
                 self.unrated[(rollout.metadata or {})["group"]] += 1
