@@ -66,38 +66,38 @@ class LiveLearning(Algorithm, _ProposerTypes):
     ``{"name": "apo", "max_calls": 200}``."""
     _: KW_ONLY
     evidence: int = 20
-    """Rewards of the stable version that are collected before each candidate."""
+    """Number of rewards of the stable version to collect before each candidate."""
     check_tasks: int = 16
-    """Recorded tasks of the offline check; 0 leaves it out."""
+    """Number of recorded tasks in the offline check; 0 disables it."""
     check_tolerance: float = 0.2
-    """How much lower the mean reward on them may be than with the stable version, as a share of ``reward_range``; and
-    how much larger the share of failures. It is rejected when that is also significant: half of ``risk`` is for this
-    check, which rejects nothing with fewer than 7 tasks."""
+    """How much lower than the stable version's the mean reward on these tasks may be, as a share of ``reward_range``,
+    and how much larger the share of failures. A larger difference rejects the candidate if it is also significant. The
+    check gets half of ``risk``; it cannot reject with fewer than 7 tasks."""
     check_timeout_s: float = 300.0
-    """Seconds in which runners must have run them; they begin again when a killed learner is restarted."""
+    """Time limit of the offline check, in seconds; it starts again when a killed learner is restarted."""
     share: float = 0.1
-    """Of the traffic that a candidate gets during its trial."""
+    """Share of the traffic that a candidate gets during its trial."""
     risk: float = 0.05
-    """Probability of rejecting or rolling back a candidate that is not worse; and, over all candidates of the run
-    together, of promoting one that is not better (with a margin: one that is worse by more than its margin)."""
+    """Largest probability of rejecting or rolling back a candidate that is not worse. Also the largest probability,
+    over all candidates of the run, of promoting one that is not better (with ``margin``: worse by more than it)."""
     margin: float = 0.0
-    """How much lower than the first stable version all promotions together may end, in units of reward. 0 promotes only
-    what is better. With more, a candidate that is lower by less than half of what is left of the margin is promoted
-    too, so quality may fall by the margin in total: for candidates that are cheaper or faster."""
+    """How far all promotions together may lower the reward below the first stable version's, in units of reward. 0
+    promotes only better candidates. A positive margin also promotes a candidate that is lower by less than half of the
+    remaining margin, for candidates that are cheaper or faster."""
     max_treated: int = 1000
-    """Rollouts of a candidate, with a reward or given up, after which its trial ends undecided, in the order in which
-    they started. The stable version stays."""
+    """Number of the candidate's rollouts after which its trial ends undecided and the stable version stays. Rollouts
+    count in the order in which they started, with or without a reward."""
     max_trial_s: float = 604800.0
     """Seconds after which a trial ends undecided."""
     reward_range: tuple[float, float] = (0.0, 1.0)
-    """The lowest and the highest reward. A rollout that failed has the lowest."""
+    """The lowest and the highest reward. A failed rollout gets the lowest."""
     reward_timeout_s: float = 3600.0
-    """Seconds after the end of a rollout in which its reward may arrive. A promotion waits for the rewards of earlier
-    rollouts, at most so long."""
+    """Seconds after the end of a rollout during which its reward may arrive. A promotion waits at most this long for
+    the rewards of earlier rollouts."""
     refresh_s: float = 1.0
-    """Seconds between two reads of rewards that arrive late; the end of a rollout is noticed at once."""
+    """Seconds between two reads of late rewards; the end of a rollout is noticed immediately."""
     max_trials: int | None = None
-    """``run`` returns after so many candidates of the run; None goes on until it is stopped."""
+    """``run`` returns after this many candidates; None means until it is stopped."""
 
     def __post_init__(self) -> None:
         for name in ("share", "risk"):
@@ -138,7 +138,7 @@ class LiveLearning(Algorithm, _ProposerTypes):
 
 
 class _Learner:
-    """Runs the phases; the state is in the store after each step."""
+    """Runs the phases, and stores the state after each step."""
 
     def __init__(self, settings: LiveLearning, store: LightningStore) -> None:
         self.settings = settings
@@ -183,10 +183,10 @@ class _Learner:
         await self._save(LiveState(phase="watching", since=self.store.now(), stable=latest.version_id, note="began"))
 
     async def _save(self, state: LiveState) -> None:
-        found = await read_live_state(self.store)  # before the write, which would stop the other learner too
+        found = await read_live_state(self.store)  # checked before the write, which would also stop the other learner
         self._check_alone(0 if found is None else found[1])
         update = await self.learner_store.update_resources(self.ids.state_id, {STATE_NAME: state})
-        self._check_alone(update.version - 1)  # for a write of the other one since
+        self._check_alone(update.version - 1)  # the other learner may have written since
         self.state, self.version = state, update.version
 
     def _check_alone(self, version: int) -> None:
@@ -204,9 +204,9 @@ class _Learner:
         await self._enter(note, phase="watching", candidate=None, share=0.0, **changes)
 
     async def _is_superseded(self) -> bool:
-        """Ends the phase when other resources were published than those that it began with.
+        """Ends the phase if newer resources were published since it began.
 
-        They come from outside, or from this learner if it was killed before it could record a promotion.
+        They come from outside, or from this learner if it was killed before it recorded a promotion.
         """
         latest = await self.store.get_latest_resources()
         state = self.state
@@ -215,7 +215,7 @@ class _Learner:
         candidate = None if state.candidate is None else await self.store.get_resources_by_id(state.candidate)
         if candidate is not None and candidate.resources == latest.resources:
             note = f"candidate {state.trial} is promoted as {latest.version_id}"
-            spent = state.margin_spent + next_margin(self.settings, state)  # at most; the verdict was not recorded
+            spent = state.margin_spent + next_margin(self.settings, state)  # upper bound: the verdict was not recorded
         else:
             note = f"{latest.version_id} was published from outside and is the stable version now"
             spent = 0.0

@@ -23,7 +23,7 @@ logger = logging.getLogger("agentlightning")
 _BATCH_SIZE: Final = 100
 _RESYNC_S: Final = 30.0
 _OVERLAP_S: Final = 600.0
-"""How far back a resync reads. A rollout that takes longer, and whose event was lost, is not counted."""
+"""How far back a resync reads. A longer rollout is not counted if its event was lost."""
 _DEBOUNCE_S: Final = 0.2
 """How long events are collected before they are read, to limit queries to the store that serves users too."""
 _MAX_UNRATED: Final = 200
@@ -37,9 +37,9 @@ async def read_reward(store: LightningStore, rollout: Rollout, failure_reward: f
 
 
 class EventFeed:
-    """Collects the ends of a run's rollouts from its event stream.
+    """Collects the finished rollouts of a run from its event stream.
 
-    Events are lost while the stream is broken; ``gaps`` counts how often that happened.
+    Events are lost while the stream is interrupted; ``gaps`` counts the interruptions.
     """
 
     def __init__(self, store: LightningStore) -> None:
@@ -79,10 +79,10 @@ class EventFeed:
 
 @dataclass
 class ResultReader:
-    """Reads the results of one phase: of rollouts that began in it, in certain groups. Each is returned once.
+    """Reads the results of the rollouts that started in one phase, in certain groups. Each result is returned once.
 
-    A rollout counts with the first reward that is read; later ones change nothing. The results that are read together
-    are in the order in which their rollouts ended, for all groups.
+    The first reward that is read counts; later ones change nothing. The results of one read are in the order in which
+    their rollouts ended, across groups.
     """
 
     store: LightningStore
@@ -178,7 +178,7 @@ class ResultReader:
     async def _read(self, rollouts: Iterable[Rollout]) -> list[Result]:
         results = []
         for rollout in rollouts:
-            self._waiting.pop(rollout.rollout_id, None)  # those still without a reward move to the end
+            self._waiting.pop(rollout.rollout_id, None)  # rollouts still without a reward move to the end
             reward = await read_reward(self.store, rollout, self.failure_reward)
             if reward is not None:
                 results.append(Result(rollout, reward))

@@ -11,9 +11,9 @@ from typing import Final, Literal, TypeAlias
 Verdict: TypeAlias = Literal["better", "not worse", "worse"]
 
 _BETS: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Money on a difference of 1 with the information of one reward; the wealth is the mean over these strategies."""
+"""Stakes per unit of information, one for each betting strategy; the wealth is the mean over the strategies."""
 _MAX_LOSS: Final = 0.9
-"""Share of the wealth that one block can cost."""
+"""Largest share of the wealth that one block can lose."""
 _MIN_BLOCK: Final = 8
 
 
@@ -46,7 +46,7 @@ class Wealth:
 
 @dataclass
 class Arm:
-    """All rewards of one version, as they came."""
+    """Number and sum of one version's rewards."""
 
     n: int = 0
     total: float = 0.0

@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 class Trial:
     """Tests the results of a trial in two orders.
 
-    The order in which results arrive can only roll the candidate back, so a candidate that fails at once is stopped at
-    once. The order in which rollouts started can only promote it: a result waits for the results of all rollouts that
-    started before, so a candidate gains nothing by failing late.
+    The order in which results arrive can only roll the candidate back, so a candidate whose rollouts fail immediately
+    is stopped immediately. The order in which rollouts started can only promote it: a result waits for the results of
+    all rollouts that started before, so a candidate gains nothing by failing late.
     """
 
     def __init__(self, settings: LiveLearning, state: LiveState) -> None:
-        """Begins a trial; ``state`` is that of its begin."""
+        """Begins a trial; ``state`` is the state in which it began."""
         self._by_arrival = make_test(settings, state)
         self._by_start = make_test(settings, state)
         self._max_treated = settings.max_treated
         self._waiting: list[tuple[float, str, Result]] = []
-        """A heap of those that the test in the order of start has not seen."""
+        """Heap of the results that the test in the order of start has not received yet."""
 
     def add(self, results: Iterable[Result], horizon: float) -> None:
         """Adds results, in the order of their arrival.
 
         Args:
             results: of rollouts whose metadata have the group.
-            horizon: Unix time; no result of a rollout that started earlier is missing.
+            horizon: Unix time before which each started rollout has a result or will not get one.
         """
         for result in results:
             if self._by_arrival.verdict != "worse":
