@@ -19,7 +19,7 @@ def heat_level(value: float | None, largest: float) -> int:
     """Returns how strongly to colour a value: from ``-LEVELS`` to ``LEVELS``; 0 for no value or a value near 0.
 
     Args:
-        value: the value; one that is not finite gets the strongest level of its sign.
+        value: the value; an infinite value gets the strongest level of its sign.
         largest: the absolute value that gets the strongest level.
     """
     if value is None or math.isnan(value) or value == 0 or largest <= 0:
@@ -37,15 +37,15 @@ def heat_strip(
     width: int = 720,
     height: int = 26,
 ) -> Markup:
-    """Draws values as coloured cells: positive and negative ones in two colours, stronger with their size.
+    """Draws values as coloured cells: one colour for positive and one for negative values, stronger with their size.
 
     Args:
-        values: one per token; None has no colour. With more values than fit, a cell shows the largest of several.
+        values: one per token; None has no colour. If they do not all fit, a cell shows the largest of several.
         title: read by screen readers; not drawn.
-        boundaries: places in ``values`` where a line is drawn, such as the first token of each call.
-        largest: the absolute value with the strongest colour; None: the largest one there is.
-        width: of the picture's coordinates; it scales with the page.
-        height: of the picture's coordinates.
+        boundaries: indices in ``values`` where a line is drawn, such as the first token of each call.
+        largest: the absolute value with the strongest colour; None: the largest one in ``values``.
+        width: width in the picture's coordinates; the picture scales with the page.
+        height: height in the picture's coordinates.
     """
     if not values:
         return no_data(width, height, title)
@@ -55,7 +55,8 @@ def heat_strip(
     edges = [len(values) * cell // cells for cell in range(cells + 1)]
     parts = []
     for cell, (start, end) in enumerate(pairwise(edges)):
-        strongest = max(values[start:end], key=lambda value: abs(value or 0.0))
+        known = [value for value in values[start:end] if value is not None and not math.isnan(value)]
+        strongest = max(known, key=abs, default=None)
         if level := heat_level(strongest, most):
             shown = f"{start if end == start + 1 else f'{start} to {end - 1}'}: {number(strongest or 0.0)}"
             parts.append(

@@ -1,4 +1,4 @@
-"""Text on pages: characters that cannot be seen or that change the direction of text show their number."""
+"""Makes characters visible that are invisible on pages or that change the direction of text."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ _HIDDEN: Final = re.compile(
 
 
 def show_hidden(text: str) -> str:
-    """Replaces each hidden character by its number, such as ⟨202E⟩."""
+    """Replaces each hidden character with its code point, such as ⟨202E⟩."""
     return _HIDDEN.sub(lambda match: f"⟨{ord(match[0]):04X}⟩", text)

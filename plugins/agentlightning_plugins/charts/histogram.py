@@ -20,24 +20,24 @@ def histogram(
     width: int = 480,
     height: int = 200,
 ) -> Markup:
-    """Draws a histogram; values that are not finite are left out.
+    """Draws a histogram; values that are not finite are skipped.
 
     Args:
         values: what to count.
         title: read by screen readers; not drawn.
         x_label: written below the axis.
-        bins: about how many ranges; their bounds are round numbers.
+        bins: approximate number of ranges; their bounds are round numbers.
         href: returns the link of a range, from its lower and upper bound.
-        width: of the picture's coordinates; it scales with the page.
-        height: of the picture's coordinates.
+        width: width in the picture's coordinates; the picture scales with the page.
+        height: height in the picture's coordinates.
     """
     finite = [float(value) for value in values if math.isfinite(value)]
     if not finite:
         return no_data(width, height, title)
     is_whole = all(value == int(value) for value in finite) and max(finite) - min(finite) < 2 * bins
-    if is_whole:  # a bar for each number
+    if is_whole:  # a bar for each whole number
         count = int(max(finite) - min(finite)) + 1
-        margin = max(0, 5 - count) // 2  # few bars are not drawn as wide blocks
+        margin = max(0, 5 - count) // 2  # keeps few bars from being drawn as wide blocks
         edges = [min(finite) - margin - 0.5 + place for place in range(count + 2 * margin + 1)]
     else:
         edges = find_ticks(min(finite), max(finite), bins)

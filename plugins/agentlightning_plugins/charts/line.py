@@ -24,16 +24,16 @@ from agentlightning_plugins.charts.svg import (
 )
 
 _MAX_MARKS: Final = 200
-"""Points of a series that are drawn as dots."""
+"""Largest number of dots that are drawn for a series."""
 _MAX_PLAIN: Final = 60
-"""Points of a line that are drawn as dots although they carry no link."""
+"""An uninterrupted line with more points than this has dots only at points with a link."""
 _LETTER: Final = FONT_SIZE * 0.56
 """Mean width of a letter, in pixels."""
 _MAX_NAME: Final = 30
 
 
 class Point(NamedTuple):
-    """One value; ``low`` and ``high`` bound its interval, ``href`` leads to what is behind it."""
+    """One value; ``low`` and ``high`` bound its interval, ``href`` links to its details."""
 
     x: float
     y: float
@@ -48,9 +48,9 @@ class Series(NamedTuple):
     name: str
     points: Sequence[Point]
     is_line: bool = True
-    """Else only dots are drawn."""
+    """Whether to draw a line through the points; if not, only dots are drawn."""
     colour: int | None = None
-    """Number of the colour, from 0; None: the place of the series in the chart."""
+    """Index of the colour; None: the index of the series in the chart."""
 
 
 def line_chart(
@@ -71,10 +71,10 @@ def line_chart(
         title: read by screen readers; not drawn.
         x_label: written below the axis.
         y_label: written above the axis.
-        y_range: values that the axis shows at least; None: those of the points.
-        has_legend: name the series below the axis.
-        width: of the picture's coordinates; it scales with the page.
-        height: of the picture's coordinates.
+        y_range: range that the axis shows at least; None: the range of the points.
+        has_legend: whether to name the series below the axis.
+        width: width in the picture's coordinates; the picture scales with the page.
+        height: height in the picture's coordinates.
     """
     drawn = [each._replace(points=[point for point in each.points if math.isfinite(point.x)]) for each in series]
     drawn = [each for each in drawn if any(map(_is_finite, each.points))]
@@ -128,7 +128,7 @@ def _draw_series(series: Series, colour: str, area: Area) -> Iterator[Markup]:
         points = [point for point in points if point.href or len(runs) > 1]
     stride = max(1, math.ceil(len(points) / _MAX_MARKS))
     radius = 2.5 if series.is_line and len(points) > 30 else 3.5
-    for point in points[::-1][::stride][::-1]:  # the last one always
+    for point in points[::-1][::stride][::-1]:  # always includes the last one
         yield _draw_mark(series.name, point, colour, area, radius)
 
 
@@ -148,7 +148,7 @@ def _draw_mark(name: str, point: Point, colour: str, area: Area, radius: float) 
 
 
 def _split(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """Yields the stretches of points between values that are not finite."""
+    """Yields the runs of points between values that are not finite."""
     run: list[Point] = []
     for point in points:
         if _is_finite(point):

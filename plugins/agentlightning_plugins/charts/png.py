@@ -9,7 +9,7 @@ from agentlightning.errors import ConfigError
 
 _VARIABLE: Final = re.compile(r"var\(--[\w-]+, ([^)]+)\)")
 _FONTS: Final = "Arial, Helvetica, DejaVu Sans, Liberation Sans, Noto Sans, sans-serif"
-"""The generic families of resvg are names of fonts that Linux does not have."""
+"""Names of fonts, because resvg maps the generic families to fonts that Linux does not have."""
 _WHITE: Final = "#ffffff"
 
 
@@ -17,8 +17,8 @@ def to_png(chart: str, *, width: int = 1080) -> bytes:
     """Renders a chart on white, with the colours of a page without a style sheet.
 
     Args:
-        chart: as the other modules draw it.
-        width: of the picture, in pixels.
+        chart: SVG as drawn by the other modules.
+        width: width of the picture, in pixels.
 
     Raises:
         ConfigError: resvg-py is not installed, or the machine has none of the fonts.

@@ -37,12 +37,12 @@ class Area(NamedTuple):
     y_high: float
 
     def x(self, value: float) -> float:
-        """Converts a value to a pixel; values outside the range are drawn at its end."""
+        """Converts a value to a pixel; values outside the range are drawn at its edge."""
         share = (value - self.x_low) / (self.x_high - self.x_low)
         return round(self.left + (self.right - self.left) * min(1.0, max(0.0, share)), 1)
 
     def y(self, value: float) -> float:
-        """Converts a value to a pixel; values outside the range are drawn at its end."""
+        """Converts a value to a pixel; values outside the range are drawn at its edge."""
         share = (value - self.y_low) / (self.y_high - self.y_low)
         return round(self.bottom - (self.bottom - self.top) * min(1.0, max(0.0, share)), 1)
 
@@ -67,7 +67,7 @@ def number(value: float) -> str:
 
 def find_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Returns round values from at or below ``low`` to at or above ``high``, about ``count`` of them."""
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # equal but for rounding
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # equal except for rounding
         low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
     rough = (high - low) / max(1, count)
     scale = 10.0 ** math.floor(math.log10(rough))
@@ -77,7 +77,7 @@ def find_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def is_safe_link(href: str) -> bool:
-    """Whether a link is relative or leads to a web page; ``javascript:`` and the like are not drawn."""
+    """Whether a link is relative or leads to a web page; links such as ``javascript:`` are not drawn."""
     try:
         return urlsplit(href.strip()).scheme.lower() in ("", "http", "https") and not _NOT_XML.search(href)
     except ValueError:
@@ -126,5 +126,5 @@ def picture(parts: Sequence[Markup], width: int, height: int, title: str, descri
 
 
 def no_data(width: int, height: int, title: str) -> Markup:
-    """Returns the chart of no values."""
+    """Returns the chart that is shown if there are no values."""
     return picture([label(width / 2, height / 2, "no data", "middle")], width, height, title, "no data")

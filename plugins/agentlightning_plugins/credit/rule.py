@@ -20,31 +20,31 @@ class Step:
     """One answered model call, as a credit rule sees it."""
 
     triplets: Sequence[Triplet]
-    """One for each choice of the answer; their ``reward`` is not set yet."""
+    """One triplet for each choice of the answer; the ``reward`` of the triplets is not set yet."""
     reward: float | None
     """The sum of the rewards that the agent emitted nearest to this call; None when it emitted none."""
     spans: Sequence[Span]
-    """The spans of the same agent between this call and its next, such as tool runs, in the order of starts."""
+    """Spans of the same agent, such as tool runs, between this call and the agent's next call, by start time."""
 
 
 class CreditRule(ABC):
-    """Assigns a reward to each call of an attempt. Rules are stateless, so one serves all attempts."""
+    """Assigns a reward to each call of an attempt. Rules are stateless, so one rule serves all attempts."""
 
     @abstractmethod
     def assign(self, steps: Sequence[Step], final_reward: float | None) -> Sequence[float | None]:
         """Returns one reward for each step, or None for steps without one.
 
         Args:
-            steps: the calls that are trained on, in the order of their starts.
+            steps: the calls to train on, in the order of the adapter: by start, or by ``sequence_id``.
             final_reward: the last reward of the attempt (``find_final_reward``); None when there is none.
         """
 
     def compared_turns(self, steps: Sequence[Step]) -> Sequence[int | str | None]:
         """Returns a key for each call.
 
-        A call is compared with those calls of the task's other rollouts that have the same key. For the key None, each
-        rollout counts once, however many calls it has. By default a call is compared with the calls of the same turn,
-        and turns are counted for each agent by itself.
+        A call is compared with the calls of the task's other rollouts that have the same key. For the key None, each
+        rollout counts once, regardless of its number of calls. By default a call is compared with the calls of the same
+        turn, and turns are counted separately for each agent.
         """
         counts: Counter[str | None] = Counter()
         turns = []

@@ -39,7 +39,7 @@ CLIENT = OpenAI(api_key="unused", base_url="http://unused", max_retries=0)
 
 
 def calculator_agent(task: Mapping[str, Any], llm: agl.LLM) -> float:
-    """Work on one word problem. The reward is 1 if the last answer is the right number, else 0."""
+    """Works on one word problem. The reward is 1 if the last answer is the right number, else 0."""
     client = CLIENT.with_options(base_url=llm.get_base_url(), api_key=llm.api_key or "unused")
     messages: list[Any] = [
         {"role": "system", "content": SYSTEM_PROMPT},
@@ -61,7 +61,7 @@ def calculator_agent(task: Mapping[str, Any], llm: agl.LLM) -> float:
 
 
 def calculate(arguments: str) -> str:
-    """Run the tool on the JSON arguments of a call. A mistake of the model becomes a message to the model."""
+    """Runs the tool on the JSON arguments of a call. A mistake by the model becomes a message to the model."""
     try:
         expression = json.loads(arguments)["expression"]
         if len(expression) > 100:
@@ -77,7 +77,7 @@ def calculate(arguments: str) -> str:
 
 
 def evaluate(node: ast.expr) -> float:
-    """Evaluate a parsed expression of numbers, + - * / and brackets; anything else is refused."""
+    """Evaluates a parsed expression of numbers, + - * / and brackets; anything else is refused."""
     match node:
         case ast.Constant(value=int() | float() as value):
             return value

@@ -16,7 +16,7 @@ _NEEDED = ("torch", "transformers", "peft", "safetensors", "openai")
 
 @click.command("demo")
 @click.option("--seed", default=0, show_default=True, help="Seed of task order, sampling and minibatches.")
-@click.option("--steps", default=None, type=click.IntRange(min=1), help="Updates of the weights, at most.")
+@click.option("--steps", default=None, type=click.IntRange(min=1), help="Maximum number of weight updates.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the run; default runs/demo-<n>.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Continue an interrupted run.")
 @click.option("--show-agent", is_flag=True, help="Print the agent's source and stop.")
@@ -29,7 +29,7 @@ def command(seed: int, steps: int | None, run_dir: Path | None, resume: Path | N
     if missing:
         raise PluginError(f"the demo needs {', '.join(missing)}. Install with: pip install 'lightning[demo]'")
     if resume is not None and run_dir is not None:
-        raise click.UsageError("--resume names the directory already; leave --run-dir out")
+        raise click.UsageError("--resume already names the directory; omit --run-dir")
     if resume is not None and not (resume / "checkpoint").is_dir():
         raise click.UsageError(
             f"{resume} holds no checkpoint; a run is saved after its first step. Start with: agl demo"

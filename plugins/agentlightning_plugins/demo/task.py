@@ -53,7 +53,7 @@ TEMPLATES = (
 
 
 def number_pairs(operator: Operator, split: Split) -> list[tuple[int, int]]:
-    """All pairs `(a, b)` of 2 to 99 for which `a operator b` is a whole number from 1 to 99, in a fixed order."""
+    """Returns a split's pairs `(a, b)` from 2 to 99 whose `a operator b` is a whole number from 1 to 99, in order."""
     pairs = ((a, b) for a in range(2, LARGEST + 1) for b in range(2, LARGEST + 1))
     return [pair for pair in pairs if split_of(*pair) == split and 1 <= (apply(operator, *pair) or 0) <= LARGEST]
 

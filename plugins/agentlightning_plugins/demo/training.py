@@ -50,9 +50,9 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
     """Trains in ``directory`` and writes its report.
 
     Args:
-        directory: of the run; holds metrics, checkpoint, transcripts and report afterwards.
-        seed: of everything random.
-        steps: updates at most; default is what the demo was tuned for.
+        directory: directory of the run; contains metrics, checkpoint, rollouts and report afterwards.
+        seed: seed for everything random.
+        steps: maximum number of updates; default is the number that the demo was tuned for.
         resume: continue the run in ``directory`` with the seed and steps that it was started with.
 
     Returns:
@@ -91,7 +91,7 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Reads the steps of a ``metrics.jsonl``; the last line of a step counts, since a resume may repeat it."""
+    """Reads the steps of a ``metrics.jsonl``; the last line of a step counts, since a resumed run may repeat steps."""
     entries = [json.loads(line) for line in file.read_text().splitlines()]
     steps = {entry["step"]: entry for entry in entries if "step" in entry}
     return [steps[step] for step in sorted(steps)]
@@ -120,7 +120,7 @@ def _settings(directory: Path, seed: int, steps: int | None, resume: bool) -> di
 
 
 async def _choose_transcripts(directory: Path) -> dict[str, dict[str, Any]]:
-    """Reads one test task before and after training: one that is solved only after, if there is one."""
+    """Reads the transcripts of a test task before and after training, if possible one that is solved only after."""
     store = create_store(f"sqlite:///{directory}/store.db")
     try:
         by_step: dict[int, dict[int, Rollout]] = {}

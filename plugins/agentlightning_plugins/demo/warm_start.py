@@ -69,7 +69,7 @@ WORDS = r" ?[A-Za-z]+[.,?:]? ?|\d{1,2}| ?[-+*/] ?|."
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A lossless tokenizer: one token for each fixed piece of the conversation, each word and each number below 100.
+    """Makes a lossless tokenizer: one token per fixed piece of the conversation, per word and per number below 100.
 
     Anything else is spelled in bytes.
     """
@@ -116,10 +116,10 @@ def demonstrate(problem: Problem, rng: random.Random) -> list[dict[str, Any]]:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A small transformer with random weights.
+    """Makes a small transformer with random weights.
 
-    Their standard deviation of 0.1 is five times the usual one: at this width it lets attention find equal tokens at
-    once, so that the model learns to copy numbers in hundreds of steps and not in thousands.
+    Their standard deviation of 0.1 is five times the usual one: at this width it lets attention find equal tokens
+    immediately, so the model learns to copy numbers in hundreds of steps instead of thousands.
     """
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -139,9 +139,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[dict[str, Tensor]]:
-    """Yields demonstrations, right-padded, each (BATCH, tokens of the longest).
+    """Yields batches of demonstrations, right-padded to the shape (BATCH, tokens of the longest one).
 
-    Every token has a label, those of the questions too, so that the model learns to distinguish the kinds of question.
+    The tokens of the questions have labels too, so that the model learns to distinguish the kinds of question.
     """
     rng = random.Random(SEED)
     problems = problem_stream("train", SEED)
@@ -171,7 +171,7 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Writes the checkpoint in the Hugging Face layout.
 
-    The weights are stored in 16 bits, to be small, and used in 32: a load that names no type takes the configuration's.
+    The weights are stored in 16 bits, to save space, and used in 32: the configuration states the type to load.
     """
     directory.mkdir(parents=True, exist_ok=True)
     model.half().save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""``LlmProxyTraceToTriplet``: triplets of the gateway's spans."""
+"""``LlmProxyTraceToTriplet``: triplets from the gateway's spans."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from agentlightning.types import Span
 
 
 class LlmProxyTraceToTriplet(TraceToTriplet):
-    """Makes triplets of the gateway's spans only, in the order of their ``sequence_id``.
+    """Makes triplets from the gateway's spans only, in the order of their ``sequence_id``.
 
-    The gateway and the agent may run on machines whose clocks differ. So rewards are matched by the times of the
-    clients' spans if every call has one, which the agent's machine recorded like the rewards, else by ``sequence_id``.
+    The gateway and the agent may run on machines whose clocks differ. If every call has a client's span, rewards are
+    matched by the times of these spans, which the agent's machine recorded like the rewards; else by ``sequence_id``.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LlmProxyTraceToTriplet(TraceToTriplet):
 
 
 def _find_client(call: Call) -> Node | None:
-    """Returns the client's span of a call that is anchored at the gateway's, if the trace has it."""
+    """Returns the client's span of a call whose anchor is the gateway's span, if the trace has one."""
     client = call.anchor.parent
     if client is None or client.span.span_id != call.anchor.span.parent_id:
         return None

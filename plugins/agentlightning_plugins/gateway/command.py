@@ -47,13 +47,13 @@ _ANSWER_S: Final = 10.0
     "store_url",
     envvar="AGL_STORE",
     show_envvar=True,
-    help=f"URL of the store of the calls, {DEFAULT_STORE} by default.",
+    help=f"URL of the store that records the calls, {DEFAULT_STORE} by default.",
 )
 @click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="The token of the store.")
 @click.option(
     "--host", help="Address to listen on, 127.0.0.1 by default; on any address except loopback, calls need keys."
 )
-@click.option("--port", type=click.IntRange(0, 65535), help=f"{DEFAULT_PORT} by default; 0 takes a free one.")
+@click.option("--port", type=click.IntRange(0, 65535), help=f"{DEFAULT_PORT} by default; 0 chooses a free port.")
 @click.pass_context
 def command(
     context: click.Context,
@@ -127,7 +127,7 @@ def pause_command(url: str, token: str | None, drain_s: float | None) -> None:
 @_TOKEN
 @click.option("--weight-version", type=int, help="The version of the new weights.")
 def resume_command(url: str, token: str | None, weight_version: int | None) -> None:
-    """Let calls go on."""
+    """Let calls continue."""
     echo(f"serving, {_version(ask_gateway(url, token, 'resume', {'weight_version': weight_version}))}")
 
 
@@ -135,7 +135,7 @@ def ask_gateway(url: str, token: str | None, path: str, body: dict[str, Any] | N
     """Sends a request to an endpoint for operators: a POST with ``body``, or a GET.
 
     Raises:
-        ConfigError: not an http(s) URL.
+        ConfigError: ``url`` is not an http(s) URL.
         StoreError: the gateway cannot be reached or answers with an error.
     """
     root = url.rstrip("/").removesuffix("/v1")
@@ -165,7 +165,8 @@ def _find_key(root: str) -> str | None:
 
     try:
         parts = urlsplit(root)
-        return read_key(parts.port or 80) if is_loopback(parts.hostname or "") else None
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        return read_key(port) if is_loopback(parts.hostname or "") else None
     except ValueError:  # the port is not a number
         return None
 
@@ -214,7 +215,7 @@ async def _serve(settings: dict[str, Any], url: str, token: str | None, read_mod
         await proxy.start()
         stack.push_async_callback(proxy.stop)
         port = urlsplit(proxy.endpoint).port
-        if store.token is None and port is not None:  # with a token, operators have that
+        if store.token is None and port is not None:  # operators use the store's token if it has one
             stack.callback(write_key(port, proxy.operator_key).unlink, missing_ok=True)
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -39,7 +39,7 @@ class ServerThread:
         self._settings = settings
 
     def start(self) -> int:
-        """Begins to serve and returns the port; raises OSError if the address cannot be bound."""
+        """Starts serving and returns the port; raises OSError if the address cannot be bound."""
         started: Future[int] = Future()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve(started)), name="agentlightning-gateway", daemon=True
@@ -88,7 +88,7 @@ class ServerProcess:
             ) from error
 
     def start(self) -> int:
-        """Begins to serve and returns the port; raises OSError if the address cannot be bound."""
+        """Starts serving and returns the port; raises OSError if the address cannot be bound."""
         self._connection, theirs = Pipe()
         with theirs:
             arguments = [sys.executable, "-P", "-m", "agentlightning_plugins.gateway.launch", str(theirs.fileno())]
@@ -103,7 +103,7 @@ class ServerProcess:
         return port
 
     def call(self, command: str, *arguments: Any) -> Any:
-        """Calls a method of ``GatewayServer`` and returns its result or raises its error; StoreError if it is gone."""
+        """Calls a method of ``GatewayServer``, as ``ServerThread.call``; raises StoreError if the process is dead."""
         return self._send((command, *arguments))
 
     def stop(self) -> None:
@@ -140,7 +140,7 @@ class ServerProcess:
 
 
 def main() -> None:
-    """Serves in the new process until the parent stops it or is gone, which closes the socket."""
+    """Serves in the new process until the parent stops it or exits, which closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to stop
     connection = Connection(int(sys.argv[1]))
     path: list[str] = connection.recv()  # first, because unpickling the next message may need it
@@ -158,7 +158,7 @@ async def _serve(connection: Connection, store: LightningStore, settings: Settin
     except OSError as error:
         connection.send(error)
         return
-    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+    with contextlib.suppress(EOFError, OSError):  # the parent has exited
         while (message := await asyncio.to_thread(connection.recv)) != "stop":
             command, *arguments = message
             try:
@@ -168,7 +168,7 @@ async def _serve(connection: Connection, store: LightningStore, settings: Settin
             connection.send(answer)
     await server.stop()
     await store.close()
-    with contextlib.suppress(OSError):  # the parent is gone
+    with contextlib.suppress(OSError):  # the parent has exited
         connection.send(None)
 
 

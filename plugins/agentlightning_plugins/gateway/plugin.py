@@ -28,7 +28,7 @@ _COMPONENTS: Final[tuple[tuple[ComponentKind, str, str, str], ...]] = (
     ("provider", "vllm", "backends.provider:VLLM", "vLLM, with token ids"),
     ("provider", "openai", "backends.provider:OpenAI", "OpenAI itself"),
     ("provider", "anthropic", "backends.provider:Anthropic", "Anthropic itself"),
-    ("provider", "litellm", "backends.litellm:LiteLLM", "any that litellm knows"),
+    ("provider", "litellm", "backends.litellm:LiteLLM", "any provider that litellm supports"),
 )
 
 

@@ -32,15 +32,15 @@ class LLMProxy:
     """A reverse proxy between agents and model servers, which records every call as a span.
 
     The URL of a call names its attempt: ``/rollout/{rollout_id}/attempt/{attempt_id}/v1``. Agents get this URL from
-    their ``ProxyLLM`` resource, with a key that is valid for this attempt only and names it too. Recorded calls have
-    the token ids and log-probabilities that training needs; the agent gets only what it asked for. Calls to plain
-    ``/v1`` without such a key are relayed and not recorded, or refused if keys are required.
+    their ``ProxyLLM`` resource, with a key that is valid for this attempt only and also names it. Recorded calls have
+    the token ids and log-probabilities that training needs; the agent gets only what it requested. Calls to plain
+    ``/v1`` without such a key are relayed but not recorded, or refused if keys are required.
 
-    ``pause``, ``drain``, ``resume`` and ``status`` raise ConflictError if the gateway does not serve.
+    ``pause``, ``drain``, ``resume`` and ``status`` raise ConflictError if the gateway is not running.
     """
 
     store: LightningStore | None
-    """Records the calls. May be set until ``start``."""
+    """Store that records the calls; may be set before ``start``."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class LLMProxy:
         """Prepares the gateway; ``start`` opens it.
 
         Args:
-            port: to listen on; None takes a free one.
+            port: port to listen on; None chooses a free port.
             model_list: for each backend ``{"model_name": ..., "litellm_params": {"model": "hosted_vllm/<name>",
                 "api_base": ..., "api_key": ...}}`` or ``{"model": ..., "endpoint": ..., "api_key": ...}``. Entries with
                 the same name are backends of one model. ``api_key`` may be ``os.environ/NAME`` or ``${NAME}``. Each
@@ -69,20 +69,20 @@ class LLMProxy:
                 requests without these parameters; ``seed_calls``, to give each call a seed derived from
                 ``metadata["seed"]`` of its rollout and the number of the call; ``weight``, its share of the calls;
                 ``price``, with ``input_per_million`` and ``output_per_million``; and ``provider``.
-            store: records the calls.
+            store: store that records the calls.
             host: address to listen on; None means 127.0.0.1.
-            num_retries: how many further rounds over the backends of its model a call makes after connect errors and
-                statuses 408, 409, 429 and 5xx.
-            launch_mode: ``thread`` serves from a thread of this process, ``process`` from a process of its own, for
-                which the store must be served.
+            num_retries: how many times a call tries all backends of its model again after connect errors and statuses
+                408, 409, 429, 500, 502, 503, 504 and 529.
+            launch_mode: ``thread`` serves from a thread of this process, ``process`` from a separate process,
+                for which the store must be served.
             require_keys: whether calls need the key of their attempt; None: on all addresses except loopback.
             budget: limits of each attempt: any of ``calls``, ``tokens``, and ``cost`` by the models' prices.
             read_timeout_s: how long a backend may be silent.
-            health_interval_s: between two health checks of each backend.
+            health_interval_s: seconds between two health checks of each backend.
             pause_wait_s: how long a call waits while the gateway is paused, before it gets status 429 with Retry-After;
-                0 answers at once.
-            cache: whether a request at temperature 0 or with a seed, which a call recorded in the store made before,
-                gets the answer of that call. For prompt search and evaluation.
+                0 answers immediately.
+            cache: whether a request at temperature 0 or with a seed gets the answer of an earlier call with the same
+                request, if the store contains one. For prompt search and evaluation.
 
         Raises:
             ConfigError: an entry of ``model_list`` or another value is invalid.
@@ -127,15 +127,15 @@ class LLMProxy:
 
     @property
     def operator_key(self) -> str:
-        """Lets HTTP requests pause, drain and resume this gateway, like the token of its store; new for each object."""
+        """Key that lets HTTP requests control this gateway, like its store's token; new for each object."""
         return self._settings.operator_key
 
     @property
     def endpoint(self) -> str:
-        """Base URL for calls that are not recorded; known before ``start`` if the port is.
+        """Base URL for calls that are not recorded; known before ``start`` if the port is set.
 
         Raises:
-            ConfigError: the port is to be a free one, and the gateway has not been started.
+            ConfigError: no port was given, and the gateway has not been started.
         """
         if not self._settings.port:
             raise ConfigError("the gateway has no port yet: start it first, or give it a port")
@@ -143,7 +143,7 @@ class LLMProxy:
         return f"http://{f'[{host}]' if ':' in host else host}:{self._settings.port}/v1"
 
     async def start(self) -> None:
-        """Begins to serve; does nothing if it serves already.
+        """Starts serving; does nothing if the gateway is already running.
 
         Raises:
             ConfigError: there is no store, a server process could not reach it, or the address cannot be bound.
@@ -163,18 +163,18 @@ class LLMProxy:
         self._launched = launched
 
     async def stop(self) -> None:
-        """Stops serving, after the recorded spans are stored; does nothing if it does not serve."""
+        """Stops serving and stores the recorded spans; does nothing if the gateway is not running."""
         launched, self._launched = self._launched, None
         if launched is not None:
             await asyncio.to_thread(launched.stop)
 
     async def flush(self) -> None:
-        """Waits until every answered call is in the store; does nothing if the gateway does not serve."""
+        """Waits until every answered call is in the store; does nothing if the gateway is not running."""
         if self._launched is not None:
             await self._call("flush")
 
     async def pause(self) -> None:
-        """Makes new calls wait, so that the weights of the models can change; calls in flight go on.
+        """Makes new calls wait, so that the weights of the models can change; calls in flight continue.
 
         Up to ten thousand calls wait, each for up to ``pause_wait_s``; the others get status 429 with Retry-After.
         """
@@ -194,9 +194,9 @@ class LLMProxy:
                 return False
 
     async def resume(self, weight_version: int | None = None) -> None:
-        """Lets calls go on.
+        """Lets calls continue.
 
-        ``weight_version`` is recorded with calls whose backend does not state its own; None leaves it as it is.
+        ``weight_version`` is recorded with calls whose backend does not state its own; None keeps the current version.
         """
         await self._call("resume", weight_version)
         if weight_version is not None:
@@ -208,7 +208,7 @@ class LLMProxy:
         return status
 
     def update_model_list(self, model_list: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces models and backends from the next call on; calls in flight stay at their backends.
+        """Replaces models and backends from the next call on; calls in flight keep their backends.
 
         Raises:
             ConfigError: an entry is invalid; nothing changes.
@@ -231,17 +231,17 @@ class LLMProxy:
             rollout_id: with ``attempt_id``, the result is an LLM whose calls belong to this attempt; without both, a
                 ProxyLLM, from which each agent gets such an LLM.
             attempt_id: see ``rollout_id``.
-            model: None means the only one of the model list.
-            sampling_parameters: for the agent.
+            model: name of the model; None means the only one in the model list.
+            sampling_parameters: sampling parameters for the agent.
 
         Raises:
-            ConfigError: the model is unknown, or there are several and none was named.
+            ConfigError: the model is unknown, or there are several and ``model`` is None.
             ValueError: one id was given without the other.
         """
         known = ", ".join(self._names) or "none yet"
         if model is None:
             if len(self._names) != 1:
-                raise ConfigError(f"say which model the resource is for: as_resource(model=...). Models: {known}")
+                raise ConfigError(f"name the model that the resource is for: as_resource(model=...). Models: {known}")
             model = self._names[0]
         elif model not in self._names:
             raise ConfigError(f"no model {model!r}.{suggest(model, self._names)} Models: {known}")
@@ -256,7 +256,7 @@ class LLMProxy:
 
     async def _call(self, command: str, *arguments: Any) -> Any:
         if self._launched is None:
-            raise ConflictError(f"the gateway does not serve, so there is nothing to {command}; start it first")
+            raise ConflictError(f"the gateway is not running, so {command}() is not possible; start it first")
         return await asyncio.to_thread(self._launched.call, command, *arguments)
 
 

@@ -19,23 +19,23 @@ from agentlightning_plugins.http_request import RequestError, parse_json, read_b
 
 logger = logging.getLogger("agentlightning")
 MAX_BODY_BYTES: Final = 32 * 2**20
-"""After inflating, too."""
+"""Limit of a request's size, both before and after decompression."""
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _QUERY: Final = frozenset({"api-version", "beta"})
-"""Of the agent's URL, passed on: of Azure and of Anthropic."""
+"""Query parameters of Azure and Anthropic that are passed on from the agent's URL."""
 _CODES: Final = {413: "request_too_large", 415: "unsupported_encoding"}
 _MAX_WARNINGS: Final = 100
 _warned: Final[set[str]] = set()
-"""Fields that were not passed on, each of which is logged once."""
+"""Fields that were not passed on; each is logged once."""
 
 
 def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]) -> web.BaseRequest:
-    """The request factory of ``aiohttp.web.Server``."""
+    """Creates a request, as the request factory of ``aiohttp.web.Server``."""
     return web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop())
 
 
 async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: AttemptKey | None) -> Call | Reply:
-    """Reads the call of a request. Returns an error for the agent if the request contains none."""
+    """Reads the call of a request. Returns an error for the agent if the request contains no call."""
     if request.method != "POST":
         return refuse(dialect, 405, f"{request.path} takes POST, not {request.method}", "method_not_allowed")
     if request.headers.get("Expect", "").lower() == "100-continue" and request.version == HttpVersion11:

@@ -49,13 +49,13 @@ _SHUTDOWN_S: Final = 2.0
 _TAIL_S: Final = 0.1
 _DISCONNECTED: Final = "the agent disconnected before the answer was complete"
 _DISCONNECTED_STATUS: Final = 499  # as in nginx; for the metrics only
-_FINAL_WRITE_S: Final = 1.0  # how long the last error event of a stream may take
+_FINAL_WRITE_S: Final = 1.0  # limit for writing the last error event of a stream
 _STORE_WAIT_S: Final = 1.0  # how long an answer may wait until its call is stored
 _PAUSED_RETRY_S: Final = 5
 
 
 class GatewayServer:
-    """Relays calls to backends and hands a span of each to the store. Belongs to one event loop."""
+    """Relays calls to backends and sends a span of each call to the store. Belongs to one event loop."""
 
     def __init__(self, store: LightningStore, settings: Settings) -> None:
         """Prepares a server; raises ConfigError if the model list is invalid."""
@@ -80,7 +80,7 @@ class GatewayServer:
         self._warned: set[str] = set()
 
     async def start(self) -> int:
-        """Begins to serve and returns the port; raises OSError if the address cannot be bound."""
+        """Starts serving and returns the port; raises OSError if the address cannot be bound."""
         settings = self._settings
         if self._cache is not None:
             await self._cache.load(self._store)
@@ -177,7 +177,7 @@ class GatewayServer:
         in_flight = self._in_flight.add(call)
         try:
             return await self._serve(in_flight, backends, request)
-        except asyncio.CancelledError:  # by us, or by aiohttp because the client disconnected
+        except asyncio.CancelledError:  # cancelled by us, or by aiohttp because the client disconnected
             if not in_flight.is_attempt_over:
                 self._finish(call, _DISCONNECTED_STATUS, _DISCONNECTED)
                 raise
@@ -198,14 +198,14 @@ class GatewayServer:
         try:
             await self._ended.ask(self._store, attempt)
         except (StoreError, OSError, aiohttp.ClientError) as error:
-            logger.warning("the store does not say whether attempt %s has ended, so it goes on: %s", attempt[1], error)
+            logger.warning("the status of attempt %s cannot be read, so its calls continue: %s", attempt[1], error)
 
     async def _restore_usage(self, attempt: AttemptKey) -> None:
-        """Reads what an attempt used before this gateway started, from its spans."""
+        """Reads an attempt's usage before this gateway started from the attempt's spans."""
         try:
             self._usage.restore(attempt, await read_usage(self._store, attempt))
         except (StoreError, OSError, aiohttp.ClientError) as error:
-            logger.warning("the usage of attempt %s cannot be read, so it counts from now on: %s", attempt[1], error)
+            logger.warning("the usage of attempt %s cannot be read, so only new calls count: %s", attempt[1], error)
 
     async def _serve(
         self, in_flight: InFlightCall, backends: list[Backend], request: web.BaseRequest
@@ -250,7 +250,7 @@ class GatewayServer:
         if path in CONTROL_PATHS:
             return await self._controls.answer(request, path)
         known = ", ".join(f"/{known}" for known in (*self._dialects, "v1/models", *CONTROL_PATHS))
-        message = f"no {request.method} {request.path} here; there is {known}"
+        message = f"no endpoint {request.method} {request.path}; endpoints: {known}"
         return self._refuse(refuse(CHAT, 404, message, "not_found"))
 
     def _refuse(self, reply: Reply) -> web.Response:
@@ -319,7 +319,7 @@ class GatewayServer:
                             await response.write(relayed)
                         idle.reset()
             except TimeoutError as error:
-                failure, limit_s = f"the answer stood still: {error}", _FINAL_WRITE_S
+                failure, limit_s = f"the answer stalled: {error}", _FINAL_WRITE_S
             last = relayed if reader.is_done else reader.close(failure)
             if call.completion.weight_version is None:
                 call.completion.weight_version = version
@@ -344,9 +344,9 @@ class GatewayServer:
         return response
 
     def _finish(self, call: Call, status: int, error: str | None = None) -> None:
-        """Counts a finished call and hands it to the span writer, once.
+        """Counts a finished call and passes it to the span writer, once.
 
-        Must be called before the agent sees the end of its answer: a flush after an answer must include its span.
+        Must be called before the agent gets the end of its answer: a flush after an answer must include its span.
         """
         if call.end_time:
             return
@@ -365,10 +365,10 @@ class GatewayServer:
             self._check_token_ids(call)
 
     async def _store_call(self, call: Call) -> None:
-        """Waits until a finished call is in a durable store, or the store takes too long.
+        """Waits, for a limited time, until a durable store contains a finished call.
 
-        The agent gets the end of its answer afterwards, so a rollout that has succeeded has all of its calls, even if
-        this process is killed.
+        The agent gets the end of its answer afterwards, so the store has all calls of a rollout that has succeeded,
+        even if this process is killed.
         """
         if call.attempt is not None and self._store.capabilities["durable"]:
             await self._writer.flush(*call.attempt, timeout_s=_STORE_WAIT_S)

@@ -23,7 +23,7 @@ class Settings:
     pause_wait_s: float
     cache: bool
     operator_key: str = field(repr=False)
-    """Its holder may operate the gateway, as with the store's token."""
+    """Key whose holder may operate the gateway, as with the store's token."""
     model_list: Sequence[Mapping[str, Any]] = ()
     weight_version: int | None = None
-    """Of the weights that the first calls get."""
+    """Version of the weights that serve the first calls."""

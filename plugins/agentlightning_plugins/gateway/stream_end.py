@@ -12,6 +12,6 @@ async def end_stream(request: web.BaseRequest, response: web.StreamResponse, las
     try:
         async with asyncio.timeout(limit_s):
             await response.write_eof(last)
-    except (TimeoutError, ConnectionResetError, asyncio.CancelledError):  # aiohttp's, after a write was cancelled
+    except (TimeoutError, ConnectionResetError, asyncio.CancelledError):  # the last by aiohttp, after a cancelled write
         if request.transport is not None:
             request.transport.abort()

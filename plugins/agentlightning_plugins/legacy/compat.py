@@ -1,4 +1,4 @@
-"""Serves the names of Agent Lightning 0.3 beside ours; docs/migration.md lists them all."""
+"""Serves the names of Agent Lightning 0.3 in addition to ours; docs/migration.md lists them all."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ NAMES: Final[Mapping[str, str]] = {
     "RewardAttributes": f"{_HERE}.RewardAttributes",
     "RewardPydanticModel": "agentlightning.reward.Reward",
 }
-"""Names that are called otherwise now, in whichever module of 0.3 they stood."""
+"""Names of 0.3 that have changed, whatever their module, and the current target of each."""
 
 _INSTEAD: Final = {
     f"{_HERE}.LightningStoreThreaded": "the store itself, which is thread-safe",
@@ -121,7 +121,7 @@ _INSTEAD: Final = {
     f"{_V0}.Task": "agentlightning.Rollout",
     f"{_V0}.TaskIfAny": "agentlightning.Rollout",
 }
-"""The names that warnings recommend instead of those that this plugin implements."""
+"""The names that warnings recommend instead of names that this plugin implements."""
 
 
 class LightningSpanAttributes(enum.Enum):
@@ -185,7 +185,7 @@ def extract_links_from_attributes(attributes: Mapping[str, Any]) -> list[LinkPyd
 
 
 def query_linked_spans(spans: Sequence[agl.Span], links: Iterable[LinkPydanticModel]) -> list[agl.Span]:
-    """Returns the spans that all links match; ``trace_id`` and ``span_id`` are those of the span."""
+    """Returns the spans that all links match; the keys ``trace_id`` and ``span_id`` mean the span's own ids."""
     wanted = dict(links)
     ids = ("trace_id", "span_id")
     return [
@@ -196,7 +196,7 @@ def query_linked_spans(spans: Sequence[agl.Span], links: Iterable[LinkPydanticMo
 
 
 class _CallableBool(int):
-    """``proxy.is_running`` of ours, which 0.3 calls."""
+    """The value of the property ``proxy.is_running``, which programs for 0.3 call as a method."""
 
     def __call__(self) -> bool:
         _warn("LLMProxy.is_running()", "LLMProxy.is_running")
@@ -204,10 +204,10 @@ class _CallableBool(int):
 
 
 class _OldModule(types.ModuleType):
-    """A module of 0.3, whose names are those of another module now."""
+    """A module of 0.3 whose names are now in another module."""
 
     def __init__(self, name: str, new: str) -> None:
-        super().__init__(name, f"Has its names from {new} now.")
+        super().__init__(name, f"Provides the names of {new}.")
         self.__dict__["_new"] = new
 
     def __getattr__(self, name: str) -> Any:
@@ -243,7 +243,7 @@ def _add_module(old: str, new: str) -> None:
 
 
 def _extend_module(module: types.ModuleType) -> None:
-    """Serves ``NAMES`` that a module of ours does not have."""
+    """Makes a module serve the ``NAMES`` that it does not have."""
     previous = getattr(module, "__getattr__", None)
 
     def __getattr__(name: str) -> Any:
@@ -261,14 +261,14 @@ def _extend_module(module: types.ModuleType) -> None:
 
 
 def _find(old: str, new: str, name: str) -> Any:
-    """Returns the value of a name of 0.3 and warns of the name it has now."""
+    """Returns the value of a name of 0.3 and warns with its current name."""
     target = f"{new}.{name}"
     if name in NAMES and (old == new or not _has(new, name)):
         target = NAMES[name]
     elif not _has(new, name):
         known = [*NAMES, *dir(importlib.import_module(new))]
         raise AttributeError(
-            f"{old} of Agent Lightning 0.3 had no {name!r}, or it is gone.{suggest(name, known)} See docs/migration.md"
+            f"{old} of 0.3 had no {name!r}, or it was removed.{suggest(name, known)} See docs/migration.md"
         )
     is_ours = target.startswith(new) and _has("agentlightning", name)
     _warn(f"{old}.{name}", _INSTEAD.get(target, f"agentlightning.{name}" if is_ours else target))
@@ -282,7 +282,7 @@ def _has(module: str, name: str) -> bool:
 
 
 def _warn(old: str, new: str) -> None:
-    """Warns at the first line outside this file; not when the import system only looks whether a name exists."""
+    """Warns at the first line outside this file, unless the import system only checks that a name exists."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         level, frame = level + 1, frame.f_back

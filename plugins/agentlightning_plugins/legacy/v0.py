@@ -41,11 +41,11 @@ from agentlightning_plugins.legacy.v0_spans import read_spans
 logger = logging.getLogger("agentlightning")
 _HEARTBEAT_S: Final = 5.0
 _CONFIG: Final = agl.RolloutConfig(max_attempts=5, retry_condition=["timeout", "unresponsive"])
-"""0.1 queued a task again whose agent was lost: its time is over, or its lease if this server did not renew it."""
+"""Like 0.1, retries a task whose agent was lost: its time is over, or this server did not renew its lease."""
 _MAX_BODY_BYTES: Final = 64 * 2**20
 _MAX_ITEMS: Final = 5_000_000
 _MAX_ERROR: Final = 2000
-"""Characters of the message about a malformed report."""
+"""Largest number of characters in the message about a malformed report."""
 _METHODS: Final = {
     "train": ("training_rollout", "rollout"),
     "val": ("validation_rollout", "rollout", "training_rollout"),
@@ -68,19 +68,19 @@ class AgentLightningServer:
 
         Args:
             host: address to listen on.
-            port: to listen on; 0 takes a free one.
-            task_timeout_seconds: an agent that reports nothing for so long has lost its rollout. One of ``queue_task``
-                is queued again, up to five attempts; others as their configuration says.
-            store: any store; default is one in memory.
+            port: port to listen on; 0 chooses a free port.
+            task_timeout_seconds: time after which an agent that has not reported loses its rollout. Rollouts of
+                ``queue_task`` are queued again, up to five attempts; others according to their configuration.
+            store: any store; default is an in-memory store.
         """
         self.store = store if store is not None else agl.InMemoryLightningStore()
         self.host, self.port = host, port
         self.task_timeout_seconds = task_timeout_seconds
         self._worker_id = f"v0-{secrets.token_hex(4)}"
         self._claimed: dict[str, tuple[AttemptedRollout, float]] = {}
-        """By rollout id, with the time of the loop."""
+        """Claimed rollouts by id, each with the time of its claim on the event loop's clock."""
         self._queued: set[str] = set()
-        """The ids of ``queue_task``: only their reports are kept, for those who ask for them by it."""
+        """Ids from ``queue_task``. Only the reports on these rollouts are kept, for the caller to retrieve."""
         self._completed: dict[str, RolloutLegacy] = {}
         self._news = asyncio.Event()
         self._runner: web.AppRunner | None = None
@@ -88,11 +88,11 @@ class AgentLightningServer:
 
     @property
     def endpoint(self) -> str:
-        """The URL that agents are given."""
+        """URL for agents."""
         return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
-        """Begins to serve."""
+        """Starts serving."""
         application = web.Application(middlewares=[self._guard])
         application.router.add_get("/task", self._answer_task)
         application.router.add_get("/resources/{resources_id}", self._answer_resources)
@@ -137,11 +137,11 @@ class AgentLightningServer:
         return (await self.store.add_resources(resources)).version_id
 
     async def get_completed_rollout(self, rollout_id: str) -> RolloutLegacy | None:
-        """Removes and returns the report on a rollout, None if there is none yet."""
+        """Removes and returns the report on a rollout; None if it has not arrived yet."""
         return self._completed.pop(rollout_id, None)
 
     async def poll_completed_rollout(self, rollout_id: str, timeout: float | None = None) -> RolloutLegacy | None:
-        """As ``get_completed_rollout``, after waiting up to ``timeout`` for the report."""
+        """Like ``get_completed_rollout``, but waits up to ``timeout`` seconds for the report."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while rollout_id not in self._completed:
@@ -178,7 +178,7 @@ class AgentLightningServer:
             rollout_id=rollout.rollout_id,
             input=rollout.model_dump(mode="json")["input"],
             mode=rollout.mode,
-            resources_id=rollout.rollout_id,  # its own, so that the calls of its agent are attributed to it
+            resources_id=rollout.rollout_id,  # its own id, so that its agent's calls are attributed to it
             create_time=rollout.start_time,
             last_claim_time=rollout.attempt.start_time,
             num_claims=rollout.attempt.sequence_id,
@@ -187,7 +187,7 @@ class AgentLightningServer:
         return _respond(TaskIfAny(is_available=True, task=task))
 
     async def _answer_resources(self, request: web.Request) -> web.Response:
-        """Answers with resources by their id, by the id of a claimed rollout, or the latest."""
+        """Answers with the resources of an id or of a claimed rollout, or with the latest ones."""
         asked = request.match_info["resources_id"]
         rollout = self._claimed[asked][0] if asked in self._claimed else None
         wanted = asked if rollout is None else rollout.resources_id
@@ -216,7 +216,7 @@ class AgentLightningServer:
                 return _refuse(404, f"{report.rollout_id!r} is not a claimed rollout")
             ids = report.rollout_id, claimed[0].attempt.attempt_id
             spans = read_spans(report, *ids)
-        except (ValueError, AttributeError, TypeError) as problem:  # of pydantic, or from a trace of the wrong shape
+        except (ValueError, AttributeError, TypeError) as problem:  # from pydantic, or from a malformed trace
             return _refuse(422, f"the report is malformed: {str(problem)[:_MAX_ERROR]}")
         del self._claimed[report.rollout_id]
         try:
@@ -246,7 +246,7 @@ class AgentLightningServer:
                 logger.warning("the leases of agents of 0.1 could not be renewed: %s", error)
 
     async def _renew(self) -> None:
-        """Sends heartbeats for agents, which send none, until their time is over."""
+        """Sends heartbeats on behalf of agents of 0.1, which send none, until their time is over."""
         now = asyncio.get_running_loop().time()
         for rollout_id, (rollout, since) in list(self._claimed.items()):
             if now - since > self.task_timeout_seconds and self._claimed.pop(rollout_id, None) is not None:
@@ -255,7 +255,7 @@ class AgentLightningServer:
                 except (ConflictError, NotFoundError):
                     pass  # it has ended already
                 except StoreError:
-                    self._claimed.setdefault(rollout_id, (rollout, since))  # to be ended at the next time
+                    self._claimed.setdefault(rollout_id, (rollout, since))  # tried again at the next renewal
                     raise
         attempts = [rollout.attempt.attempt_id for rollout, _ in self._claimed.values()]
         await self.store.update_worker(self._worker_id, attempt_ids=attempts)
@@ -273,7 +273,7 @@ class AgentLightningClient:
     """The client of agents of 0.1."""
 
     def __init__(self, endpoint: str, poll_interval: float = 5.0, timeout: float = 10.0) -> None:
-        """Makes a client; connects at the first request.
+        """Prepares a client, which connects at the first request.
 
         Args:
             endpoint: URL of the server.
@@ -332,7 +332,7 @@ class _Agent(agl.LitAgent[Any]):
         return method(task, resources, rollout)
 
     def _keep(self, rollout: agl.Rollout, result: Any) -> Any:
-        """Keeps triplets and reports, which agents do not return any more."""
+        """Keeps triplets and reports, which agents can no longer return."""
         if isinstance(result, RolloutLegacy):
             self.results[rollout.rollout_id] = result
             return result.final_reward

@@ -31,7 +31,7 @@ class ChatReply:
         self._reason = answer.finish_reason or ("tool_calls" if answer.tool_calls else "stop")
 
     def whole(self) -> dict[str, Any]:
-        """The answer to a request without ``stream``."""
+        """Returns the answer to a request without ``stream``."""
         choices, count = [], 0
         for index in range(self._body.get("n") or 1):
             tokens = [token for piece in self._pieces(index) for token in piece[1]]
@@ -49,7 +49,7 @@ class ChatReply:
         return self._envelope("", choices) | {"usage": self._usage(count)}
 
     def chunks(self) -> Iterator[dict[str, Any]]:
-        """The chunks of a stream; the first has the role, the last the finish reason."""
+        """Yields the chunks of a stream; the first has the role, and the last the finish reason."""
         first, count = True, 0
         for index in range(self._body.get("n") or 1):
             for delta, tokens, last in self._pieces(index):
@@ -130,7 +130,7 @@ def _chat_logprob(text: str, value: float) -> dict[str, Any]:
 
 
 def embed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """An answer of Embeddings: the vector of a text is its length and its first token."""
+    """Returns an answer of Embeddings: the vector of a text is its length and its first token."""
     texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
     data = [
         {"object": "embedding", "index": index, "embedding": [float(len(text)), float(encode(text)[0])]}

@@ -18,7 +18,7 @@ class MessagesReply:
         self._body, self._answer, self._id = body, answer, f"msg_{reply_id}"
 
     def whole(self) -> dict[str, Any]:
-        """The answer to a request without ``stream``."""
+        """Returns the answer to a request without ``stream``."""
         answer = self._answer
         reason = "tool_use" if answer.tool_calls else "end_turn"
         return {
@@ -34,7 +34,7 @@ class MessagesReply:
         }
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The events of a stream."""
+        """Yields the events of a stream."""
         whole = self.whole()
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 1}}
         yield {"type": "message_start", "message": whole | begun}
@@ -50,7 +50,7 @@ class MessagesReply:
         yield {"type": "message_stop"}
 
     def _blocks(self) -> list[tuple[dict[str, Any], str, str, str]]:
-        """Each block of the content, with type, key and whole text of its deltas."""
+        """Returns the blocks of the content, each with the type, key and whole text of its deltas."""
         answer = self._answer
         blocks: list[tuple[dict[str, Any], str, str, str]] = []
         if (thought := answer.reasoning) is not None:
@@ -66,12 +66,12 @@ class MessagesReply:
 
 
 def count_tokens(body: Mapping[str, Any]) -> int:
-    """The input tokens: the bytes of the messages as JSON."""
+    """Returns the number of input tokens: the bytes of the messages as JSON."""
     return len(encode(json.dumps(body["messages"])))
 
 
 def _parse(arguments: str | Mapping[str, Any]) -> Any:
-    """The input of a tool; text that is not JSON stays text."""
+    """Returns the input of a tool; text that is not JSON stays text."""
     if not isinstance(arguments, str):
         return dict(arguments)
     try:

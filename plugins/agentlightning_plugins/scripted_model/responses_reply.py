@@ -19,7 +19,7 @@ class ResponsesReply:
         self._body, self._answer, self._id = body, answer, f"resp_{reply_id}"
 
     def whole(self) -> dict[str, Any]:
-        """The answer to a request without ``stream``."""
+        """Returns the answer to a request without ``stream``."""
         answer, prompt = self._answer, len(encode(json.dumps(self._body["input"])))
         is_cut = answer.finish_reason == "length"
         output_tokens = answer.count_tokens()
@@ -46,7 +46,7 @@ class ResponsesReply:
         }
 
     def events(self) -> Iterator[Event]:
-        """The events of a stream."""
+        """Yields the events of a stream."""
         for number, event in enumerate(self._events()):
             yield {**event, "sequence_number": number}
 

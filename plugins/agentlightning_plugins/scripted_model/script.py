@@ -15,29 +15,29 @@ CHUNK_CHARS: Final = 4
 
 
 def encode(text: str) -> list[int]:
-    """The tokens of a text: its UTF-8 bytes."""
+    """Returns the tokens of a text: its UTF-8 bytes."""
     return list(text.encode())
 
 
 def decode(token_ids: Sequence[int]) -> str:
-    """The text of tokens, without ``EOS``."""
+    """Returns the text of tokens, without ``EOS``."""
     return bytes(token for token in token_ids if token != EOS).decode()
 
 
 def logprob(token_id: int) -> float:
-    """The log-probability of a token; exact in binary, so tests can use ``==``."""
+    """Returns the log-probability of a token; exact in binary, so tests can use ``==``."""
     return -(token_id % 15 + 1) / 16
 
 
 def render_prompt(body: Mapping[str, Any]) -> str:
-    """The text of a request's prompt."""
+    """Returns the text of a request's prompt."""
     if "messages" not in body:
         return str(body["prompt"])
     return "".join(f"<{m['role']}>{m.get('content') or ''}" for m in body["messages"]) + "<assistant>"
 
 
 def to_text(arguments: str | Mapping[str, Any]) -> str:
-    """The arguments of a tool call as they are sent."""
+    """Returns the arguments of a tool call as they are sent."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
@@ -52,16 +52,16 @@ class RecordedRequest:
     """A request of a client."""
 
     path: str
-    """Including the query."""
+    """Path, including the query."""
     headers: Mapping[str, str]
-    """Case-insensitive."""
+    """Headers by case-insensitive name."""
     raw: bytes
     body: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The reaction to one request. The fields from ``status`` on make the server misbehave."""
+    """The server's reaction to one request. The fields from ``status`` on make the server misbehave."""
 
     content: str | None = None
     """Default: None with tool calls or a refusal, else ``ok``."""
@@ -70,17 +70,17 @@ class Answer:
     finish_reason: str | None = None
     """Default: ``tool_calls`` if there are any, else ``stop``."""
     reasoning: str | None = None
-    """Its tokens come first."""
+    """Reasoning text; its tokens come first."""
     refusal: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further top-level fields of the answer, such as ``weight_version``."""
     headers: Mapping[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
-    """Before the status line."""
+    """Delay before the status line."""
     until: asyncio.Event | None = None
-    """Waits for this event after the delay."""
+    """Event to wait for after the delay."""
     chunk_delay_s: float = 0.0
-    """Before each chunk of a stream but the first."""
+    """Delay before each chunk of a stream except the first."""
     status: int = 200
     error: str = "scripted error"
     """The message when ``status`` is an error."""
@@ -89,10 +89,10 @@ class Answer:
     body: bytes | None = None
     """Sent unchanged instead of the answer."""
     content_type: str = "application/json"
-    """Of ``body``."""
+    """Content type of ``body``."""
 
     def text(self, index: int = 0) -> str | None:
-        """The text of choice ``index``; all but the first contain their index."""
+        """Returns the text of choice ``index``; texts other than the first contain their index."""
         content = self.content
         if content is None:
             if self.tool_calls or self.refusal:
@@ -101,7 +101,7 @@ class Answer:
         return content if index == 0 else f"{content} #{index}"
 
     def count_tokens(self) -> int:
-        """Number of tokens of choice 0, including ``EOS``."""
+        """Returns the number of tokens of choice 0, including ``EOS``."""
         text = (self.reasoning or "") + (self.text() or "") + (self.refusal or "")
         calls = [f"<tool_call>{name}{to_text(arguments)}" for name, arguments in self.tool_calls]
         return len(encode(text + "".join(calls))) + 1

@@ -37,7 +37,7 @@ class ScriptedOpenAI:
     """A model server on a free port of 127.0.0.1.
 
     It serves OpenAI's chat completions, completions, responses, embeddings and models, and Anthropic's messages.
-    ``async with`` serves on the running event loop, and ``with`` in a thread of its own, for callers that block theirs.
+    ``async with`` serves on the running event loop; ``with`` serves in a separate thread, for callers that block.
     """
 
     requests: list[RecordedRequest]
@@ -56,10 +56,10 @@ class ScriptedOpenAI:
 
         Args:
             script: the answers in order, of which the last is repeated, or a function of the request.
-            models: names for ``/v1/models``; requests may name any.
+            models: names for ``/v1/models``; requests may name any model.
             token_ids: the reaction to ``return_token_ids``: ids, like vLLM; none, like a server that does not know the
                 field; or an error, like OpenAI.
-            refused: further fields of requests that are an error, which names only the first of them.
+            refused: further request fields that cause an error, which names only the first such field.
             api_key: the only accepted key; None accepts any request.
         """
         self.requests = []

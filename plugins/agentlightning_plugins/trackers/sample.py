@@ -11,7 +11,7 @@ from agentlightning.types import Rollout, Span
 
 
 class SampleRow(NamedTuple):
-    """A finished rollout; the prompt and the answer are those of its last model call."""
+    """A finished rollout; the prompt and the answer come from its last model call."""
 
     rollout_id: str
     mode: str

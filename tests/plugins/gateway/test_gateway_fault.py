@@ -175,7 +175,7 @@ STREAMED: dict[str, tuple[Misbehaviour, str]] = {
     "resets in a stream": (sends(STREAM_HEAD + chunk(EVENT)), "broke off"),
     "resets in an event": (sends(STREAM_HEAD + chunk(EVENT), chunk(EVENT[:30])), "broke off"),
     "resets in a chunk": (sends(STREAM_HEAD + chunk(EVENT), b"ff\r\ndata: {"), "broke off"),
-    "falls silent in a stream": (stalls_in_a_stream, "stood still"),
+    "falls silent in a stream": (stalls_in_a_stream, "stalled"),
     "streams half a JSON": (sends(STREAM_HEAD + chunk(b'data: {"id": \n\n'), chunk(b"")), "streamed an invalid chunk"),
     "ends a stream early": (
         sends(STREAM_HEAD + chunk(EVENT) + chunk(b""), then_resets=False),

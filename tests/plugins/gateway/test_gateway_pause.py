@@ -105,8 +105,9 @@ async def test_a_gateway_is_paused_drained_and_resumed_over_http_with_the_token(
             assert await post("drain", {"timeout_s": 30}) == (200, {"drained": True})
             assert not new.done()
             assert (await old).choices[0].message.content == "old"
-            for path, wrong in (("drain", {"timeout_s": "5"}), ("resume", {"weight_version": "9"}), ("resume", [9])):
-                assert (await post(path, wrong))[0] == 400
+            drains: list[Any] = [("drain", {"timeout_s": wrong}) for wrong in ("5", True, -1)]
+            for path, body in [*drains, ("resume", {"weight_version": "9"}), ("resume", [9])]:
+                assert (await post(path, body))[0] == 400
             async with session.get(f"{root}/resume", headers=headers) as response:
                 assert response.status == 405
             async with session.post(f"{root}/resume", data=b"{}", headers=headers) as response:

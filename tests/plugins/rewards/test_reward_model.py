@@ -145,7 +145,8 @@ def test_without_a_score_the_rollout_fails_with_the_reason() -> None:
         assert "out of memory" in str(rollout)
     server.broken = False
     for rollout, _ in ask(server, {"api": "classify", "label": 7}):
-        assert "label = 7; rm has 2 classes" in str(rollout)
+        assert rollout.attempt.error is not None
+        assert rollout.attempt.error.message == "reward model: label = 7; rm has 2 classes, from 0 up."
     ((rollout, _),) = fit({"model": "rm", "endpoint": "http://127.0.0.1:9"}, SAID[:1])
     assert "http://127.0.0.1:9/classify does not answer" in str(rollout)
 

@@ -28,7 +28,7 @@ TaskVia: TypeAlias = Literal["argument", "stdin", "env"]
 
 _PLACEHOLDER: Final = "{task}"
 _SHOWN_CHARS: Final = 2000
-"""The end of stderr that an error quotes."""
+"""Characters from the end of stderr that an error quotes."""
 _SECRETS: Final = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "AGL_TOKEN")
 _MIN_SECRET_CHARS: Final = 8
 """Shorter values are placeholders, and may occur in ordinary words."""
@@ -39,11 +39,11 @@ class CommandAgent(LitAgent[Any]):
 
     The command finds its model in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL`` (and the same for
     Anthropic), prompts in ``AGL_PROMPT_<NAME>``, all resources in the JSON file ``AGL_RESOURCES_FILE``, and its attempt
-    in ``AGL_ROLLOUT_ID``, ``AGL_ATTEMPT_ID`` and ``TRACEPARENT``. It inherits only the variables that programs need to
-    run (``environment.INHERITED``) and those of ``inherit_env`` and ``env``, so that no key leaks.
+    in ``AGL_ROLLOUT_ID``, ``AGL_ATTEMPT_ID`` and ``TRACEPARENT``. Apart from ``env``, it gets only the variables that
+    programs need to run (``environment.INHERITED``) and those that ``inherit_env`` names, so that no key leaks.
 
-    Its output is recorded on a span of the attempt, without those keys. Exit codes other than 0 fail the attempt with
-    the end of stderr. On a timeout or a cancellation the whole group is terminated, then killed.
+    The output is recorded on a span of the attempt, with the keys redacted. An exit code other than 0 fails the attempt
+    with the end of stderr. On a timeout or a cancellation the whole group is terminated, then killed.
     """
 
     returns_output: ClassVar[bool] = True
@@ -68,8 +68,8 @@ class CommandAgent(LitAgent[Any]):
             command: program and arguments, run without a shell. ``{task}`` in an argument is replaced by the task.
             reward: ``reward(task, output, rollout)``, where output is stdout; or the place where the command writes it:
                 ``stdout``, on the last line; ``file``, in the file named by ``AGL_REWARD_FILE``; ``exit_code``: exit
-                code 0 is a reward of 1, exit code 1 a reward of 0. A line or file holds a number, or a JSON object of
-                numbers whose key ``reward`` is the final one. None: the command reports spans to the store, or the
+                code 0 is a reward of 1, exit code 1 a reward of 0. The line or file holds a number, or a JSON object of
+                numbers whose key ``reward`` is the final reward. None: the command reports spans to the store, or the
                 trainer has a reward function.
             task_via: how the task is passed: ``argument``, in place of ``{task}`` or at the end; ``stdin``; ``env``, in
                 ``AGL_TASK``. Text is passed as it is, anything else as JSON. Default: ``argument`` if the command has a
@@ -77,8 +77,8 @@ class CommandAgent(LitAgent[Any]):
             env: further variables; they take precedence.
             inherit_env: names or patterns (``AWS_*``) of variables to inherit; ``*`` inherits all.
             cwd: working directory; default is the current one.
-            llm: name of the resource that is the model; needed if there are several and none is called ``llm``.
-            name: of the agent, in traces; default is the last part of the program's path.
+            llm: name of the model among the resources; needed if there are several models and none is named ``llm``.
+            name: name of the agent in traces; default is the last part of the program's path.
             kill_after_s: seconds between SIGTERM and SIGKILL.
             max_output_bytes: how much of the end of stdout and of stderr is kept.
 
@@ -113,7 +113,7 @@ class CommandAgent(LitAgent[Any]):
         return f"<CommandAgent {self.name}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickling sends the agent to runner processes, so its commands run beside this process and could read it."""
+        """Hides this process first: pickling sends the agent to runner processes, whose commands could read it."""
         hide_process()
         return self.__dict__
 
@@ -182,7 +182,7 @@ class CommandAgent(LitAgent[Any]):
         return stdout.text, exit_code, secrets
 
     def _open_span(self, text: str) -> contextlib.AbstractContextManager[OpenSpan | None]:
-        """Opens the span of the command; outside a rollout there is none."""
+        """Opens the span of the command; yields None outside a rollout."""
         attributes = {
             semconv.GEN_AI_OPERATION_NAME: "invoke_agent",
             "gen_ai.agent.name": self.name,
@@ -199,7 +199,7 @@ class CommandAgent(LitAgent[Any]):
         return f"the command {self.name!r} {how}; its stderr " + (f"ends with:\n{end}" if end else "is empty")
 
     def _emit_reward(self, text: str, what: str, secrets: Collection[str]) -> None:
-        """Reads a number, or a JSON object of numbers."""
+        """Emits the reward in a text, which is a number or a JSON object of numbers."""
         try:
             value = json.loads(text)
         except ValueError:
@@ -234,7 +234,7 @@ def _name_signal(number: int) -> str:
 
 
 def _trace_context() -> dict[str, str]:
-    """The caller's W3C trace context as environment variables."""
+    """Returns the caller's W3C trace context as environment variables."""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     carrier: dict[str, str] = {}

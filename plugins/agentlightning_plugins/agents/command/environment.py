@@ -23,10 +23,10 @@ INHERITED: Final = (
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"),
     *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
 )
-"""Variables that a command always inherits: those that programs need to run, none that could hold a key."""
+"""Variables that a command always inherits, because programs need them to run. None of them could hold a key."""
 
 _NO_KEY: Final = "none"
-"""For endpoints without a key: clients require one, and would look for the user's."""
+"""Key for endpoints without one: clients require a key, and would otherwise look for the user's."""
 _MAX_VARIABLE_BYTES: Final = 100_000
 """Linux does not start a program with a variable above 128 KiB."""
 
@@ -42,8 +42,8 @@ def build_environment(
 ) -> dict[str, str]:
     """Builds the environment of one attempt's command, and writes its resources to a file in ``folder``.
 
-    ``inherit`` has names or patterns (``AWS_*``) of variables, ``llm`` the name of the resource that is the model if
-    there are several, and ``store`` receives the command's spans.
+    ``inherit`` contains names or patterns (``AWS_*``) of variables, ``llm`` names the resource to use as the model if
+    there are several models, and ``store`` receives the command's spans.
 
     Raises:
         ConfigError: the model is ambiguous, or two prompts would have the same variable.
@@ -108,7 +108,7 @@ def _describe_attempt(rollout: Rollout, store: LightningStore | None) -> dict[st
     rollout_id, attempt_id = rollout.rollout_id, rollout.attempt.attempt_id
     variables |= {
         "AGL_ATTEMPT_ID": attempt_id,
-        # By these the store assigns the spans of any OpenTelemetry SDK to the attempt.
+        # The store uses these to assign the spans of any OpenTelemetry SDK to the attempt.
         "OTEL_RESOURCE_ATTRIBUTES": f"{semconv.ROLLOUT_ID}={rollout_id},{semconv.ATTEMPT_ID}={attempt_id}",
     }
     if store is not None and store.otlp_traces_endpoint() is not None:  # other processes can reach it

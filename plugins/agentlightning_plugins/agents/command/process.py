@@ -16,7 +16,7 @@ from agentlightning.errors import RolloutError
 from agentlightning.run.thread import run_in_thread
 
 _DRAIN_S: Final = 2.0
-"""Time for output after the whole group has ended: a process that left the group can keep the pipe open."""
+"""How long to read output after the whole group has ended: a process that left the group can keep the pipe open."""
 
 
 class Tail(asyncio.Protocol):
@@ -73,10 +73,10 @@ async def run_group(
     """Runs a command in its own process group until it exits; then kills the rest of the group.
 
     When the caller is cancelled, the group gets SIGTERM, and SIGKILL after ``kill_after_s``. ``stdout`` and ``stderr``
-    receive the output, also when this raises.
+    receive the output even if this raises.
 
     Returns:
-        The exit code; -n if signal n ended it.
+        The exit code; -n if signal n ended the command.
 
     Raises:
         RolloutError: the command cannot be started.
@@ -96,7 +96,7 @@ async def run_group(
         try:
             if not ended.done():
                 await _stop(process, ended, kill_after_s)
-        finally:  # also when we are cancelled once more
+        finally:  # even if the caller is cancelled once more
             stdout.close()
             stderr.close()
 
@@ -123,7 +123,7 @@ def _start(arguments: Sequence[str], env: Mapping[str, str], cwd: str | None, st
 def _await_end(process: subprocess.Popen[bytes]) -> int:
     """Waits for the first process of the group, kills the others, and returns the first one's exit code.
 
-    The first process is reaped last: until then, the id of its group cannot be reused.
+    The first process is reaped last, because until then the id of its group cannot be reused.
     """
     if hasattr(os, "waitid"):  # not on every macOS
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -137,7 +137,7 @@ async def _stop(process: subprocess.Popen[bytes], ended: asyncio.Task[int], kill
     _signal(process, signal.SIGTERM)
     try:
         await asyncio.wait({ended}, timeout=kill_after_s)
-    finally:  # also when we are cancelled while we wait
+    finally:  # even if the caller is cancelled during the wait
         if not ended.done():
             _signal(process, signal.SIGKILL)
     await asyncio.wait({ended})

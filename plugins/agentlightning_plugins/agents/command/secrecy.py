@@ -14,9 +14,9 @@ _PR_SET_DUMPABLE: Final = 4
 
 @functools.cache
 def hide_process() -> None:
-    """On Linux, keeps programs of the same user from reading this process's environment and memory; elsewhere, nothing.
+    """On Linux, keeps the user's programs from reading this process's environment and memory; elsewhere, does nothing.
 
-    A debugger or profiler of the same user cannot attach any more, and a crash leaves no core dump. Programs that this
+    The user's debuggers and profilers can then no longer attach, and a crash leaves no core dump. Programs that this
     process starts are not affected.
     """
     if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:

@@ -28,11 +28,11 @@ class IntermediateCredit(CreditRule):
     These incidents of each model call are counted:
 
     * ``tool_success`` and ``tool_failure``: a tool call. It failed if its span has the status ERROR, or its result
-      matches ``error_pattern``; one without span and result is not counted.
-    * ``invalid_output``: the answer was cut off by its length, is empty, or has a tool call whose arguments are not a
-      JSON object.
-    * ``retry``: the agent's next call has the same prompt, so that this answer was not used; or the answer repeats
-      exactly a tool call of the same agent that failed before.
+      matches ``error_pattern``; a tool call with neither a span nor a result is not counted.
+    * ``invalid_output``: the answer was cut off at the length limit, is empty, or has a tool call whose arguments are
+      not a JSON object.
+    * ``retry``: the agent's next call has the same prompt, so this answer was not used; or the answer exactly repeats
+      an earlier failed tool call of the same agent.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class IntermediateCredit(CreditRule):
         """Sets the reward of each incident.
 
         Args:
-            base: the rule whose values these rewards are added to, unless it gives None (as for a failed attempt).
+            base: the rule to whose values these rewards are added; None stays None (as for a failed attempt).
             tool_success: reward for each tool call that succeeded.
             tool_failure: reward for each tool call that failed.
             invalid_output: reward for an unusable answer.
@@ -79,11 +79,11 @@ class IntermediateCredit(CreditRule):
         return self.base.compared_turns(steps)
 
     def find_incidents(self, steps: Sequence[Step]) -> list[list[Incident]]:
-        """The incidents of each step."""
+        """Returns the incidents of each step."""
         incidents: list[list[Incident]] = [[] for _ in steps]
         failed_at: dict[tuple[str | None, str, str], int] = {}
         failures: list[list[_ToolCall]] = [[] for _ in steps]
-        results: dict[str, str] = {}  # of later steps, by the id of the tool call; the nearest counts
+        results: dict[str, str] = {}  # in later steps, by the id of the tool call; the nearest result counts
         for position in range(len(steps) - 1, -1, -1):
             step = steps[position]
             for call in _tool_calls(step):
@@ -157,7 +157,7 @@ def _is_json_object(text: str) -> bool:
 
 
 def _answers(step: Step) -> Iterator[Mapping[str, Any]]:
-    """The first choice, with which the agent continued, if there is one."""
+    """Yields the first choice, with which the agent continued, if there is one."""
     yield from step.triplets[0].response["raw_content"][:1]
 
 

@@ -27,7 +27,7 @@ class DiscountedCredit(CreditRule):
     """
 
     def __init__(self, gamma: float = 0.95) -> None:
-        """Takes the discount of a reward one call later, from 0 to 1."""
+        """Sets the discount of a reward that comes one call later, from 0 to 1."""
         if not 0.0 <= gamma <= 1.0:
             raise ConfigError(f"gamma = {gamma}: give a discount from 0 to 1")
         self.gamma = gamma

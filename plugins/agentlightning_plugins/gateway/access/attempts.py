@@ -30,11 +30,11 @@ class InFlightCall:
     is_attempt_over: bool = False
     """Whether the task was cancelled because the attempt is over."""
     is_streaming: bool = False
-    """Whether the agent has got the head of an answer."""
+    """Whether the status and headers of an answer have been sent to the agent."""
 
 
 class InFlightCalls:
-    """The calls of one event loop, by their attempt."""
+    """The calls in flight on one event loop, by attempt."""
 
     def __init__(self) -> None:
         self._by_attempt: dict[AttemptKey | None, set[InFlightCall]] = {}
@@ -70,17 +70,17 @@ class InFlightCalls:
 
 
 class EndedAttempts:
-    """The attempts and rollouts that ended last, up to a limit, known from the store's events.
+    """The attempts and rollouts that ended last, up to a limit, according to the store's events.
 
-    The store is asked once about an attempt whose start was not seen, because it may have ended before this gateway
-    started. Calls in flight of an attempt that ends are cancelled.
+    If no event has announced the start of an attempt, the store is queried once, because the attempt may have ended
+    before this gateway started. When an attempt ends, its calls in flight are cancelled.
     """
 
     def __init__(self, in_flight: InFlightCalls, limit: int = _MAX_REMEMBERED) -> None:
         self._in_flight = in_flight
         self._limit = limit
         self._live: dict[AttemptKey, None] = {}
-        """Attempts that had not ended when they were last heard of."""
+        """Attempts that had not ended according to the latest event or query."""
         self._attempts: dict[AttemptKey, None] = {}
         self._rollouts: dict[str, set[str]] = {}
         """Ended rollouts, each with the attempts that began after its end (retries)."""
@@ -91,13 +91,13 @@ class EndedAttempts:
         return attempt in self._attempts or (retries is not None and attempt[1] not in retries)
 
     def needs(self, attempt: AttemptKey) -> bool:
-        """Whether the store must be asked about an attempt."""
+        """Whether the store must be queried about an attempt."""
         return attempt not in self._live and not self.is_over(attempt)
 
     async def ask(self, store: LightningStore, attempt: AttemptKey) -> None:
         """Reads from the store whether an attempt has ended; raises StoreError, OSError or TimeoutError.
 
-        An attempt that the store does not know counts as not ended.
+        An attempt that the store does not contain counts as not ended.
         """
         async with asyncio.timeout(_ASK_S):
             known = await store.query_attempts(attempt[0])
@@ -147,4 +147,4 @@ class EndedAttempts:
                     )
                     has_warned = True
             await asyncio.sleep(_RECONNECT_S)
-            self._live.clear()  # they may have ended meanwhile
+            self._live.clear()  # these attempts may have ended meanwhile

@@ -34,8 +34,8 @@ class Authenticator:
     def authenticate(self, headers: Mapping[str, str], named: AttemptKey | None) -> AttemptKey | None:
         """Returns the attempt of a call, by its key or its URL (``named``); None if neither names one.
 
-        Raises KeyRefused if it is the key of another attempt, forged or expired, or if a valid key is required. Without
-        a token of the store, the keys of other processes cannot be verified; they must name the attempt of the URL.
+        Raises KeyRefused if the key is for another attempt, forged or expired, or if a required key is missing. If the
+        store has no token, keys that other processes issued cannot be verified; they must name the URL's attempt.
         """
         key = _read_key(headers)
         if key is None or not key.startswith(attempt_token.PREFIX):
@@ -54,9 +54,9 @@ class Authenticator:
         return attempt
 
     def is_operator(self, headers: Mapping[str, str], *, always: bool = False) -> bool:
-        """Whether a request may operate the gateway: with the store's token, or the operator's key of this gateway.
+        """Whether a request may operate the gateway: it needs the store's token or this gateway's operator key.
 
-        It needs neither if keys are not required, unless ``always``.
+        If keys are not required, a request needs neither, unless ``always``.
         """
         if not self._is_required and not always:
             return True

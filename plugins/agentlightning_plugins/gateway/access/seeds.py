@@ -1,4 +1,4 @@
-"""Seeds of model calls, derived from those of their rollouts."""
+"""Seeds of model calls, derived from the seeds of their rollouts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class CallSeeds:
     async def next(self, attempt: AttemptKey) -> int | None:
         """Returns the seed of the next call of an attempt; None if its rollout has no seed.
 
-        Calls are numbered in the order of their arrival, from 0 in every attempt, so a repeated attempt gets the same
-        seeds. Seeds are integers of 53 bits, which JSON can carry.
+        Calls are numbered from 0 in order of arrival, separately for each attempt, so a repeated attempt gets the same
+        seeds. Seeds are 53-bit integers, which JSON represents exactly.
         """
         number = self._calls.pop(attempt, 0)
         self._calls[attempt] = number + 1  # now the newest entry
@@ -40,7 +40,7 @@ class CallSeeds:
             try:
                 rollout = await self._store.get_rollout_by_id(attempt[0])
             except (StoreError, OSError, aiohttp.ClientError) as error:
-                logger.warning("the seed of rollout %s cannot be read, so a call has none: %s", attempt[0], error)
+                logger.warning("the seed of rollout %s cannot be read, so a call gets no seed: %s", attempt[0], error)
                 return None
             self._seeds[attempt] = None if rollout is None else (rollout.metadata or {}).get("seed")
         seed = self._seeds[attempt]
@@ -48,6 +48,6 @@ class CallSeeds:
 
 
 def derive_seed(seed: object, number: int) -> int:
-    """Returns the seed of the call with this number."""
+    """Returns the seed of a call, given its rollout's seed and the number of the call."""
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 11

@@ -1,4 +1,4 @@
-"""A cache of answers, which the spans of calls in the store contain."""
+"""A cache of answers, which the store keeps in the spans of calls."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from agentlightning_plugins.gateway.backends.backend import Backend
 from agentlightning_plugins.gateway.backends.provider import IteratedAnswer, once
 from agentlightning_plugins.gateway.backends.request import BackendRequest, prepare
 from agentlightning_plugins.gateway.backends.upstream import Outcome, Reply
-from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, TranslationError
+from agentlightning_plugins.gateway.dialects.dialect import MALFORMED
 from agentlightning_plugins.gateway.recording.call import Call
 from agentlightning_plugins.gateway.recording.span import CACHE_ANSWER, CACHE_KEY
 
 logger = logging.getLogger("agentlightning")
 _MAX_BYTES: Final = 256 * 2**20
-"""Of all answers in memory; the oldest are dropped."""
+"""Limit on the size of all answers in memory; the oldest answers are dropped."""
 _MAX_ANSWER_BYTES: Final = 4 * 2**20
 _PAGE: Final = 500
 
 
 class AnswerCache:
-    """Answers of successful calls by request; only of calls at temperature 0 or with a seed, and of recorded ones."""
+    """Answers of successful calls by request. Includes only recorded calls at temperature 0 or with a seed."""
 
     def __init__(self) -> None:
         self._answers: dict[str, bytes] = {}
@@ -38,7 +38,7 @@ class AnswerCache:
         """Reads the answers that the spans of all runs of a store contain."""
         try:
             listed = [run.run_id for run in await store.query_runs()]
-            for run_id in dict.fromkeys([DEFAULT_RUN_ID, *listed, store.run_id]):  # the first has no record
+            for run_id in dict.fromkeys([DEFAULT_RUN_ID, *listed, store.run_id]):  # the default run has no record
                 cursor: str | None = None
                 while True:
                     page = await store.query_spans(None, run_id=run_id, limit=_PAGE, cursor=cursor)
@@ -53,13 +53,13 @@ class AnswerCache:
             logger.warning("the cached answers of earlier runs cannot be read, so they are not used: %s", error)
 
     def find(self, call: Call, backends: list[Backend]) -> Outcome | None:
-        """Returns the answer that one of the backends gave to the same request; the call gets backend and request."""
+        """Returns the answer that one of the backends gave to the same request; sets the call's backend and request."""
         if call.attempt is None:
             return None
         for backend in backends:
             try:
                 request = prepare(call, backend)
-            except (TranslationError, *MALFORMED):
+            except MALFORMED:  # TranslationError is a ValueError
                 continue
             key = _make_key(request, call.gateway_version)
             answer = self._answers.get(key) if key is not None else None
@@ -72,7 +72,7 @@ class AnswerCache:
         return None
 
     def keep(self, call: Call) -> None:
-        """Keeps the answer of a finished call, if it is complete and may be given again; the span will contain it."""
+        """Keeps the answer of a finished call, if it is complete and may be reused; the call's span will contain it."""
         if call.request is None or call.is_cached or not call.is_complete or call.attempt is None:
             return
         if len(call.answer) > _MAX_ANSWER_BYTES:
@@ -93,7 +93,7 @@ class AnswerCache:
 
 
 def _make_key(request: BackendRequest, version: int | None) -> str | None:
-    """Returns what identifies the answer to a request; None if another try may give another answer."""
+    """Returns the cache key of a request; None if another try may give a different answer."""
     fields = {**request.body, **request.sampling}
     if fields.get("temperature") != 0 and fields.get("seed") is None:
         return None

@@ -30,21 +30,21 @@ _PREFIXES: Final = {
     "openai_like": "openai-compatible",
     "anthropic": "anthropic",
 }
-"""LiteLLM's prefixes, and our provider for each."""
+"""Our provider for each of LiteLLM's prefixes."""
 _HOSTS: Final = {"api.openai.com": "openai", "api.anthropic.com": "anthropic"}
 _ENVIRONMENT: Final = {"openai": "OPENAI", "anthropic": "ANTHROPIC"}
-"""Providers whose variables ``_BASE_URL`` and ``_API_KEY`` are used if an entry has no endpoint."""
+"""Prefixes of the variables ``_BASE_URL`` and ``_API_KEY`` that are used if an entry has no endpoint."""
 _LENGTH_LIMITS: Final = {"max_tokens", "max_completion_tokens"}
-"""Two names of one parameter."""
+"""Two names for the same parameter."""
 _COMMON_KEYS: Final = ("sampling_parameters", "sampling_defaults", "seed_calls", "provider", "weight", "price")
 _ENTRY_KEYS: Final = ("model_name", "litellm_params", *_COMMON_KEYS)
 _PLAIN_KEYS: Final = ("model_name", "model", "endpoint", "api_key", *_COMMON_KEYS)
 _LITELLM_KEYS: Final = ("model", "api_base", "api_key")
 _HASH_RANGE: Final = float(2**64)
 _FROM_ENVIRONMENT: Final = re.compile(r"os\.environ/(.+)|\$\{(\w+)\}")
-"""A variable as LiteLLM names it, and as configurations of ``agl train`` do."""
+"""A reference to an environment variable, as in LiteLLM or in configurations of ``agl train``."""
 _providers: Final[dict[Any, Provider]] = {}
-"""One of each kind. They have no state that depends on a model list."""
+"""One provider of each kind. Providers have no state that depends on a model list."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,32 +54,32 @@ class Backend:
     model: str
     """The name that agents use."""
     served_model: str
-    """The name at the endpoint."""
+    """The name that the endpoint uses."""
     endpoint: str
     """Base URL without a trailing slash, usually ending in ``/v1``; empty if the provider needs none."""
     provider: Provider
     api_key: str | None = field(default=None, repr=False)
     sampling_parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Top-level fields that replace those of every request."""
+    """Top-level fields that are set in every request, replacing the agent's."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Top-level fields of requests without them."""
+    """Top-level fields that are set in requests without these fields."""
     seed_calls: bool = False
-    """Whether each call of an attempt gets a seed derived from its rollout's."""
+    """Whether each call of an attempt gets a seed derived from its rollout's seed."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """``litellm_params``, for providers that read further ones."""
+    """The whole ``litellm_params``, for providers that read further parameters."""
     weight: float = 1.0
     """The share of the model's calls, relative to the other backends."""
     price: Price | None = None
     refused: frozenset[str] = frozenset()
-    """Fields of capture that this endpoint answered with an error; they are not sent again."""
+    """Capture fields that this endpoint rejected with an error; they are not sent again."""
     retry_at: float = 0.0
     """``time.monotonic()`` until which other endpoints are tried first."""
     failure: str | None = None
-    """Why it is down, until a health check succeeds; None if it is up. Backends that are down are tried last."""
+    """Why the backend is down; None if it is up. Backends that are down are tried last."""
     identity: bytes = field(init=False, repr=False)
-    """The same for the same backend in every process and every model list."""
+    """Hash that is the same for the same backend in every process and every model list."""
     label: str = field(init=False, repr=False)
-    """For metrics: the endpoint, followed by ``#2`` in the model's second entry with this endpoint, and so on."""
+    """Label in metrics: the endpoint, followed by ``#2`` for the model's second entry with it, and so on."""
     redactor: KeyRedactor | None = field(init=False, repr=False)
     _urls: dict[str, URL] = field(default_factory=dict, repr=False)
 
@@ -94,11 +94,11 @@ class Backend:
         return self.failure is None
 
     def redact_error(self, text: bytes) -> bytes:
-        """Replaces this endpoint's key by asterisks, in an error."""
+        """Replaces this endpoint's key with asterisks in an error."""
         return text if self.redactor is None else self.redactor.redact_error(text)
 
     def redact_answer(self, text: bytes) -> bytes:
-        """Replaces this endpoint's key by asterisks, unless it may be a word of the answer."""
+        """Replaces this endpoint's key with asterisks, unless the key may be a word of the answer."""
         return text if self.redactor is None else self.redactor.redact_answer(text)
 
     def sampling_fields(self, body: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Backend:
         return fields
 
     def mark(self, failure: str | None) -> None:
-        """Records that it could not be reached, or that it could (None)."""
+        """Records why the backend is down, or that it is up (None)."""
         if failure is not None and self.failure is None:
             logger.warning("backend %s of model %r is down: %s", self.endpoint, self.model, failure)
         elif failure is None and self.failure is not None:
@@ -122,7 +122,7 @@ class Backend:
         self.failure = failure
 
     def is_like(self, other: Backend) -> bool:
-        """Whether both have the same entry in the model list."""
+        """Whether both backends have equal entries in their model lists."""
         names = ["identity", "api_key", "provider", "sampling_parameters", "settings", "weight", "price"]
         names += ["sampling_defaults", "seed_calls"]
         return all(getattr(self, name) == getattr(other, name) for name in names)
@@ -184,7 +184,7 @@ class ModelTable:
     def __init__(self, model_list: Sequence[Mapping[str, Any]], previous: ModelTable | None = None) -> None:
         """Reads a model list; raises ConfigError for an invalid entry.
 
-        Backends that did not change since ``previous`` stay the same objects, with their health.
+        Backends that have not changed since ``previous`` remain the same objects and keep their health.
         """
         self._backends: dict[str, list[Backend]] = {}
         self._round_robin: dict[str, _RoundRobin] = {}
@@ -195,7 +195,7 @@ class ModelTable:
             _distinguish(backend, seen)
             same = known.get(backend.identity)
             if same is not None and same.is_like(backend):
-                same.label = backend.label  # it has the number of the entry in this list
+                same.label = backend.label  # contains the number of the entry in this list
                 backend = same
             self._backends.setdefault(backend.model, []).append(backend)
 
@@ -210,9 +210,9 @@ class ModelTable:
         return [backend for backends in self._backends.values() for backend in backends]
 
     def route(self, model: str, rollout_id: str | None, now: float) -> list[Backend]:
-        """Returns the backends of a model in the order in which to try them; none if the model is unknown.
+        """Returns the backends of a model in the order in which to try them; an empty list if the model is unknown.
 
-        All calls of a rollout begin at the same backend, for its prefix cache; other calls are distributed in turn.
+        All calls of a rollout start at the same backend, for its prefix cache; other calls are distributed in turn.
         Backends that are down, or failed a moment before ``now`` (``time.monotonic()``), come last.
         """
         backends = self._backends.get(model)
@@ -226,7 +226,7 @@ class ModelTable:
 
 
 def _distinguish(backend: Backend, seen: Counter[bytes | tuple[str, str]]) -> None:
-    """Numbers a backend that differs from an earlier one by its key or settings only, such as the region."""
+    """Numbers a backend that differs from an earlier one only in its key or settings, such as the region."""
     identity, place = backend.identity, (backend.model, backend.endpoint)
     seen.update((identity, place))
     if seen[identity] > 1:

@@ -1,4 +1,4 @@
-"""Health checks: find backends that are down before a call does, and those that are up again."""
+"""Health checks: detect backends that are down before a call reaches them, and backends that are up again."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from agentlightning_plugins.gateway.backends.backend import Backend, describe_er
 logger = logging.getLogger("agentlightning")
 
 INTERVAL_S: Final = 10.0
-"""Between checks of a backend that is up."""
+"""Seconds between checks of a backend that is up."""
 _DOWN_INTERVAL_S: Final = 1.0
-"""Between checks of a backend that is down, unless the other interval is shorter."""
+"""Seconds between checks of a backend that is down, unless the other interval is shorter."""
 _TIMEOUT_S: Final = 5.0
 _MAX_SILENCES: Final = 3
-"""Unanswered checks in a row before a backend is down: a server that trains or compiles is busy, not gone."""
+"""Unanswered checks in a row until a backend counts as down: a server that trains or compiles is only busy."""
 
 
 class HealthCheck:
@@ -44,7 +44,7 @@ class HealthCheck:
         """Checks until cancelled."""
         clock = asyncio.get_running_loop().time
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True),  # each check tries to make a new connection
+            connector=aiohttp.TCPConnector(force_close=True),  # each check opens a new connection
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=self._timeout_s / 2),
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:

@@ -8,10 +8,10 @@ from typing import Self
 
 
 class IdleTimeout:
-    """Raises TimeoutError in its block if ``reset`` is not called for too long.
+    """Raises TimeoutError from its block if ``reset`` is not called for ``limit_s`` seconds.
 
     It uses one timer for the whole block, because a timer for each piece of a stream, as in aiohttp's ``sock_read``,
-    shows in the CPU time of a call. It also works for providers that do not use aiohttp.
+    costs noticeable CPU time. It also works for providers that do not use aiohttp.
     """
 
     __slots__ = ("_cancelling", "_is_expired", "_limit_s", "_loop", "_reset_at", "_task", "_timer")

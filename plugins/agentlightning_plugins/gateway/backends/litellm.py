@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 litellm.suppress_debug_info = True
 
 _NOT_PASSED: Final = ("return_token_ids", "metadata")
-"""The providers behind it do not know the first and refuse it; the second configures litellm's own callbacks."""
+"""Providers behind litellm refuse the first field; the second one configures litellm's own callbacks."""
 _NO_MCP: Final = {"_skip_mcp_handler": True}  # the tools are the agent's; litellm's own need another version of mcp
 _OWN: Final = ("model", "api_base", "api_key")
 
@@ -60,7 +60,7 @@ class LiteLLM(Provider):
             answer = await call(**options)
         except litellm.exceptions.APIConnectionError as error:
             raise aiohttp.ClientConnectionError(_first_line(error, backend.api_key)) from error
-        except Exception as error:  # isolation point: each provider behind litellm has errors of its own
+        except Exception as error:  # isolation point: each provider behind litellm has its own errors
             status, message = getattr(error, "status_code", 500), _first_line(error, backend.api_key)
             told = {"error": {"message": message, "type": type(error).__name__, "param": None, "code": None}}
             return IteratedAnswer(once(dump_json(told)), status=status if isinstance(status, int) else 500)

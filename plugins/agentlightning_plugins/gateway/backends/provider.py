@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 MAX_ANSWER_BYTES: Final = 256 * 2**20
-"""Of a whole answer or a stream."""
+"""Largest size of a whole answer or of a stream."""
 
 
 class BackendContent(Protocol):
     """The body of an answer while it arrives."""
 
     async def readany(self) -> bytes:
-        """Returns what has arrived, after waiting for something; empty at the end."""
+        """Waits for data and returns all that has arrived; empty at the end."""
 
     def at_eof(self) -> bool:
         """Whether everything has been read."""
@@ -53,7 +53,7 @@ class BackendAnswer(Protocol):
 
 @dataclass(eq=False)
 class IteratedAnswer:
-    """An answer in the form of an HTTP response, and its own content."""
+    """An answer from an iterator, which serves as the HTTP response and as its content."""
 
     pieces: AsyncIterator[bytes]
     content_type: str = "application/json"
@@ -93,7 +93,7 @@ class IteratedAnswer:
 
 
 async def once(body: bytes) -> AsyncIterator[bytes]:
-    """Yields a whole body, for ``IteratedAnswer``."""
+    """Yields a whole body as one piece, for ``IteratedAnswer``."""
     yield body
 
 
@@ -105,7 +105,7 @@ class Provider:
     endpoint: str | None = None
     """The default endpoint; None if the model list must state one."""
     dialects: frozenset[str] = frozenset({"openai-chat", "openai-completions", "openai-embeddings"})
-    """The names of the dialects that it speaks. Others are translated to ``openai-chat``, if that is included."""
+    """Names of the dialects that the server speaks. Others are translated to ``openai-chat``, if that is included."""
 
     def url(self, endpoint: str, path: str) -> str:
         """Returns the URL of a path such as ``chat/completions``, below an endpoint without a trailing slash."""
@@ -123,7 +123,7 @@ class Provider:
         ``headers`` include those of ``authorize``.
 
         Raises:
-            TimeoutError, aiohttp.ClientError, OSError: no answer came; the call is tried again, or elsewhere.
+            TimeoutError, aiohttp.ClientError, OSError: no answer came; the call is retried, at this or another backend.
         """
         return await session.post(backend.url(path), data=body, headers=headers, allow_redirects=False)
 
@@ -133,7 +133,7 @@ class OpenAICompatible(Provider):
 
 
 class VLLM(OpenAICompatible):
-    """vLLM. Its own Responses and Messages return no token ids, so these are translated."""
+    """vLLM. Its own Responses and Messages APIs return no token ids, so calls of these are translated."""
 
     name = "vllm"
 
@@ -146,7 +146,7 @@ class OpenAI(Provider):
 
 
 class Anthropic(Provider):
-    """Anthropic, and servers that speak its Messages."""
+    """Anthropic, and servers that speak its Messages API."""
 
     name = "anthropic"
     endpoint = "https://api.anthropic.com"

@@ -1,4 +1,4 @@
-"""Removes a provider's key from what agents get and from what is recorded."""
+"""Removes a provider's key from everything that agents get or that is recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIN_SECRET: Final = 12
 
 
 class KeyRedactor:
-    """Replaces a key by asterisks: plain, in base64 or hex, and with characters escaped as in JSON, URLs or HTML."""
+    """Replaces a key with asterisks: plain, in base64 or hex, and with characters escaped as in JSON, URLs or HTML."""
 
     def __init__(self, key: str) -> None:
         data = key.encode()
@@ -27,7 +27,7 @@ class KeyRedactor:
         self._escaped = re.compile(b"".join(map(_any_form, data)), re.IGNORECASE)
 
     def redact_error(self, text: bytes) -> bytes:
-        """Redacts any key, also one that may be a word."""
+        """Redacts any key, even one that may be a word."""
         for literal in self._literals:
             if literal in text:
                 text = text.replace(literal, _STARS)
@@ -41,11 +41,11 @@ class KeyRedactor:
 
 
 def _in_base64(data: bytes) -> list[bytes]:
-    """Returns what base64 makes of data at any position of a longer text, in both alphabets."""
+    """Returns the base64 encodings of data at any position of a longer text, in both alphabets."""
     found = []
     for offset in range(3):
         encoded = base64.b64encode(b"\0" * offset + data)
-        inner = encoded[-(-offset * 8 // 6) : (offset + len(data)) * 8 // 6]  # characters of nothing but the data
+        inner = encoded[-(-offset * 8 // 6) : (offset + len(data)) * 8 // 6]  # characters that encode only the data
         found += [inner, inner.translate(bytes.maketrans(b"+/", b"-_"))]
     return found
 

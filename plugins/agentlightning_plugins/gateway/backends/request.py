@@ -15,13 +15,13 @@ from agentlightning_plugins.gateway.recording.call import Call
 
 
 class BackendRequest(NamedTuple):
-    """One try of a call. Immutable: another try, at the same or another backend, has another request."""
+    """One try of a call. Immutable: each try, at the same or another backend, has its own request."""
 
     backend: Backend
     dialect: Dialect
-    """The dialect that the backend is spoken to in: the agent's, or Chat Completions with a ``translation``."""
+    """The dialect of the request: the agent's, or Chat Completions with a ``translation``."""
     path: str
-    """Below ``/v1/`` of the backend, with the query of the agent's URL."""
+    """Path below ``/v1/`` of the backend, with the query of the agent's URL."""
     body: Mapping[str, Any]
     options: TokenOptions
     """The token data that the agent gets; the gateway keeps the rest for itself."""
@@ -35,11 +35,11 @@ class BackendRequest(NamedTuple):
 
 
 def prepare(call: Call, backend: Backend) -> BackendRequest:
-    """Prepares a call for a backend, with the sampling parameters of that.
+    """Prepares a call for a backend, with the backend's sampling parameters.
 
     Raises:
         TranslationError: the backend speaks neither the agent's dialect nor one that the call can be translated to.
-        Exception: one of ``MALFORMED``.
+        Exception: one of ``MALFORMED``, if the request is malformed.
     """
     spoken, dialect = backend.provider.dialects, call.dialect
     if dialect.name in spoken:
@@ -58,5 +58,5 @@ def prepare(call: Call, backend: Backend) -> BackendRequest:
 
 
 def _options(call: Call, dialect: Dialect, body: Mapping[str, Any]) -> TokenOptions:
-    """Calls that are not recorded pass as they are."""
+    """Returns the token options of a request; the answers to calls that are not recorded pass unchanged."""
     return TokenOptions(True, True) if call.attempt is None else dialect.read_token_options(body)

@@ -18,7 +18,7 @@ from agentlightning_plugins.gateway.backends.backend import Backend, describe_er
 from agentlightning_plugins.gateway.backends.idle_timeout import IdleTimeout
 from agentlightning_plugins.gateway.backends.provider import MAX_ANSWER_BYTES, BackendAnswer
 from agentlightning_plugins.gateway.backends.request import BackendRequest, prepare
-from agentlightning_plugins.gateway.dialects.dialect import Dialect, TranslationError
+from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, Dialect, TranslationError
 from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
 from agentlightning_plugins.gateway.recording.call import Call
 
@@ -38,9 +38,9 @@ _RELAYED: Final = frozenset(
     "cache-control content-type openai-model openai-processing-ms openai-version request-id retry-after "
     "retry-after-ms x-request-id x-should-retry x-weight-version".split()
 )
-"""Headers of backends that agents get, beside those of ``_RELAYED_PREFIXES``."""
+"""Headers of backends that agents get, in addition to those with ``_RELAYED_PREFIXES``."""
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-"""In the value of a header, such as those of a folded line."""
+"""Control characters that are not allowed in a header value, such as the line break of a folded line."""
 _RELAYED_PREFIXES: Final = ("anthropic-ratelimit-", "x-ratelimit-")
 
 
@@ -51,7 +51,7 @@ class Reply(NamedTuple):
     body: bytes
     headers: Mapping[str, str]
     error: str | None = None
-    """For the span; None if the backend answered without an error."""
+    """The error message for the span; None if the backend answered without an error."""
     is_final: bool = False
     """Whether the call must not be tried again."""
 
@@ -64,7 +64,7 @@ class Upstream:
     """The pooled connections to all backends."""
 
     def __init__(self, num_retries: int, read_timeout_s: float) -> None:
-        """Must be called on the event loop that uses it."""
+        """Opens the session; must be called on the event loop that uses it."""
         self._num_retries = num_retries  # further rounds over a model's backends
         self._read_timeout_s = read_timeout_s
         self._session = aiohttp.ClientSession(
@@ -79,10 +79,10 @@ class Upstream:
     async def send(self, call: Call, backends: list[Backend], headers: Mapping[str, str]) -> Outcome:
         """Sends a call to the first backend that accepts it.
 
-        After a connect error or one of ``RETRIED_STATUS`` the next backend is tried at once. After all have been tried,
-        a new round begins after a back-off, or at the time of the backend's Retry-After. A backend that accepted the
-        call and fell silent is not tried again, because it may still work on it. The call gets the backend and the
-        request of each try.
+        After a connect error or one of ``RETRIED_STATUS`` the next backend is tried immediately. After all backends
+        have been tried, a new round begins after a back-off, or after the last backend's Retry-After. If a backend
+        accepts the call and falls silent, the call is not tried again, because the backend may still be working on it.
+        Each try sets the call's backend and request.
         """
         sent_headers = {name: value for name, value in headers.items() if name.lower() in _SENT}
         sent_headers["Content-Type"] = "application/json"
@@ -100,7 +100,7 @@ class Upstream:
                     call.request = prepare(call, backend)
                 except TranslationError as error:
                     return refuse(call.dialect, 400, str(error), error.code)
-                except (AttributeError, KeyError, TypeError) as error:  # raised for requests of the wrong shape
+                except MALFORMED as error:
                     return refuse(call.dialect, 400, f"the request is malformed: {error!r}", "invalid_request")
                 outcome = await self._try(call.dialect, call.request, sent_headers)
                 if not isinstance(outcome, Reply) or outcome.error is None:
@@ -116,7 +116,7 @@ class Upstream:
         return failure
 
     async def _try(self, dialect: Dialect, request: BackendRequest, headers: Mapping[str, str]) -> Outcome:
-        """Sends a request; if the backend refuses fields of capture, sends it again without those that it names."""
+        """Sends a request; if the backend refuses capture fields, sends it again without those that it names."""
         wanted, backend = request.dialect.capture_fields(request.options), request.backend
         fields = {name: value for name, value in wanted.items() if name not in backend.refused}
         blamed: set[str] = set()
@@ -126,7 +126,7 @@ class Upstream:
                 backend.refused |= blamed
                 return outcome
             named = {name for name in fields if name.encode() in outcome.body} if outcome.status in (400, 422) else ()
-            if not named:  # if it had blamed others, it may only have quoted the request
+            if not named:  # an earlier error may only have quoted the request, so ``refused`` stays
                 return outcome
             blamed.update(named)
             fields = {name: value for name, value in fields.items() if name not in named}

@@ -16,21 +16,21 @@ class Part:
 
     kind: PartKind
     index: int
-    """Among all parts."""
+    """Index among all parts of the answer."""
     text: str = ""
-    """So far; the arguments of a tool call."""
+    """The text so far; for a tool call, its arguments."""
     call_id: str = ""
     name: str = ""
-    """Of the called tool."""
+    """Name of the called tool."""
     logprobs: list[Any] = field(default_factory=list)
-    """Of its tokens, in the form of Chat Completions; empty if they are not kept."""
+    """Log-probabilities of the part's tokens, as in Chat Completions; empty if they are not kept."""
 
 
 class PartTranslation(ABC):
-    """Base of translations to APIs whose answers list their parts. Reads one choice: these APIs have only one."""
+    """Base of translations to APIs whose answers list their parts. These APIs have only one choice."""
 
     _keeps_logprobs = False
-    """Whether parts collect the log-probabilities of their tokens, which are most of an answer's bytes."""
+    """Whether parts collect the log-probabilities of their tokens, which make up most of an answer's bytes."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
@@ -69,7 +69,7 @@ class PartTranslation(ABC):
 
     @abstractmethod
     def _start(self, part: Part) -> bytes:
-        """Returns the events that begin a part, which is empty."""
+        """Returns the events that begin a part, which is still empty."""
 
     @abstractmethod
     def _add(self, part: Part, text: str, logprobs: Sequence[Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Parses runs of stream chunks that are equal except for their only choice.
+"""Parses runs of stream chunks that differ only in their single choice.
 
 The bytes around the choices are the same in each chunk, so a run is parsed as one chunk with many choices, and these
 bytes are copied when it is written. This saves most of the JSON work of a stream.
@@ -29,7 +29,7 @@ class ChunkRun(NamedTuple):
     """The bytes before and after the choice of each event; None for a single event."""
 
     def write(self, *, as_around: bool) -> bytes:
-        """Writes the events with the present ``chunk``; ``as_around`` says that only its choices have changed."""
+        """Writes the events with the current ``chunk``; ``as_around`` means that only its choices have changed."""
         if self.around is None:
             return to_event(dumps(self.chunk))
         choices = self.chunk["choices"]
@@ -42,7 +42,7 @@ class ChunkRun(NamedTuple):
 def find_run(events: bytes, *, is_alone: bool) -> ChunkRun | None:
     """Finds the run at the start of whole server-sent events; None if the first event has another form.
 
-    ``is_alone`` takes one event only: the first of a stream has other fields than those that follow.
+    With ``is_alone``, the run is one event: the first event of a stream has other fields than the following ones.
     """
     if not events.startswith(_HEAD):
         return None
@@ -69,7 +69,7 @@ def _find_several(events: bytes, end: int) -> ChunkRun | None:
         rest = last[end:]
     else:
         rest = head + last
-    try:  # both parse only if the events were split at the right places
+    try:  # both texts are valid JSON only if the events were split at the right places
         found, chunk = loads(b"[%b]" % b",".join(choices)), loads(head[len(_DATA) :] + tail)
     except JSONDecodeError:
         return None

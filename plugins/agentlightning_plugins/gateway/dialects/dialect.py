@@ -11,7 +11,7 @@ from agentlightning_plugins.gateway.dialects.json_text import dump_json
 from agentlightning_plugins.gateway.dialects.sse import to_event
 
 MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError)
-"""Raised by dialects and translations for JSON that is not of their API."""
+"""Errors that dialects and translations raise for JSON that does not fit their API."""
 
 
 @dataclass(slots=True)
@@ -32,16 +32,16 @@ class Choice:
     reasoning: str = ""
     refusal: str = ""
     tool_calls: dict[int, ToolCall] = field(default_factory=dict)
-    """By their position in the answer."""
+    """Tool calls by their position in the answer."""
     finish_reason: str | None = None
     prompt_token_ids: list[int] | None = None
     """Set if the choices have different prompts, as in Completions."""
     token_ids: list[int] | None = None
     """The sampled tokens, including the one that ended the answer; None if the backend did not return them."""
     logprobs: list[float] | None = None
-    """Of the sampled tokens."""
+    """Log-probabilities of the sampled tokens."""
     weight_versions: list[int] | None = None
-    """Of the sampled tokens, if the weights changed while they were sampled."""
+    """Weight versions of the sampled tokens, if the weights changed during the sampling."""
 
     def to_message(self) -> dict[str, Any]:
         """Returns this choice as a message of OpenTelemetry's ``gen_ai.output.messages``."""
@@ -60,14 +60,14 @@ class Completion:
     prompt_token_ids: list[int] | None = None
     """Set if all choices have the same prompt."""
     choices: dict[int, Choice] = field(default_factory=dict)
-    """By their index."""
+    """Choices by their index."""
     input_tokens: int | None = None
     output_tokens: int | None = None
     weight_version: int | None = None
     error: str | None = None
-    """The error that the backend sent instead of an answer, or of the rest of a stream."""
+    """The error that the backend sent instead of an answer, or instead of the rest of a stream."""
     is_ended: bool = False
-    """Whether the final event of a stream has come, for APIs that do not end with ``[DONE]``."""
+    """Whether the final event of a stream has arrived, for APIs that do not end with ``[DONE]``."""
 
     def choice(self, index: int) -> Choice:
         """Returns the choice at an index, creating it if needed."""
@@ -88,7 +88,7 @@ def tool_call_part(id: str | None, name: str | None, arguments: str | None) -> d
 
 
 class TranslationError(ValueError):
-    """A call cannot be expressed in the backend's dialect; the message tells the agent why."""
+    """A call cannot be expressed in the backend's dialect; the message explains why."""
 
     def __init__(self, message: str, code: str = "not_translatable") -> None:
         super().__init__(message)
@@ -96,13 +96,12 @@ class TranslationError(ValueError):
 
 
 class TokenOptions(NamedTuple):
-    """The token data that the agent asked for, and therefore gets."""
+    """The token data that the agent requested, and therefore gets."""
 
     token_ids: bool
     logprobs: bool
     stream_options: Mapping[str, Any] | None = None
-    """Those that make a stream end with its usage, if the agent did not ask for it; None if it did, or gets no stream.
-    """
+    """Options that request the usage at a stream's end, if the agent did not; None if it did, or gets no stream."""
 
 
 class Translation(Protocol):
@@ -124,7 +123,7 @@ class Translation(Protocol):
 class Dialect(Protocol):
     """One endpoint of an API. Stateless, and shared by all calls.
 
-    Implement it by inheriting. The defaults fit an API without streaming, tools and token data.
+    Implement a dialect by inheriting from this class. The defaults fit an API without streaming, tools and token data.
     """
 
     name: str
@@ -132,19 +131,19 @@ class Dialect(Protocol):
     routes: Sequence[str]
     """Paths at which agents call it, such as ``v1/chat/completions``."""
     path: str
-    """Its path at a backend, below ``/v1/``."""
+    """Path of the endpoint at a backend, below ``/v1/``."""
     span_name: str
     operation: str
     """OpenTelemetry's ``gen_ai.operation.name``."""
     fields: Set[str] | None = None
-    """The fields of a request that are passed on; None: all, which lets agents set any option of the backend."""
+    """Fields of a request that are passed on; None: all, which lets agents set any option of the backend."""
 
     def read_token_options(self, body: Mapping[str, Any]) -> TokenOptions:
         """Returns the token data that a request asks for."""
         return TokenOptions(True, True)
 
     def capture_fields(self, options: TokenOptions) -> Mapping[str, Any]:
-        """Returns the fields that make the backend return the token data that the agent did not ask for."""
+        """Returns the fields that make the backend return the token data that the agent did not request."""
         return {}
 
     def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -162,30 +161,30 @@ class Dialect(Protocol):
         raise ValueError(f"{self.path} does not stream")
 
     def strip(self, answer: dict[str, Any], options: TokenOptions) -> bool:
-        """Removes what only the gateway asked for from an answer or chunk. Returns whether there was anything."""
+        """Removes data that only the gateway requested from an answer or chunk. Returns whether it removed anything."""
         return False
 
     def is_hidden(self, chunk: Mapping[str, Any], options: TokenOptions) -> bool:
-        """Whether the agent does not get a chunk, because only the gateway asked for it."""
+        """Whether to withhold a chunk from the agent, because only the gateway requested it."""
         return False
 
     def relay_events(self, events: bytes, completion: Completion, options: TokenOptions) -> tuple[bytes, bytes]:
         """Does ``read_chunk`` and ``strip`` for several whole events at once, if the dialect has a faster way.
 
         Returns:
-            The events for the agent, and the rest, which are still to be read one by one.
+            The events for the agent, and the remaining events, which must be read one by one.
         """
         return b"", events
 
     def translate(self, body: Mapping[str, Any]) -> Translation | None:
-        """Returns a translation of a call to Chat Completions; None if the API has none."""
+        """Returns a translation of a call to Chat Completions; None if the API cannot be translated."""
         return None
 
     def error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         """Returns an error of the gateway in the form that clients of this API expect."""
 
     def error_event(self, status: int, message: str, code: str | None) -> bytes:
-        """Returns the same as the last server-sent event of a stream."""
+        """Returns such an error as the last server-sent event of a stream."""
         return to_event(dump_json(self.error_body(status, message, code)))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 _SAMPLING: Final = frozenset(
-    # Of vLLM, SGLang, llama.cpp and providers with an API like OpenAI's.
+    # Fields of vLLM, SGLang, llama.cpp and providers with an API like OpenAI's.
     "add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template_kwargs "
     "continue_final_message documents ebnf enable_thinking grammar guided_choice guided_grammar guided_json "
     "guided_regex guided_whitespace_pattern ignore_eos include_reasoning include_stop_str_in_output json_schema "

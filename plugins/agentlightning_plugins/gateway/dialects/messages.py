@@ -1,4 +1,4 @@
-"""Anthropic's Messages: relayed to backends that speak it, translated for the others."""
+"""Anthropic's Messages: relayed to backends that speak it, translated for other backends."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _REASONS: Final = {
     "tool_use": "tool_calls",
     "refusal": "content_filter",
 }
-"""OpenAI's finish reasons, which are recorded for every dialect."""
+"""OpenAI's finish reason for each stop reason; spans of every dialect contain OpenAI's."""
 _TEXTS: Final = {
     "text": ("text", "text"),
     "text_delta": ("text", "text"),
     "thinking": ("reasoning", "thinking"),
     "thinking_delta": ("reasoning", "thinking"),
 }
-"""The attribute of a choice, and the key of a block or delta that is added to it."""
+"""For each type of block or delta, the attribute of the choice that it extends, and the key of its text."""
 
 
 class _Anthropic(Dialect, Protocol):
@@ -102,7 +102,7 @@ class Messages(_Anthropic):
 
 
 class CountTokens(_Anthropic):
-    """Anthropic's counter of the tokens of a request."""
+    """Anthropic's endpoint that counts the tokens of a request."""
 
     name = "anthropic-count-tokens"
     routes = ("anthropic/v1/messages/count_tokens", "v1/messages/count_tokens")
@@ -129,7 +129,7 @@ def _read_reason(data: Mapping[str, Any]) -> str | None:
 
 
 def _read_usage(data: Mapping[str, Any], completion: Completion) -> None:
-    """Anthropic counts cached tokens separately; OpenTelemetry's input tokens include them."""
+    """Reads the usage. Anthropic counts cached tokens separately; OpenTelemetry's input tokens include them."""
     usage = data.get("usage") or {}
     if usage.get("input_tokens") is not None:
         parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
@@ -139,7 +139,7 @@ def _read_usage(data: Mapping[str, Any], completion: Completion) -> None:
 
 
 def _read_block(block: Mapping[str, Any], position: int, choice: Choice) -> None:
-    """Adds a content block or a delta. Skips tools that Anthropic ran itself: their results show in the next text."""
+    """Adds a content block or a delta. Skips tools that Anthropic ran itself: the next text contains their results."""
     kind = block["type"]
     if kind in _TEXTS:
         name, key = _TEXTS[kind]

@@ -93,7 +93,7 @@ class MessagesTranslation(PartTranslation):
 
 
 class CountTranslation:
-    """Counts the tokens of a request: asks a chat server for one token and reads the usage of the answer."""
+    """Counts the tokens of a request: requests one token from a chat server and reads the usage in its answer."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
@@ -113,7 +113,7 @@ class CountTranslation:
 
 def to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
     """Translates a request; raises TranslationError if it needs Anthropic's servers."""
-    if body.get("thread"):  # its client sends the whole conversation after an error with this text and code
+    if body.get("thread"):  # Anthropic's client sends the whole conversation after an error with this text and code
         message = "'thread' needs a server that keeps conversations: send all messages with each request"
         raise TranslationError(message, "thread_unsupported_request")
     for tool in body.get("tools") or ():
@@ -139,7 +139,7 @@ def to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_chat_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Translates system and messages; blocks that chat messages cannot express stay as they are."""
+    """Translates system and messages; blocks that chat messages cannot express stay unchanged."""
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": to_content(body["system"], _to_part)})
@@ -155,7 +155,7 @@ def to_chat_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def to_chat_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Translates the tools; Anthropic's own stay as they are."""
+    """Translates the tools; Anthropic's own tools stay unchanged."""
     return [_to_tool(tool) if "input_schema" in tool else tool for tool in body.get("tools") or ()]
 
 
@@ -178,7 +178,7 @@ def _to_assistant(blocks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _to_others(role: str, blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Translates a user's message: tool results become messages of their own, before the rest."""
+    """Translates a user's message: tool results become separate messages, before the rest."""
     for block in blocks:
         if block["type"] == "tool_result":
             content = block.get("content")
@@ -220,7 +220,7 @@ def _to_block(part: Part) -> dict[str, Any]:
 
 
 def _parse_arguments(text: str) -> dict[str, Any]:
-    """Parses tool arguments; text that is not a JSON object is kept under a key, as the API has no other place."""
+    """Parses tool arguments; text that is not a JSON object is kept under a key, since the API takes only objects."""
     try:
         arguments = parse_json(text.encode()) if text else {}
     except ValueError:

@@ -24,7 +24,7 @@ from agentlightning_plugins.gateway.dialects.json_text import dump_json
 
 _ABSENT: Final = object()
 _MAX_RUNS: Final = 3
-"""Of events that arrive together: the first chunk, those of one token each, the last. More runs do not pay off."""
+"""Runs in events that arrive together: the first chunk, chunks of one token each, the last. More do not pay off."""
 _LOGPROB: Final = itemgetter("logprob")
 
 
@@ -46,10 +46,10 @@ class ChatCompletions(OpenAIDialect):
     operation = "chat"
     fields: Set[str] | None = CHAT_FIELDS
     ask_logprobs: bool | int = True
-    """The value of ``logprobs`` that asks for the log-probabilities of the sampled tokens."""
+    """The value of ``logprobs`` that requests the log-probabilities of the sampled tokens."""
 
     def read_token_options(self, body: Mapping[str, Any]) -> TokenOptions:
-        logprobs = body.get("logprobs")  # a bool in chat; a number in completions, where 0 asks too
+        logprobs = body.get("logprobs")  # a bool in chat; a number in completions, where 0 requests them too
         asked = body.get("return_token_ids") is True, logprobs is not None and logprobs is not False
         if not body.get("stream"):
             return TokenOptions(*asked)
@@ -87,7 +87,7 @@ class ChatCompletions(OpenAIDialect):
         _take_choices(chunk.get("choices") or (), completion, True, True)
 
     def relay_events(self, events: bytes, completion: Completion, options: TokenOptions) -> tuple[bytes, bytes]:
-        """Reads each run of events that are equal except for their only choice as one chunk with many choices."""
+        """Reads each run of events that differ only in their single choice as one chunk with many choices."""
         relayed: list[bytes] = []
         wants_ids, wants_logprobs, _ = options
         for _ in range(_MAX_RUNS):
@@ -118,13 +118,13 @@ class ChatCompletions(OpenAIDialect):
                 changed |= choice.pop("token_ids", _ABSENT) is not _ABSENT
                 changed |= choice.pop("prompt_token_ids", _ABSENT) is not _ABSENT
             if not options.logprobs and choice.get("logprobs") is not None:
-                choice["logprobs"] = None  # as OpenAI and vLLM answer without a request for them
+                choice["logprobs"] = None  # as in answers of OpenAI and vLLM to requests without logprobs
                 changed = True
         return changed
 
 
 class Completions(ChatCompletions):
-    """OpenAI's Completions, which differ in the keys of their content."""
+    """OpenAI's Completions, which differ from Chat Completions in the keys of their content."""
 
     name = "openai-completions"
     routes = ("v1/completions",)
@@ -149,7 +149,7 @@ class Embeddings(OpenAIDialect):
         return _read_texts(body["input"])
 
     def read_answer(self, answer: Mapping[str, Any], completion: Completion) -> None:
-        answer["data"]  # every answer has it
+        answer["data"]  # raises KeyError: every valid answer has it
         completion.model = answer.get("model")
         completion.input_tokens = (answer.get("usage") or {}).get("prompt_tokens")
 
@@ -165,7 +165,7 @@ def read_version(value: object) -> int | None:
 
 
 def _read_texts(value: Any) -> list[dict[str, Any]]:
-    """Returns a text, several texts, token ids, or several lists of them as messages of a user."""
+    """Returns one or several texts, or one or several lists of token ids, as messages of a user."""
     several = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
     texts = [text if isinstance(text, str) else dump_json(text).decode() for text in several]
     return [{"role": "user", "parts": [{"type": "text", "content": text}]} for text in texts]
@@ -193,7 +193,7 @@ def _read_ids(value: Any) -> list[int] | None:
 def _take_choices(
     choices: Iterable[dict[str, Any]], completion: Completion, wants_ids: bool, wants_logprobs: bool
 ) -> bool:
-    """Adds choices, or chunks of them, and removes the token data the agent did not ask for. Returns if there was any.
+    """Adds choices or their chunks; removes token data that the agent did not request. Returns whether it removed any.
 
     Hot path, one iteration for each token of a stream: one loop without function calls.
     """
@@ -218,12 +218,12 @@ def _take_choices(
             sampled = logprobs.get("content") or logprobs.get("refusal")
             choice.logprobs += map(_LOGPROB, sampled) if sampled else logprobs.get("token_logprobs") or ()
             if not wants_logprobs:
-                data["logprobs"] = None  # as OpenAI and vLLM answer without a request for them
+                data["logprobs"] = None  # as in answers of OpenAI and vLLM to requests without logprobs
                 is_changed = True
         finish_reason = data.get("finish_reason")
         if finish_reason:
             choice.finish_reason = finish_reason
-            if "weight_versions" in data:  # ours: the weights changed during the answer
+            if "weight_versions" in data:  # our extension: the weights changed during the answer
                 choice.weight_versions = [*data["weight_versions"]]
         if "prompt_token_ids" in data:
             choice.prompt_token_ids = choice.prompt_token_ids or _read_ids(data["prompt_token_ids"])
@@ -274,14 +274,14 @@ def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_part(part: Mapping[str, Any] | str) -> dict[str, Any]:
-    if isinstance(part, str):  # not of the API, but some servers take it
+    if isinstance(part, str):  # not part of the API, but some servers accept it
         return {"type": "text", "content": part}
     kind = part.get("type")
     if kind == "text":
         return {"type": "text", "content": part.get("text")}
     if kind == "image_url":
         image = part["image_url"]
-        url = image if isinstance(image, str) else image["url"]  # as above
+        url = image if isinstance(image, str) else image["url"]  # a string: see above
         if not url.startswith("data:"):
             return {"type": "uri", "modality": "image", "uri": url}
         head, _, content = url.partition(",")

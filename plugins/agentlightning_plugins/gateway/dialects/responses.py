@@ -1,4 +1,4 @@
-"""OpenAI's Responses: relayed to backends that speak it, translated for the others."""
+"""OpenAI's Responses: relayed to backends that speak it, translated for other backends."""
 
 from __future__ import annotations
 
@@ -92,5 +92,5 @@ def _read_item(item: Mapping[str, Any], position: int, choice: Choice) -> None:
             choice.reasoning += "".join(part["text"] for part in item.get("content") or item.get("summary") or ())
         case "function_call":
             choice.tool_calls[position] = ToolCall(item.get("call_id"), item["name"], item["arguments"])
-        case _:  # tools that OpenAI ran itself: their results show in the text that follows
+        case _:  # tools that OpenAI ran itself: the following text contains their results
             pass

@@ -18,7 +18,7 @@ from agentlightning_plugins.gateway.dialects.sse import to_typed_event
 
 _STATEFUL: Final = ("previous_response_id", "conversation", "prompt", "background")
 _DROPPED: Final = frozenset(
-    # Translated below, or without meaning if nothing is stored and no tool is hosted.
+    # Translated below, or meaningless if nothing is stored and no tool is hosted.
     "input instructions tools tool_choice text max_output_tokens reasoning include truncation store stream_options "
     "max_tool_calls context_management prompt_cache_options prompt_cache_retention moderation".split()
 ).union(_STATEFUL)
@@ -213,7 +213,7 @@ def to_chat_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def to_chat_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Translates the tools; those that are not functions stay as they are."""
+    """Translates the tools; tools that are not functions stay unchanged."""
     return [
         {"type": "function", "function": _without_type(tool)} if tool.get("type") == "function" else tool
         for tool in body.get("tools") or ()
@@ -240,7 +240,7 @@ def _check(body: Mapping[str, Any]) -> None:
         if item.get("type", "message") not in _ITEMS:
             raise TranslationError(
                 f"input items of type {item.get('type')!r} have no form in Chat Completions, which serves the model "
-                f"behind this gateway; there is {', '.join(sorted(_ITEMS))}"
+                f"behind this gateway; supported types: {', '.join(sorted(_ITEMS))}"
             )
 
 
@@ -268,7 +268,7 @@ def _add_item(item: Mapping[str, Any], messages: list[dict[str, Any]]) -> None:
 
 
 def _assistant(messages: list[dict[str, Any]], *later: str) -> dict[str, Any]:
-    """Returns the assistant's message for an item: the last one, or a new one if that has content of ``later`` keys."""
+    """Returns the assistant's message for an item: the last message, or a new one if it has a key of ``later``."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(last.get(key) for key in later):
         last = {"role": "assistant", "content": None}

@@ -7,16 +7,16 @@ import time
 from typing import Final
 
 MAX_WAITING: Final = 10_000
-"""Calls that may wait at once; more get 429."""
+"""Calls that may wait at the same time; further calls get status 429."""
 PAUSE_WAIT_S: Final = 300.0
-"""Default wait of a call before it gets 429. Shorter than the 600 s after which official clients give up."""
+"""Default time that a call waits before it gets 429. Shorter than the timeout of official clients, 600 s."""
 
 
 class Admission:
     """Admits calls or makes them wait, and counts those in flight. Belongs to one event loop."""
 
     weight_version: int | None = None
-    """The version of the weights that calls get now, if the owner of the gateway stated it."""
+    """The version of the weights that serve calls now, if the owner of the gateway stated it."""
 
     def __init__(self, max_waiting: int = MAX_WAITING, pause_wait_s: float = PAUSE_WAIT_S) -> None:
         self._max_waiting = max_waiting
@@ -37,7 +37,7 @@ class Admission:
         return not self._is_open.is_set()
 
     async def enter(self) -> bool:
-        """Waits until the call is admitted; each True needs one ``leave``.
+        """Waits until the call is admitted; after each True, ``leave`` must be called once.
 
         Returns False if too many calls wait already, the wait takes too long, or the gateway stops.
         """
@@ -68,22 +68,22 @@ class Admission:
             self._is_empty.set()
 
     def pause(self) -> None:
-        """Makes new calls wait; those in flight go on."""
+        """Makes new calls wait; calls in flight continue."""
         self._is_open.clear()
 
     def resume(self, weight_version: int | None) -> None:
-        """Admits calls again, with a new version of the weights unless that is None."""
+        """Admits calls again, with a new version of the weights unless it is None."""
         if weight_version is not None:
             self.weight_version = weight_version
         self._is_open.set()
 
     def close(self) -> None:
-        """Refuses all further calls and those that wait, because their weight version would be unknown."""
+        """Refuses waiting and further calls, because their weight version would be unknown."""
         self._is_closed = True
         self._is_open.set()
 
     async def drain(self, timeout_s: float | None) -> bool:
-        """Waits until no call is in flight; returns False if the time runs out first."""
+        """Waits until no call is in flight; returns False if the timeout expires first."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_empty.wait()

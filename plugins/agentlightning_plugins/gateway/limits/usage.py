@@ -1,4 +1,4 @@
-"""Limits on what each attempt may use of the models."""
+"""Limits on how much each attempt may use the models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from agentlightning_plugins.gateway.validation import check_keys, check_number
 _MAX_REMEMBERED: Final = 100_000
 _MAX_NUMBER: Final = 2.0**53
 BACKEND: Final = "agentlightning.gateway.backend"
-"""Span attribute: the endpoint that a call was sent to; absent for calls that were refused before."""
+"""Span attribute: the endpoint that a call was sent to; absent for calls that were refused before they were sent."""
 TOKENS: Final = "agentlightning.gateway.tokens"
-"""Span attribute: the tokens that count for the limit of tokens."""
+"""Span attribute: the tokens that count towards the token limit."""
 COST: Final = "agentlightning.gateway.cost"
 """Span attribute: the cost of a call, if the model list has a price."""
 
@@ -40,7 +40,7 @@ class UsageLimits:
     tokens: int | None = None
     """Input and output tokens together."""
     cost: float | None = None
-    """By the prices of the model list."""
+    """Cost by the prices of the model list."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Usage:
 
 
 class UsageTracker:
-    """Counts the usage of attempts. Forgets the attempt whose last call is the oldest."""
+    """Counts the usage of attempts. If there are too many, drops the attempt whose last call is the oldest."""
 
     def __init__(self, limits: UsageLimits, max_attempts: int = _MAX_REMEMBERED) -> None:
         self._limits = {name: limit for name, limit in asdict(limits).items() if limit is not None}
@@ -65,7 +65,7 @@ class UsageTracker:
         return bool(self._limits) and attempt not in self._used
 
     def restore(self, attempt: AttemptKey, usage: Usage) -> None:
-        """Sets the earlier usage of an attempt that is not known."""
+        """Sets the earlier usage of an attempt that is not tracked yet."""
         self._used.setdefault(attempt, usage)
 
     def begin(self, attempt: AttemptKey) -> str | None:
@@ -84,12 +84,12 @@ class UsageTracker:
         return None
 
     def take_back(self, attempt: AttemptKey) -> None:
-        """Takes back ``begin`` for a call that was not made."""
+        """Reverts ``begin`` for a call that was not made."""
         if attempt in self._used:
             self._used[attempt].calls -= 1
 
     def add(self, attempt: AttemptKey, tokens: int, cost: float) -> None:
-        """Adds the usage of a call; ignores attempts that were forgotten, because their spans contain it."""
+        """Adds the usage of a call; ignores attempts that were dropped, because their spans contain the usage."""
         usage = self._used.get(attempt)
         if usage is not None:
             usage.tokens += tokens
@@ -99,7 +99,7 @@ class UsageTracker:
 async def read_usage(store: LightningStore, attempt: AttemptKey) -> Usage:
     """Sums up the usage of an attempt from the spans of its calls; raises StoreError.
 
-    An agent whose store checks no tokens can write such spans too; they can only add to its usage.
+    If the store checks no tokens, an agent can write such spans too, but they can only increase its usage.
     """
     usage = Usage()
     for span in await store.query_spans(*attempt):

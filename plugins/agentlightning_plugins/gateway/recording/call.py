@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from agentlightning_plugins.gateway.backends.request import BackendRequest
 
 _BYTES_PER_TOKEN: Final = 4
-"""Roughly, in English text."""
+"""Approximate length of a token in English text."""
 _MAX_COUNT: Final = 2**53
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-|$)")
 
@@ -50,23 +50,23 @@ class Call:
     """A call while it is relayed: the agent's request, and what is recorded of the answer."""
 
     attempt: AttemptKey | None
-    """None if unknown: such a call is relayed and not recorded."""
+    """Attempt of the call; None if unknown: such a call is relayed but not recorded."""
     dialect: Dialect
-    """Of the agent."""
+    """Dialect of the agent."""
     body: Mapping[str, Any]
-    """Of the request, without fields that are not passed on."""
+    """Body of the request, without fields that are not passed on."""
     model: str
     trace: TraceContext
     query: str = ""
-    """For the backend's URL, without the question mark."""
+    """Query of the backend's URL, without the question mark."""
     seed: int | None = None
-    """Derived from the rollout's, for backends that seed calls."""
+    """Seed derived from the rollout's seed, for backends that seed calls."""
     start_time: float = field(default_factory=time.time)
     first_time: float = 0.0
-    """Arrival of the first bytes of a stream."""
+    """Time at which the first bytes of a stream arrived."""
     end_time: float = 0.0
     backend: Backend | None = None
-    """The one that answered, or was tried last."""
+    """The backend that answered, or that was tried last."""
     request: BackendRequest | None = None
     """The request of the last try; None if none could be made."""
     completion: Completion = field(default_factory=Completion)
@@ -75,15 +75,15 @@ class Call:
     gateway_version: int | None = None
     """The weight version that the gateway stated when the call was sent."""
     is_cached: bool = False
-    """Whether the answer is that of an earlier call."""
+    """Whether the answer comes from an earlier call."""
     answer: bytearray = field(default_factory=bytearray)
-    """As the backend sent it, if answers are cached."""
+    """The answer as the backend sent it, if answers are cached."""
     cache_key: str | None = None
-    """With which the cache keeps the answer."""
+    """Key of the answer in the cache."""
     exceeded_limit: str | None = None
-    """The limit of the attempt's usage for which the call was refused."""
+    """The exceeded usage limit of the attempt, in words, if the call was refused for it."""
     http_status: int | None = None
-    """Of the answer to the agent, if that is an error."""
+    """Status of the answer to the agent, if the answer is an error."""
     error: str | None = None
 
     def redact_error(self, text: bytes) -> bytes:
@@ -92,10 +92,10 @@ class Call:
 
 
 def used_tokens(call: Call) -> tuple[int, int]:
-    """Input and output tokens of a call.
+    """Returns the input and output tokens of a call.
 
-    As the backend states them, else the number of token ids, else an estimate from the texts: a backend may not count,
-    and an agent may disconnect before the count. A cached answer costs nothing.
+    Uses the backend's counts, else the numbers of token ids, else an estimate from the texts: a backend may not count,
+    and an agent may disconnect before the counts arrive. A cached answer counts as no tokens.
     """
     if call.is_cached:
         return 0, 0
@@ -115,5 +115,5 @@ def used_tokens(call: Call) -> tuple[int, int]:
 
 
 def _read_count(stated: object) -> int:
-    """Returns a number of tokens that a backend states, which may be anything."""
+    """Returns a token count that a backend states, within bounds; 0 if it is not an integer."""
     return min(max(stated, 0), _MAX_COUNT) if isinstance(stated, int) else 0

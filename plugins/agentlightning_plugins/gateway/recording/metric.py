@@ -39,18 +39,18 @@ class GatewayMetrics:
         self._gauges: list[GaugeMetricFamily] = []
         registry = self._registry = CollectorRegistry()
         self._calls = Counter(
-            "agl_gateway_calls_total", "Calls answered or given up.", ["model", "status"], registry=registry
+            "agl_gateway_calls_total", "Calls answered or abandoned.", ["model", "status"], registry=registry
         )
         self._latency = Histogram(
             "agl_gateway_call_seconds",
-            "From the arrival of a call to the end of its answer.",
+            "Time from the arrival of a call to the end of its answer.",
             ["model"],
             registry=registry,
             buckets=_LATENCY_BUCKETS_S,
         )
         self._first_token = Histogram(
             "agl_gateway_first_token_seconds",
-            "From the arrival of a call to the first bytes of its stream.",
+            "Time from the arrival of a call to the first bytes of its stream.",
             ["model"],
             registry=registry,
             buckets=_LATENCY_BUCKETS_S,
@@ -59,7 +59,7 @@ class GatewayMetrics:
             "agl_gateway_tokens_total", "Tokens of answered calls.", ["model", "kind"], registry=registry
         )
         self._incomplete = Counter(
-            "agl_gateway_incomplete_total", "Calls whose answer did not arrive whole.", ["model"], registry=registry
+            "agl_gateway_incomplete_total", "Calls whose answer did not arrive in full.", ["model"], registry=registry
         )
 
     def count(self, call: Call, status: str) -> None:
@@ -81,12 +81,12 @@ class GatewayMetrics:
         self._calls.labels(_NO_MODEL, status).inc()
 
     async def render(self) -> bytes:
-        """All metrics in Prometheus' text format, which a thread writes."""
+        """Returns all metrics in Prometheus' text format, rendered in a thread."""
         self._gauges = list(self._read_gauges())
         return await asyncio.to_thread(generate_latest, self)
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics; ``generate_latest`` calls it."""
+        """Yields all metrics; ``generate_latest`` calls this method."""
         for metric in self._registry.collect():
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric
@@ -94,7 +94,7 @@ class GatewayMetrics:
 
     def _read_gauges(self) -> Iterator[GaugeMetricFamily]:
         admission, writer = self._admission, self._writer
-        yield GaugeMetricFamily("agl_gateway_in_flight", "Calls under way.", admission.in_flight)
+        yield GaugeMetricFamily("agl_gateway_in_flight", "Calls in flight.", admission.in_flight)
         yield GaugeMetricFamily("agl_gateway_waiting", "Calls that wait for the end of a pause.", admission.waiting)
         yield GaugeMetricFamily("agl_gateway_paused", "1 while new calls wait.", admission.is_paused)
         version = GaugeMetricFamily("agl_gateway_weight_version", "Version of the weights that serve calls.", labels=[])
@@ -102,7 +102,7 @@ class GatewayMetrics:
             version.add_metric([], admission.weight_version)
         yield version
         labels = ["model", "backend"]
-        up = GaugeMetricFamily("agl_gateway_backend_up", "1 if it answers.", labels=labels)
+        up = GaugeMetricFamily("agl_gateway_backend_up", "1 if the backend is up.", labels=labels)
         in_flight = GaugeMetricFamily("agl_gateway_backend_in_flight", "Calls at a backend.", labels=labels)
         counts = count_by_backend(self._running())
         for backend in self._models().backends:
@@ -115,5 +115,5 @@ class GatewayMetrics:
 
 
 def count_by_backend(calls: Iterable[Call]) -> collections.Counter[bytes]:
-    """The number of running calls of each backend, by its identity."""
+    """Returns the number of running calls of each backend, by the backend's identity."""
     return collections.Counter(call.backend.identity for call in calls if call.backend is not None)

@@ -3,9 +3,9 @@
 The attributes follow OpenTelemetry's ``gen_ai`` conventions. Training also needs ``prompt_token_ids``,
 ``response_token_ids`` and ``logprobs`` (of the sampled tokens), ``agentlightning.weight_version`` (and
 ``agentlightning.weight_versions`` of the tokens, if the weights changed during the answer), and
-``agentlightning.gateway.complete``; a call without the latter must not be trained on.
+``agentlightning.gateway.complete``; calls for which this is false must not be trained on.
 
-With n > 1 the unprefixed token data are those of choice 0; choice i > 0 has
+With n > 1 the unprefixed token data belong to choice 0; choice i > 0 has
 ``agentlightning.choice.{i}.response_token_ids`` and ``.logprobs`` (and ``.prompt_token_ids`` if prompts differ).
 ``gen_ai.output.messages`` and ``gen_ai.response.finish_reasons`` list all choices in order.
 """
@@ -26,7 +26,7 @@ from agentlightning_plugins.gateway.recording.call import Call, used_tokens
 
 CACHE_KEY: Final = "agentlightning.gateway.cache_key"
 CACHE_ANSWER: Final = "agentlightning.gateway.cache_answer"
-"""The answer as the backend sent it, on calls that the cache keeps."""
+"""Span attribute: the answer as the backend sent it, on calls whose answer the cache keeps."""
 _OK: Final = TraceStatus(status_code="OK")
 _MIN_INT64: Final = -(2**63)
 _MAX_INT64: Final = 2**63 - 1
@@ -149,14 +149,14 @@ def _add_output(call: Call, attributes: dict[str, Any]) -> None:
         attributes[semconv.GEN_AI_FINISH_REASONS] = [choice.finish_reason or "" for _, choice in choices]
         text = dump_json([choice.to_message() for _, choice in choices])
         if call.backend is not None:
-            text = call.backend.redact_answer(text)  # a stream may have the key in pieces
+            text = call.backend.redact_answer(text)  # a stream may contain the key in pieces
         attributes[semconv.GEN_AI_OUTPUT_MESSAGES] = text.decode()
 
 
 def _freeze_numbers(values: Any) -> Any:
     """Freezes a list of numbers and returns anything else as it is.
 
-    Hot path: the sum shows that all values are finite numbers of 64 bits, without a check of each.
+    Hot path: the sum detects NaN, infinities and integers beyond 64 bits without a check of each value.
     """
     try:
         return FrozenList(values) if type(values) is list and _MIN_INT64 <= sum(values) <= _MAX_INT64 else values

@@ -16,11 +16,11 @@ _ENDED_EARLY: Final = "the backend ended its answer early"
 
 
 class StreamReader:
-    """Reads the bytes from a backend into ``call.completion`` and returns those for the agent."""
+    """Reads the bytes from a backend into ``call.completion`` and returns the bytes for the agent."""
 
     def __init__(self, call: Call, request: BackendRequest) -> None:
         self.is_done = False
-        """Whether the event has passed after which clients stop reading."""
+        """Whether the event after which clients stop reading has been read."""
         self._call = call
         self._request = request
         self._dialect, self._translation = request.dialect, request.translation
@@ -29,7 +29,7 @@ class StreamReader:
         self._size = 0
 
     def feed(self, piece: bytes) -> bytes:
-        """Returns the whole events, completed by this piece, in the agent's form."""
+        """Returns the events that this piece completes, in the agent's dialect."""
         if not self._call.first_time:
             self._call.first_time = time.time()
         self._size += len(piece)
@@ -46,9 +46,9 @@ class StreamReader:
         return relayed + b"".join([self._read(event) for event in split_events(events)])
 
     def close(self, failure: str | None) -> bytes:
-        """Ends the reading: sets whether the answer is complete and returns the last bytes for the agent.
+        """Ends the stream: sets whether the answer is complete and returns the last bytes for the agent.
 
-        ``failure`` is why the backend's stream broke, None if it ended; the agent gets it as an error event.
+        ``failure`` explains why the backend's stream broke; None if it ended. The agent gets it as an error event.
         """
         call, last, has_ended = self._call, b"", self._is_read and failure is None
         if self._splitter.rest and not self.is_done:

@@ -1,4 +1,4 @@
-"""A reward function that asks a reward model, at an address or in this process, for the score of an answer."""
+"""A reward function that takes an answer's score from a reward model on a server or in this process."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class RewardModel:
     trains on it.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     model: str
-    """With an endpoint, the name of the model there; else its directory or hub name, and it runs in the runner."""
+    """With an endpoint, the model's name there; else its directory or hub name, and the model runs in the runner."""
     endpoint: str | None = None
     """The address of the server without a path, such as ``http://127.0.0.1:8001``; None: the model runs locally."""
     api: Api = "classify"
@@ -47,16 +47,16 @@ class RewardModel:
     task_key: str | None = None
     """The key of a task that holds its text; None: the whole task, as JSON if it is not a text."""
     template: str = "{task}\n\n{answer}"
-    """The text that is scored, where the model gets one text; a local model with a chat template gets that of a
-    conversation, and so do models behind ``pooling``."""
+    """The text to score, for models that take one text. A local model with a chat template and models behind
+    ``pooling`` get a conversation instead."""
     label: int = -1
     """The class whose probability is the reward, if the model has several; -1: the last."""
     sigmoid: bool = False
-    """Map the score of a model with one class to a reward between 0 and 1."""
+    """Whether to map the score of a model with one class to a reward between 0 and 1."""
     device: str = "cpu"
-    """Of a local model."""
+    """Device of a local model."""
     timeout_s: float = 60.0
-    """Of a request."""
+    """Timeout of a request."""
 
     def __post_init__(self) -> None:
         require_least(0.001, timeout_s=self.timeout_s)
@@ -80,7 +80,7 @@ class RewardModel:
 
         Raises:
             RolloutError: the server does not answer, or its answer has no score.
-            ConfigError: there is no such local model.
+            ConfigError: the local model cannot be loaded, or a setting does not fit the task or the model.
         """
         with operation(name="reward_model") as span:
             span.set_input({"task": task, "output": output})
@@ -100,7 +100,7 @@ class RewardModel:
     def _score(self, task: str, answer: str) -> float:
         import torch
 
-        with _LOADING:  # the first call of several at once
+        with _LOADING:  # of several calls at the same time, the first one loads the model
             model, tokenizer = _load(self.model, self.device)
         if tokenizer.chat_template:
             tokens = tokenizer.apply_chat_template(_messages(task, answer), return_tensors="pt", return_dict=True)
@@ -135,12 +135,14 @@ class RewardModel:
             ) from error
         try:
             return self._read(json.loads(reply))
+        except ConfigError:  # a wrong setting, which is a ValueError too
+            raise
         except (ValueError, LookupError, TypeError) as error:
             raise RolloutError(f"the answer of the reward model at {url} has no score: {reply[:300]}") from error
 
     def _read(self, reply: Any) -> float:
         if self.api == "predict":
-            # One list of classes, the likeliest first; their names end in their number, as in LABEL_1.
+            # One list of classes, the likeliest first. The name of a class ends in its number, as in LABEL_1.
             classes = reply[0] if isinstance(reply[0], list) else reply
             named = {str(each["label"]).rpartition("_")[2]: each["score"] for each in classes}
             values = [named[str(i)] for i in range(len(classes))] if len(classes) > 1 else [classes[0]["score"]]
@@ -148,7 +150,7 @@ class RewardModel:
             values = [reply["data"][0]["score"]]
         else:
             found = reply["data"][0]["probs" if self.api == "classify" else "data"]
-            while isinstance(found[0], list):  # one for each token: that of the last one counts
+            while isinstance(found[0], list):  # one list for each token; the last token's list counts
                 found = found[-1]
             values = found
         score = values[0] if len(values) == 1 else values[self._place(len(values))]
@@ -158,7 +160,7 @@ class RewardModel:
 
     def _place(self, classes: int) -> int:
         if not -classes <= self.label < classes:
-            raise ConfigError(f"reward model: label = {self.label}; {self.model} has {classes} classes, from 0 on.")
+            raise ConfigError(f"reward model: label = {self.label}; {self.model} has {classes} classes, from 0 up.")
         return self.label
 
 

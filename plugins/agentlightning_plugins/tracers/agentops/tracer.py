@@ -40,7 +40,7 @@ class AgentOpsTracer(OtelTracer):
 
 
 def _set_provider(provider: TracerProvider) -> Undo:
-    """Has AgentOps' core use our provider as if it had been initialised."""
+    """Makes AgentOps' core use our provider as if AgentOps had been initialised."""
     import agentops.sdk.core as core
 
     tracer: Any = core.tracer

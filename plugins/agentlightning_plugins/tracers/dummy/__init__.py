@@ -1,1 +1,1 @@
-"""The tracer ``otel``."""
+"""The tracer ``dummy``."""

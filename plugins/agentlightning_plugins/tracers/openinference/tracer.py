@@ -19,9 +19,9 @@ _MODULES: Final = {
     "llama_index": "llama_index.core",
     "openai_agents": "agents",
 }
-"""Modules whose instrumentor has another name."""
+"""The module that an instrumentor instruments, where the instrumentor has another name."""
 _MAX_IMAGE_CHARS: Final = 2**30
-"""By default OpenInference cuts images out of prompts, and a cut prompt cannot be trained on."""
+"""Practically no limit: OpenInference's default cuts images out of prompts, which then cannot be trained on."""
 
 
 class OpenInferenceTracer(OtelTracer):

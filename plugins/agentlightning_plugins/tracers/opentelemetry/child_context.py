@@ -1,4 +1,4 @@
-"""Runs code of child processes in the trace context of their parent. Children import this: it imports nothing heavy."""
+"""Runs code of child processes in the trace context of their parent. Children import it, so it imports little."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VARIABLE: Final = "TRACEPARENT"
 
 
 def call_in_context(traceparent: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function with ``TRACEPARENT`` set, and restores it: processes of a pool serve several traces."""
+    """Calls a function with ``TRACEPARENT`` set, then restores it, because processes of a pool serve several traces."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = traceparent
     try:

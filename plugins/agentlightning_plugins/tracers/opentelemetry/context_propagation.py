@@ -22,22 +22,22 @@ from agentlightning_plugins.tracers.opentelemetry.child_context import VARIABLE,
 _HEADER: Final = "traceparent"
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _ENV_POSITION: Final = 10
-"""Position of ``env`` among the arguments of ``Popen``, from 0, ``args`` included."""
+"""Index of ``env`` among the positional arguments of ``Popen``, including ``args``."""
 
 
 def propagate_context() -> list[Undo]:
-    """Has work that is started inside an attempt carry its context; returns what undoes this.
+    """Makes work that is started inside an attempt carry its context; returns the functions that undo this.
 
     Covered are ``ThreadPoolExecutor`` and ``ProcessPoolExecutor``, the processes of ``subprocess``, asyncio and
     ``multiprocessing``, and the clients ``httpx``, ``httpx2``, ``requests`` and ``aiohttp``, imported before or after.
-    Threads that a program starts itself are not: such a thread may serve the attempt that started it, or all that
-    come later. An environment or request that names a ``traceparent`` keeps it.
+    Threads that a program starts itself are not covered: such a thread may serve the attempt that started it, or all
+    later attempts. An environment or request that names a ``traceparent`` keeps it.
     """
     return [OnImport(module, functools.partial(_patch, module)).undo for module in _METHODS]
 
 
 def current_traceparent() -> str | None:
-    """W3C's ``traceparent`` of the caller's span; None outside attempts."""
+    """Returns W3C's ``traceparent`` of the caller's span; None outside attempts."""
     carrier: dict[str, str] = {}
     if get_active_trace() is not None:
         _PROPAGATOR.inject(carrier)
@@ -63,7 +63,7 @@ def _submit_to_process(wrapped: Callable[..., Any], pool: Any, args: Any, kwargs
     traceparent = current_traceparent()
     if traceparent is None:
         return wrapped(*args, **kwargs)
-    with activate(None):  # a process that it starts outlives the attempt
+    with activate(None):  # a process that the pool starts outlives the attempt
         return wrapped(call_in_context, traceparent, *args, **kwargs)
 
 
@@ -132,4 +132,4 @@ _METHODS: Final[dict[str, tuple[tuple[str, str, Any], ...]]] = {
     "requests": (("Session", "send", _send),),
     "subprocess": (("Popen", "__init__", _open_process),),
 }
-"""By module: class, method and its wrapper."""
+"""Class, method and wrapper of each patched method, by module."""

@@ -1,4 +1,4 @@
-"""Exports spans to Jaeger, Phoenix, Langfuse or any other OTLP endpoint, besides the store."""
+"""Exports spans to Jaeger, Phoenix, Langfuse or any other OTLP endpoint, in addition to the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("agentlightning")
 _DISTRIBUTION: Final = "opentelemetry-exporter-otlp-proto-http"
 _VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _MAX_QUEUED: Final = 16384
-"""Spans that wait for a slow endpoint; the exporter drops more with a warning, the store keeps them."""
+"""Spans that may wait for a slow endpoint. The exporter drops further ones with a warning; the store keeps them."""
 _MAX_SHUTDOWN_S: Final = 5.0
 
 
@@ -36,10 +36,10 @@ class Target(NamedTuple):
 
 
 def find_target(endpoint: str | None, headers: Mapping[str, str] | None) -> Target | None:
-    """Finds the endpoint for spans besides the store: the given one, else that of the environment, else None.
+    """Finds the endpoint that gets spans in addition to the store: the given one, else the environment's, else None.
 
     Raises:
-        ConfigError: ``endpoint`` is not a URL, or there are headers without it.
+        ConfigError: ``endpoint`` is not a URL, or headers are given without it.
         PluginError: the exporter is not installed.
     """
     if endpoint:

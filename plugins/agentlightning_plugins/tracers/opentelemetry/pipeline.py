@@ -1,6 +1,6 @@
 """The OpenTelemetry provider of this process: one for all tracers, because a library can be instrumented only once.
 
-It ignores the environment, so that no setting of it drops spans or truncates attributes.
+It ignores environment variables except for the service name, so that none drops spans or truncates attributes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("agentlightning")
 Instrument = Callable[[TracerProvider], Iterable[Undo]]
 
 _MAX_ROUTES: Final = 16384
-"""Limit of the traces that are remembered (closed ones for their late spans), and of open spans of foreign traces."""
+"""Limit of the known traces (closed ones for their late spans), and of the open spans of foreign traces."""
 _LIMITS: Final = """
     attributes events links span_attributes event_attributes link_attributes attribute_length span_attribute_length
 """.split()
@@ -47,7 +47,7 @@ class _Route(NamedTuple):
 
     trace: Trace
     exporter: SpanProcessor | None
-    """Sends them to an OTLP endpoint as well."""
+    """Exporter that sends the spans to an OTLP endpoint as well."""
 
 
 class Router(SpanProcessor):
@@ -82,7 +82,7 @@ class Router(SpanProcessor):
             self._by_span.clear()
 
     def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
-        """Remembers where a span of a foreign trace was started."""
+        """Records the attempt in which a span of a foreign trace was started."""
         context = span.context
         if context.trace_id in self._by_trace:
             return
@@ -126,11 +126,11 @@ class Pipeline:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # instrumenting one library may import another that is instrumented
         self._sources: dict[Hashable, tuple[int, list[Undo]]] = {}
-        """Users of each source, and what undoes it."""
+        """Number of users of each source, and the functions that undo it."""
         self._joined: TracerProvider | None = None
         self.router = Router()
         self.exporters: dict[Target, SpanProcessor] = {}
-        with _without_environment("OTEL_SDK_DISABLED"):  # meant for a framework, it would disable our provider too
+        with _without_environment("OTEL_SDK_DISABLED"):  # set for a framework, it would disable our provider too
             service = os.environ.get("OTEL_SERVICE_NAME", "agentlightning")
             self.provider = TracerProvider(
                 sampler=ALWAYS_ON,
@@ -146,7 +146,7 @@ class Pipeline:
     ) -> None:
         """Prepares the process for a tracer; each call is undone by one ``release`` of the same source and target.
 
-        Tracers with the same source share one call of ``instrument``, which returns what undoes it.
+        Tracers with the same source share one call of ``instrument``, which returns the functions that undo it.
         """
         with self._lock:
             if join_global_provider:
@@ -176,7 +176,7 @@ class Pipeline:
             undo.extend(instrument())
 
     def _release(self, source: Hashable) -> list[Undo]:
-        """Removes one user; returns what to undo after the last one."""
+        """Removes one user; after the last one, returns the functions that undo the source."""
         users, undo = self._sources.pop(source)
         if users == 1:
             return undo[::-1]

@@ -43,13 +43,13 @@ class OtelTracer(Tracer):
             join_global_provider: whether to record spans of OpenTelemetry's global provider as well. Our provider
                 becomes the global one if the program has set none. This cannot be undone, so a program that sets its
                 own later should pass False.
-            otlp_endpoint: URL of an OTLP/HTTP endpoint, such as that of Jaeger, Phoenix or Langfuse, which gets the
-                spans besides the store; ``/v1/traces`` is added to a URL without a path. Default: the environment
+            otlp_endpoint: URL of an OTLP/HTTP endpoint, such as that of Jaeger, Phoenix or Langfuse, which also gets
+                the spans; ``/v1/traces`` is added to a URL without a path. Default: the environment
                 variable ``OTEL_EXPORTER_OTLP_ENDPOINT`` and its companions. ``""`` disables the export.
             headers: sent to ``otlp_endpoint``, such as ``{"authorization": ...}``.
 
         Raises:
-            ConfigError: ``otlp_endpoint`` is not a URL, or there are headers without it.
+            ConfigError: ``otlp_endpoint`` is not a URL, or headers are given without it.
             PluginError: the exporter is not installed.
         """
         self.join_global_provider = join_global_provider
@@ -62,7 +62,7 @@ class OtelTracer(Tracer):
         pipeline.release(self._source(), self._target)
 
     def get_traceparent(self) -> str | None:
-        """W3C's ``traceparent`` of the caller's span, for a header or a child's environment; None outside attempts.
+        """Returns W3C's ``traceparent`` of the caller's span, for a header or a child process; None outside attempts.
 
         Child processes and requests of common HTTP clients carry it automatically.
         """
@@ -73,7 +73,7 @@ class OtelTracer(Tracer):
         return get_manager().get("handler", "langchain")(pipeline.provider)
 
     def _source(self) -> Hashable:
-        """Identifies what ``_instrument`` does: tracers with equal sources share it."""
+        """Returns a key for the effect of ``_instrument``, which tracers with equal keys share."""
         return "plugins"
 
     def _instrument(self, provider: TracerProvider) -> Iterable[Undo]:

@@ -19,14 +19,14 @@ from agentlightning.types import Run
 
 _SHOWN = ("reward", "val_reward", "success_rate", "tokens_per_s", "seconds")
 _MAX_ERRORS = 8
-"""Limit of the distinct errors shown; messages may differ in every rollout."""
+"""Limit on the number of distinct errors shown, because messages may differ in every rollout."""
 
 
 class ConsoleTracker:
     """Shows step, reward, tokens per second, the number of rollouts and the time left.
 
-    The time left is estimated from the metric ``progress`` (0 to 1), beginning with the second step: the time before
-    the first, such as for loading a model, and the steps before a resume do not count.
+    The time left is estimated from the metric ``progress`` (0 to 1), from the second step on: the time before the first
+    step, for example for loading a model, and the steps before a resume do not count.
     """
 
     def __init__(self, console: Console | None = None, *, brief: bool = False) -> None:
@@ -87,7 +87,7 @@ class ConsoleTracker:
             self._live.stop()
 
     def _show_error(self, rollout_id: str, error: str) -> None:
-        """Shows each distinct error once; its traceback is on the attempt."""
+        """Shows each distinct error once; the attempt contains its traceback."""
         line = error.splitlines()[0][:300]
         if line not in self._errors and len(self._errors) < _MAX_ERRORS:
             self._say(Text(f"rollout {rollout_id} failed: {line}"))

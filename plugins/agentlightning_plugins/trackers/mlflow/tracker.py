@@ -17,13 +17,13 @@ from agentlightning_plugins.trackers.sample import SampleRow, make_row
 
 _STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _FORBIDDEN: Final = re.compile(r"[^\w\-. /:]")
-"""In names of metrics and parameters; such as ``@`` in ``val_pass@4``."""
+"""Characters that MLflow refuses in names of metrics and parameters, such as ``@`` in ``val_pass@4``."""
 _MAX_PARAMS: Final = 100
-"""In one request."""
+"""Limit of MLflow for one request."""
 
 
 class MlflowTracker:
-    """Logs metrics by step and the run's configuration. MLflow's names have ``_`` for characters that it refuses."""
+    """Logs metrics by step and the run's configuration. In names, ``_`` replaces characters that MLflow refuses."""
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "lightning") -> None:
         """Sets the server.
@@ -31,7 +31,7 @@ class MlflowTracker:
         Args:
             tracking_uri: such as ``http://host:5000`` or ``sqlite:///mlflow.db``; default is MLFLOW_TRACKING_URI, else
                 MLflow's own default.
-            experiment: contains the run; created if it does not exist.
+            experiment: the experiment that contains the run; created if it does not exist.
         """
         self._tracking_uri = tracking_uri
         self._experiment = experiment

@@ -27,8 +27,8 @@ class WandbTracker:
         """Sets the project.
 
         Args:
-            project: contains the run.
-            entity: user or team; None is the owner of the key.
+            project: the project that contains the run.
+            entity: user or team; None means the owner of the key.
             mode: default is WANDB_MODE, else ``online``.
         """
         self._project = project
