@@ -5,9 +5,9 @@
 
 Nothing is downloaded: the tokenizer is the demo's, and the model starts from random weights and imitates demonstrations
 that use the calculator with the right numbers and a random operator. GRPO then teaches it which operator a problem asks
-for. It is trained twice from the same weights: with truncated importance weights between sampler and trainer, which
-round differently in bfloat16, and without. ``OUT/report.json`` and ``OUT/report.md`` have the reward curves, tokens per
-second, and the gap between the log-probabilities of sampler and trainer.
+for. The model is trained twice from the same weights: once with and once without truncated importance weights between
+sampler and trainer, which round differently in bfloat16. ``OUT/report.json`` and ``OUT/report.md`` have the reward
+curves, tokens per second, and the gap between the log-probabilities of sampler and trainer.
 """
 
 from __future__ import annotations
