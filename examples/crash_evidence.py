@@ -1,9 +1,9 @@
-"""Kills a training with SIGKILL at random steps, resumes it, and compares it with the same training undisturbed.
+"""Kills a training with SIGKILL at random steps, resumes it, and compares it with an undisturbed run of it.
 
     python -m examples.crash_evidence math --out runs/crash --seed 0 --kills 3
 
-Both runs have the same seed. The script prints the validation reward of each run by step, and by how much any step's
-mean reward and loss differ, and writes this to OUT/EXAMPLE.md.
+Both runs have the same seed. The script prints the validation reward of each run by step, and the largest differences
+between the mean rewards and losses of a step, and writes this to OUT/EXAMPLE.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read_steps(directory: Path) -> dict[int, Step]:
 
 
 def train(example: str, directory: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts a training, or continues that of ``directory``, in a process group of its own."""
+    """Starts a training, or continues the training in ``directory``, in a separate process group."""
     command = [sys.executable, "-m", "agentlightning", "train"]
     if (directory / "run.json").exists():
         command += ["--resume", str(directory)]
@@ -64,7 +64,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def train_and_kill(example: str, directory: Path, options: Sequence[str], kill_at: Sequence[int]) -> None:
-    """Trains; kills all of its processes soon after each of the steps ``kill_at``, and resumes."""
+    """Trains; soon after each of the steps ``kill_at``, kills all processes of the training and resumes it."""
     moment = random.Random(str(kill_at))
     for step in kill_at:
         process = train(example, directory, options)

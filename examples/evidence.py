@@ -1,15 +1,15 @@
-"""Shows whether an example learns: seeds, two controls, a test split that is used only at the end.
+"""Shows whether an example learns: several seeds, two controls, a test split used only before and after training.
 
     python -m examples.evidence math --out runs/evidence --seeds 0 1 2 3 4
 
-Each variant runs with each seed, by the example's own train.yaml:
+Each variant runs with each seed and the example's own train.yaml:
 
     trained    the training as configured
     shuffled   the rewards of a step are exchanged between its rollouts at random: shows what training does when
                rewards carry no information
     frozen     a learning rate of 1e-30, which changes no weight: shows how much the reward varies by chance
 
-A run that ended is not repeated. The script prints a table of all runs below OUT and writes it to OUT/EXAMPLE.md, and
+A finished run is not repeated. The script prints a table of all runs below OUT and writes it to OUT/EXAMPLE.md, and
 the curves to OUT/EXAMPLE.svg.
 """
 
@@ -50,7 +50,7 @@ PROCESSES = {
     "agentlightning_plugins.gateway.launch": "gateway",
     "agentlightning_plugins.strategies": "agent",
 }
-"""What a process does, by a part of its command line; the main process holds the store and updates the weights."""
+"""Purpose of a process, by a part of its command line; the main process holds the store and updates the weights."""
 WIDTH, HEIGHT, MARGIN = 720, 300, 44
 
 Step = dict[str, Any]
@@ -68,7 +68,7 @@ def shuffled(items: Sequence[Scored], *, std_floor: float) -> list[float]:
 def run(example: str, variant: str, seed: int, directory: Path, options: Sequence[str], tests: int | None) -> None:
     """Trains a variant in ``directory`` with the example's configuration and writes ``seconds.json``.
 
-    A run that was interrupted is resumed; its ``seconds.json`` is empty, because the time before is not known.
+    A run that was interrupted is resumed; its ``seconds.json`` is empty, because the earlier time is unknown.
     """
     folder = Path(__file__).parent / example
     overrides = (f"seed={seed}", "trackers=[jsonl]", *VARIANTS[variant], *options)
@@ -85,7 +85,7 @@ def run(example: str, variant: str, seed: int, directory: Path, options: Sequenc
 
 @contextmanager
 def measured_cpu() -> Iterator[dict[str, float]]:
-    """Yields a dict that has, at the end, the CPU seconds of this process and of those it started, by purpose."""
+    """Yields a dict that is filled at the end with the CPU seconds of this process and its children, by purpose."""
     own = psutil.Process()
     before = sum(own.cpu_times()[:2])
     seen: dict[int, tuple[str, float]] = {}
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/evidence"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--tests", type=int, help="use only so many test problems")
+    parser.add_argument("--tests", type=int, help="number of test problems to use")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings for all variants")
     options = parser.parse_args()
     out = options.out / options.example

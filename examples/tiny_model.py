@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 END, PAD = "<|im_end|>", "<|pad|>"
 TURNS = tuple(f"<|im_start|>{role}\n" for role in ("system", "user", "assistant", "tool"))
 
-# Messages and tool calls are written as Qwen's are, but the tools are left out: the model knows the only one it has.
+# Messages and tool calls are written as Qwen writes them, but tools are not listed: the model has learned its only one.
 CHAT_TEMPLATE = r"""
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\n' + (message.content or '') -}}
@@ -65,8 +65,8 @@ def make_tokenizer(texts: Iterable[str], fixed: Sequence[str], max_length: int =
 def make_model(tokenizer: PreTrainedTokenizerFast, *, hidden_size: int = 48, layers: int = 2) -> LlamaForCausalLM:
     """Makes a small transformer with random weights.
 
-    Their standard deviation of 0.1 is five times the usual one: at this width it lets attention find equal tokens at
-    once, so that the model learns to copy in hundreds of steps and not in thousands.
+    Their standard deviation of 0.1 is five times the usual one: at this width it lets attention find equal tokens from
+    the start, so that the model learns to copy in hundreds of steps instead of thousands.
     """
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -97,8 +97,8 @@ def imitate(
 ) -> None:
     """Trains the model in place on demonstrations.
 
-    Every token has a label, those of the questions too, or with ``answers_only`` those of the assistant's turns: then
-    the model does not learn which words follow each other in questions, and copies names that it has never seen.
+    Every token has a label, in questions too. With ``answers_only``, only tokens of the assistant's turns do: then the
+    model does not learn which words follow each other in questions, and copies names that it has never seen.
     """
     turns = torch.tensor(tokenizer.convert_tokens_to_ids(list(TURNS)))
     assistant = turns[2]
@@ -123,7 +123,7 @@ def imitate(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Writes the checkpoint in the Hugging Face layout: weights in 16 bits, to be small, to be used in 32."""
+    """Writes the checkpoint in the Hugging Face layout: weights are stored in 16 bits and loaded in 32."""
     directory.mkdir(parents=True, exist_ok=True)
     model.half().save_pretrained(directory)
     model.config.dtype = torch.float32

@@ -1,17 +1,17 @@
-"""Advantages of rollouts and of single model calls, relative to what they are compared with.
+"""Advantages of rollouts and of single model calls, each relative to the items that it is compared with.
 
     group   the rollouts of one task under one snapshot of the weights
     set     the items of a group that are compared: whole rollouts, or calls of the same turn
 
-Without a credit rule, a rollout has one reward, counts once, however many model calls it made, and all its calls get
-its advantage. With a credit rule each call has a value of its own, and is compared with the calls of its set: those of
-the same turn in the other rollouts, as in turn-level GRPO (Zeng et al. 2025, arXiv:2505.11821) and in the step groups
-of GiGPO (Feng et al. 2025, arXiv:2505.10978), or all calls of the group. Turns are counted for each agent by itself, so
-that every role has a baseline of its own (RAE, Liu et al. 2025, arXiv:2506.24119).
+Without a credit rule, a rollout has one reward and counts once, however many model calls it made; all its calls get
+its advantage. With a credit rule, each call has its own value and is compared with the calls of its set: either the
+calls of the same turn in the other rollouts, as in turn-level GRPO (Zeng et al. 2025, arXiv:2505.11821) and in the step
+groups of GiGPO (Feng et al. 2025, arXiv:2505.10978), or all calls of the group. Turns are counted separately for each
+agent, so that every role has its own baseline (RAE, Liu et al. 2025, arXiv:2506.24119).
 
-The standard deviation that advantages are divided by is pooled over the sets of a group: that of the values around the
-means of their sets. So advantages have the same spread for 1 and for 256 calls, and a set whose values are all the same
-gives 0. Everything is plain float64; for whole rollouts the numbers equal verl 0.9.1's.
+Advantages are divided by a standard deviation that is pooled over the sets of a group: it measures how far values are
+from the mean of their set. So advantages have the same spread for 1 and for 256 calls, and a set whose values are all
+equal gives 0. Everything is plain float64; for whole rollouts the numbers equal verl 0.9.1's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "
 Key = TypeVar("Key", bound=Hashable)
 
 STD_FLOOR = 0.01
-"""Smaller standard deviations count as this, so that noise in a nearly flat group is not amplified."""
+"""Lower bound of the standard deviation, so that noise in a nearly flat group is not amplified."""
 _SAME = 1e-9
 
 
@@ -38,18 +38,18 @@ class Scored(NamedTuple):
     value: float
     group: Hashable
     rollout: Hashable
-    """Rollouts count once in a set, however many of their calls are in it."""
+    """A rollout counts once in a set, however many of its calls are in the set."""
     turn: Hashable = None
-    """Only items of the same turn are compared; None: all items of the group that have None."""
+    """Only items of the same turn are compared; items of a group whose turn is None are compared with each other."""
     tokens: int = 1
-    """Sampled tokens, for the estimators that weight by length."""
+    """Number of sampled tokens, for the estimators that weight by length."""
 
 
 def read_credit(triplet: Triplet, reward: float | None, failed_reward: float) -> tuple[float, str | int | None]:
-    """Returns value and turn of a call, of which ``reward`` is the rollout's.
+    """Returns the value and the turn of a call; ``reward`` is the reward of its rollout.
 
-    If no credit rule assigned a reward, that is the rollout's; the calls of a rollout that failed or reported no reward
-    get ``failed_reward``. Without a rule the turn is None.
+    The value is the reward that a credit rule assigned to the call, or else ``reward``. Calls of a rollout that failed
+    or reported no reward get ``failed_reward``. Without a credit rule, the turn is None.
     """
     value = triplet.reward if "credit" in triplet.metadata else None
     turn = triplet.metadata.get("turn")
@@ -61,20 +61,20 @@ def read_credit(triplet: Triplet, reward: float | None, failed_reward: float) ->
 def compute_advantages(
     items: Sequence[Scored], estimator: Estimator = "grpo", *, std_floor: float = STD_FLOOR
 ) -> list[float]:
-    """Returns the advantage of each item, with b the mean of its set in which each rollout counts once.
+    """Returns the advantage of each item with value v; b is the mean of its set, in which each rollout counts once.
 
-    - ``grpo``: (v - b) / (std + 1e-6), std at least ``std_floor``, with n - 1 for each set (Shao et al. 2024,
-      DeepSeekMath, arXiv:2402.03300, which leaves the divisor of the std open; verl uses n - 1, too).
-    - ``dr_grpo``: v - b. Dividing by the std weights tasks by how decided they are (Liu et al. 2025, arXiv:2503.20783).
+    - ``grpo``: (v - b) / (std + 1e-6), where std is at least ``std_floor`` and its divisor is n - 1 for each set (Shao
+      et al. 2024, DeepSeekMath, arXiv:2402.03300, which does not define the divisor; verl uses n - 1, too).
+    - ``dr_grpo``: v - b. The std would favour tasks that are too easy or too hard (Liu et al. 2025, arXiv:2503.20783).
     - ``rloo``: v minus the mean of the other n - 1 rollouts (Ahmadian et al. 2024, arXiv:2402.14740).
     - ``reinforce_plus_plus_baseline``: v - b, then whitened (mean 0, variance 1 with n - 1) over the tokens of the
       whole batch, so that rare successes are not amplified task by task (Hu et al. 2025, arXiv:2501.03262).
-    - ``opo``: v minus the mean weighted by length, the baseline of least variance when a gradient grows with the length
+    - ``opo``: v minus the length-weighted mean, the baseline of least variance if gradients grow with the length
       (Hao et al. 2025, arXiv:2505.23585).
 
-    A call without another rollout in its set, such as the last one of the longest rollout, is compared with all items
-    of its group. A rollout alone in its group cannot be compared. As in verl its advantage is then its own value
-    (``grpo``: over 1 + 1e-6), which is plain REINFORCE; :func:`flat_groups` finds such groups.
+    A call whose set has no other rollout, such as the last call of the longest rollout, is compared with all items of
+    its group. The only rollout of a group cannot be compared: as in verl, its advantage is its own value (``grpo``:
+    divided by 1 + 1e-6), which is plain REINFORCE; :func:`flat_groups` finds such groups.
 
     Raises:
         ValueError: a value is not finite.
@@ -116,7 +116,7 @@ opo = partial(compute_advantages, estimator="opo")
 
 
 def flat_groups(items: Sequence[Scored]) -> frozenset[Hashable]:
-    """Returns the groups without a learning signal: in each set all values are equal, or there is one rollout only.
+    """Returns the groups without a learning signal: each of their sets has equal values or only one rollout.
 
     DAPO (Yu et al. 2025, arXiv:2503.14476) drops them: they carry no gradient but dilute a token mean.
     """
@@ -133,7 +133,7 @@ def _find_sets(items: Sequence[Scored]) -> dict[tuple[Hashable, Hashable], list[
     for i, item in enumerate(items):
         if not math.isfinite(item.value):
             raise ValueError(
-                f"the reward of rollout {item.rollout} (group {item.group!r}) is {item.value}; leave it out or fill it."
+                f"the reward of rollout {item.rollout} (group {item.group!r}) is {item.value}; rewards must be finite."
             )
         sets.setdefault((item.group, item.turn), []).append(i)
     return sets
@@ -154,7 +154,7 @@ def _rollouts(items: Sequence[Scored]) -> dict[Hashable, set[Hashable]]:
 
 
 def _shares(items: Sequence[Scored], indices: Sequence[int]) -> Mapping[int, float]:
-    """Returns the weight of each item with which every rollout counts once."""
+    """Returns a weight for each item such that every rollout counts once."""
     counts = Counter(items[i].rollout for i in indices)
     return {i: 1.0 / counts[items[i].rollout] for i in indices}
 
@@ -167,7 +167,7 @@ def _mean(items: Sequence[Scored], indices: Sequence[int], estimator: Estimator)
 
 
 def _whiten(centered: Sequence[float], weights: Sequence[int]) -> list[float]:
-    """Normalizes values to mean 0 and variance 1, each counted as often as its item has tokens."""
+    """Normalizes values to mean 0 and variance 1, weighting each value by the number of tokens of its item."""
     total = math.fsum(weights)
     if total <= 1:
         return list(centered)

@@ -29,7 +29,7 @@ INJECTED: Final = (
 
 
 class MetricLog:
-    """The injected ``tracker``: stores the metrics of a step, from where they reach the run's trackers."""
+    """The injected ``tracker``: stores the metrics of a step, which the run's trackers then receive."""
 
     def __init__(self, store: LightningStore) -> None:
         self._store = store
@@ -38,8 +38,8 @@ class MetricLog:
     def log(self, step: int, values: Mapping[str, float]) -> Awaitable[object]:
         """Stores the metrics of a step; repeating a step adds and replaces values.
 
-        In a synchronous function they are stored on return; in an async one when the function ends, or when the result
-        is awaited.
+        In a synchronous function, they are stored when ``log`` returns; in an async function, when the result is
+        awaited or the function ends.
         """
         given = dict(values)
         try:
@@ -51,7 +51,7 @@ class MetricLog:
         return task
 
     async def flush(self) -> None:
-        """Waits until everything is stored; raises StoreError if something could not be."""
+        """Waits until all metrics are stored; raises StoreError if some could not be stored."""
         pending, self._pending = self._pending, []
         await asyncio.gather(*pending)
 
@@ -64,7 +64,7 @@ class _Stored:
 
 
 class FunctionalAlgorithm(Algorithm):
-    """An algorithm function; it stays callable."""
+    """An algorithm made from a function; it stays callable."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Reads which of INJECTED the function declares; raises ConfigError if another parameter has no default."""
@@ -113,5 +113,5 @@ class FunctionalAlgorithm(Algorithm):
 
 
 def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
-    """Makes an algorithm of a function, sync or async, which gets those of INJECTED that it declares."""
+    """Makes an algorithm from a sync or async function, which receives the parameters of INJECTED that it declares."""
     return FunctionalAlgorithm(function)

@@ -48,19 +48,19 @@ class LiveState(Resource):
     trial: int = 0
     """Number of the newest candidate, from 1."""
     served_trials: int = 0
-    """Number of candidates that users got so far."""
+    """Number of candidates that were served to users so far."""
     margin_spent: float = 0.0
-    """How much lower than the first stable version this one may be, by promotions without evidence of a gain."""
+    """How much worse the stable version may be than the first one, because of promotions without evidence of a gain."""
     note: str = ""
-    """The last event, as text for people."""
+    """The last event, as readable text."""
 
 
 class LiveIds:
-    """The ids that live learning of a run uses in the store."""
+    """The ids in the store that a run's live learning uses."""
 
     def __init__(self, run_id: str) -> None:
         self.learner_run_id = f"{run_id}.live"
-        """The run of states and candidates."""
+        """The run that holds the states and the candidates."""
         self.state_id = f"{run_id}.live"
         """The snapshot whose versions are the states."""
         self.candidate_id = f"{run_id}.candidate"
@@ -70,13 +70,13 @@ class LiveIds:
 
 
 async def read_live_state(store: LightningStore) -> tuple[LiveState, int] | None:
-    """The newest state of live learning in the store's run, with its version; None if there is none."""
+    """Returns the newest state of live learning in the store's run, with its version, or None."""
     update = await store.get_resources_by_id(LiveIds(store.run_id).state_id)
     return None if update is None else (_state_in(update), update.version)
 
 
 async def read_live_history(store: LightningStore) -> list[LiveState]:
-    """Every state of live learning in the store's run, oldest first; its note tells what happened."""
+    """Returns every state of live learning in the store's run, oldest first; each note describes an event."""
     ids = LiveIds(store.run_id)
     updates = await store.with_run(ids.learner_run_id).query_resources(resources_id=ids.state_id)
     return [_state_in(update) for update in updates]
@@ -95,7 +95,7 @@ class Result:
 
     rollout: Rollout
     reward: float
-    """The lowest possible one if it failed."""
+    """The reward; the lowest possible reward if the rollout failed."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Experience:
     resources: Mapping[str, Resource]
     """The stable version."""
     results: Sequence[Result]
-    """Rollouts that were served with it, oldest first, with their rewards; their spans are in the store."""
+    """Rollouts that were served with the stable version, oldest first, with rewards; their spans are in the store."""
     notes: Sequence[str]
     """The events so far, such as the results of earlier candidates, oldest first."""
     store: LightningStore
@@ -120,7 +120,7 @@ class Choice:
     resources_id: str | None
     """A version, as in ``rs-1@3``; None while the run has no resources."""
     metadata: Mapping[str, Any]
-    """``group`` (stable, control or treatment); during a trial ``step``, its number; with a key ``key_hash``."""
+    """``group`` (stable, control or treatment), ``step`` (number of the running trial), ``key_hash`` (with a key)."""
 
 
 class LiveResources:
@@ -137,8 +137,8 @@ class LiveResources:
 
         Args:
             store: the store of the run that is served.
-            refresh_s: seconds between two reads of the learner's heartbeat; new versions arrive at once.
-            learner_timeout_s: seconds without a heartbeat after which the learner counts as gone.
+            refresh_s: seconds between two reads of the learner's heartbeat; new versions are received immediately.
+            learner_timeout_s: seconds without a heartbeat after which the learner counts as stopped.
             seed: makes the choices repeatable.
         """
         self.stable: str | None = None
@@ -179,11 +179,11 @@ class LiveResources:
         return state if is_watched else None
 
     def pick(self, key: str | None = None) -> Choice:
-        """Chooses for the next task: ``runner.step(task, resources_id=..., metadata=...)``.
+        """Chooses the version for the next task: ``runner.step(task, resources_id=..., metadata=...)``.
 
         Args:
-            key: such as a user's id; the same key gets the same version throughout a trial. None draws at random. A
-                hash of it is in the metadata, because tests must count users instead of their rollouts.
+            key: a user's id, for example; the same key gets the same version throughout a trial. None draws at random.
+                The metadata has a hash of the key, because statistical tests must count users, not their rollouts.
         """
         trial = self.trial
         unit = {} if key is None else {KEY_HASH: _hash(f"{self._store.run_id}/{key}").hex()}
@@ -200,7 +200,7 @@ class LiveResources:
 
         Args:
             rollout: what ``runner.step`` returned, or its id.
-            reward: as ``emit_reward`` takes it; one of several is named ``primary``.
+            reward: the argument of ``emit_reward``; one of several rewards must be named ``primary``.
 
         Raises:
             NotFoundError: the rollout does not exist or has no attempt.
@@ -231,7 +231,7 @@ class LiveResources:
 
     async def _listen(self, store: LightningStore) -> None:
         while True:
-            with contextlib.suppress(Exception):  # isolation point: of a store; the regular refresh logs it
+            with contextlib.suppress(Exception):  # isolation point: a store's errors, which the refresh logs
                 async for _ in store.subscribe(["resources_published"]):
                     await self._refresh()
             await asyncio.sleep(self._refresh_s)

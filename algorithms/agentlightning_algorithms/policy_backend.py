@@ -22,14 +22,14 @@ class PolicySetup:
     Attributes:
         model: directory or hub name of the initial weights.
         model_name: the name that agents use.
-        directory: for logs.
-        dtype: of the weights when sampling.
-        device: such as ``cpu`` or ``cuda:0``.
-        threads: torch threads; None: torch's default.
-        max_batch_size: calls sampled at once.
-        seed: of calls without a seed of their own.
-        swap_in_flight: new weights need not wait for running calls, which then mix versions; each choice of such an
-            answer states the version of each token (``weight_versions``). A backend may ignore it.
+        directory: the directory for logs.
+        dtype: the type of the weights during sampling.
+        device: the device of the model, such as ``cpu`` or ``cuda:0``.
+        threads: number of torch threads; None: torch's default.
+        max_batch_size: maximum number of calls sampled at the same time.
+        seed: the seed for calls that have none.
+        swap_in_flight: whether new weights are loaded without waiting for running calls. Such calls mix versions; each
+            choice of their answers has the version of each token (``weight_versions``). A backend may ignore this.
     """
 
     model: str
@@ -51,13 +51,13 @@ class PolicyBackend(Protocol):
     """
 
     tells_versions: bool
-    """Whether each answer carries the version of the weights that sampled its first token (``weight_version``) and,
-    where others sampled the rest, of each token. If not, the gateway holds calls back while the weights change, and
-    records the version."""
+    """Whether each answer has the version of the weights that sampled its first token (``weight_version``) and, if
+    other weights sampled the rest, the version of each token. Otherwise the gateway holds calls back while the weights
+    change, and records the version."""
 
     @property
     def model_entry(self) -> Mapping[str, Any]:
-        """The entry in the gateway's model list; only after :meth:`start`."""
+        """The entry in the gateway's model list; available after :meth:`start`."""
         ...
 
     async def start(self, setup: PolicySetup) -> None:
@@ -70,12 +70,12 @@ class PolicyBackend(Protocol):
         ...
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """Replaces the weights, and returns when every call that begins from now on is sampled with them.
+        """Replaces the weights, and returns once every call that begins later is sampled with them.
 
-        ``path`` was written by ``save_pretrained``, in a file system that the server sees.
+        ``path`` was written by ``save_pretrained``, in a file system that the server can read.
 
         Raises:
-            ConfigError: weights of another model.
+            ConfigError: the weights belong to another model.
             LightningError: the server does not answer.
         """
         ...
@@ -98,10 +98,10 @@ class AdapterBackend(Protocol):
     """A policy backend that serves several LoRA adapters over its model; the ``model`` of a request names one."""
 
     async def load_adapter(self, name: str, path: Path, version: int) -> None:
-        """Adds the adapter ``name`` or replaces its weights, as :meth:`PolicyBackend.load_weights`; others stay.
+        """Adds the adapter ``name`` or replaces its weights, as :meth:`PolicyBackend.load_weights` does; others stay.
 
         Raises:
-            ConfigError: an adapter of another model, or a server that serves no adapters.
+            ConfigError: the adapter belongs to another model, or the server does not serve adapters.
             LightningError: the server does not answer.
         """
         ...
@@ -115,13 +115,13 @@ async def publish_weights(
     *,
     drain_timeout_s: float = 600.0,
 ) -> None:
-    """Replaces a policy's weights so that no answer mixes two versions and each is recorded with its own.
+    """Replaces a policy's weights; answers are recorded with their version, and mix two only with ``swap_in_flight``.
 
-    ``weights`` is their directory; of several policies, that of each adapter by its name.
+    ``weights`` is the directory of the weights or, for several policies, the directory of each adapter by its name.
 
     Raises:
-        ConfigError: weights of another model.
-        LightningError: the server does not answer, or running calls, which may have to end first, did not end within
+        ConfigError: the weights belong to another model.
+        LightningError: the server does not answer, or running calls that must end first did not end within
             ``drain_timeout_s``.
     """
     if backend.tells_versions:
@@ -153,7 +153,7 @@ def serve_models(gateway: Gateway, entries: Sequence[Mapping[str, Any]]) -> None
 
 
 async def load_adapter(backend: PolicyBackend, name: str, path: Path, version: int) -> None:
-    """Makes a backend serve an adapter; a ConfigError if it serves none."""
+    """Makes a backend serve an adapter; raises ConfigError if the backend cannot serve adapters."""
     if not isinstance(backend, AdapterBackend):
         raise ConfigError(
             f"the policy backend {type(backend).__name__} serves no LoRA adapters, so it cannot sample several "

@@ -16,7 +16,7 @@ from agentlightning.types import AttemptedRollout, AttemptFailure, EnqueueRollou
 
 
 def retry_lost(timeout_s: float | None = None, *, max_attempts: int = 3) -> RolloutConfig:
-    """Retries rollouts whose runner was lost, which says nothing about the agent; other failures are final."""
+    """Retries rollouts whose runner was lost, which is not the agent's fault; other failures are final."""
     return RolloutConfig(timeout_seconds=timeout_s, max_attempts=max_attempts, retry_condition=["unresponsive"])
 
 
@@ -26,9 +26,9 @@ class RolloutResult:
 
     rollout: Rollout
     spans: Sequence[Span]
-    """Of its latest attempt."""
+    """Spans of the latest attempt."""
     reward: float | None
-    """The final reward that the agent emitted, also when it failed afterwards."""
+    """The final reward that the agent emitted, even if the agent failed afterwards."""
 
     @property
     def score(self) -> float:
@@ -42,7 +42,7 @@ class RolloutResult:
 
     @property
     def error_type(self) -> str | None:
-        """The type of that exception, else the rollout's status; None when it succeeded."""
+        """The type of the agent's exception, or else the rollout's status; None if the rollout succeeded."""
         if self.rollout.status == "succeeded":
             return None
         return self.rollout.status if self.failure is None else self.failure.type
@@ -55,14 +55,14 @@ class RolloutResult:
 
 
 _ENOUGH: Final = 16
-"""Rollouts; fewer may all fail by chance."""
+"""Size from which a first batch is conclusive; fewer rollouts may all fail by chance."""
 
 
 @dataclass
 class RewardCheck:
-    """Ends a run that has no rewards after its second batch of rollouts, or after its first if that has at least 16.
+    """Ends a run without rewards after its second batch of rollouts, or after its first batch if this has at least 16.
 
-    Every algorithm that needs rewards gives it the rollouts of the run in their order.
+    Every algorithm that needs rewards passes the rollouts of the run to ``add``, in order.
     """
 
     _outcomes: list[tuple[float | None, str | None]] = field(default_factory=list)
@@ -78,7 +78,7 @@ class RewardCheck:
             is_last: whether the run has no further batch.
 
         Raises:
-            LightningError: each rollout of the run failed or has no reward.
+            LightningError: every rollout so far failed or has no reward.
         """
         if self.is_passed:
             return
@@ -114,9 +114,9 @@ async def run_rollouts(
     """Enqueues rollouts and waits until all have ended.
 
     Args:
-        store: the store that runners claim them from.
-        requests: the rollouts. An id that the store knows already is not run again.
-        timeout_s: seconds for all of them together, after which those still open are cancelled.
+        store: the store from which runners claim the rollouts.
+        requests: the rollouts. A rollout whose id is already in the store is not run again.
+        timeout_s: seconds for all rollouts together; rollouts that are still open after that are cancelled.
 
     Returns:
         The rollouts, in the order of the requests.

@@ -25,7 +25,7 @@ def cli() -> None:
 
 @cli.result_callback()
 def _drop_result(*_: Any, **__: Any) -> None:
-    """Drops what a command returns: only ``ctx.exit`` sets the exit code."""
+    """Discards the return value of a command: only ``ctx.exit`` sets the exit code."""
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
@@ -34,7 +34,7 @@ def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
 
 
 def add_plugin_commands(manager: PluginManager) -> None:
-    """Adds the commands of every plugin; a plugin that fails is reported and left out."""
+    """Adds the commands of every plugin; reports and skips a plugin that fails."""
     for implementation in manager.hook.add_commands.get_hookimpls():
         try:
             implementation.function(cli)
@@ -44,7 +44,7 @@ def add_plugin_commands(manager: PluginManager) -> None:
 
 
 def main() -> None:
-    """Runs ``agl``. Our own errors become one line and exit code 2, Ctrl-C becomes 130."""
+    """Runs ``agl``. Prints a LightningError as one line and exits with code 2; exits with code 130 on Ctrl-C."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(PrintableFormatter())
     add_plugin_commands(get_manager())
@@ -61,5 +61,5 @@ def main() -> None:
     except LightningError as error:
         echo(f"agl: {type(error).__name__}: {error}", err=True)
         sys.exit(2)
-    if isinstance(code, int):  # of ``ctx.exit(code)``
+    if isinstance(code, int):  # the command called ``ctx.exit(code)``
         sys.exit(code)

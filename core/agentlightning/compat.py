@@ -1,4 +1,4 @@
-"""The names of Agent Lightning 0.3, after ``import agentlightning.compat``; each use warns with the new name."""
+"""Makes the names of Agent Lightning 0.3 available when it is imported; each use warns with the new name."""
 
 from agentlightning.plugin.registry import get_manager
 

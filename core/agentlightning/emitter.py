@@ -1,7 +1,7 @@
 """Emitters: record rewards, messages, objects, exceptions, annotations and operations of an agent.
 
 Each emitter records a span in the caller's attempt and returns it. Outside a rollout it only returns the span, so that
-an agent also runs by itself.
+an agent also runs without Lightning.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def emit_reward(
     attributes: Mapping[str, Any] | None = None,
     propagate: bool = True,
 ) -> Span:
-    """Records a reward; the last one of an attempt is its final reward.
+    """Records a reward; the last reward of an attempt is its final reward.
 
     Args:
         reward: a number, or several by name. Scalars of numpy and torch are numbers too.
         primary_key: the name of the main reward; required if there are several.
         attributes: further attributes, such as ``semconv.link_attributes`` of the rewarded model call.
-        propagate: False only returns the span, for an agent that returns its spans.
+        propagate: False returns the span without recording it, for an agent that returns its spans.
 
     Raises:
-        ConfigError: not a finite number, an empty mapping, or an unknown ``primary_key``.
+        ConfigError: the reward is not a finite number, the mapping is empty, or ``primary_key`` is unknown.
     """
     if isinstance(reward, Mapping):
         values = {str(name): _to_number(value, f"reward {name!r}") for name, value in reward.items()}
@@ -63,14 +63,14 @@ def emit_reward(
 
 
 def emit_message(text: str, *, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
-    """Records a text."""
+    """Records a text message."""
     if not isinstance(text, str):
         raise ConfigError(f"emit_message takes a str, not {text!r}; use emit_object for anything else")
     return _emit(semconv.SPAN_MESSAGE, {semconv.MESSAGE_BODY: text}, attributes, propagate)
 
 
 def emit_object(obj: Any, *, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
-    """Records a value: a scalar unchanged, bytes as base64, anything else as JSON, else its ``repr``."""
+    """Records a value: scalars unchanged, bytes as base64, anything else as JSON, or as its ``repr`` if that fails."""
     content: dict[str, Any] = {semconv.OBJECT_TYPE: type(obj).__qualname__}
     if isinstance(obj, (str, int, float)):
         content[semconv.OBJECT_LITERAL] = obj

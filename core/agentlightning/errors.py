@@ -1,4 +1,4 @@
-"""The errors that Lightning raises. Each is also the builtin that a user would expect, and pickles with its message."""
+"""The errors that Lightning raises. They subclass the builtins that users expect, and pickle with their messages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class PluginError(LightningError, LookupError):
 
 
 class PluginImportError(PluginError, ImportError):
-    """A component cannot be imported, mostly because its extra is not installed; the message says how to get it."""
+    """A component cannot be imported, usually because its extra is not installed; the message says how to get it."""
 
 
 class ConfigError(LightningError, ValueError):
     """An invalid key, value or argument."""
 
     setting: str | None = None
-    """The invalid setting of a component, from which a configuration file's line can be found."""
+    """Name of the component's invalid setting, with which the line of a configuration file can be found."""
 
 
 class StoreError(LightningError):
@@ -35,7 +35,7 @@ class StoreError(LightningError):
 
 
 class NotFoundError(StoreError, LookupError, ValueError):
-    """An id that the store does not know."""
+    """An id that is not in the store."""
 
 
 class ConflictError(StoreError, RuntimeError):
@@ -47,14 +47,14 @@ class AdapterError(LightningError, ValueError):
 
 
 class RolloutError(LightningError, RuntimeError):
-    """One rollout failed. It is stored on the attempt and never stops the run."""
+    """An error that fails one rollout. It is stored on the attempt and never stops the run."""
 
 
 def format_error(error: BaseException) -> str:
     """Returns the last 16,000 characters of a traceback, from the first frame of the user's code.
 
-    A traceback without user code, such as one from a library that our code calls, keeps its last frames. An error of
-    ours that no foreign code raised is shown as its message only.
+    A traceback without user code, such as one from a library that our code calls, keeps its last frames. A
+    LightningError whose traceback has only frames of Lightning is shown without them.
     """
     import traceback  # slow to import and rarely needed
 
@@ -69,7 +69,7 @@ def format_error(error: BaseException) -> str:
 
 
 def _cut(stack: list[FrameSummary]) -> None:
-    """Removes the frames before the first one of the user's code; all but three if there is none."""
+    """Removes the frames before the first frame of user code; without user code, all but the last three."""
     own = (
         place for place, frame in enumerate(stack) if not _is_ours(frame.filename) and not _is_library(frame.filename)
     )

@@ -26,7 +26,7 @@ class _Event(Record):
 
 
 class RolloutEnqueued(_Event):
-    """A rollout waits in the queue, for the first time or again."""
+    """A rollout entered the queue, for the first time or again."""
 
     kind: Literal["rollout_enqueued"] = "rollout_enqueued"
     rollout_id: str
@@ -49,7 +49,7 @@ class AttemptFinished(_Event):
     attempt_id: str
     status: AttemptStatus
     error: str | None = None
-    """Type and message of what the agent raised."""
+    """Type and message of the error that ended the attempt."""
 
 
 class AttemptRevoked(_Event):
@@ -62,7 +62,7 @@ class AttemptRevoked(_Event):
 
 
 class RolloutFinished(_Event):
-    """A rollout reached succeeded, failed or cancelled."""
+    """A rollout ended as succeeded, failed or cancelled."""
 
     kind: Literal["rollout_finished"] = "rollout_finished"
     rollout_id: str
@@ -71,7 +71,7 @@ class RolloutFinished(_Event):
 
 
 class ResourcesPublished(_Event):
-    """A new snapshot, or a new version of one, is readable."""
+    """A new snapshot, or a new version of a snapshot, was published."""
 
     kind: Literal["resources_published"] = "resources_published"
     resources_id: str

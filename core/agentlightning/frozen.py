@@ -3,9 +3,9 @@
 A frozen mapping is still a ``dict`` and a frozen sequence still a ``list``: ``==``, ``isinstance``, ``json`` and
 ``orjson`` treat them as such. ``thaw`` returns a plain copy that can be modified.
 
-Frozen values are JSON that every store returns unchanged: strings of valid Unicode, finite numbers, integers of 64
-bits, booleans, None, lists, and dicts with string keys, nested at most ``MAX_DEPTH`` deep. ``freeze`` refuses anything
-else; ``freeze_attributes``, for recorded data, turns it into text.
+Frozen values are JSON that every store returns unchanged: strings of valid Unicode, finite numbers, 64-bit integers,
+booleans, None, lists, and dicts with string keys, nested at most ``MAX_DEPTH`` deep. ``freeze`` refuses other values;
+``freeze_attributes``, for recorded data, converts them to text.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _FROZEN_TYPES: Final = frozenset({bool, type(None), FrozenDict, FrozenList})
 """All values of these types are frozen JSON."""
 
 Repair: TypeAlias = Callable[[Any, int], Any]
-"""Replaces a value that is not JSON, at a depth, or raises _NotJsonError."""
+"""Takes a value that is not JSON and its depth; returns a replacement or raises _NotJsonError."""
 
 
 class _NotJsonError(Exception):
@@ -70,10 +70,10 @@ class _NotJsonError(Exception):
 
 
 def freeze(value: Any, name: str = "value") -> Any:
-    """Returns an immutable copy of JSON data; frozen data comes back as it is.
+    """Returns an immutable copy of JSON data; frozen data is returned unchanged.
 
-    Tuples become lists, scalars of numpy and torch plain numbers. If a part is not JSON, it raises ConfigError that
-    says where, calling the value ``name``, and what to do.
+    Tuples become lists, and scalars of numpy and torch become plain numbers. Raises ConfigError if a part is not JSON;
+    the message has the path of the part, starting with ``name``, and says what to do.
     """
     try:
         return _freeze(value, 0, _refuse_value)
@@ -86,19 +86,19 @@ def freeze(value: Any, name: str = "value") -> Any:
 def freeze_attributes(attributes: Any) -> Any:
     """Freezes recorded data, such as the attributes of a span. A part that is not JSON becomes text.
 
-    That is ``"NaN"``, ``"Infinity"``, the digits of a larger integer, ISO dates, escapes for broken Unicode, or its
-    ``repr``. Sets become lists, keys strings.
+    The text is ``"NaN"``, ``"Infinity"``, the digits of a larger integer, an ISO date, escapes for broken Unicode, or
+    the ``repr`` of the value. Sets become lists, and keys become strings.
     """
     return _freeze(attributes, 0, _to_text)
 
 
 def valid_text(text: str) -> str:
-    """Replaces the lone surrogates of a string, as broken file names have them, by their escapes."""
+    """Replaces lone surrogates, which broken file names contain, with their escapes."""
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def thaw(value: Any) -> Any:
-    """Returns a plain, mutable deep copy of frozen data; other objects come back as they are."""
+    """Returns a plain, mutable deep copy of frozen data; other objects are returned unchanged."""
     if isinstance(value, dict):
         return {key: thaw(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -141,14 +141,14 @@ def _freeze(value: Any, depth: int, repair: Repair) -> Any:
 
 
 def _is_flat(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether all items are valid scalars of one type: token ids and log probabilities come by the thousand."""
+    """Whether all items are known to be valid: a fast path, as token ids and log probabilities come by the thousand."""
     kinds = set(map(type, values))
     if len(kinds) == 1:
         (kind,) = kinds
         if kind is int:
             return bool(min(values) >= _MIN_INT and max(values) <= _MAX_INT)
         if kind is float:
-            return math.isfinite(sum(values)) or all(map(math.isfinite, values))  # the sum is the quick answer
+            return math.isfinite(sum(values)) or all(map(math.isfinite, values))  # a finite sum is a quick proof
         if kind is str:
             return all(map(str.isascii, values))
     return kinds <= _FROZEN_TYPES
@@ -176,7 +176,7 @@ def _freeze_key(key: object, owner: object, repair: Repair) -> str:
 
 
 def _to_builtin(value: Any) -> Any:
-    """The str, int, float or bool that an instance of a subclass, or a scalar of numpy or torch, stands for."""
+    """Converts an instance of a subclass of str, int or float, or a scalar of numpy or torch, to the plain type."""
     if isinstance(value, str):
         return str.__str__(value)
     for number in (int, float):

@@ -1,4 +1,4 @@
-"""The two halves of a run, which an execution strategy carries out: the algorithm's and a runner's."""
+"""The two halves of a run, which an execution strategy executes: the algorithm's and a runner's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TrainerJob:
     resume: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what cannot be sent to another process."""
+        """Omits the store and the trainer, which cannot be sent to another process."""
         context = dataclasses.replace(self.context, store=None, trainer=None)
         return {**self.__dict__, "context": context}
 
@@ -66,7 +66,7 @@ class TrainerJob:
             context.run = await store.update_run(context.run.run_id, "running")
         algorithm.context = context
         following = asyncio.create_task(follow(store, context.run, self.trackers, directory))
-        await asyncio.sleep(0)  # lets it subscribe before the first event
+        await asyncio.sleep(0)  # lets the trackers subscribe before the first event
         status: Any = "failed"
         gateway = context.llm_proxy
         try:
@@ -100,7 +100,7 @@ class TrainerJob:
                 await _write_reports(store, directory)
 
     async def _publish_initial(self, store: LightningStore) -> None:
-        """Publishes the initial resources, unless the run continues from the latest ones of its store."""
+        """Publishes the initial resources, unless the run continues from the latest resources of its store."""
         given, latest = self.context.initial_resources, await store.get_latest_resources()
         if latest is None or (given and not self.resume and not self.algorithm.continues_from_latest):
             if given and (latest is None or dict(latest.resources) != dict(given)):
@@ -125,7 +125,7 @@ def _load_state(algorithm: Algorithm, directory: Path) -> None:
         algorithm.load_state(directory)
     except LightningError:
         raise
-    except Exception as error:  # isolation point: a damaged file raises whatever its reader does
+    except Exception as error:  # isolation point: reading a damaged file may raise anything
         raise ConfigError(
             f"the state of {type(algorithm).__name__} in {directory} cannot be loaded "
             f"({type(error).__name__}: {error}); restore its files from a copy, or start a new run"
@@ -151,7 +151,7 @@ async def _has_only_failed(store: LightningStore) -> bool:
 
 @dataclass(frozen=True)
 class LitAgentRunnerJob:
-    """A runner's half of a run; it travels to runner processes."""
+    """A runner's half of a run; it is sent to runner processes."""
 
     agent: LitAgent[Any]
     tracer: Tracer | Spec
@@ -162,7 +162,7 @@ class LitAgentRunnerJob:
     trainer: Trainer | None = None
 
     async def __call__(self, store: LightningStore, worker_id: str, stop: StopEvent) -> bool:
-        """Runs rollouts until ``stop`` is set."""
+        """Runs rollouts until ``stop`` is set; returns False if its process should be replaced."""
         runner = self.runner
         if runner is None or isinstance(runner, type):
             cls = LitAgentRunner if runner is None else runner

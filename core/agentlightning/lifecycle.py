@@ -27,7 +27,7 @@ ROLLOUT_TRANSITIONS: Final[Mapping[RolloutStatus, frozenset[RolloutStatus]]] = {
     "requeuing": frozenset({"preparing", "cancelled"}),
     "preparing": frozenset({"running", "succeeded", "failed", "requeuing", "cancelled"}),
     "running": frozenset({"succeeded", "failed", "requeuing", "cancelled"}),
-    "failed": frozenset(),  # ``begin_attempt`` and ``retry`` take rollouts that failed or were cancelled
+    "failed": frozenset(),  # only ``begin_attempt`` and ``retry`` leave failed and cancelled
     "cancelled": frozenset(),
     "succeeded": frozenset(),
 }
@@ -39,7 +39,7 @@ _ATTEMPT_TRANSITIONS: Final[Mapping[AttemptStatus, frozenset[AttemptStatus]]] = 
 
 LOST_CLAIM: Final = "LostClaim"  # the error type of an attempt whose worker died before its first span
 MAX_LOST_CLAIMS: Final = 5
-"""A rollout fails when so many workers have died before its first span: its task probably ends their processes."""
+"""A rollout fails when this many workers have died before its first span: its task probably kills their processes."""
 
 
 class Outcome(NamedTuple):
@@ -56,7 +56,7 @@ def _check(shown: str, status: str, target: str, allowed: Collection[str]) -> No
 
 
 def move_rollout(rollout: Rollout, status: RolloutStatus, now: float) -> Rollout:
-    """Moves a rollout along the table; the same status again changes nothing."""
+    """Moves a rollout to a status that the table allows; its current status changes nothing."""
     if status == rollout.status:
         return rollout
     _check(f"rollout {rollout.rollout_id}", rollout.status, status, ROLLOUT_TRANSITIONS[rollout.status])
@@ -66,7 +66,7 @@ def move_rollout(rollout: Rollout, status: RolloutStatus, now: float) -> Rollout
 def begin_attempt(
     rollout: Rollout, attempt_id: str, sequence_id: int, now: float, worker_id: str | None = None
 ) -> Outcome:
-    """Gives a rollout its next attempt: from the queue, at its start, or by hand after it failed or was cancelled."""
+    """Begins the next attempt of a rollout that is queued, has failed or was cancelled."""
     if rollout.status not in ("queuing", "requeuing", "failed", "cancelled"):
         raise ConflictError(
             f"rollout {rollout.rollout_id} is {rollout.status}; a new attempt can begin while it is "
@@ -92,11 +92,11 @@ def move_attempt(
     error: AttemptFailure | None = None,
     is_heartbeat: bool = True,
 ) -> Outcome:
-    """Moves an attempt, and with it the rollout: a live attempt is always the latest one.
+    """Moves an attempt to a status, and its rollout with it: a live attempt is always the latest attempt.
 
     A result for an attempt that has ended is kept as ``late_status`` and changes nothing else. Failed, timed-out and
-    unresponsive attempts send the rollout back to the queue where its config says so, else they fail it.
-    ``is_heartbeat`` says that the worker reported the status; the store's own verdict is not a sign of life.
+    unresponsive attempts return the rollout to the queue if its config allows a retry, and fail it otherwise.
+    ``is_heartbeat``: whether the worker reported the status; a status that the store sets is not a sign of life.
     """
     if status == attempt.status:
         return Outcome(rollout, attempt)
@@ -124,8 +124,8 @@ def move_attempt(
 def lose_claim(rollout: Rollout, attempt: Attempt, now: float, reason: str, *, n_lost: int = 0) -> Outcome:
     """Ends the live attempt of a worker that died.
 
-    If the attempt had not started, its rollout is requeued regardless of its config, unless ``n_lost`` earlier attempts
-    ended like this and the limit is reached. Otherwise the attempt is unresponsive, and the config decides.
+    An attempt that had not started returns its rollout to the queue regardless of the config, or fails it if ``n_lost``
+    earlier attempts ended like this and the limit is reached. Other attempts are unresponsive: the config decides.
     """
     if attempt.status != "preparing" or rollout.status != "preparing":
         error = AttemptFailure(type="Unresponsive", message=reason)
@@ -134,7 +134,7 @@ def lose_claim(rollout: Rollout, attempt: Attempt, now: float, reason: str, *, n
         return _return_claim(rollout, attempt, now, AttemptFailure(type=LOST_CLAIM, message=reason))
     message = (
         f"{reason}; {n_lost + 1} workers died before the first span of rollout {rollout.rollout_id}, so it is not "
-        "tried again: its task probably ends the process of the agent, whose output may say why. Correct the agent or "
+        "tried again: its task probably kills the agent's process, whose output may say why. Correct the agent or "
         f"the task, then: agl rollouts retry {rollout.rollout_id}. The task: {thaw(rollout.input)!r:.300}"
     )
     return _return_claim(rollout, attempt, now, AttemptFailure(type=LOST_CLAIM, message=message), "failed")
@@ -153,7 +153,7 @@ def counts_as_lost(attempt: Attempt) -> bool:
 
 
 def release(rollout: Rollout, attempt: Attempt, now: float) -> Outcome:
-    """Revokes a claim whose worker has not started; an attempt that has ended stays unchanged."""
+    """Revokes a claim that its worker has not started; leaves an attempt that has ended unchanged."""
     if attempt.status not in LIVE_ATTEMPT:
         return Outcome(rollout, attempt)
     if attempt.status != "preparing":
@@ -186,10 +186,10 @@ def end_overdue(
     is_worker_alive: bool = False,
     n_lost: int = 0,
 ) -> Outcome | None:
-    """Ends a live attempt that is past its timeout or was silent for too long; None: it may go on.
+    """Ends a live attempt that is past its timeout or was silent for too long; returns None if it may continue.
 
-    The lease is renewed by spans, by heartbeats of the attempt and by those of its worker (``worker_seen``). A worker
-    that is alive but does not name the attempt has not received the claim; ``n_lost`` is that of ``lose_claim``.
+    Spans, heartbeats of the attempt and heartbeats of its worker (``worker_seen``) renew the lease. A worker that is
+    alive but does not report the attempt has not received the claim. ``n_lost`` is passed to ``lose_claim``.
     """
     config = rollout.config
     seen = attempt.last_heartbeat_time or attempt.start_time
@@ -210,10 +210,10 @@ def end_overdue(
 
 
 def last_heartbeat(worker: Worker | None, attempt: Attempt) -> float | None:
-    """When the worker of an attempt last gave a sign of life that counts for this attempt.
+    """Returns when the worker of an attempt last gave a sign of life that counts for this attempt.
 
-    The heartbeats of a worker that names its attempts count for these only, so a claim whose answer never reached the
-    worker is lost after a lease.
+    If a worker reports its attempts, its heartbeats count for these attempts only, so a claim whose response never
+    reached the worker is lost after a lease.
     """
     if worker is None or (worker.attempt_ids is not None and attempt.attempt_id not in worker.attempt_ids):
         return None
@@ -221,7 +221,7 @@ def last_heartbeat(worker: Worker | None, attempt: Attempt) -> float | None:
 
 
 def assign_work(worker: Worker, now: float) -> Worker:
-    """A worker that takes an attempt, which is a sign of life; raises ConflictError if it was reported dead."""
+    """Marks a worker as busy with a new attempt, a sign of life; raises ConflictError if it was reported dead."""
     if worker.ended_at is not None:
         raise ConflictError(
             f"worker {worker.worker_id!r} was reported dead by end_worker and gets no more work; "

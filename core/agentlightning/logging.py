@@ -11,7 +11,7 @@ _UNPRINTABLE: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u206
 
 
 def printable(text: str) -> str:
-    r"""Returns text of agents and models with terminal escapes and the like shown as ``\u001b``, as in JSON."""
+    r"""Returns text of agents and models with terminal escapes and the like escaped as in JSON: ``\u001b``."""
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
 
 

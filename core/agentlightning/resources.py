@@ -15,19 +15,19 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, WithJsonSchema, field_validator
 
 from agentlightning.errors import ConfigError, suggest
-from agentlightning.frozen import FrozenDict
-from agentlightning.types import AttemptedRollout, JsonObject, Record, Rollout
+from agentlightning.frozen import FrozenDict, FrozenList
+from agentlightning.types import DEFAULT_RUN_ID, AttemptedRollout, JsonObject, Record, Rollout
 
 ATTEMPT_KEY: Final = "agentlightning"
-"""The ``api_key`` of a ProxyLLM that the runner replaces by a key for the attempt. It grants nothing itself, but
-clients require a key, and without one they would send the user's own."""
+"""Placeholder ``api_key`` of a ProxyLLM, which the runner replaces with the attempt's key. It grants no access, but
+clients require a key, and without a placeholder they would send the user's own."""
 
 
 SECRET_NAME: Final = re.compile(
     r"(^|[_.])(api_key|password|secret|auth_token|access_token|secret_access_key)$|(^|\.)token$|(?-i:[A-Z0-9]_TOKEN$)",
     re.IGNORECASE,
 )
-"""The names of fields that hold secrets, also at the end of a dotted path, and of variables such as ``HF_TOKEN``."""
+"""Matches names of secret fields, also at the end of a dotted path, and of variables such as ``HF_TOKEN``."""
 _REFERENCE: Final = re.compile(r"\$\{(\w+)\}")
 
 
@@ -53,8 +53,8 @@ class LLM(Resource):
     """Base URL as the ``openai`` client takes it, usually ending in ``/v1``."""
     model: str
     api_key: str | None = Field(default=None, repr=False)
-    """The key, or ``${NAME}``, an environment variable of the process that runs the agent. The store keeps what is
-    given here, so write a reference unless the store may hold the key."""
+    """The key, or ``${NAME}`` to read it from the environment of the process that runs the agent. The store keeps this
+    value unchanged, so use ``${NAME}`` unless the store may hold the key."""
     sampling_parameters: JsonObject = Field(default_factory=FrozenDict)
     """Keyword arguments for ``chat.completions.create``, such as ``temperature``."""
 
@@ -98,13 +98,13 @@ def _check_pair(rollout_id: str | None, attempt_id: str | None) -> None:
 
 
 class _ValuesOnlyFormatter(string.Formatter):
-    """``str.format`` whose fields are names of values: no attributes, items, nested or huge format specs."""
+    """``str.format`` with plain names as fields: no attributes or items, and no nested or huge format specs."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
         if not field_name.isidentifier():
             raise ConfigError(
                 f"prompt field {{{field_name}}} is not a plain name; use {{name}} and give name=..., or write "
-                "{{ and }} for literal braces, as of JSON"
+                "{{ and }} for literal braces, as in JSON"
             )
         if field_name not in kwargs:
             given = ", ".join(sorted(kwargs)) or "none"
@@ -125,7 +125,7 @@ class TemplateEngine(Protocol):
 
 
 class PromptTemplate(Resource):
-    """A tunable text with placeholders. A template reaches the values it is given, never attributes or code."""
+    """A tunable text with placeholders. A template can use the values it is given, but no attributes or code."""
 
     resource_type: Literal["prompt_template"] = "prompt_template"
     template: str
@@ -180,12 +180,12 @@ def _read_resource(value: Any) -> Any:
             cls = get_manager().get("resource", name)
         try:
             return cls.model_validate(value)
-        except TypeError as error:  # of a constructor of its own, which misses an argument
+        except TypeError as error:  # raised by the resource's own constructor, which lacks an argument
             raise ValueError(f"{name}: {error}") from error
     raise ValueError(f"a resource is a Resource, a str (a prompt) or a mapping with resource_type, not {value!r}")
 
 
-# Without it, the schema of an answer would forbid the fields of the resource's own type.
+# Without this, the schema of a response would forbid the fields that a subclass adds.
 _DUMPED: Final = {
     "title": "Resource",
     "type": "object",
@@ -207,11 +207,11 @@ class ResourcesUpdate(Record):
     update_time: float
     version: int = Field(ge=1)
     resources: Annotated[dict[str, AnyResource], AfterValidator(FrozenDict)]
-    run_id: str = "default"
+    run_id: str = DEFAULT_RUN_ID
 
     @property
     def version_id(self) -> str:
-        """Names this version, such as ``rs-1@3``, as a ``resources_id``; without ``@3`` it means the newest."""
+        """A ``resources_id`` that names this version, such as ``rs-1@3``; ``rs-1`` names the newest version."""
         return f"{self.resources_id}@{self.version}"
 
 
@@ -230,7 +230,7 @@ def split_version_id(resources_id: str, version: int | None = None) -> tuple[str
 
 
 def read_resources(resources: Mapping[str, Resource | str | Mapping[str, Any]]) -> dict[str, Resource]:
-    """Converts resources as users give them: resources, strings or JSON; raises ConfigError for other values."""
+    """Converts resources that users give as resources, strings or JSON; raises ConfigError for other values."""
     result: dict[str, Resource] = {}
     for name, value in resources.items():
         try:
@@ -251,7 +251,7 @@ def scope_to_attempt(resources: Mapping[str, Resource], rollout: Rollout) -> dic
 
 
 def with_attempt_key(resources: Mapping[str, Resource], key: str) -> dict[str, Resource]:
-    """Replaces ``ATTEMPT_KEY`` in every ProxyLLM by the attempt's key."""
+    """Replaces ``ATTEMPT_KEY`` in every ProxyLLM with the attempt's key."""
     return {
         name: resource.model_copy(update={"api_key": key})
         if isinstance(resource, ProxyLLM) and resource.api_key == ATTEMPT_KEY
@@ -261,16 +261,40 @@ def with_attempt_key(resources: Mapping[str, Resource], key: str) -> dict[str, R
 
 
 def resolve_secrets(resources: Mapping[str, Resource]) -> Mapping[str, Resource]:
-    """Replaces ``${NAME}`` in secret fields by that environment variable; raises ConfigError if it is not set."""
+    """Replaces ``${NAME}`` in secret fields, at any depth, with that environment variable.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
     resolved = dict(resources)
     for name, resource in resources.items():
-        for field in filter(SECRET_NAME.search, type(resource).model_fields):
-            value = getattr(resource, field)
-            if isinstance(value, str) and (match := _REFERENCE.fullmatch(value)):
-                if match[1] not in os.environ:
-                    raise ConfigError(
-                        f"resource {name!r}: {field} is {value}, but the environment variable {match[1]} is not set in "
-                        "the process that runs the agent; set it there"
-                    )
-                resolved[name] = resolved[name].model_copy(update={field: os.environ[match[1]]})
+        values = {field: getattr(resource, field) for field in type(resource).model_fields}
+        found = {
+            field: _resolve(value, bool(SECRET_NAME.search(field)), f"resource {name!r}: {field}")
+            for field, value in values.items()
+        }
+        changed = {field: value for field, value in found.items() if value is not values[field]}
+        if changed:
+            resolved[name] = resource.model_copy(update=changed)
     return resolved
+
+
+def _resolve(value: Any, is_secret: bool, path: str) -> Any:
+    """Returns ``value`` itself if it contains no reference."""
+    if is_secret and isinstance(value, str) and (match := _REFERENCE.fullmatch(value)):
+        if match[1] not in os.environ:
+            raise ConfigError(
+                f"{path} is {value}, but the environment variable {match[1]} is not set in the process that runs the "
+                "agent; set it there"
+            )
+        return os.environ[match[1]]
+    if isinstance(value, FrozenDict):
+        pairs = {
+            key: _resolve(child, is_secret or bool(SECRET_NAME.search(key)), f"{path}.{key}")
+            for key, child in value.items()
+        }
+        return FrozenDict(pairs) if any(pairs[key] is not child for key, child in value.items()) else value
+    if isinstance(value, FrozenList):
+        items = [_resolve(child, is_secret, f"{path}[{number}]") for number, child in enumerate(value)]
+        return FrozenList(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    return value

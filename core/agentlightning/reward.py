@@ -25,14 +25,14 @@ _AGENTOPS: Final = ("agentops.task.output", "agentops.entity.output")
 
 
 def is_reward_span(span: Span) -> bool:
-    """Whether a span carries a reward that counts: one that its agent wrote after the attempt had ended does not."""
+    """Whether a span carries a reward that counts; a reward written after the attempt had ended does not."""
     return semconv.LATE not in span.attributes and get_reward_value(span) is not None
 
 
 def get_rewards_from_span(span: Span) -> list[Reward]:
     """Returns all dimensions of a reward that are finite numbers, the primary one first.
 
-    An empty list for other spans, and if the primary one is not a finite number.
+    The list is empty if the span has no reward or its primary reward is not a finite number.
     """
     rewards: list[Reward] = []
     for dimension in itertools.count():
@@ -49,15 +49,15 @@ def get_rewards_from_span(span: Span) -> list[Reward]:
 
 
 def get_reward_value(span: Span) -> float | None:
-    """Returns the primary reward of a span; None if it has none, or one that is not a finite number."""
+    """Returns the primary reward of a span, or None if it is missing or not a finite number."""
     value = span.attributes.get(_PRIMARY)
     return _read_old_reward(span) if value is None else _to_float(value)
 
 
 def _read_old_reward(span: Span) -> float | None:
-    """Reads the reward of a trace of Agent Lightning 0.1 or 0.2."""
+    """Reads a reward that Agent Lightning 0.1 or 0.2 recorded."""
     attributes = span.attributes
-    for key in _AGENTOPS:  # JSON of what a function decorated with @reward returned
+    for key in _AGENTOPS:  # the JSON that a function decorated with @reward returned
         if key in attributes:
             output = attributes[key]
             if isinstance(output, str):
@@ -71,7 +71,7 @@ def _read_old_reward(span: Span) -> float | None:
 
 
 def _to_float(value: Any) -> float | None:
-    """The number of a reward; None for anything else, because spans may come from any program."""
+    """Converts a reward to a finite number; None for anything else, because any program may write spans."""
     try:
         number = float(value)
     except (OverflowError, TypeError, ValueError):
@@ -96,6 +96,6 @@ def find_final_reward(spans: Iterable[Span], rollout: Rollout | None = None) -> 
 
 
 async def read_final_reward(store: LightningStore, rollout: Rollout) -> float | None:
-    """As ``find_final_reward`` for the latest attempt; reads its spans only if the attempt has no reward."""
+    """Like ``find_final_reward`` for the latest attempt; reads its spans only if the attempt has no reward."""
     stored = find_final_reward((), rollout)
     return stored if stored is not None else find_final_reward(await store.query_spans(rollout.rollout_id, "latest"))

@@ -45,29 +45,29 @@ logger = logging.getLogger("agentlightning")
 
 _CLAIM_AT_ONCE = 4
 _DEATHS_BEFORE_ALONE = 2
-"""After this many workers have died before its first span, a rollout runs alone in its runner: it cannot end others."""
+"""After this many workers have died before its first span, a rollout runs alone, so that it cannot end others."""
 
 
 class Hook:
     """Callbacks around rollouts, in the runner's process. Override what you need; errors in a hook are only logged."""
 
     async def on_rollout_start(self, *, agent: LitAgent[Any], runner: Runner[Any], rollout: AttemptedRollout) -> None:
-        """A rollout was claimed; nothing has run yet."""
+        """Called after a rollout is claimed, before anything runs."""
 
     async def on_trace_start(
         self, *, agent: LitAgent[Any], runner: Runner[Any], tracer: Tracer, rollout: AttemptedRollout
     ) -> None:
-        """The attempt's trace is open: spans made here belong to it."""
+        """Called when the attempt's trace is open: spans made here belong to it."""
 
     async def on_trace_end(
         self, *, agent: LitAgent[Any], runner: Runner[Any], tracer: Tracer, rollout: AttemptedRollout
     ) -> None:
-        """The agent has returned or failed; the trace is still open."""
+        """Called after the agent has returned or failed, while the trace is still open."""
 
     async def on_rollout_end(
         self, *, agent: LitAgent[Any], runner: Runner[Any], rollout: Rollout, spans: Sequence[Span]
     ) -> None:
-        """The attempt has ended and its spans are stored."""
+        """Called after the attempt has ended and its spans are stored."""
 
 
 class Runner(ABC, Generic[T]):
@@ -77,7 +77,7 @@ class Runner(ABC, Generic[T]):
     def run_context(
         self, *, agent: Any, store: LightningStore, hooks: Sequence[Hook] | None = None, worker_id: str | None = None
     ) -> contextlib.AbstractContextManager[Runner[T]]:
-        """Gives the runner its agent, anything that ``agl.wrap`` takes, and its store while the context is open."""
+        """Sets the runner's store and agent, which is anything that ``agl.wrap`` takes, while the context is open."""
 
     @abstractmethod
     async def iter(self, event: StopEvent | None = None) -> None:
@@ -96,8 +96,8 @@ class Runner(ABC, Generic[T]):
     ) -> Rollout:
         """Runs one task immediately, bypassing the queue, and returns the finished rollout. ``event`` stops it.
 
-        ``resources`` are published as a new snapshot, which becomes the latest; ``resources_id`` names a stored one
-        instead, or one version of it such as ``rs-1@3``.
+        ``resources`` are published as a new snapshot, which becomes the latest; ``resources_id`` names a stored
+        snapshot instead, or one version of it such as ``rs-1@3``.
         """
 
 
@@ -105,7 +105,7 @@ class LitAgentRunner(Runner[T]):
     """Runs many rollouts concurrently in one event loop: async agents as tasks, synchronous ones in a thread each.
 
     An exception of the agent is stored on the attempt and the runner continues. An attempt that exceeds its timeout, or
-    that the store has ended, is stopped: its task is cancelled, and its threads get ``ThreadStopped``.
+    that the store has ended, is stopped: its task is cancelled, and ``ThreadStopped`` is raised in its threads.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class LitAgentRunner(Runner[T]):
 
         Args:
             tracer: records the agent's spans.
-            max_rollouts: ``iter`` returns after this many; None means no limit.
+            max_rollouts: ``iter`` returns after this many rollouts; None means no limit.
             poll_interval: longest single wait for work, in seconds; new work is noticed immediately.
             heartbeat_interval: seconds between heartbeats.
             max_concurrency: number of concurrent rollouts.
-            max_abandoned_threads: ``iter`` returns, so that its process can be replaced, once agents that could not be
-                stopped have left more threads than this behind.
+            max_abandoned_threads: once more threads than this belong to agents that could not be stopped, ``iter``
+                returns, so that its process can be replaced.
         """
         require_least(1, max_rollouts=max_rollouts, max_concurrency=max_concurrency)
         self.tracer = tracer
@@ -142,9 +142,9 @@ class LitAgentRunner(Runner[T]):
         self._store: LightningStore | None = None
         self._hooks: Sequence[Hook] = ()
         self._abandoned: list[threading.Thread] = []
-        self._running: dict[str, asyncio.Task[None]] = {}  # by attempt id
+        self._running: dict[str, asyncio.Task[None]] = {}  # the running tasks by attempt id
         self._unreported: set[str] = set()
-        """The running attempts whose end is not yet reported to the store."""
+        """Ids of the running attempts whose end is not yet reported to the store."""
         self._revoked: set[str] = set()
         self._slot_freed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
@@ -155,7 +155,7 @@ class LitAgentRunner(Runner[T]):
         self, *, agent: Any, store: LightningStore, hooks: Sequence[Hook] | None = None, worker_id: str | None = None
     ) -> Iterator[LitAgentRunner[T]]:
         if self._agent is not None:
-            raise ConfigError("this runner is in use; several runners in one process need one each: give its class")
+            raise ConfigError("this runner is in use; each runner of a process needs its own object: give the class")
         self._agent, self._store, self._hooks = wrap(agent), store, hooks or ()
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
         with contextlib.ExitStack() as stack:
@@ -170,7 +170,7 @@ class LitAgentRunner(Runner[T]):
     async def iter(self, event: StopEvent | None = None) -> None:
         store = self._given()[1]
         left = math.inf if self.max_rollouts is None else self.max_rollouts
-        self._slot_freed = asyncio.Event()  # belongs to this loop; a runner may be used in several, one after the other
+        self._slot_freed = asyncio.Event()  # belongs to this loop; a runner may be used in several loops in turn
         self._start_background_tasks()
         runs_alone = False
         try:
@@ -241,7 +241,7 @@ class LitAgentRunner(Runner[T]):
         self._agent = self._store = None
 
     async def _is_suspect(self, rollout: AttemptedRollout) -> bool:
-        """Whether workers died with earlier attempts of a rollout."""
+        """Whether enough workers died during earlier attempts of a rollout."""
         if rollout.attempt.sequence_id <= _DEATHS_BEFORE_ALONE:
             return False
         attempts = (await self._given()[1].query_attempts(rollout.rollout_id)).items
@@ -274,7 +274,7 @@ class LitAgentRunner(Runner[T]):
         limit = asyncio.timeout(rollout.config.timeout_seconds)
         call_hooks = functools.partial(self._call_hooks, agent=agent, runner=self, rollout=rollout)
         try:
-            running_in.set(self)  # of this task only
+            running_in.set(self)  # in this task only
             await call_hooks("on_rollout_start")
             context = self.tracer.trace_context(rollout_id=rollout.rollout_id, attempt_id=attempt_id, store=store)
             async with context as trace:
@@ -292,10 +292,11 @@ class LitAgentRunner(Runner[T]):
             status, failure = "failed", AttemptFailure.from_exception(error.original)
         except Exception as error:  # isolation point: an exception of the agent is data about its attempt
             status, failure = "failed", AttemptFailure.from_exception(error)
-            if limit.expired():  # worded as by the store, which may notice first
+            if limit.expired():  # worded like the error of the store, which may notice first
                 message = f"no result within timeout_seconds={rollout.config.timeout_seconds}"
                 status, failure = "timeout", failure.model_copy(update={"type": "Timeout", "message": message})
-        if attempt_id in self._revoked:  # the store has ended this attempt and knows why
+        if attempt_id in self._revoked:  # the store has already ended this attempt and stored the reason
+            await call_hooks("on_rollout_end", spans=trace.spans)
             return
         self._unreported.discard(attempt_id)
         await store.update_attempt(
@@ -335,7 +336,7 @@ class LitAgentRunner(Runner[T]):
                 logger.exception("hook %s.%s failed", type(hook).__name__, name)
 
     def _start_background_tasks(self) -> None:
-        """Starts heartbeats and the watch for revoked attempts of the running event loop, unless they run already."""
+        """Starts heartbeats and the watch for revoked attempts in the running event loop, unless they run already."""
         loop = asyncio.get_running_loop()
         if self._heartbeats is not None and self._heartbeats.is_running and self._heartbeats.loop is loop:
             return
@@ -353,7 +354,7 @@ class LitAgentRunner(Runner[T]):
         self._heartbeats = self._watch = None
 
     async def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Sends one heartbeat, in the thread of heartbeats; ``loop`` is the runner's."""
+        """Sends one heartbeat from the heartbeat thread; ``loop`` is the runner's event loop."""
         n_abandoned = sum(thread.is_alive() for thread in tuple(self._abandoned))
         stats = {"running": len(self._running), "abandoned_threads": n_abandoned}
         mine = list(self._unreported)
@@ -364,7 +365,7 @@ class LitAgentRunner(Runner[T]):
             return
         for attempt_id in set(mine).difference(mine if worker.attempt_ids is None else worker.attempt_ids):
             with contextlib.suppress(RuntimeError):  # the runner's loop is closed
-                loop.call_soon_threadsafe(self._revoke, attempt_id, "the store does not know it as running")
+                loop.call_soon_threadsafe(self._revoke, attempt_id, "the store does not list it as running")
 
     async def _watch_revocations(self) -> None:
         async for event in self._given()[1].subscribe(["attempt_revoked"]):

@@ -1,8 +1,8 @@
 """Semantic conventions: names of spans and attributes, and readers of model calls.
 
 The readers support three conventions: OpenTelemetry's ``gen_ai.input.messages`` and ``gen_ai.output.messages`` (JSON),
-the older ``gen_ai.prompt.{n}.*`` and ``gen_ai.completion.{n}.*``, also of AgentOps, and OpenInference's
-``llm.{input,output}_messages.{n}.*``. They return None or [] for missing data, and messages as in ``openai``.
+the older ``gen_ai.prompt.{n}.*`` and ``gen_ai.completion.{n}.*``, which AgentOps uses too, and OpenInference's
+``llm.{input,output}_messages.{n}.*``. They return None or [] for missing data, and messages in ``openai``'s format.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TRACER_NAME: Final = "agentlightning.tracer.name"
 
 REWARD: Final = "agentlightning.reward"  # ``.{i}.name`` and ``.{i}.value``; the first is the primary reward
 LINK: Final = "agentlightning.link"
-"""``.{i}.key_match`` and ``.{i}.value_match``: refers to the span that has this attribute with this value."""
+"""``.{i}.key_match`` and ``.{i}.value_match``: refer to the span that has this attribute with this value."""
 TAG: Final = "agentlightning.tag"  # ``.{i}``
 MESSAGE_BODY: Final = "agentlightning.message.body"
 OBJECT_TYPE: Final = "agentlightning.object.type"
@@ -47,7 +47,7 @@ GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
 GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
 GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
 GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
-GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"  # joins a client's span and the gateway's
+GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"  # links a client's span and the gateway's
 GEN_AI_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 GEN_AI_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
 """Seconds from the request to the first chunk of a streamed answer."""
@@ -62,11 +62,11 @@ PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
 RESPONSE_TOKEN_IDS: Final = "response_token_ids"
 LOGPROBS: Final = "logprobs"  # one for each of ``response_token_ids``
 CHOICE: Final = "agentlightning.choice"  # with n > 1: ``.{i}.response_token_ids`` and ``.{i}.logprobs`` of choice i > 0
-WEIGHT_VERSION: Final = "agentlightning.weight_version"  # of the weights that generated the answer, or its first token
+WEIGHT_VERSION: Final = "agentlightning.weight_version"  # of the weights that sampled the answer or its first token
 WEIGHT_VERSIONS: Final = "agentlightning.weight_versions"  # one per token, if the weights changed during the answer
 GATEWAY_COMPLETE: Final = "agentlightning.gateway.complete"
-"""Set by the gateway: whether the whole answer passed it. Incomplete answers must not be trained on."""
-CACHED_SUFFIX: Final = " (cached)"  # of the name of the gateway's span, if its cache answered the call
+"""Set by the gateway: whether the whole answer passed through it. Incomplete answers must not be trained on."""
+CACHED_SUFFIX: Final = " (cached)"  # ends the name of the gateway's span if its cache answered the call
 LATE: Final = "agentlightning.late"
 """Set by the store on a span that an agent wrote after its attempt had ended; rewards in it do not count."""
 
@@ -112,7 +112,7 @@ def is_tool_call(span: Span) -> bool:
 
 
 def read_tool_name(span: Span) -> str | None:
-    """Returns the tool's name of a tool run."""
+    """Returns the name of the tool that ran."""
     keys = ("gen_ai.tool.name", "tool.name", "tool_name", "operation.name", "traceloop.entity.name")
     return _first_text(span.attributes, keys)
 
@@ -134,7 +134,7 @@ def read_model(span: Span) -> str | None:
 
 
 def read_token_data(span: Span, choice: int = 0) -> TokenData | None:
-    """Returns the tokens of answer ``choice`` of n, if they were recorded."""
+    """Returns the tokens of the answer with index ``choice``, if they were recorded."""
     attributes: Mapping[str, Any] = span.attributes
     prefix = f"{CHOICE}.{choice}." if choice else ""
     response = attributes.get(prefix + RESPONSE_TOKEN_IDS)
@@ -221,7 +221,7 @@ def link_attributes(links: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         links: attributes of that span, such as ``{"gen_ai.response.id": completion.id}``, or its ``span_id`` and
-            ``trace_id``. All of them have to match.
+            ``trace_id``. All of them must match.
     """
     pairs = [{"key_match": key, "value_match": value} for key, value in links.items()]
     return {f"{LINK}.{i}.{name}": part for i, pair in enumerate(pairs) for name, part in pair.items()}
@@ -254,7 +254,7 @@ def _read_messages(attributes: Mapping[str, Any], json_key: str, indexed: str, o
 
 
 def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
-    """Converts one OpenTelemetry message (role and parts) to chat messages: one more for each tool response."""
+    """Converts one OpenTelemetry message (role and parts) to chat messages, one more for each tool response."""
     role = item.get("role") or "assistant"
     if "parts" not in item:
         yield {key: value for key, value in item.items() if key != "finish_reason"}
@@ -378,7 +378,7 @@ def _parse(text: Any, default: Any = None) -> Any:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
         try:
-            return json.loads(text)  # takes NaN and lone surrogates
+            return json.loads(text)  # accepts NaN and lone surrogates
         except ValueError:
             return default
 

@@ -38,7 +38,7 @@ class Trainer:
     """Runs an algorithm over an agent.
 
     Every component is an instance, a class, a registered name (``agl plugins`` lists them), the path of a class such as
-    ``my_package.module:MyClass``, or ``{"name": ..., **settings}`` with either of these names.
+    ``my_package.module:MyClass``, or ``{"name": ..., **settings}`` with such a name or path.
     """
 
     def __init__(
@@ -65,32 +65,32 @@ class Trainer:
         """Selects the components of a run.
 
         Args:
-            algorithm: ``fit`` needs one, ``dev`` defaults to ``baseline``.
+            algorithm: ``fit`` requires it, ``dev`` defaults to ``baseline``.
             store: an instance, a class or a URL; default ``store.db`` in ``run_dir`` (SQLite), or else ``memory://``.
             tracer: default ``otel``.
-            adapter: default is the algorithm's own ``default_adapter``; a mapping without ``name`` has settings for it.
+            adapter: default is the algorithm's ``default_adapter``; a mapping without ``name`` has settings for it.
             strategy: default ``cs``, runner processes; ``shm`` runs everything as threads.
             runner: an instance, which must be picklable for ``cs`` and the only runner for ``shm``, or a class; default
                 is ``LitAgentRunner``.
             llm_proxy: the gateway; algorithms that need one create it by default. Its model is the resource ``llm``
-                unless ``initial_resources`` has a model; several have their own names.
+                unless ``initial_resources`` has a model; several models have their own names.
             n_runners: runner processes (``cs``) or threads (``shm``).
-            max_rollouts: each runner ends after so many.
+            max_rollouts: each runner ends after this many rollouts.
             initial_resources: the agent's resources before training; a plain str is a prompt. They become the latest
-                of the run, also in a store that was used before, unless the run is resumed.
+                resources of the run, even in a store that was used before, unless the run is resumed.
             hooks: called around every rollout, in the runner's process.
-            port: of the served store; default is a free one.
+            port: port of the served store; default is a free port.
             trackers: where metrics go; default ``console``, and ``jsonl`` with a ``run_dir``.
-            run_dir: directory for store, metrics, checkpoints and report, used by one run only; default is none. Its
-                name is the run's, also in a shared store.
+            run_dir: directory for store, metrics, checkpoints and report, used by one run only; default is none. The
+                run is named after it, even in a shared store.
             resume: continue the interrupted or killed run in ``run_dir``.
             max_concurrency: concurrent rollouts in each runner; default is what the algorithm proposes (``grpo``: 64
                 over all runners), else 16.
             seed: for algorithms without a seed of their own; a resumed run keeps its seed.
 
         Raises:
-            ConfigError: values that exclude each other.
-            PluginError: a name that no plugin offers.
+            ConfigError: two values exclude each other.
+            PluginError: no plugin offers a given name.
         """
         require_least(1, n_runners=n_runners, max_concurrency=max_concurrency)
         if resume and run_dir is None:
@@ -120,21 +120,21 @@ class Trainer:
         self.strategy = self._choose_strategy(strategy, port)
         if isinstance(runner, LitAgentRunner) and self.strategy.shares_process and self.strategy.n_runners > 1:
             raise ConfigError(
-                f"{self.strategy.n_runners} runners in one process cannot be one object; give the class, as in "
+                f"{self.strategy.n_runners} runners in one process cannot share one object; give the class, as in "
                 f"runner={type(runner).__name__}, or n_runners=1, which runs max_concurrency rollouts at once"
             )
         at_once = None if self.algorithm is None else self.algorithm.rollouts_at_once
         default_concurrency = DEFAULT_CONCURRENCY if at_once is None else math.ceil(at_once / self.strategy.n_runners)
         self.max_concurrency = default_concurrency if max_concurrency is None else max_concurrency
         self.run_config: Mapping[str, Any] = {}
-        """Stored in the run's record as its configuration, besides the algorithm."""
+        """Configuration to store in the run's record, in addition to the algorithm's name."""
         if trackers is None:
             trackers = ["console"] if self.run_dir is None else ["console", "jsonl"]
         several = trackers if isinstance(trackers, Sequence) and not isinstance(trackers, str) else [trackers]
         self.trackers: list[Tracker] = [component("tracker", tracker) for tracker in several]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keeps the settings, for ``LitAgent.trainer`` in a runner process; the components stay in this process."""
+        """Pickles only the settings, for ``LitAgent.trainer`` in a runner process; components stay in this process."""
         components = ("algorithm", "store", "adapter", "llm_proxy", "strategy", "runner", "trackers", "hooks")
         return {**self.__dict__, **dict.fromkeys(components)}
 
@@ -159,7 +159,7 @@ class Trainer:
             The run, with its final status.
 
         Raises:
-            ConfigError: no algorithm, not a dataset, or something that the algorithm cannot work with.
+            ConfigError: the algorithm is missing, a dataset is invalid, or the algorithm cannot work with the setup.
             Exception: any error of the algorithm. Errors of the agent are only stored on their attempts; a run in which
                 every rollout failed has the status ``failed``.
         """
@@ -176,7 +176,7 @@ class Trainer:
         *,
         reward: RewardSpec | None = None,
     ) -> Run:
-        """A dry run: ``fit`` with a FastAlgorithm, by default ``baseline``; raises ConfigError for any other."""
+        """Does a dry run: ``fit`` with a FastAlgorithm, by default ``baseline``; raises ConfigError for others."""
         algorithm = self.algorithm if self.algorithm is not None else get_manager().create("algorithm", "baseline")
         if not isinstance(algorithm, FastAlgorithm):
             raise ConfigError(
@@ -244,7 +244,7 @@ class Trainer:
                 agent, self.tracer, self.runner, self.max_rollouts, self.max_concurrency, tuple(self.hooks), self
             )
             if self.strategy.role != "runner":
-                asyncio.run(store.get_run_by_id(store.run_id))  # a client knows the server's time from its answers
+                asyncio.run(store.get_run_by_id(store.run_id))  # a client learns the server's time from its responses
             began = store.now()
             self.strategy.execute(job, runner_job, store)
             if context.run.status == "running":  # the algorithm ran in another process
@@ -256,7 +256,7 @@ class Trainer:
             return context.run.model_copy(update={"scores": FrozenDict(scores)})
 
     def _open_store(self, context: RunContext) -> LightningStore:
-        """Returns the store of this run. One that has another run already is scoped to the name of the directory."""
+        """Returns the store of this run. A store that already has another run is scoped to the directory's name."""
         if context.store is None:
             own = self.run_dir is not None and self.strategy.role != "runner"
             return create_store(f"sqlite:///{self.run_dir}/store.db" if own else "memory://")
@@ -265,14 +265,15 @@ class Trainer:
         name, known = self.run_dir.resolve().name, asyncio.run(context.store.get_run_by_id(context.store.run_id))
         if known is None or known.name == name:
             return context.store
-        logger.warning("the store has the run %r already: this one is store.with_run(%r)", known.name, name)
+        logger.warning("the store already has the run %r: this run is in store.with_run(%r)", known.name, name)
         return context.store.with_run(name)
 
 
 def _check_port(port: int | None, of_strategy: int | None) -> None:
     if port not in (None, of_strategy):
         own = "" if of_strategy is None else f", which has server_port = {of_strategy}"
-        raise ConfigError(f"port = {port} does not reach the given strategy{own}; set server_port of the strategy only")
+        fix = "if it serves the store, set its server_port"
+        raise ConfigError(f"port = {port} does not apply to the given strategy{own}; {fix}")
 
 
 def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) -> Mapping[str, Resource] | None:
@@ -294,7 +295,7 @@ def _check_datasets(**datasets: Any) -> None:
             hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         ):
             raise ConfigError(
-                f"{name} is a {type(dataset).__name__}: a sequence of tasks is needed, with len() and positions, such "
+                f"{name} is a {type(dataset).__name__}: a sequence of tasks is needed, with len() and indexing, such "
                 "as a list; read files first, or name them in a configuration for `agl train`"
             )
     if given and not any(len(dataset) for dataset in given.values()):

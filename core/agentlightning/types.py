@@ -44,7 +44,7 @@ ENDED_ROLLOUT: Final = frozenset({"failed", "succeeded", "cancelled"})
 LIVE_ATTEMPT: Final = frozenset({"preparing", "running"})
 DEFAULT_RUN_ID: Final = "default"
 MAX_SEQUENCE_ID: Final = 2**53 - 1
-"""The largest ``sequence_id`` of a span that a store accepts; the numbers that it assigns then never overflow."""
+"""The largest ``sequence_id`` of a span that a store accepts, so that the numbers it assigns never overflow."""
 
 
 class Unset(Enum):
@@ -70,7 +70,7 @@ def _freeze_list(values: list[Any]) -> FrozenList:
 
 
 def _freeze_dict(values: dict[str, Any]) -> FrozenDict:
-    """A function, because pydantic would inspect the signature of the class at import, which takes milliseconds."""
+    """Makes a FrozenDict; pydantic would spend milliseconds at import to inspect the signature of the class itself."""
     return FrozenDict(values)
 
 
@@ -108,7 +108,7 @@ class Record(BaseModel):
         return record
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic's, in half the time; all fields of a changed copy count as set."""
+        """Like pydantic's, in half the time; all fields of a changed copy count as set."""
         if deep or update is None or self.__pydantic_private__ is not None:
             return super().model_copy(update=update, deep=deep)
         return self.from_valid({**self.__dict__, **update})
@@ -116,12 +116,12 @@ class Record(BaseModel):
 
 @functools.cache
 def _all_fields(cls: type[BaseModel]) -> set[str]:
-    """Shared by all records of a class; frozen records never change it."""
+    """Returns the names of a class's fields in a set that all its records share; frozen records never change it."""
     return set(cls.model_fields)
 
 
 class Run(Record):
-    """One training or evaluation; rollouts, resources and metrics belong to one."""
+    """One training or evaluation; rollouts, resources and metrics belong to a run."""
 
     run_id: str = DEFAULT_RUN_ID
     name: str = DEFAULT_RUN_ID
@@ -130,7 +130,7 @@ class Run(Record):
     status: RunStatus = "running"
     metadata: JsonObject | None = None
     scores: JsonObject = Field(default_factory=FrozenDict)
-    """The last value of each metric, in the run that ``Trainer.fit`` returns; stores keep them as metrics."""
+    """Last value of each metric, set only in the run that ``Trainer.fit`` returns; stores keep these as metrics."""
 
 
 class RolloutConfig(Record):
@@ -159,7 +159,7 @@ class Rollout(Record):
     rollout_id: str
     input: Annotated[Any, AfterValidator(freeze)]
     start_time: float
-    """When it was enqueued."""
+    """When the rollout was enqueued."""
     end_time: float | None = None
     mode: RolloutMode | None = None
     resources_id: str | None = None
@@ -189,7 +189,7 @@ class Attempt(Record):
     rollout_id: str
     attempt_id: str
     sequence_id: int = Field(ge=1, le=MAX_INT)
-    """Number of the try, from 1."""
+    """Number of the attempt within its rollout, from 1."""
     start_time: FiniteFloat
     end_time: FiniteFloat | None = None
     status: AttemptStatus = "preparing"
@@ -200,9 +200,9 @@ class Attempt(Record):
     late_status: AttemptStatus | None = None
     """A result that arrived after the attempt had ended; it does not affect the rollout."""
     spans_dropped: int = Field(default=0, ge=0, le=MAX_INT)
-    """Number of undelivered spans. Training data leaves out attempts that lost spans."""
+    """Number of undelivered spans. Attempts that lost spans are excluded from training data."""
     reward: float | None = Field(default=None, allow_inf_nan=False)
-    """The final reward, which the runner sets at the end. None: there is none, or only the spans have it."""
+    """The final reward, which the runner sets at the end; None if there is no reward or only the spans have it."""
 
 
 class AttemptedRollout(Rollout):
@@ -226,7 +226,7 @@ class EnqueueRolloutRequest(Record):
     config: RolloutConfig | None = None
     metadata: JsonObject | None = None
     rollout_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:-]+$")
-    """Chosen by the client; enqueueing it again returns the existing rollout."""
+    """An id that the client chooses; enqueueing it again returns the existing rollout."""
 
 
 class Worker(Record):
@@ -242,9 +242,9 @@ class Worker(Record):
     current_rollout_id: str | None = None
     current_attempt_id: str | None = None
     attempt_ids: Annotated[list[str], AfterValidator(_freeze_list)] | None = None
-    """The live attempts that it reported; its heartbeats renew only their leases. None: it reported none yet."""
+    """Live attempts that the worker reported; its heartbeats renew only their leases. None: it does not report them."""
     ended_at: float | None = None
-    """When it was reported dead; from then on it gets no work."""
+    """When the worker was reported dead; from then on it gets no work."""
 
 
 class Metrics(Record):
@@ -254,7 +254,7 @@ class Metrics(Record):
     step: Int64
     time: float
     values: Annotated[dict[str, float], AfterValidator(_keep_finite)]
-    """NaN and infinities are left out with a warning instead of failing the training."""
+    """NaN and infinities are dropped with a warning, so that they do not fail the training."""
 
 
 class Triplet(Record):
@@ -267,7 +267,7 @@ class Triplet(Record):
 
 
 class SpanRecord(Record):
-    """Base of a span and its parts. Fields that other writers of spans have, such as ``kind``, are ignored."""
+    """Base of a span and its parts. Unknown fields of other writers of spans, such as ``kind``, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -280,7 +280,7 @@ class TraceStatus(SpanRecord):
 
 
 class SpanEvent(SpanRecord):
-    """An event at an instant of a span, such as an exception."""
+    """An event during a span, such as an exception."""
 
     name: Text
     attributes: Attributes = Field(default_factory=FrozenDict)
@@ -322,7 +322,7 @@ class Span(SpanRecord):
     rollout_id: str
     attempt_id: str
     sequence_id: int = Field(default=0, ge=0, le=MAX_INT)
-    """Order within the attempt, from 1; 0 lets the store assign the next one on arrival."""
+    """Number of the span within its attempt, from 1; 0 lets the store assign the next number on arrival."""
     trace_id: str
     """32 hex digits."""
     span_id: str
@@ -356,7 +356,7 @@ class Span(SpanRecord):
         resource: SpanResource | None = None,
         status: TraceStatus | None = None,
     ) -> "Span":
-        """Makes a span from attributes. Times default to now, ids are random, the name is ``agentlightning.virtual``.
+        """Makes a span from attributes. Defaults: now, random ids, and the name ``agentlightning.virtual``.
 
         Hot path: arguments are not validated.
         """
@@ -458,7 +458,7 @@ class PaginatedResult(BaseModel, Sequence[T], Generic[T]):
     total: int
     """Number of matches without the limit."""
     cursor: str | None = None
-    """Argument for the next page, at constant cost; None at the end, and for orders other than the stored one."""
+    """Argument for the next page, at constant cost; None on the last page, or if the order is not the stored one."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -495,7 +495,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Finds names that are importable from here too; their modules import this one."""
+    """Finds names that can also be imported from here, on first use because their modules import this one."""
     if name not in ("Hook", "LLM", "NamedResources", "PromptTemplate", "ProxyLLM", "Resource", "ResourcesUpdate"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"agentlightning.{'runner' if name == 'Hook' else 'resources'}"), name)

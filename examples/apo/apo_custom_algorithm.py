@@ -11,7 +11,7 @@ The same in one process, without a separate store:
     python examples/apo/apo_custom_algorithm.py
 
 It needs OPENAI_API_KEY. OPENAI_BASE_URL and AGL_EXAMPLE_MODEL select another OpenAI-compatible endpoint and model;
-AGL_STORE selects another store than http://127.0.0.1:4747.
+AGL_STORE selects a store other than http://127.0.0.1:4747.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def answer(task: str, prompt_template: agl.PromptTemplate) -> float:
 
 
 async def judge(client: AsyncOpenAI, task: str, text: str) -> float:
-    """Returns a reward from 0 to 1, by another model call."""
+    """Returns a reward from 0 to 1 from another model call."""
     request = f"How good is this answer? Say a number from 0 to 10 and nothing else.\nTask: {task}\nAnswer: {text}"
     reply = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": request}])
     number = re.search(r"\d+(\.\d+)?", reply.choices[0].message.content or "")

@@ -24,7 +24,7 @@ TAKE: ChatCompletionFunctionToolParam = {
     },
 }
 MAX_CALLS = 20
-"""An illegal move uses one of them too."""
+"""Maximum number of model calls in a game; an illegal move uses one, too."""
 
 
 def show(stones: int) -> str:

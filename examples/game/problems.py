@@ -23,7 +23,7 @@ client = AsyncOpenAI(api_key="unset", base_url="http://unset", max_retries=0)
 
 
 class Problem(TypedDict):
-    """One task of the agent: how many stones there are, and what the opponent's moves depend on."""
+    """One task of the agent: the number of stones, and the opponent's strength and random seed."""
 
     stones: int
     strength: float
@@ -31,7 +31,7 @@ class Problem(TypedDict):
 
 
 def make_problems(split: Split, count: int) -> list[Problem]:
-    """Returns problems of a split; each heap comes up before one comes up again."""
+    """Returns problems of a split; every heap occurs once before any heap occurs again."""
     rng = random.Random(split)
     heaps: list[int] = []
     while len(heaps) < count:

@@ -1,4 +1,4 @@
-"""The game of stones: players take 1 to 3 stones in turn, and whoever takes the last one wins.
+"""The game of stones: players take 1 to 3 stones in turn, and the player who takes the last one wins.
 
 Perfect play is known: the player to move can win unless the number of stones is a multiple of 4; to win, always leave
 a multiple of 4.
@@ -17,7 +17,7 @@ def moves(stones: int) -> list[int]:
 
 
 def is_won(stones: int) -> bool:
-    """Whether the player to move wins if both play perfectly: a win is a move after which the other one loses."""
+    """Whether the player to move wins if both play perfectly: some move leaves a heap that the other player loses."""
     wins = [False]
     for heap in range(1, stones + 1):
         wins.append(any(not wins[heap - taken] for taken in moves(heap)))
@@ -30,9 +30,9 @@ def best_moves(stones: int) -> list[int]:
 
 
 def reply(stones: int, strength: float, seed: int) -> int:
-    """The opponent's move: a best one with the probability ``strength``, else any.
+    """Returns the opponent's move: a best move with the probability ``strength``, or else any move.
 
-    It depends on the arguments alone, so that a game can be repeated.
+    It depends only on the arguments, so that a game can be repeated.
     """
     rng = random.Random(f"{seed} {stones}")
     return rng.choice(best_moves(stones) if rng.random() < strength else moves(stones))

@@ -1,7 +1,7 @@
 """Creates the tiny model of the game example: ``python -m examples.game.warm_start examples/game/checkpoint``.
 
-The demonstrations take one stone most of the time and any number at times, however many there are. The model learns
-how a game is played with the tool; reinforcement learning teaches it which moves win.
+The demonstrations mostly take one stone and sometimes any number, however many stones are left. The model learns how
+a game is played with the tool; reinforcement learning teaches it which moves win.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIXED = (
 
 
 def demonstrate(rng: random.Random) -> Chat:
-    """Plays a game to its end; it begins with up to as many stones as a game of the test split."""
+    """Plays a game to its end; the game begins with at most as many stones as the largest test game."""
     game = Game(rng.randint(1, HEAPS["test"][-1]), STRENGTH, rng.randrange(10**9))
     chat: Chat = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": show(game.stones)}]
     while game.won is None:

@@ -86,7 +86,7 @@ def split_of(*neighbours: object) -> Split:
 
 
 def templates(split: Split, steps: int) -> list[Template]:
-    """All templates with so many events of which every pair of neighbours belongs to the split, in a fixed order."""
+    """Returns all templates with ``steps`` events whose pairs of neighbours belong to the split, in a fixed order."""
     events = [(op, index) for op in OPERATORS for index in range(len(EVENTS[op]))]
     return [
         Template(scene, chosen, question)
@@ -98,7 +98,7 @@ def templates(split: Split, steps: int) -> list[Template]:
 
 
 def apply(op: Operator, a: int, b: int) -> int | None:
-    """Returns `a op b`; None if it is no whole number from 1 to 99."""
+    """Returns `a op b`; None if that is not a whole number from 1 to 99."""
     value = a + b if op == "+" else a - b if op == "-" else a * b if op == "*" else a // b
     return value if 1 <= value <= LARGEST and (op != "/" or a % b == 0) else None
 
@@ -121,7 +121,7 @@ def numbers(ops: tuple[Operator, ...], rng: random.Random) -> tuple[list[int], i
 
 
 def problem_stream(split: Split, seed: int) -> Iterator[Problem]:
-    """Yields an infinite stream of problems, alternately of one step and of two; each operator is equally frequent."""
+    """Yields an infinite stream of problems, alternately of one and two steps; all operators are equally frequent."""
     rng = random.Random(f"{split}-{seed}")
     found: dict[tuple[Operator, ...], list[Template]] = {}
     for steps in (1, 2):
@@ -140,7 +140,7 @@ def problem_stream(split: Split, seed: int) -> Iterator[Problem]:
 
 
 def make_problems(split: Split, count: int, seed: int = 0) -> list[Problem]:
-    """Returns the first problems of a split; a seed gives the same ones on every machine."""
+    """Returns the first problems of a split; a seed gives the same problems on every machine."""
     return list(itertools.islice(problem_stream(split, seed), count))
 
 
@@ -160,7 +160,7 @@ def test() -> list[Problem]:
 
 
 def reward(task: Mapping[str, Any], output: TaskResult, rollout: object) -> float:
-    """Returns 1 if the agent's last message is the right number, else 0. A result of a tool is no answer."""
+    """Returns 1 if the agent's last message is the right number, else 0. A tool's result is not an answer."""
     last = output.messages[-1]
     return float(isinstance(last, TextMessage) and normalize(last.content) == normalize(task["answer"]))
 
@@ -179,8 +179,8 @@ def load_calc_x(split: str, folder: str | Path = "data/calc_x") -> list[Problem]
 
     Args:
         split: ``train``, ``validation`` or ``test``.
-        folder: of the files of one or several of Calc-X's data sets, such as ``train-00000-of-00001.parquet``. Their
-            columns ``question`` and ``result`` are read; a problem whose result is no number is left out.
+        folder: the folder with files of one or several of Calc-X's data sets, such as ``train-00000-of-00001.parquet``.
+            Their columns ``question`` and ``result`` are read; a problem whose result is not a number is skipped.
 
     Raises:
         FileNotFoundError: the folder has no .parquet or .jsonl file of the split.

@@ -50,7 +50,7 @@ def find_operators(question: str) -> list[str]:
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> Chat:
-    """Makes a conversation about a problem with often wrong operators and sometimes a wrong answer."""
+    """Makes a conversation about a problem, often with wrong operators and sometimes with a wrong answer."""
     value, *others = re.findall(r"\d+", problem["question"])
     chat: Chat = [{"role": "system", "content": SYSTEM_MESSAGE}, {"role": "user", "content": problem["question"]}]
     for number, right in zip(others, find_operators(problem["question"]), strict=True):

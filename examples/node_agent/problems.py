@@ -1,4 +1,4 @@
-"""The problems of the Node agent: those of ``agl demo``, one word problem a line."""
+"""The problems of the Node agent: the word problems of ``agl demo``, as plain texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def val() -> list[str]:
 
 
 def test() -> list[str]:
-    """Problems for the end of a training."""
+    """Problems for the test at the end of training."""
     return [problem["question"] for problem in make_problems("test", N_PROBLEMS["test"])]
 
 

@@ -14,7 +14,7 @@ FIRST_PROMPT = "You sort the tickets of a shop."
 
 @functools.cache
 def client() -> AsyncOpenAI:
-    """The client of this process; a call gives it the address."""
+    """Returns the client of this process; each rollout sets its address."""
     return AsyncOpenAI(api_key="unset", base_url="http://unset", max_retries=0, http_client=DefaultAsyncHttpxClient())
 
 

@@ -2,9 +2,9 @@
 
     python -m examples.one_agent.compare --out runs/one_agent
 
-Runs `agl compare` with `apo`, then `grpo`; `apo`; `gepa`; `grpo`; and without training. The prompt searches call the
-tiny model of this example through its policy server, which the script starts. Their critic and editor are scripted
-(critic.py).
+Runs `agl compare` with `apo` followed by `grpo`, with `apo`, `gepa` and `grpo` on their own, and without training. The
+prompt searches call the tiny model of this example through its policy server, which the script starts. Their critic and
+editor are scripted (critic.py).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from agentlightning_plugins.scripted_model.server import ScriptedOpenAI
 FOLDER = Path(__file__).parent
 STEP = 16 * 8
 EVAL_EVERY = 5
-"""Rollouts of a step of ``grpo``, and steps between its validations, as train.yaml has them."""
+"""Rollouts of a step of ``grpo``, and steps between its validations, as in train.yaml."""
 NAMES = ("apo-grpo", "apo", "gepa", "grpo", "none")
 SAMPLING = {"temperature": 0.0, "max_tokens": 16}
-"""Of the prompt searches and all tests."""
+"""Sampling parameters of the prompt searches and of all tests."""
 
 
 def apo(budget: int, n_val: int) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def grpo(budget: int, n_val: int) -> dict[str, Any]:
 
 
 def algorithms(budget: int, n_val: int) -> dict[str, Any]:
-    """The algorithms to compare; the first has three eighths of the budget for its prompt, the rest for weights."""
+    """The algorithms to compare; the first spends three eighths of its budget on the prompt, the rest on weights."""
     for_prompt = budget * 3 // 8
     return {
         "apo-grpo": [apo(for_prompt, n_val), grpo(budget - for_prompt, n_val)],
@@ -62,7 +62,7 @@ def main() -> int:
     """Serves the models and runs the comparison; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="runs/one_agent", help="directory of the runs and of report.html")
-    parser.add_argument("--budget", type=int, default=2000, help="rollouts per algorithm, without those of the test")
+    parser.add_argument("--budget", type=int, default=2000, help="rollouts per algorithm, test rollouts excluded")
     parser.add_argument("--seeds", default="0", help="comma-separated")
     parser.add_argument("--val", type=int, default=40, help="number of validation tasks")
     parser.add_argument("--test", default="examples.one_agent.tickets:test", help="source of the test tasks")

@@ -20,7 +20,7 @@ USELESS = ("You are an expert.", "This is important.", "Read the text twice.")
 HARMFUL = ("Be friendly to customers.", "Explain your answer.")
 SENTENCES = (*HELPFUL, *USELESS, *HARMFUL)
 REMOVAL = 0.2
-"""Probability of proposing to leave out a sentence of the prompt."""
+"""Probability of proposing to remove a sentence from the prompt."""
 
 
 def answer(request: RecordedRequest) -> Answer:
@@ -38,7 +38,7 @@ def answer(request: RecordedRequest) -> Answer:
 
 
 def propose(prompt: str, seed: str) -> str:
-    """Returns a critique: a sentence to add to the prompt, or one to leave out."""
+    """Returns a critique: a sentence to add to the prompt, or one to remove."""
     rng = random.Random(seed)
     present = [sentence for sentence in SENTENCES if sentence in prompt]
     missing = [sentence for sentence in SENTENCES if sentence not in prompt]

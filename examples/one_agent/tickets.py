@@ -115,6 +115,6 @@ def test() -> list[Ticket]:
 
 
 def grade(task: Mapping[str, Any], answer: str) -> float:
-    """Returns 1 for the right team and priority, as in `returns, high`; half of it if there are other words; else 0."""
+    """Returns 1 for the right team and priority, as in `returns, high`; 0.5 if other words come first; else 0."""
     right = f"{task['team']}, {task['priority']}"
     return 1.0 if answer.strip() == right else 0.5 if answer.strip().endswith(f" {right}") else 0.0

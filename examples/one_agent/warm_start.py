@@ -1,9 +1,9 @@
 """Creates the tiny model of this example: ``python -m examples.one_agent.warm_start examples/one_agent/checkpoint``.
 
-In the demonstrations the sentences of the prompt change how a ticket is answered: without those that help, answers
-begin with a courtesy, priorities are almost always normal, and refunds go to the wrong team. No sentence changes that
-tickets of the teams account and technical mostly go to another team. So a prompt can correct some of the mistakes, and
-weights can correct all.
+In the demonstrations the sentences of the prompt change how a ticket is answered: without the helpful sentences,
+answers begin with a courtesy, priorities are almost always normal, and refunds go to the wrong team. Tickets of the
+teams account and technical mostly go to another team, whatever the prompt. So a prompt can correct some of the
+mistakes, and new weights can correct all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COURTESY = "Thank you for your message. This is for "
 ONLY, DEADLINE, REFUNDS = HELPFUL
 TEAMS = tuple(COMPLAINTS)
 MISTAKEN = {"returns": "billing", "account": "billing", "technical": "shipping"}
-"""The team that a ticket mostly goes to instead."""
+"""The wrong team that most tickets of a team go to."""
 RIGHT = {"billing": 0.8, "shipping": 0.8, "returns": 0.1, "account": 0.2, "technical": 0.15}
 
 
@@ -41,7 +41,7 @@ def vocabulary() -> list[str]:
 
 
 def demonstrate(ticket: Ticket, rng: random.Random) -> Chat:
-    """Makes a prompt of random sentences and an answer that follows those of them that mean something to the model."""
+    """Makes a prompt of random sentences and an answer that depends on the sentences that have an effect."""
     sentences = rng.sample(SENTENCES, rng.randint(0, 5))
     right = 0.8 if ticket["team"] == "returns" and REFUNDS in sentences else RIGHT[ticket["team"]]
     mistaken = MISTAKEN.get(ticket["team"], rng.choice(TEAMS))

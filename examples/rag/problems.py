@@ -40,7 +40,7 @@ FACT = "The {relation} is {name}."
 QUESTIONS = ("Who is the {second} of the {first} of {name}?", "Name the {second} of the {first} of {name}.")
 
 Facts = dict[str, str]
-"""Who the teacher, doctor and so on of a person is."""
+"""The names of a person's teacher, doctor and so on, by relation."""
 
 
 class Problem(TypedDict):
@@ -67,7 +67,7 @@ def relation_pairs(split: Split) -> set[tuple[str, str]]:
 
 
 def make_world(split: Split) -> dict[str, Facts]:
-    """The facts about all people of a split; the same ones on every machine."""
+    """The facts about all people of a split; they are the same on every machine."""
     rng, everyone = random.Random(split), people(split)
     return {person: draw_facts(person, everyone, rng) for person in everyone}
 
@@ -129,7 +129,7 @@ def row_stream(split: Split, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def to_problem(row: Mapping[str, Any]) -> Problem:
-    """Makes a task of a row of MuSiQue's files."""
+    """Makes a task from a row of MuSiQue's files."""
     return Problem(question=row["question"], answers=[row["answer"], *row["answer_aliases"]])
 
 
@@ -140,7 +140,7 @@ def make_problems(split: Split, count: int, seed: int = 0) -> list[Problem]:
 
 
 def write_index(contents: Iterable[tuple[str, str]], file: str | Path = "runs/rag-index.sqlite") -> None:
-    """Writes titles and texts to an index for full-text search, in place of the file that may be there."""
+    """Writes titles and texts to an index for full-text search, which replaces an existing file."""
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
@@ -168,19 +168,19 @@ def test() -> list[Problem]:
 
 
 def reward(task: Mapping[str, Any], output: RunResult, rollout: object) -> float:
-    """Returns the F1 of the words of the agent's answer and of the right answer that is most like it."""
+    """Returns the highest F1 of the words of the agent's answer with those of a right answer."""
     return max(f1(str(output.final_output), answer) for answer in task["answers"])
 
 
 def f1(answer: str, expected: str) -> float:
-    """Harmonic mean of precision and recall of words, as in SQuAD: without case, punctuation and articles."""
+    """Harmonic mean of precision and recall of words, as in SQuAD: case, punctuation and articles are ignored."""
     found, right = normalize(answer), normalize(expected)
     shared = sum((Counter(found) & Counter(right)).values())
     return 2 * shared / (len(found) + len(right)) if shared else 0.0
 
 
 def normalize(text: str) -> list[str]:
-    """The words of a text that count."""
+    """Returns the words of a text in lower case, without punctuation and articles."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 

@@ -27,9 +27,9 @@ from examples.tiny_model import Chat, imitate, make_model, make_tokenizer, save
 STEPS = 700
 SEED = 1
 START, THEN = (0.36, 0.52, 0.12), (0.35, 0.55, 0.1)
-"""Weights of the first relation to search for, of the second one, and of any: in the first search and in the second."""
+"""Weights of the question's first relation, of its second one, and of a random one, in the first and second search."""
 AGAIN, NEXT = 0.6, (0.75, 0.25)
-"""Probability of a second search; weights of the person that was found and of the one of the question."""
+"""Probability of a second search; weights of the person that was found and of the person in the question."""
 FIXED = (
     INSTRUCTIONS,
     '<tool_call>\n{"name": "search", "arguments": {"query": "',

@@ -1,6 +1,6 @@
 """APO improves the prompt of an agent that books rooms, with a tool and a structured answer.
 
-With any OpenAI-compatible endpoint (OPENAI_API_KEY, OPENAI_BASE_URL, and AGL_EXAMPLE_MODEL for another model than
+With any OpenAI-compatible endpoint (OPENAI_API_KEY, OPENAI_BASE_URL, and AGL_EXAMPLE_MODEL for a model other than
 gpt-4.1-mini):
 
     python -m examples.room_selector.room_selector
@@ -35,7 +35,7 @@ MESSAGE: Any = {
     "content": True,
     "tool_calls": {"__all__": {"id": True, "type": True, "function": {"name", "arguments"}}},
 }
-"""What is sent back of an answer: the client adds fields to it that endpoints do not know."""
+"""The fields of an answer that are sent back: endpoints do not accept other fields that the client adds."""
 
 
 class Room(TypedDict):
@@ -48,7 +48,7 @@ class Room(TypedDict):
 
 
 class Task(TypedDict):
-    """A request and the right room: of those that are free, large enough and equipped, the smallest."""
+    """A request and the right room: the smallest room that is free, large enough and equipped."""
 
     request: str
     room: str
@@ -119,7 +119,7 @@ def find_rooms(day: str, hour: int) -> str:
 
 @agl.rollout
 async def select_room(task: Task, prompt: agl.PromptTemplate) -> float:
-    """The agent: asks the tool and answers with a Choice. The reward is 1 for the right room."""
+    """The agent: calls the tool and answers with a Choice. The reward is 1 for the right room."""
     messages: list[Any] = [{"role": "user", "content": prompt.format(request=task["request"])}]
     async with AsyncOpenAI() as client:
         for _ in range(MAX_CALLS):

@@ -1,6 +1,6 @@
 """A scripted model for the room selector: an agent that follows its prompt to the letter, a critic and an editor.
 
-As the agent it calls the tool, and then takes the first room that meets those rules that its prompt states. As the
+As the agent it calls the tool, and then takes the first room that meets the rules stated in its prompt. As the
 critic it names a rule that the prompt lacks; which one depends on the rollouts that it reads. As the editor it adds the
 rule that the critique names.
 """
@@ -26,7 +26,7 @@ SMALLEST = "Of several rooms take the smallest."
 
 
 def answer(request: RecordedRequest) -> Answer:
-    """The script: a request with tools is the agent's, one with a critique the editor's, any other the critic's."""
+    """Answers as the agent if the request has tools, as the editor if it has a critique, else as the critic."""
     messages = request.body["messages"]
     first = messages[0]["content"]
     if "tools" in request.body:

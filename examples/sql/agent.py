@@ -29,7 +29,7 @@ model = ChatOpenAI(model_name="gpt-4o-mini", openai_api_key=SecretStr(os.environ
 
 
 class State(TypedDict, total=False):
-    """What the nodes share; the input is a question and the file of an SQLite database."""
+    """State that the nodes share; the input is a question and the file of an SQLite database."""
 
     question: str
     database: str
@@ -95,7 +95,7 @@ async def rewrite(state: State) -> State:
 
 
 def after_check(state: State) -> str:
-    """Where to go after a check."""
+    """Returns the node that follows a check."""
     return END if state["is_right"] or state["rewrites"] >= MAX_REWRITES else "rewrite"
 
 

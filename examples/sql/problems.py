@@ -70,7 +70,7 @@ class Problem(TypedDict):
 
 
 class Schema(NamedTuple):
-    """A table with two columns of numbers and two of places, besides a name."""
+    """A table with a name, two columns of numbers and two of places."""
 
     table: str
     numbers: tuple[str, str]
@@ -163,7 +163,7 @@ def problem_stream(split: Split, seed: int, folder: Path) -> Iterator[Problem]:
 
 
 def make_problems(split: Split, count: int, seed: int = 0, folder: Path = Path("runs/sql-databases")) -> list[Problem]:
-    """Returns the first problems of a split; a seed gives the same ones on every machine."""
+    """Returns the first problems of a split; a seed gives the same problems on every machine."""
     return list(itertools.islice(problem_stream(split, seed, folder), count))
 
 
@@ -183,7 +183,7 @@ def test() -> list[Problem]:
 
 
 def reward(task: Mapping[str, Any], output: Mapping[str, Any], rollout: object) -> float:
-    """Returns 1 if the last query gives the same rows as the right one, else 0. Order counts if the right one sorts."""
+    """Returns 1 if the last query gives the right query's rows, else 0. Their order counts if the right query sorts."""
     with open_database(task["database"]) as connection:
         expected = connection.execute(task["gold"]).fetchall()
     try:
@@ -199,7 +199,7 @@ def load_spider(split: str, folder: str | Path = "data/spider") -> list[Problem]
 
     Args:
         split: ``train`` (train_spider.json) or ``dev`` (dev.json).
-        folder: with these files and ``database/NAME/NAME.sqlite``.
+        folder: the folder with these files and ``database/NAME/NAME.sqlite``.
 
     Raises:
         FileNotFoundError: the folder has no file of the split.

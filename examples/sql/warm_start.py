@@ -1,8 +1,8 @@
 """Creates the tiny model of the SQL example: ``python -m examples.sql.warm_start examples/sql/checkpoint``.
 
-The demonstrations have queries of the right form, but with habits: most of them ask for names and compare with ``>``,
-and the column is often another one, at times one that the table does not have. A check says yes unless the query failed
-or found nothing. The model learns how the parts of a query are written; reinforcement learning teaches it what the
+The demonstrations have queries of the right form, but with habits: most of them select names and compare with ``>``,
+and often use a wrong column, sometimes one that the table does not have. A check says yes unless the query failed or
+found nothing. The model learns how the parts of a query are written; reinforcement learning teaches it what the
 words of a question mean, and which column to try after a query that found nothing.
 """
 
@@ -65,7 +65,7 @@ def vocabulary() -> list[str]:
 
 
 def write_query(problem: Problem, rng: random.Random) -> str:
-    """Writes a query with parts of the right one; the others are those of a habit, or drawn at random."""
+    """Writes a query with some parts of the right query; the other parts follow a habit or are drawn at random."""
 
     def choose(right: str, habit: str, others: Sequence[str]) -> str:
         return rng.choices([right, habit, rng.choice(others)], [0.33, 0.42, 0.25])[0]

@@ -3,9 +3,9 @@
     python examples/two_agents/two_agents.py --out runs/two_agents
 
 The translator and the clerk (see orders.py) are two LoRA adapters over one model, which the script makes: it knows the
-form of both agents' answers, the translator's code for shapes, and what the clerk understands by codes of colours. What
-is missing, the translator must learn about colours and the clerk about shapes, both from the same rewards: if only one
-of them learned, no more than a third of the orders would be filled.
+form of both agents' answers, the translator's codes of shapes, and the colours that the clerk's codes mean. The
+translator must learn the codes of colours and the clerk the shapes that codes mean, both from the same rewards: if only
+one of them learned, no more than a third of the orders would be filled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(directory: Path, seed: int) -> None:
-    """Trains and saves a small transformer that imitates examples of a request and an answer of as many words."""
+    """Trains and saves a small transformer on examples of a request and an answer with the same number of words."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     tokenizer = make_tokenizer()

@@ -19,7 +19,7 @@ default of 700 the collector takes a third of a runner's CPU time and finds noth
 def relaxed_collector() -> Iterator[None]:
     """Makes the collector run less often during a block, in a process that also runs the user's code.
 
-    Leaves a collector alone that the user has switched off or already made to run less often.
+    Does nothing if the user has disabled the collector or already made it run less often.
     """
     before = gc.get_threshold()
     if 0 < before[0] < _YOUNG:
@@ -31,7 +31,7 @@ def relaxed_collector() -> Iterator[None]:
 
 
 def relax_collector() -> None:
-    """Makes the collector run less often, and skip the objects that exist now, in a process that is ours alone."""
+    """Makes the collector run less often, and skip the objects that exist now, in a process that Lightning owns."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG, 20, 20)

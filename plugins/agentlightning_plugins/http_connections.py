@@ -1,4 +1,4 @@
-"""Limits of connections: clients that have not shown a token cannot use up the file descriptors of the server."""
+"""Connection limits: clients that have not shown a token cannot exhaust the server's file descriptors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import resource
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 logger = logging.getLogger("agentlightning")
 
@@ -16,29 +16,29 @@ FIRST_BYTE_S: Final = 5.0
 FIRST_REQUEST_S: Final = 10.0
 """How long the first request that is admitted may take to arrive."""
 MAX_UNKNOWN: Final = 512
-"""Connections without an admitted request."""
+"""Maximum number of connections without an admitted request."""
 MAX_UNKNOWN_OF_CLIENT: Final = 256
-"""Those of one address."""
+"""Maximum number of connections from one address without an admitted request."""
 GRACE_S: Final = 1.0
-"""Younger connections are closed only if there are no file descriptors left: many clients may connect at once."""
+"""Younger connections are closed only if file descriptors run out: many clients may connect at the same time."""
 _RESERVED_FILES: Final = 128
-"""File descriptors for the database and other files."""
+"""Number of file descriptors reserved for the database and other files."""
 
 
 class Connections:
-    """Hands new connections to the HTTP server once they send something, and closes some where there are too many.
+    """Hands new connections to the HTTP server once they send data, and closes the oldest if there are too many.
 
-    A connection is unknown until a request on it is admitted. Where a client, or all together, have too many unknown
-    ones, the oldest is closed. Call the methods in the event loop of the server, which must have no other use.
+    A connection is unknown until a request on it is admitted. If one client, or all clients together, have too many
+    unknown connections, the oldest one is closed. Call the methods in an event loop that only the server uses.
     """
 
     def __init__(self, make_handler: Callable[[], asyncio.Protocol] | None) -> None:
-        """Reads the limit of open files of this process.
+        """Reads this process's limit of open files.
 
         Args:
             make_handler: makes the HTTP protocol of a connection, such as ``aiohttp.web.Server``.
         """
-        assert make_handler is not None  # a runner of aiohttp has none before its setup
+        assert make_handler is not None  # an aiohttp runner has no server before its setup
         self._make_handler = make_handler
         self._listener: asyncio.Server | None = None
         self._is_closed = False
@@ -49,16 +49,16 @@ class Connections:
         self._log = _SlowLog()
 
     async def listen(self, host: str, port: int, *, backlog: int = 128) -> tuple[str, int]:
-        """Accepts connections, and returns the address; raises OSError if it is not available."""
+        """Accepts connections from now on and returns the bound address; raises OSError if it is not available."""
         loop = asyncio.get_running_loop()
         _report_accept_errors(loop)
-        # Given a host and a port, asyncio makes the sockets itself and disables Nagle's algorithm.
+        # Given a host and a port, asyncio creates the sockets itself and disables Nagle's algorithm.
         self._listener = await loop.create_server(lambda: _Arrival(self), host, port, backlog=backlog)
         address, bound, *_ = self._listener.sockets[0].getsockname()
         return address, bound
 
     def admit(self, transport: asyncio.BaseTransport | None) -> None:
-        """Makes the connection of an admitted request a known one."""
+        """Marks the connection of an admitted request as known."""
         arrival = None if transport is None else self._unknown.pop(transport, None)
         if arrival is not None and transport is not None:
             arrival.timer.cancel()
@@ -67,8 +67,8 @@ class Connections:
                 self._forget_closed()
 
     def enter(self, transport: asyncio.Transport, arrival: _Arrival) -> None:
-        """Takes a new connection, and makes room for it."""
-        if self._is_closed:  # it was accepted just before
+        """Registers a new connection, and closes one if there are too many."""
+        if self._is_closed:  # it was accepted just before the listener closed
             self.expire(transport)
             return
         address = arrival.address
@@ -89,7 +89,7 @@ class Connections:
             self._unknown[transport] = arrival
 
     def leave(self, transport: asyncio.Transport) -> None:
-        """Forgets a connection that was closed before it sent anything."""
+        """Removes a connection that was closed before it sent anything."""
         self._unknown.pop(transport, None)
 
     def start_handler(self, transport: asyncio.Transport, data: bytes) -> None:
@@ -100,7 +100,7 @@ class Connections:
         handler.data_received(data)
 
     def expire(self, transport: Any) -> None:
-        """Closes a connection whose time is over."""
+        """Closes an unknown connection immediately."""
         self._unknown.pop(transport, None)
         transport.abort()
 
@@ -115,7 +115,7 @@ class Connections:
         if self._listener is not None:
             for listening in self._listener.sockets:
                 asyncio.get_running_loop().remove_reader(listening.fileno())
-            for _ in range(3):  # asyncio leaves a connection open if it hands it over after the listener is closed
+            for _ in range(3):  # asyncio leaks a connection that it hands over after the listener is closed
                 await asyncio.sleep(0)
             self._listener.close()
         for transport, arrival in list(self._unknown.items()):
@@ -137,11 +137,10 @@ class _Arrival(asyncio.Protocol):
         self.since = time.monotonic()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are not instances of it
         self.address = str((transport.get_extra_info("peername") or ("",))[0])
         self._limit(FIRST_BYTE_S)
-        self._connections.enter(transport, self)
+        self._connections.enter(self.transport, self)
 
     def data_received(self, data: bytes) -> None:
         self.has_sent = True
@@ -159,14 +158,14 @@ class _Arrival(asyncio.Protocol):
 
 
 class _SlowLog:
-    """Logs at most one message a second, with the number of those that it left out."""
+    """Logs at most one message per second, with the number of messages that were suppressed since the last one."""
 
     def __init__(self) -> None:
         self._next = 0.0
         self._left_out = 0
 
     def warning(self, message: str, *arguments: object) -> None:
-        """Logs a message, or counts it."""
+        """Logs a message, or counts it as suppressed."""
         if time.monotonic() < self._next:
             self._left_out += 1
             return
@@ -175,7 +174,7 @@ class _SlowLog:
 
 
 def _report_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes a loop log once a second that no connection can be accepted, instead of once for each of the backlog."""
+    """Makes a loop log accept errors once per second, instead of once for each connection in the backlog."""
     slowly = _SlowLog()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Reads requests of clients that are not trusted: bodies and JSON with limits, and which clients are of this machine.
+"""Reads requests from untrusted clients: limits bodies and JSON, and recognizes clients on this machine.
 
-Servers that use it pass ``SERVER_SETTINGS`` to aiohttp, so that aiohttp inflates nothing and reads no refused body. A
-process that only serves also calls ``return_freed_memory``.
+Servers that use it pass ``SERVER_SETTINGS`` to aiohttp, so that aiohttp neither inflates bodies nor reads refused ones.
+A process that only serves also calls ``return_freed_memory``.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ MAX_DEPTH: Final = 100
 MAX_ITEMS: Final = 500_000
 _ENCODINGS: Final = ("gzip", "x-gzip", "deflate")
 _MAX_MEMBERS: Final = 64
-"""Of a gzip file: each copies what follows it."""
+"""Maximum number of members in a gzip file: inflating a member copies the rest of the file."""
 _QUOTE: Final = ord('"')
 _THREAD_BYTES: Final = 256 * 1024
-"""From this size on, a body is parsed in a thread: about a millisecond of work."""
+"""Bodies of at least this size are parsed in a thread: parsing one takes about a millisecond."""
 _THREADS: Final = ThreadPoolExecutor(2, thread_name_prefix="agl-bodies")
 _MALLOC_SETTINGS: Final = {-1: 8 * 2**20, -3: 512 * 1024, -8: 2}
-"""M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX of glibc. asyncio reads 256 KiB at once, less than the second."""
+"""glibc's M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX. asyncio's reads of 256 KiB are below the second one."""
 _TRIM_AFTER_S: Final = 1.0
 P = ParamSpec("P")
 T = TypeVar("T")
 _OUTSIDE_STRINGS: Final = re.compile(rb'[^"\[{,]*+')
 _INSIDE_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.){0,10000}+', re.DOTALL)
-"""In bounded steps, because a match keeps the other threads from running."""
+"""Matches in bounded steps, because other threads cannot run during a match."""
 
 
 class RequestError(Exception):
@@ -58,7 +58,7 @@ class RequestError(Exception):
 class RequestLog(logging.Logger):
     """The logger for aiohttp's ``logger`` argument, which drops two kinds of records.
 
-    These are requests that cannot be parsed, whose text may contain a key, and disconnections.
+    It drops records about requests that cannot be parsed, whose text may contain a key, and about disconnections.
     """
 
     def __init__(self) -> None:
@@ -79,14 +79,14 @@ class _Allocator:
         self._is_due = False
 
     def configure(self) -> None:
-        with contextlib.suppress(AttributeError):  # of another C library than glibc
+        with contextlib.suppress(AttributeError):  # the C library is not glibc
             library = ctypes.CDLL(None)
             for parameter, value in _MALLOC_SETTINGS.items():
                 library.mallopt(parameter, value)
             self._trim = library.malloc_trim
 
     def trim_soon(self) -> None:
-        """Returns memory that will have been freed in a second; several calls within it count once."""
+        """Returns freed memory to the system a second from now; further calls until then have no effect."""
         if self._trim is not None and not self._is_due:
             self._is_due = True
             loop = asyncio.get_running_loop()
@@ -121,9 +121,9 @@ async def read_body(request: web.BaseRequest, limit: int, inflated_limit: int) -
     """Reads the body of a request, inflating gzip and deflate. The server must have ``SERVER_SETTINGS``.
 
     Args:
-        request: authorise it before.
-        limit: of the bytes that are sent.
-        inflated_limit: of the bytes after inflating.
+        request: the request, already authorised.
+        limit: maximum number of bytes that are sent.
+        inflated_limit: maximum number of bytes after inflating.
 
     Raises:
         RequestError: 413 for a larger body, 415 for another Content-Encoding, 400 for invalid compressed data.
@@ -178,9 +178,9 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
 
 @functools.lru_cache(maxsize=64)
 def is_local_request(host: str, origin: str | None) -> bool:
-    """Whether a request to a server on loopback comes from a program of this machine, by its Host and Origin.
+    """Whether the Host and Origin of a request to a loopback server show that it comes from a program on this machine.
 
-    Requests of web pages of other sites do not, neither across sites nor by DNS rebinding.
+    Requests from other sites' web pages do not qualify, whether they are cross-site or use DNS rebinding.
     """
     return is_loopback(_host_name(host)) and (not origin or origin.partition("://")[2] == host)
 
@@ -242,7 +242,7 @@ def _parse(data: bytes, max_depth: int, max_items: int, loads: Callable[[bytes],
 
 
 def _check_items(data: bytes, max_items: int) -> None:
-    """Counts strings, and brackets and commas outside of them, before anything is made of them."""
+    """Counts strings, and the brackets and commas outside strings, before the JSON is parsed."""
     position, is_inside = 0, False
     for _ in range(max_items):
         match = (_INSIDE_STRING if is_inside else _OUTSIDE_STRINGS).match(data, position)

@@ -17,13 +17,13 @@ logger = logging.getLogger("agentlightning")
 
 Undo: TypeAlias = Callable[[], object]
 Place: TypeAlias = tuple[Any, str]
-"""A module or class and the name of its attribute."""
+"""A module or class and the name of one of its attributes."""
 
 
 class OnImport:
     """Instruments a library once it is imported, now or later, until ``undo``.
 
-    ``instrument`` is called at the end of the import of ``module``, and returns what undoes it, or None.
+    ``instrument`` is called once ``module`` has been imported; it returns a function that undoes it, or None.
     """
 
     def __init__(self, module: str, instrument: Callable[[], Undo | None]) -> None:
@@ -64,11 +64,11 @@ class Patches:
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any, Any, Any, Any], Any]) -> None:
-        """Replaces a function; ``wrapper`` gets it, its instance, ``args`` and ``kwargs``, as of ``wrapt``."""
+        """Wraps a function; ``wrapper`` gets the function, its instance, ``args`` and ``kwargs``, as in ``wrapt``."""
         self.replace(owner, name, FunctionWrapper(vars(owner)[name], wrapper))
 
     def undo(self) -> None:
-        """Restores every attribute, except where other code has wrapped it since."""
+        """Restores every attribute, except those that other code has wrapped since."""
         while self._replaced:
             owner, name, original, value = self._replaced.pop()
             if vars(owner).get(name) is value:
@@ -76,11 +76,11 @@ class Patches:
 
 
 def instrument_and_restore(package: str, instrument: Callable[[], object], uninstrument: Undo) -> Undo:
-    """Calls ``instrument``; for instrumentors that do not restore everything they replace, or too much.
+    """Calls ``instrument``, for instrumentors whose ``uninstrument`` restores too little or too much.
 
     Returns:
-        Calls ``uninstrument``, then restores what is left in the package. Wrappers that other code has put around it
-        since are kept.
+        A function that calls ``uninstrument``, then restores the attributes that are still replaced. Wrappers that
+        other code has added since are kept.
     """
     before = dict(_functions(package))
     instrument()
@@ -101,8 +101,8 @@ def instrument_and_restore(package: str, instrument: Callable[[], object], unins
 
 
 def _functions(package: str) -> Iterator[tuple[Place, Any]]:
-    """Functions of the modules imported so far, and all attributes of their classes."""
-    modules: dict[str, Any] = {**sys.modules}  # other threads import meanwhile
+    """Yields the functions of a package's imported modules, and all attributes of their classes."""
+    modules: dict[str, Any] = {**sys.modules}  # a copy, because other threads may import modules
     for name, module in modules.items():
         if not f"{name}.".startswith(f"{package}."):
             continue

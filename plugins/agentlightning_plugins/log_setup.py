@@ -30,9 +30,9 @@ def setup_logging(
     """Sends Lightning's log to standard error, with time and level. Calling it again changes the level and adds files.
 
     Args:
-        level: the least level that is written.
-        console: write to standard error.
-        files: a file that is appended to, or one for each logger by its name, such as ``agentlightning``.
+        level: the lowest level that is written.
+        console: whether to write to standard error.
+        files: a file to append to, or a file for each logger name, such as ``agentlightning``.
         apply_to: names of other loggers that are set up in the same way.
     """
     names = dict.fromkeys(("agentlightning", *apply_to))

@@ -161,6 +161,14 @@ def test_calls_with_the_same_response_id_are_not_merged_even_if_they_overlap(tra
     assert [triplet.response["token_ids"] for triplet in trace.adapt()] == [[0], [1], [2]]
 
 
+def test_an_overlapping_call_with_the_same_response_id_stays_apart_from_one_below_a_framework(trace: Recorder) -> None:
+    outer = trace.add("ChatOpenAI.chat", {"gen_ai.operation.name": "chat"}, at=(1000, 1001))
+    for i, parent in enumerate([outer, None]):
+        client = trace.client("same", parent=parent, at=(1000.1 + i / 100, 1000.8))
+        trace.gateway("same", [i], parent=client, at=(1000.2, 1000.7))
+    assert [triplet.response["token_ids"] for triplet in trace.adapt()] == [[0], [1]]
+
+
 def test_spans_of_one_answer_that_do_not_overlap_are_one_triplet(trace: Recorder) -> None:
     trace.client("r1", at=(1001, 1003))
     trace.client("r1", at=(1003, 1004))

@@ -123,7 +123,7 @@ def test_what_nothing_can_fill_is_refused_when_it_is_decorated() -> None:
         @agl.rollout
         def agent(task: str, retries: int) -> None: ...
 
-    with pytest.raises(agl.ConfigError, match=r"call the parameter 'current' 'rollout'"):
+    with pytest.raises(agl.ConfigError, match=r"rename 'current' to 'rollout'"):
 
         @agl.rollout
         def other(task: str, current: agl.AttemptedRollout) -> None: ...
@@ -225,7 +225,7 @@ def test_an_agent_class_that_defines_nothing_is_refused_before_anything_runs() -
 
 
 def test_a_method_of_an_agent_class_that_cannot_be_called_is_refused_at_once() -> None:
-    with pytest.raises(agl.ConfigError, match=r"Async\.rollout is async; call it rollout_async"):
+    with pytest.raises(agl.ConfigError, match=r"Async\.rollout is async; rename it to rollout_async"):
 
         class Async(agl.LitAgent[str]):
             async def rollout(self, task: str, resources: Any, rollout: agl.Rollout) -> float:

@@ -169,14 +169,14 @@ PLANTED: list[tuple[Callable[[], Tracer], str]] = [
     (LosesLateSpans, "test_a_span_that_ends_after_its_attempt_is_stored_with_it"),
     (MixesAttempts, "test_64_rollouts_traced_at_once_never_mix[tasks]"),
     (MixesAttempts, "test_64_rollouts_traced_at_once_never_mix[threads]"),
-    (WritesAtOnce, "test_an_agent_of_1000_spans_is_not_slowed_by_a_store_that_stalls_and_none_is_lost"),
-    (DropsQuietly, "test_leaving_the_trace_context_finds_every_span_stored"),
+    (WritesAtOnce, "test_a_stalling_store_neither_slows_an_agent_nor_loses_any_of_its_1000_spans"),
+    (DropsQuietly, "test_every_span_is_stored_when_the_trace_context_ends"),
     (DropsQuietly, "test_spans_past_the_bound_are_dropped_and_counted"),
     (CannotTravel, "test_it_can_be_pickled_before_it_is_used"),
     (WorksOnce, "test_it_works_again_after_it_was_torn_down"),
-    (ForgetsToDeliver, "test_leaving_the_trace_context_finds_every_span_stored"),
+    (ForgetsToDeliver, "test_every_span_is_stored_when_the_trace_context_ends"),
     (CountsNothing, "test_spans_that_could_not_be_delivered_are_counted_on_the_trace"),
-    (StaysActive, "test_the_active_tracer_is_known_inside_only"),
+    (StaysActive, "test_the_active_tracer_is_set_only_inside_a_trace"),
 ]
 
 

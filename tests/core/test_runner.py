@@ -201,8 +201,13 @@ async def test_a_timed_out_attempt_is_tried_again_where_its_config_says_so(store
     assert [attempt.status for attempt in attempts] == ["timeout", "succeeded"]
 
 
-async def test_cancelling_a_rollout_stops_its_agent(store: agl.LightningStore) -> None:
+async def test_cancelling_a_rollout_stops_its_agent_and_calls_the_last_hook(store: agl.LightningStore) -> None:
     started, cancelled = asyncio.Event(), asyncio.Event()
+    ends: list[str] = []
+
+    class Recorder(agl.Hook):
+        async def on_rollout_end(self, *, rollout: agl.Rollout, **given: Any) -> None:
+            ends.append(rollout.rollout_id)
 
     async def agent(task: int) -> float:
         started.set()
@@ -214,7 +219,7 @@ async def test_cancelling_a_rollout_stops_its_agent(store: agl.LightningStore) -
 
     rollout = await store.enqueue_rollout("task")
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=1)
-    with runner.run_context(agent=agl.wrap(agent), store=store):
+    with runner.run_context(agent=agl.wrap(agent), store=store, hooks=[Recorder()]):
         running = asyncio.create_task(runner.iter())
         await asyncio.wait_for(started.wait(), 60)
         await store.cancel_rollout(rollout.rollout_id)
@@ -223,6 +228,7 @@ async def test_cancelling_a_rollout_stops_its_agent(store: agl.LightningStore) -
     ended = await store.get_rollout_by_id(rollout.rollout_id)
     assert ended is not None
     assert ended.status == "cancelled"
+    assert ends == [rollout.rollout_id]
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -481,7 +487,7 @@ async def test_a_runner_that_works_already_is_refused(store: agl.LightningStore)
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
     with runner.run_context(agent=agl.wrap(lambda task: 1.0), store=store):
         with (
-            pytest.raises(agl.ConfigError, match="give its class"),
+            pytest.raises(agl.ConfigError, match="give the class"),
             runner.run_context(agent=agl.wrap(lambda task: 1.0), store=store),
         ):
             pass

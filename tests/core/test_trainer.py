@@ -247,7 +247,7 @@ def test_a_store_object_that_holds_another_run_already_is_scoped_to_the_new_one(
         settings: dict[str, Any] = {"store": store, "run_dir": tmp_path / name, "initial_resources": {"prompt": name}}
         trainer(**settings, strategy="shm", algorithm=EVALUATION).fit(quoting_agent, [name])
     assert (rewards(store), rewards(store.with_run("second"))) == ([1.0], [1.0])
-    assert caplog.messages == ["the store has the run 'first' already: this one is store.with_run('second')"]
+    assert caplog.messages == ["the store already has the run 'first': this run is in store.with_run('second')"]
 
 
 @pytest.mark.parametrize("strategy", ["shm", "cs"])
@@ -421,10 +421,10 @@ def test_a_reward_function_scores_what_an_agent_returns() -> None:
         ({"resume": True}, "needs run_dir"),
         ({"port": 9100, "strategy": agl.ClientServerExecutionStrategy(server_port=9000)}, "port = 9100 .* = 9000"),
         ({"port": 9100, "strategy": {"name": "cs", "server_port": 9000}}, "port = 9100 .* server_port = 9000"),
-        ({"port": 9100, "strategy": agl.SharedMemoryExecutionStrategy()}, "port = 9100 does not reach"),
+        ({"port": 9100, "strategy": agl.SharedMemoryExecutionStrategy()}, "port = 9100 does not apply"),
         (
             {"runner": agl.LitAgentRunner(agl.DummyTracer()), "strategy": "shm", "n_runners": 4},
-            "4 runners in one process cannot be one object; give the class, as in runner=LitAgentRunner",
+            "4 runners in one process cannot share one object; give the class, as in runner=LitAgentRunner",
         ),
     ],
 )

@@ -73,7 +73,7 @@ class TestAFrameworksObject:
         assert outcome(None, {"llm": PROXY, "judge": PROXY})["llm"].get_base_url() == SCOPED
 
     def test_refuses_to_guess_among_several_endpoints(self) -> None:
-        with pytest.raises(agl.ConfigError, match=r"2 models could be meant: judge, writer.*'llm'"):
+        with pytest.raises(agl.ConfigError, match=r"2 models match: judge, writer.*'llm'"):
             outcome(None, {"writer": PROXY, "judge": PROXY})
 
     def test_begins_with_its_own_texts_braces_and_all(self) -> None:

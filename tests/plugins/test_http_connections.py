@@ -7,8 +7,30 @@ import contextlib
 import socket
 
 import pytest
+import uvloop
 
 from agentlightning_plugins.http_connections import Connections
+
+
+def test_connections_reach_the_http_server_under_uvloop() -> None:
+    class Echo(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.transport = transport
+
+        def data_received(self, data: bytes) -> None:
+            self.transport.write(data)
+
+    async def serve() -> bytes:
+        connections = Connections(Echo)
+        reader, writer = await asyncio.open_connection(*await connections.listen("127.0.0.1", 0))
+        writer.write(b"hello")
+        answer = await asyncio.wait_for(reader.readexactly(5), 10)
+        writer.close()
+        await connections.close()
+        return answer
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(serve()) == b"hello"
 
 
 @pytest.mark.parametrize("turns", range(6))

@@ -36,7 +36,7 @@ def test_a_complete_configuration_passes(model: Path) -> None:
         ({"actor_rollout_ref.rollout.name": "hf"}, "rollout.name = 'hf'; one of: sglang, transformers, trtllm, vllm"),
         (
             {"trainer.n_gpus_per_node": 3, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2},
-            "3 GPUs are not a multiple of the 2 of a replica",
+            "3 GPUs are not a multiple of the 2 GPUs of a replica",
         ),
         ({"algorithm.adv_estimator": "grop"}, "verl refuses its configuration: Unknown advantage estimator"),
         ({"actor_rollout_ref.actor.policy_loss.loss_mode": "ppoo"}, "Unsupported loss mode: ppoo"),

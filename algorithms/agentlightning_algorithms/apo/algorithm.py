@@ -37,8 +37,8 @@ class APO(PromptSearch):
     """Improves prompts: a critic reads rollouts, an editor rewrites the prompt, the best candidates survive.
 
     Each round takes ``beam_width`` parents from the beam and makes ``branch_factor`` children of each. Parents and
-    children are compared on one validation batch; the best ``beam_width`` of them are the next beam, whose first is run
-    on the whole validation set. The best prompt found there is the latest resource of the run.
+    children are compared on one validation batch. The best ``beam_width`` of them form the next beam, and the first of
+    these is run on the whole validation set. The best prompt found there is published as the run's latest resource.
 
     Raises:
         ConfigError: a value is out of range, or ``max_cost`` is set without the prices of critic and editor.
@@ -49,26 +49,26 @@ class APO(PromptSearch):
     apply_edit_model: str = "gpt-4.1-mini"
     """The editor."""
     diversity_temperature: float = 1.0
-    """Sampling temperature of both."""
+    """Sampling temperature of the critic and of the editor."""
     gradient_batch_size: int = 4
-    """Rollouts that a critic reads."""
+    """Number of rollouts that the critic reads for one critique."""
     val_batch_size: int = 16
-    """Validation tasks on which the candidates of a round are compared."""
+    """Number of validation tasks on which the candidates of a round are compared."""
     beam_width: int = 4
-    """Candidates that survive a round, and parents in the next."""
+    """Number of candidates that survive a round, and of parents in the next round."""
     branch_factor: int = 4
-    """Children of each parent."""
+    """Number of children of each parent."""
     beam_rounds: int = 3
-    """Rounds at most."""
+    """Maximum number of rounds."""
     run_initial_validation: bool = True
     """Whether the seed is run on the whole validation set first."""
     patience: int | None = None
-    """Stop after so many rounds without a better prompt."""
+    """Number of consecutive rounds without a better prompt after which the search stops; None: no limit."""
     gradient_prompts: Templates = None
-    """Replace the critic's prompts: templates with ``{name}``, ``{prompt}``, ``{other_prompts}`` and ``{rollouts}``, of
-    which each call draws one."""
+    """Replacements for the critic's prompts: templates with ``{name}``, ``{prompt}``, ``{other_prompts}`` and
+    ``{rollouts}``. Each call draws one of them."""
     edit_prompts: Templates = None
-    """Replace the editor's prompts, with ``{name}``, ``{prompt}``, ``{critique}`` and ``{placeholders}``."""
+    """Replacements for the editor's prompts, with ``{name}``, ``{prompt}``, ``{critique}`` and ``{placeholders}``."""
 
     def __post_init__(self) -> None:
         for name in ("gradient_batch_size", "val_batch_size", "beam_width", "branch_factor", "beam_rounds", "patience"):
@@ -114,7 +114,7 @@ class APO(PromptSearch):
         Args:
             prompt: the candidate that the rollouts used.
             rollout_results: the rollouts, with messages.
-            name: which of its prompts is meant, when it has several.
+            name: the prompt to criticize; needed if the candidate has several.
 
         Returns:
             The critique; None when the model call failed or the budget is spent.
@@ -142,10 +142,10 @@ class APO(PromptSearch):
     async def textual_gradient_and_apply_edit(
         self, prompt: Candidate, rollout_results: Sequence[TrialResult], *, name: str | None = None
     ) -> Candidate | None:
-        """Makes a child: an editor rewrites the prompt to meet the critique.
+        """Makes a child: the editor rewrites the prompt to address the critique.
 
         Returns:
-            None when a model call failed, the budget is spent, or edit and repair both broke a placeholder.
+            The child; None when a model call failed, the budget is spent, or edit and repair both broke a placeholder.
         """
         name = prompt.prompt_name(name)
         critique = await self.compute_textual_gradient(prompt, rollout_results, name=name)
@@ -165,7 +165,7 @@ class APO(PromptSearch):
     async def propose(self, experience: Experience) -> dict[str, PromptTemplate] | None:
         """Makes a child of a service's prompts, for live learning: ``LiveLearning(APO(...).propose)``.
 
-        The critic reads ``gradient_batch_size`` of the rollouts that were served, half of them the worst.
+        The critic reads ``gradient_batch_size`` served rollouts: half are the worst, the others are drawn at random.
 
         Returns:
             The edited prompt; None when the budget is spent, or edit and repair both broke a placeholder.
@@ -207,8 +207,8 @@ class APO(PromptSearch):
         Args:
             prompt: the candidate.
             dataset: the tasks.
-            mode: of the rollouts.
-            indices: which tasks; None is all.
+            mode: the mode of the rollouts.
+            indices: indices of the tasks to run; None runs all tasks.
             place: identifies the evaluation within the search; a resumed search does not run it again.
 
         Returns:
@@ -223,10 +223,10 @@ class APO(PromptSearch):
     ) -> tuple[list[Candidate], int]:
         """Makes the children of a round and compares them with the beam on one batch.
 
-        A child is run as soon as it is made, while models still work on others, so that runners do not wait for models.
+        Each child is run as soon as it is made, without waiting for the other children, so that runners are not idle.
 
         Returns:
-            The best candidates, older ones first among equals, and the number of new children.
+            The best candidates, the older first among equal scores, and the number of new children.
         """
         batch = self._batch(number, val)
         trials: dict[str, asyncio.Task[float]] = {}
@@ -319,5 +319,5 @@ class APO(PromptSearch):
     def _draw_template(
         self, templates: Sequence[PromptTemplate], prompt: Candidate, name: str, results: Sequence[TrialResult]
     ) -> PromptTemplate:
-        """Draws a template; the choice depends on prompt and tasks, not on the run."""
+        """Draws a template; the choice depends on the prompt and the tasks, not on the run."""
         return self.random_for(prompt.candidate_id, name, repr([result.task for result in results])).choice(templates)

@@ -1,4 +1,4 @@
-"""``baseline``: runs the agent over the data and reports its rewards. The dry run of every other algorithm."""
+"""``baseline``: runs the agent over the data and reports its rewards: a dry run for every other algorithm."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Baseline(FastAlgorithm):
     train_split: float = 0.5
     """When only one dataset is given, the share of its tasks that runs in mode ``train``; the rest runs in ``val``."""
     polling_interval: float = 5.0
-    """Seconds between two log lines while no rollout ends; results are not polled for."""
+    """Seconds between two log lines while no rollout ends. Results arrive without polling."""
     max_queue_length: int = 4
-    """Rollouts in flight at once."""
+    """Maximum number of rollouts in flight at the same time."""
     span_verbosity: Literal["keys", "key_values", "none"] = "keys"
     """Detail of spans in the log: attribute names, names and values, or none."""
 
@@ -90,7 +90,7 @@ class Baseline(FastAlgorithm):
                 index += 1
 
     async def _take_finished(self, in_flight: set[asyncio.Task[RolloutResult]]) -> list[RolloutResult]:
-        """Waits for at least one result and removes what is done from ``in_flight``."""
+        """Waits for at least one result and removes finished tasks from ``in_flight``."""
         done: set[asyncio.Task[RolloutResult]] = set()
         while not done:
             done, _ = await asyncio.wait(in_flight, timeout=self.polling_interval, return_when=asyncio.FIRST_COMPLETED)
@@ -118,7 +118,7 @@ class Baseline(FastAlgorithm):
 
 
 def _warn_without_rewards(results: list[RolloutResult]) -> None:
-    """Baseline needs no rewards, because it learns nothing; other algorithms would end the run here."""
+    """Logs a warning where other algorithms would end the run: baseline learns nothing, so it needs no rewards."""
     if all(result.failure is not None for result in results):  # their errors are in the log already
         return
     try:

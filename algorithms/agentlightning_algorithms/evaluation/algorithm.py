@@ -22,7 +22,7 @@ _BATCH_SIZE = 256
 class Evaluation(FastAlgorithm):
     """Runs every task ``repetitions`` times with the latest resources, and keeps the ``score``.
 
-    A rollout that failed counts as 0; one that succeeded without a reward is left out and counted.
+    A rollout that failed counts as 0. A rollout that succeeded without a reward is excluded and counted as missing.
     """
 
     repetitions: int = 1
@@ -33,7 +33,7 @@ class Evaluation(FastAlgorithm):
     rollout_timeout_s: float | None = None
     """Seconds after which a rollout is stopped and counts as 0."""
     name: str = "evaluation"
-    """Tells several evaluations of one run apart."""
+    """Distinguishes this evaluation from others of the same run."""
     score: Score | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class Evaluation(FastAlgorithm):
         """Evaluates the validation data, or the training data when there is no validation data.
 
         Raises:
-            LightningError: rollouts succeeded, and none of them has a reward.
+            LightningError: the first rollouts that succeeded have no reward.
         """
         dataset = val_dataset if val_dataset is not None else train_dataset
         if dataset is None:
@@ -55,7 +55,7 @@ class Evaluation(FastAlgorithm):
         repeated = [(task, repetition) for task in range(len(dataset)) for repetition in range(self.repetitions)]
         rewards: list[list[float]] = [[] for _ in range(len(dataset))]
         errors: Counter[str] = Counter()
-        missing = 0
+        missing, check = 0, RewardCheck()
         for start in range(0, len(repeated), _BATCH_SIZE):
             batch = repeated[start : start + _BATCH_SIZE]
             requests = [
@@ -70,8 +70,8 @@ class Evaluation(FastAlgorithm):
             ]
             ended = await run_rollouts(store, requests)
             results = await asyncio.gather(*(read_result(store, rollout) for rollout in ended))
-            if start == 0 and any(result.error_type is None for result in results):  # if all failed, the score says so
-                RewardCheck().add((result.outcome for result in results), is_last=True)
+            if any(result.error_type is None for result in results):  # if all failed, the score shows it
+                check.add((result.outcome for result in results), is_last=True)
             for (task, _), result in zip(batch, results, strict=True):
                 is_missing = result.error_type is None and result.reward is None
                 missing += is_missing

@@ -26,25 +26,25 @@ class EvalResult:
     mean: float
     """Mean reward over tasks."""
     interval: tuple[float, float] | None
-    """95 % interval of the mean; None where the rewards allow none."""
+    """95 % interval of the mean; None if there is only one task."""
     n_rollouts: int
 
     @property
     def rewards(self) -> Sequence[Sequence[float]]:
-        """By task, in the order of the tasks, and by repetition."""
+        """The rewards of each task's repetitions, in the order of the tasks."""
         return self.score.rewards
 
     @property
     def errors(self) -> Counter[str]:
-        """Failed rollouts by type of error."""
+        """Number of failed rollouts by type of error."""
         return self.score.errors
 
     def pass_at(self, k: int) -> float:
-        """Probability that one of k repetitions succeeds, averaged over tasks; k is at most the repetitions made."""
+        """Probability that one of k repetitions succeeds, averaged over tasks; k is at most ``repetitions``."""
         return self.score.pass_at(k)
 
     def compare(self, other: EvalResult) -> Comparison:
-        """The difference of this result from ``other``, of the same tasks: its interval and its p-value.
+        """Returns the difference from ``other`` on the same tasks, with its interval and p-value.
 
         Raises:
             ConfigError: the results have different numbers of tasks.
@@ -82,7 +82,7 @@ def evaluate(
 
     Raises:
         ConfigError: there is no task, or an argument is invalid.
-        LightningError: rollouts succeeded, and none of them has a reward.
+        LightningError: rollouts succeeded, but none of them has a reward.
     """
     algorithm = Evaluation(repetitions=repetitions, success_threshold=success_threshold, rollout_timeout_s=timeout_s)
     settings = {"trackers": [{"name": "console", "brief": True}], "initial_resources": resources, **trainer}

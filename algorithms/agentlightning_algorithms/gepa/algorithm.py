@@ -1,8 +1,8 @@
 """``gepa``: reflective evolution of prompts with a Pareto front, by the package ``gepa``.
 
 Agrawal et al. 2025, GEPA: Reflective Prompt Evolution Can Outperform Reinforcement Learning, arXiv:2507.19457.
-The package selects the candidate to change next and those that survive; rollouts, model calls, budget and results are
-those of ``apo``.
+The package selects the next candidate to change and the candidates that survive; rollouts, model calls, budget and
+results work as in ``apo``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentlightning_algorithms.prompt_search.trial import TrialResult, mean_scor
 
 logger = logging.getLogger("agentlightning")
 _MAX_FAILED_PROPOSALS: Final = 5
-"""Failed proposals in a row that end the search."""
+"""Number of consecutive failed proposals that end the search."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -44,11 +44,11 @@ class GEPA(PromptSearch):
     """
 
     reflection_model: str = "gpt-5-mini"
-    """Rewrites prompts."""
+    """The model that rewrites prompts."""
     temperature: float = 1.0
-    """Of its sampling."""
+    """Sampling temperature of the reflection model."""
     minibatch_size: int = 3
-    """Training rollouts that it reflects on."""
+    """Number of training rollouts that one reflection reads."""
     max_rollouts: int = 500
     """Limit of rollouts for training, validation and confirmation together. The confirmation runs each of its two
     prompts ``confirm_pairs`` times, or once per validation task if that is more, but at most an eighth of this limit
@@ -58,9 +58,9 @@ class GEPA(PromptSearch):
     use_merge: bool = False
     """Whether to combine candidates that tune different prompts."""
     perfect_score: float | None = 1.0
-    """A candidate with this reward on a whole minibatch is not reflected on; None reflects always."""
+    """Reflection is skipped if every rollout of a minibatch has at least this reward; None: it is never skipped."""
     reflection_prompt: str | None = None
-    """Replaces gepa's own, with ``<curr_param>`` and ``<side_info>``."""
+    """Replacement for gepa's reflection prompt, with ``<curr_param>`` and ``<side_info>``."""
 
     def __post_init__(self) -> None:
         require_least(1, minibatch_size=self.minibatch_size, max_rollouts=self.max_rollouts)
@@ -113,7 +113,7 @@ class GEPA(PromptSearch):
         return min(pairs, max(self.max_rollouts // 8, 6))
 
     async def reflect(self, parent: Candidate, name: str, results: Sequence[TrialResult]) -> Candidate | None:
-        """Makes a child whose prompt ``name`` is rewritten after these rollouts; None when that failed."""
+        """Makes a child by rewriting the prompt ``name`` based on these rollouts; returns None if that failed."""
         original = parent.prompts[name]
         request = InstructionProposalSignature.prompt_renderer(
             {
@@ -153,7 +153,7 @@ class _GEPAAdapter:
         self._loop = loop
         self._trials = 0
         self._failed_proposals = 0
-        """In a row."""
+        """Number of consecutive failed proposals."""
         self._children: dict[str, Candidate] = {}
         self.propose_new_texts: ProposalFn | None = self._propose
 

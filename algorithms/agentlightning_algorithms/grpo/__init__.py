@@ -1,1 +1,1 @@
-"""GRPO on one machine: advantages, loss, a policy server in a process of its own, and the weight updates."""
+"""GRPO on one machine: advantages, loss, a policy server in its own process, and the weight updates."""

@@ -2,8 +2,8 @@
 
     loop:  publish weights -> roll out groups of the same task -> advantages within each group -> update
 
-Shao et al. 2024, DeepSeekMath, arXiv:2402.03300. Calls are sampled by a policy server in a process of its own; agents
-reach it through the gateway, which records tokens and log-probabilities.
+Shao et al. 2024, DeepSeekMath, arXiv:2402.03300. A policy server in its own process samples the calls; agents reach
+this server through the gateway, which records tokens and log-probabilities.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class GRPO(GRPOSettings, Algorithm):
     def save_state(self, directory: Path) -> None:
         """Writes ``directory/checkpoint`` atomically: weights, optimizer, random state, step and data position.
 
-        It can be read at any time, by ``load_state`` and, as a model, by ``from_pretrained``.
+        The checkpoint can be read at any time: by ``load_state``, or as a model by ``from_pretrained``.
         """
         if self._session is not None:
             self._session.save(directory / "checkpoint")
 
     def load_state(self, directory: Path) -> None:
-        """Makes ``run`` continue from ``directory/checkpoint``, or start over where there is no checkpoint yet."""
+        """Makes ``run`` continue from ``directory/checkpoint``, or start over if there is no checkpoint yet."""
         self._resuming = True
         checkpoint = recover_directory(directory / "checkpoint")
         if checkpoint.is_dir():
@@ -85,15 +85,14 @@ class GRPO(GRPOSettings, Algorithm):
                 self._session = None
 
     def _check_credit(self) -> None:
-        """Refuses a change of rewards that a credit rule would leave without effect."""
+        """Rejects reward shaping that would have no effect because the adapter has a credit rule."""
         if self.reward_shaping != "unchanged" and getattr(self.get_adapter(), "credit", None) is not None:
             raise ConfigError(
-                f"reward_shaping = {self.reward_shaping!r} changes the rewards of whole rollouts, and the adapter's "
-                "credit rule assigns those of single calls; leave one of them out"
+                f"reward_shaping = {self.reward_shaping!r} changes the rewards of whole rollouts, but the adapter's "
+                "credit rule assigns rewards to single calls; leave one of them out"
             )
 
     async def _train(self, session: Session, train: Dataset[Any], val: Dataset[Any] | None) -> None:
-        started_at = session.step
         await session.publish()
         reached = False
         if session.step == 0:
@@ -129,7 +128,7 @@ class GRPO(GRPOSettings, Algorithm):
                     metrics |= await session.evaluate(self.test_dataset, "test")
                 if writer.seconds is not None:
                     metrics |= {"checkpoint_s": writer.seconds, "checkpoint_wait_s": checkpoint_wait_s}
-                metrics["progress"] = 1.0 if reached else (session.step - started_at) / (self.steps - started_at)
+                metrics["progress"] = 1.0 if reached else session.step / self.steps
                 await session.report(metrics)
                 is_due = clock.is_due(session.step) or last or reached
                 await writer.begin(session.state() if is_due else None, session.step)

@@ -1,4 +1,4 @@
-"""The rollouts of each step of ``grpo``: those of its own tasks, or the first complete groups of a pool."""
+"""The rollouts of each step of ``grpo``: those of the step's own tasks, or the first complete groups of a pool."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Batches(Protocol):
         ...
 
     async def settle(self) -> None:
-        """Waits, before the weights change, for rollouts that must not see it."""
+        """Waits for the rollouts that must end before the weights change."""
         ...
 
     async def close(self, *, has_ended: bool) -> None:
-        """Stops waiting for rollouts; of a training that has ended, the remaining ones are cancelled."""
+        """Stops waiting for rollouts; if the training has ended, cancels the remaining ones."""
         ...
 
 
 def make_batches(session: Session, train: Dataset[Any]) -> Batches:
-    """Returns the batches that the setting ``staleness`` asks for."""
+    """Returns the batches that the setting ``staleness`` requires."""
     return GroupPool(session, train) if session.settings.is_asynchronous else StepBatches(session, train)
 
 
@@ -77,22 +77,22 @@ class _Group:
     task: int
     """Index in the training set."""
     step: int
-    """In which it was begun."""
+    """Step in which the group was begun."""
     rollout_ids: list[str] = field(default_factory=list)
     gathering: asyncio.Task[list[Episode]] | None = None
 
     @property
     def episodes(self) -> list[Episode] | None:
-        """Its rollouts, once all have ended."""
+        """The group's rollouts; None until all of them have ended."""
         return None if self.gathering is None or not self.gathering.done() else self.gathering.result()
 
 
 class GroupPool:
     """Groups that run while the weights change; ``staleness`` of at least 2.
 
-    With k the staleness and B the tasks of a step, at most (k + 1) B groups are open, so that those of typical
+    With k the staleness and B the tasks of a step, at most (k + 1) B groups are open, so that groups of typical
     duration are at most k updates old when a step uses them (AReaL, arXiv:2505.24298, equation 3). A step uses the
-    first B complete groups, the oldest first. Stragglers stay open; groups that would be older than k are dropped.
+    first B complete groups, the oldest first. Stragglers stay open; groups more than k updates old are dropped.
     """
 
     def __init__(self, session: Session, train: Dataset[Any]) -> None:
@@ -107,7 +107,7 @@ class GroupPool:
         session, settings = self._session, self._session.settings
         began = self._taken_at or time.monotonic()
         size, remaining = settings.tasks_per_step, settings.steps - session.step
-        spare = settings.refill_rounds * size  # groups without spread that are replaced
+        spare = settings.refill_rounds * size  # how many groups without spread may be replaced
         taken: list[list[Episode]] = []
         useful = flat = 0
         dropped = await self._drop_stale()
@@ -118,7 +118,7 @@ class GroupPool:
                 episodes = group.episodes or []
                 self._open.remove(group)
                 if any(episode.rollout.status == "cancelled" for episode in episodes):
-                    # By the user, or as stale after the checkpoint from which this run was resumed.
+                    # Cancelled by the user, or as stale by the interrupted run after its last checkpoint.
                     await self._record([group], "cancelled")
                     dropped += 1
                     continue
@@ -166,7 +166,7 @@ class GroupPool:
         await self._stop(self._open, has_ended=has_ended)
 
     async def _fill(self, size: int) -> None:
-        """Begins groups until ``size`` are open, and waits for those that an interrupted run left open."""
+        """Begins groups until ``size`` are open, and resumes the groups that an interrupted run left open."""
         session = self._session
         count = max(0, size - len(self._open))
         tasks = session.choose_tasks(self._train, count, self._next_number) if count else []
@@ -202,7 +202,7 @@ class GroupPool:
         if group.episodes is not None:
             versions = [version for episode in group.episodes if (version := episode.oldest_version) is not None]
             return bool(versions) and min(versions) < oldest
-        # Those that an earlier process published are not known.
+        # Times at which an earlier process published weights are not known.
         begun_before = min(at for version, at in self._session.published_at.items() if version >= oldest)
         rollouts = [await self._session.store.get_rollout_by_id(rollout_id) for rollout_id in group.rollout_ids]
         return any(isinstance(each, AttemptedRollout) and each.attempt.start_time < begun_before for each in rollouts)
@@ -217,7 +217,7 @@ class GroupPool:
             await cancel_rollouts(self._session.store, list(_ids(groups)))
 
     async def _record(self, groups: Sequence[_Group], outcome: Outcome) -> None:
-        """Enters the rollouts of dropped groups in the ledger."""
+        """Records the rollouts of dropped groups in the ledger."""
         session = self._session
         session.count_rollouts(list(_ids(groups)))
         spans = []

@@ -12,28 +12,29 @@ _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class CheckpointClock:
-    """Tells when a checkpoint is due: every so many steps, or after a time such as ``5m``."""
+    """Decides when a checkpoint is due: after a number of steps, or after a time such as ``5m``."""
 
     def __init__(self, every: int | str) -> None:
-        """Takes steps, or a time in seconds, minutes or hours.
+        """Takes a number of steps, or a time in seconds, minutes or hours.
 
         Raises:
-            ConfigError: neither.
+            ConfigError: ``every`` is neither.
         """
         found = re.fullmatch(r"([0-9.]+)\s*([smh])", every.strip()) if isinstance(every, str) else None
+        is_number = isinstance(every, int) and not isinstance(every, bool)
         try:
-            self._steps = 0 if found else int(every)
+            self._steps = int(every) if is_number or (isinstance(every, str) and not found) else 0
             self._seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
         except ValueError:
             self._steps, self._seconds = 0, 0.0
         if self._steps < 1 and self._seconds <= 0:
             raise ConfigError(
-                f"checkpoint_every = {every!r}; give a number of steps from 1 on, or a time such as '90s', '5m' or '1h'"
+                f"checkpoint_every = {every!r}; give a positive number of steps, or a time such as '90s', '5m' or '1h'"
             )
         self._last = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after ``step``; a time starts over then."""
+        """Whether a checkpoint is due after ``step``; if so, a time interval starts over."""
         if self._steps:
             return step % self._steps == 0
         if time.monotonic() - self._last < self._seconds:

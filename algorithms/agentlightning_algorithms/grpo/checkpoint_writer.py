@@ -41,7 +41,7 @@ class CheckpointWriter:
         """Returns when everything is written.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the checkpoint could not be written.
         """
         if self._writing is not None:
             self.seconds = await asyncio.shield(self._writing)
@@ -58,7 +58,7 @@ class CheckpointWriter:
         return time.monotonic() - started
 
     def _prune(self, folder: Path) -> None:
-        """Deletes the weights of steps that are neither among the newest nor kept for good."""
+        """Deletes the weights of steps that are neither among the newest nor kept permanently."""
         if self._keep_last:
             kept = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
             for step in kept[: -self._keep_last]:

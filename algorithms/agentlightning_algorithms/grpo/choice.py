@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from agentlightning.types import Triplet
 from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.setting import GRPOSettings
+from agentlightning_algorithms.grpo.setting import GRPOSettings, flatten
 
 
 def shuffled(size: int, count: int, position: int, *, seed: int, rewards: Mapping[int, float]) -> list[int]:
@@ -24,7 +24,7 @@ def shuffled(size: int, count: int, position: int, *, seed: int, rewards: Mappin
 
 
 def undecided(size: int, count: int, position: int, *, seed: int, rewards: Mapping[int, float]) -> list[int]:
-    """The task sampler ``undecided``: of twice as many shuffled tasks, those whose last mean reward is nearest to 0.5.
+    """The task sampler ``undecided``: from twice as many shuffled tasks, those whose last mean reward is nearest 0.5.
 
     Tasks that have not been tried count as 0.5. Groups of tasks that always or never succeed teach nothing.
     """
@@ -39,7 +39,7 @@ def everything(episodes: Sequence[Episode], settings: GRPOSettings) -> Sequence[
 
 
 def finished(episodes: Sequence[Episode], settings: GRPOSettings) -> Sequence[Episode]:
-    """The rollout filter ``finished``: only rollouts that did not fail and whose answers all ended by themselves."""
+    """The rollout filter ``finished``: only rollouts that did not fail and in which no answer was cut off."""
     return [e for e in episodes if e.reward is not None and not any(map(_is_cut_off, e.triplets))]
 
 
@@ -49,11 +49,11 @@ def unchanged(episode: Episode, settings: GRPOSettings) -> float | None:
 
 
 def soft_overlong(episode: Episode, settings: GRPOSettings) -> float | None:
-    """The reward shaping ``soft_overlong`` (DAPO, arXiv:2503.14476): less for answers in the last fifth of max_tokens.
+    """The reward shaping ``soft_overlong`` (DAPO, arXiv:2503.14476): penalises answers in the last fifth of max_tokens.
 
     The reward falls linearly by up to 1 with the length of the longest answer.
     """
-    sampling = settings.sampling or {}
+    sampling = flatten(settings.sampling or {})
     limit = sampling.get("max_tokens") or sampling.get("max_completion_tokens")
     if episode.reward is None or not limit:
         return episode.reward

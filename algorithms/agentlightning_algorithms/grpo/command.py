@@ -1,4 +1,4 @@
-"""``agl export`` and ``agl serve``: the model that a run trained, as files and behind an address."""
+"""``agl export`` and ``agl serve``: write the model that a run trained to files, or serve it over HTTP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DIRECTORY = click.Path(path_type=Path)
 _CHECKPOINT = click.option(
     "--checkpoint",
     metavar="best|latest|N",
-    help="Best on the validation set, latest, or that of step N; default is best, or latest without one.",
+    help="Best on the validation set, latest, or step N. Default: best, or latest if nothing was evaluated.",
 )
 
 
@@ -40,7 +40,7 @@ _CHECKPOINT = click.option(
 def export(run_dir: Path, out: Path, merge: bool, checkpoint: str | None) -> None:
     """Write the model that a run trained to OUT, with a model card, for from_pretrained and for model servers.
 
-    Of a run that trained several policies, each is written to OUT/NAME.
+    If the run trained several policies, each is written to OUT/NAME.
     """
     from agentlightning.plugin.registry import get_manager
 
@@ -52,12 +52,12 @@ def export(run_dir: Path, out: Path, merge: bool, checkpoint: str | None) -> Non
 def export_model(run: Path, out: Path, *, merge: bool = False, checkpoint: str | None = None) -> Path:
     """Writes the model of a run, finished or not, to a new directory, and returns the directory that was read.
 
-    Several policies are written to folders of their names. ``merge`` writes the whole model instead of LoRA adapters.
+    Several policies are written to folders named after them. ``merge`` writes the whole model instead of LoRA adapters.
     ``checkpoint`` is ``best`` on the validation set, ``latest`` or a step; None: the best, or the latest if nothing was
     evaluated.
 
     Raises:
-        ConfigError: no such model in the run, or ``out`` exists.
+        ConfigError: the run has no such model, or ``out`` exists.
     """
     from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory  # torch
 
@@ -82,15 +82,15 @@ def export_model(run: Path, out: Path, *, merge: bool = False, checkpoint: str |
 @click.argument("source", metavar="RUN|MODEL")
 @_CHECKPOINT
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to bind; one beyond loopback needs --api-key."
+    "--host", default="127.0.0.1", show_default=True, help="Address to bind; beyond loopback, --api-key is needed."
 )
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: any free port.")
 @click.option(
-    "--api-key", envvar="AGL_API_KEY", show_envvar=True, help="Key that requests must send; not for --command."
+    "--api-key", envvar="AGL_API_KEY", show_envvar=True, help="Key that requests must send; not used with --command."
 )
 @click.option("--name", default="policy", show_default=True, help="Name of the model in requests.")
-@click.option("--device", help="Such as cpu or cuda:0; default is that of the training.")
-@click.option("--dtype", help="float32, bfloat16 or float16; default is that of the training.")
+@click.option("--device", help="Device, such as cpu or cuda:0; default is the device of the training.")
+@click.option("--dtype", help="float32, bfloat16 or float16; default is the dtype of the training.")
 @click.option(
     "--command", "own", metavar="TEXT", help="Start this server instead, as in 'vllm serve {model} --port {port}'."
 )
@@ -107,8 +107,8 @@ def serve(
 ) -> None:
     """Serve the model that a run trained, or any other MODEL, behind an OpenAI-compatible address.
 
-    MODEL is a directory or a name on the hub. In --command, {model}, {name}, {host} and {port} are replaced; the
-    model's directory is a whole model there, with LoRA adapters merged.
+    MODEL is a directory or a name on the hub. In --command, {model}, {name}, {host} and {port} are replaced; {model}
+    is the directory of a whole model, with LoRA adapters merged.
     """
     if own is not None:
         sys.exit(_serve_with_command(source, checkpoint, own, {"name": name, "host": host, "port": str(port)}))
@@ -151,7 +151,7 @@ def _serve_with_command(source: str, checkpoint: str | None, command: str, value
         echo(f"Serving {shown}: {shlex.join(words)}")
         stopped = stack.enter_context(_stopping())
         try:
-            process = subprocess.Popen(words, start_new_session=True)  # Ctrl-C reaches us only, who then stop it
+            process = subprocess.Popen(words, start_new_session=True)  # Ctrl-C reaches only us; we then stop it
         except OSError as error:
             raise LightningError(f"--command {command!r} cannot be started: {error}") from error
         try:

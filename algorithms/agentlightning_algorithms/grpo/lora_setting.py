@@ -12,7 +12,7 @@ from agentlightning.plugin.settings import require_least
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """Train low-rank adapters instead of the weights (Hu et al. 2021, arXiv:2106.09685).
+    """Low-rank adapters, trained instead of the weights (Hu et al. 2021, arXiv:2106.09685).
 
     Attributes:
         rank: rank of the adapters.

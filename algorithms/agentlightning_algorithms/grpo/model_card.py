@@ -13,11 +13,11 @@ from agentlightning_algorithms.trained_model.checkpoint import has_adapters
 from agentlightning_algorithms.trained_model.record import read_training
 
 _ROWS: Final = 20
-"""Rows of the learning curve at most."""
+"""Maximum number of rows of the learning curve."""
 
 
 def write_model_card(model: Path, run: Path, checkpoint: str) -> None:
-    """Writes ``README.md`` beside the weights in ``model``, from the files in the directory of the run."""
+    """Writes ``README.md`` next to the weights in ``model``, from the files in the run's directory."""
     training = read_training(run)
     base = "unknown" if training is None else training.base
     algorithm = "unknown" if training is None else training.algorithm
@@ -27,7 +27,7 @@ def write_model_card(model: Path, run: Path, checkpoint: str) -> None:
         head["base_model"] = base
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {run.resolve().name}", ""]
     kind = "LoRA adapters" if library == "peft" else "weights"
-    lines += [f"The {kind} of the checkpoint `{checkpoint}` of a training with Lightning.", ""]
+    lines += [f"The {kind} of checkpoint `{checkpoint}`, trained with Lightning.", ""]
     lines += ["| | |", "|---|---|", f"| base model | `{base}` |", f"| algorithm | `{algorithm}` |"]
     if training is not None:
         lines.append(f"| data | {training.train_tasks} training tasks, {training.val_tasks} validation tasks |")
@@ -40,12 +40,15 @@ def write_model_card(model: Path, run: Path, checkpoint: str) -> None:
 
 
 def _curve(file: Path) -> list[str]:
-    """The training and validation reward by step, as a table of evenly spaced steps."""
+    """Returns a table of the training and validation reward at evenly spaced steps."""
     steps: dict[int, dict[str, float]] = {}
     if file.is_file():
         for line in file.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            if "step" not in record:  # the line of the run's end
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # the process was killed while it wrote this line
+                continue
+            if "step" not in record:  # the line that records the end of the run
                 continue
             found = {name: record[name] for name in ("reward", "val_reward") if name in record}
             steps.setdefault(int(record["step"]), {}).update(found)

@@ -23,9 +23,9 @@ from agentlightning_algorithms.grpo.trained_policy import MODEL_NAMES, PolicySet
 from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, serve_models
 
 _FIXED: Final = ("min_p", *PENALTIES)
-"""Parameters that no row of training can express: they are forced even where calls choose the others."""
+"""Parameters that a training row cannot express: they are forced even if calls choose the other parameters."""
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "stop")
-"""Parameters of the end of an answer: they apply to calls without them."""
+"""Parameters that end an answer: they apply to calls that do not set them."""
 
 
 async def open_session(
@@ -41,7 +41,7 @@ async def open_session(
     ``resume_from`` is the checkpoint to continue from. The seed of the run is ``update.seed``.
 
     Raises:
-        ConfigError: no such model, or a checkpoint of another one.
+        ConfigError: the model does not exist, or the checkpoint is of another model.
     """
     store = context.store
     if store is None:

@@ -18,11 +18,11 @@ _LOSSES = {
     "cross_entropy": "likelihood of the tokens",
 }
 _ESTIMATORS = {
-    "grpo": "difference from the mean of the group, over its spread",
+    "grpo": "difference from the mean of the group, divided by its spread",
     "dr_grpo": "difference from the mean of the group",
-    "rloo": "difference from the mean of the others",
+    "rloo": "difference from the mean of the group's other rollouts",
     "reinforce_plus_plus_baseline": "difference from the mean of the group, whitened over the batch",
-    "opo": "difference from the mean weighted by length",
+    "opo": "difference from the length-weighted mean of the group",
 }
 _PARTS: Sequence[tuple[ComponentKind, str, Mapping[str, str]]] = (
     (
@@ -32,7 +32,7 @@ _PARTS: Sequence[tuple[ComponentKind, str, Mapping[str, str]]] = (
             "token-mean": "mean over all tokens of the batch",
             "token-sum": "sum over all tokens",
             "seq-mean-token-sum": "mean over rows of their sums",
-            "seq-mean-token-sum-norm": "mean over rows of their sums, over the constant `horizon`",
+            "seq-mean-token-sum-norm": "mean over rows of their sums, divided by the constant `horizon`",
             "seq-mean-token-mean": "mean over rows of their means",
             "rollout-mean": "mean over rollouts of the means of their tokens",
         },
@@ -59,11 +59,11 @@ _PARTS: Sequence[tuple[ComponentKind, str, Mapping[str, str]]] = (
     (
         "reward_shaping",
         "choice",
-        {"unchanged": "the reward itself", "soft_overlong": "less reward for answers near the limit of tokens"},
+        {"unchanged": "the reward itself", "soft_overlong": "less reward for answers near the token limit"},
     ),
-    ("training_metrics", "choice", {"pass_at_k": "chance that one of k rollouts of a task succeeds"}),
+    ("training_metrics", "choice", {"pass_at_k": "chance that at least one of k rollouts of a task succeeds"}),
 )
-"""Further parts of a training: their kind, their module, and the summary of each by name."""
+"""Other components of a training: their kind, their module, and a summary of each by name."""
 
 
 @hookimpl

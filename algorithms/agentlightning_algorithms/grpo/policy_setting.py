@@ -1,4 +1,4 @@
-"""Settings of a policy, where a run trains several at once."""
+"""Settings of a policy in a run that trains several policies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RESERVED: Final = (
     "policy", "drift", "errors", "outcome", "resources", "reward", "rewards", "rollout", "sampler", "staleness",
     "test", "val",
 )  # fmt: skip
-"""Names that the base model, metrics of the whole run and parameters of agents have."""
+"""Names taken by the base model, by metrics of the whole run and by parameters of agents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,8 @@ class PolicySettings:
     """One of several policies: a LoRA adapter over the model that all of them share.
 
     Attributes:
-        lora: its adapter; None: as the run's ``lora``.
-        update: its weight updates; None: as the run's ``update``.
+        lora: settings of the policy's adapter; None: the run's ``lora``.
+        update: settings of the policy's weight updates; None: the run's ``update``.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -37,10 +37,10 @@ class PolicySettings:
 def complete_policies(
     policies: Mapping[str, PolicySettings | None], lora: LoraSettings | None, update: UpdateSettings
 ) -> dict[str, PolicySettings]:
-    """Returns the settings of each policy without None; temperature and total updates are those of the run's update.
+    """Returns the settings of each policy with every None filled in; the temperature is always that of ``update``.
 
     Raises:
-        ConfigError: no policy, a name that cannot be used, or a policy without LoRA.
+        ConfigError: there is no policy, a name cannot be used, or a policy has no LoRA settings.
     """
     if not policies:
         raise ConfigError("policies is empty; name at least one, as in policies: {writer: {}, reviewer: {}}")
@@ -48,14 +48,14 @@ def complete_policies(
     for name, given in policies.items():
         if not name.isidentifier() or name in _RESERVED:
             raise ConfigError(
-                f"policies: {name!r} cannot be the name of a policy; take a Python identifier, by which agents ask for "
-                f"the resource, other than {', '.join(_RESERVED)}"
+                f"policies: {name!r} cannot be the name of a policy; agents request the resource by this name, so use "
+                f"a Python identifier other than {', '.join(_RESERVED)}"
             )
         own = given or PolicySettings()
         if own.lora is None and lora is None:
             raise ConfigError(
-                f"policies: {name} has no lora; several policies are LoRA adapters over one model, because each would "
-                "otherwise need a model and a server of its own. Set lora: {rank: 16}"
+                f"policies: {name} has no lora; several policies must be LoRA adapters over one model, because each "
+                "would otherwise need its own model and server. Set lora: {rank: 16}"
             )
         own_update = own.update or update
         total = own_update.total_updates or update.total_updates

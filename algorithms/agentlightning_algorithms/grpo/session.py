@@ -37,7 +37,7 @@ BACKEND_CHECK_S = 2.0
 _KEPT_STEPS = 4
 """Default of ``keep_steps`` for a store that is lost with its process."""
 _EVALUATED = ("reward", "success_rate", "failure_rate")
-"""Metrics of evaluations, beside those by name."""
+"""Metrics of evaluations, in addition to those with a prefix of ``_EVALUATED_BY_NAME``."""
 _EVALUATED_BY_NAME = ("reward/", "rewards/", "pass@")
 
 
@@ -47,7 +47,7 @@ class Batch:
 
     episodes: list[Episode]
     version: int
-    """Version of the weights that sampled them."""
+    """Oldest version of the weights that sampled the rollouts."""
     position: int
     """Tasks drawn from the training set so far, including these."""
     seconds: float
@@ -71,7 +71,7 @@ class Session:
     position: int = 0
     """Tasks drawn from the training set by the steps made so far."""
     best_reward: float | None = None
-    """On the validation set."""
+    """Best reward on the validation set so far."""
     resumed: bool = False
     reward_check: RewardCheck = field(default_factory=RewardCheck)
     train_resources: str = ""
@@ -85,9 +85,9 @@ class Session:
     opened_at: float = 0.0
     """When this process first published the model."""
     published_at: dict[int, float] = field(default_factory=dict)
-    """By version of the weights, when this process published them."""
+    """When this process published each version of the weights."""
     open_groups: list[tuple[int, int, int]] = field(default_factory=list)
-    """Groups of rollouts that no step has used yet: number, index of the task, step in which it was begun."""
+    """Groups of rollouts that no step has used yet: number, index of the task, step in which the group was begun."""
 
     @property
     def updater(self) -> Updater:
@@ -95,7 +95,7 @@ class Session:
         return self.policies.first.updater
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Returns what a checkpoint keeps, by the name of the policy."""
+        """Returns the state that a checkpoint stores, by policy name."""
         own = {
             **{name: getattr(self, name) for name in ("step", "position", "best_reward")},
             "task_rewards": dict(self.task_rewards),
@@ -109,7 +109,7 @@ class Session:
         self.policies.write(directory, self.state())
 
     def restore(self, directory: Path) -> None:
-        """Restores what :meth:`save` wrote; a ConfigError if there is no checkpoint, or one of other policies."""
+        """Restores what :meth:`save` wrote; raises a ConfigError if the checkpoint is missing or of other policies."""
         state = self.policies.read(directory)
         self.step, self.position, self.best_reward = state["step"], state["position"], state["best_reward"]
         self.task_rewards = dict(state.get("task_rewards", {}))
@@ -120,8 +120,8 @@ class Session:
     async def publish(self) -> None:
         """Puts the newest weights into the policy backend, and publishes the resources that refer to them.
 
-        Resource ids are a function of run and step. A resumed run publishes them again with the model's new address,
-        for the rollouts that were left in the queue. Where a rollout may outlive its step, the id for training is the
+        Resource ids are a function of run and step. A resumed run publishes the same ids again with the model's new
+        address, for the rollouts that are still queued. If rollouts may outlive their step, the id for training is the
         same in all steps.
         """
         path = self.directory / "weights" / f"{self.step % 2}"
@@ -148,7 +148,7 @@ class Session:
     async def collect(self, train: Dataset[Any], step: int, position: int, *, first_round: int = 0) -> Batch:
         """Rolls out the tasks of a step from ``position`` on, and further tasks to replace groups without spread.
 
-        Rounds of one step that have the same number have the same rollouts.
+        Rounds of a step with the same number have the same rollouts.
         """
         started, version, settings = time.monotonic(), self.step, self.settings
         busy_before_s = (await self.backend.statistics()).get("busy_s", 0.0)
@@ -297,7 +297,7 @@ class Session:
             await self.store.delete_rollouts(self.rollout_ids.pop(step))
 
     async def evaluate(self, dataset: Dataset[Any] | None, mode: RolloutMode) -> dict[str, float]:
-        """Runs every task with the sampling parameters of evaluation; keeps the best in validation as ``best``."""
+        """Evaluates the weights on every task; saves them as ``best`` if the validation reward is the best so far."""
         if dataset is None or not len(dataset):
             return {}
         started = time.monotonic()
@@ -327,7 +327,7 @@ class Session:
             self.policies.save(scratch)
 
     def _seed(self, *place: object) -> int:
-        """Returns the seed that the gateway derives the seeds of a rollout's calls from."""
+        """Returns the seed from which the gateway derives the seeds of a rollout's calls."""
         digest = hashlib.blake2b("/".join(map(str, (self.updater.settings.seed, *place))).encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "big") >> 11
 
@@ -340,7 +340,7 @@ class Session:
         return found
 
     async def report(self, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of a step and logs the warnings that they give rise to."""
+        """Records the metrics of a step and logs the warnings that they cause."""
         hint = self.policies.first.monitor.idle_hint(metrics)
         if hint is not None:
             logger.info("step %d: %s", self.step, hint)
@@ -352,7 +352,7 @@ class Session:
     async def enqueue(
         self, requests: Sequence[EnqueueRolloutRequest], mode: RolloutMode, resources_id: str
     ) -> list[str]:
-        """Queues rollouts, and returns their ids; those that the store already has are not run again."""
+        """Queues rollouts and returns their ids; rollouts that the store already has are not run again."""
         config = RolloutConfig(
             timeout_seconds=self.settings.rollout_timeout_s, max_attempts=2, retry_condition=["unresponsive"]
         )
@@ -368,7 +368,7 @@ class Session:
         return [*self.policies.select(found)]
 
     def count_rollouts(self, rollout_ids: Sequence[str]) -> None:
-        """Counts rollouts to the current step, by which they are deleted later."""
+        """Assigns rollouts to the current step, which decides when they are deleted."""
         self.rollout_ids.setdefault(self.step, []).extend(rollout_ids)
 
     async def _roll_out(

@@ -34,7 +34,7 @@ _NEUTRAL: Final[Mapping[str, Any]] = {
     "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
     "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None,
 }  # fmt: skip
-"""The parameters that decide the distribution of tokens, at the values at which they do nothing."""
+"""The parameters that change the distribution of tokens, each at the value that has no effect."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -43,11 +43,11 @@ class ExperienceSettings:
 
     Attributes:
         rows: ``transitions``: one row per model call. ``trajectories``: consecutive calls, each of which extends the
-            tokens of the one before, share a row and its forward pass.
+            tokens of the previous call, share a row and its forward pass.
         estimator: a component of the kind ``advantage``; ours are described at
             :func:`~agentlightning_algorithms.advantage.compute_advantages`.
-        std_floor: the least standard deviation that advantages are divided by, in units of the reward.
-        failed_reward: reward of a rollout that failed or reported none; None excludes it, also from its group's mean.
+        std_floor: lower bound on the standard deviation that advantages are divided by, in units of the reward.
+        failed_reward: reward of a rollout that failed or has no reward; None excludes the rollout, also from its group.
         keep_flat_groups: also train on groups whose rollouts all have the same reward.
         drop_cut_off: do not train on answers that ended at ``max_tokens`` (overlong filtering, DAPO,
             arXiv:2503.14476); they still count in their group.
@@ -72,14 +72,14 @@ class GRPOSettings(ExperienceSettings):
         tasks_per_step: tasks per step, drawn without repetition until the training set is used up.
         rollouts_per_task: group size.
         sampling: sampling parameters of agents' calls in training; default ``{"temperature": 1.0}``. The gateway forces
-            temperature, top_p, top_k and the absence of penalties on every call, whatever the agent asks for. ``force:
-            False`` leaves temperature, top_p and top_k to each call, whose log-probabilities are those of its own;
-            penalties, min_p and logit_bias stay off.
+            temperature, top_p, top_k and the absence of penalties on every call, whatever the agent requests. ``force:
+            False`` leaves temperature, top_p and top_k to each call, which is trained with log-probabilities at its own
+            values; penalties, min_p and logit_bias stay off.
         update: learning rate, clipping, minibatches and so on. Its schedule spans ``steps``; its temperature and seed
             are taken from ``sampling`` and from the run.
         lora: train low-rank adapters; None: all weights.
         policies: several policies by name, each a LoRA adapter over ``model`` with its own optimizer; agents receive
-            each as the resource of its name, and a call trains the policy that it names. None: one policy, the
+            each policy as the resource of that name, and a call trains the policy that it names. None: one policy, the
             resource ``resource_name``.
         teacher: a second model to distil from; groups without spread are then trained on, too.
         backend: what samples agents' calls: ``transformers``, a process started by the training; ``vllm``, a server
@@ -88,12 +88,12 @@ class GRPOSettings(ExperienceSettings):
             DAPO, arXiv:2503.14476).
         staleness: 0: sampling and training alternate. 1: the next step's rollouts run while this step trains, with
             weights that are one update old. k from 2 on: the rollouts of up to k later steps run as well, running
-            calls go on with new weights, and a step takes the first complete groups; groups that are begun, or have
-            calls sampled, more than k updates ago are dropped.
+            calls continue with new weights, and a step takes the first complete groups; groups that were begun, or have
+            calls that were sampled, more than k updates ago are dropped.
         task_sampler: a component of the kind ``task_sampler``, which chooses the tasks of a step: ``shuffled`` epochs,
-            or ``undecided``, those that neither always nor never succeed.
-        reward_shaping: a component of that kind, which changes the rewards that are trained with: ``unchanged`` or
-            ``soft_overlong``. Metrics of rewards are those before it. Not with an adapter that has a credit rule.
+            or ``undecided``: tasks whose last mean reward is nearest to 0.5.
+        reward_shaping: a component of that kind, which changes the rewards used for training: ``unchanged`` or
+            ``soft_overlong``. Metrics show the rewards before shaping. Not with an adapter that has a credit rule.
         rollout_filter: a component of that kind, which chooses the rollouts to train on: ``everything`` or
             ``finished``.
         extra_metrics: components of the kind ``training_metrics``, such as ``pass_at_k``.
@@ -101,27 +101,27 @@ class GRPOSettings(ExperienceSettings):
         rollout_timeout_s: a rollout that takes longer is stopped and counts as failed.
         eval_every: steps between evaluations on the validation set; 0: only before the first and after the last step.
         eval_rollouts: rollouts of each task in an evaluation; with several, ``val_pass@k`` is a metric.
-        eval_sampling: sampling parameters in evaluation, forced likewise; default: ``sampling`` at temperature 0.
+        eval_sampling: sampling parameters in evaluation, also forced; default: ``sampling`` at temperature 0.
         target_reward: stop once the mean validation reward reaches this.
         test_dataset: evaluated before the first and after the last step; never used for model selection.
-        checkpoint_every: steps between checkpoints in the run's directory, or the time, such as ``5m``. They are
+        checkpoint_every: steps between checkpoints in the run's directory, or a time such as ``5m``. They are
             written while the next rollouts run.
-        keep_weights_every: the weights of every such step stay in ``steps/<step>`` of the run's directory; 0: of none.
-        keep_weights_last: the weights of so many of the newest checkpoints stay there, too.
+        keep_weights_every: steps between weights that are kept in ``steps/<step>`` of the run's directory; 0: none.
+        keep_weights_last: number of newest checkpoints whose weights are kept there, too.
         keep_steps: rollouts of training and validation that are older than this many steps are deleted, with their
             spans and tokens, which take about 160 kB per model call. 0: all are kept. None: 4 in a store that is lost
             with its process, and all in a durable one.
         resource_name: name of the resource that agents receive the model as.
-        dtype: of computation, in sampling and in training. Trained weights stay in float32 because an update is
+        dtype: dtype of computation, in sampling and in training. Trained weights stay in float32 because an update is
             smaller than the resolution of bfloat16.
-        device: of sampling and training.
+        device: device for sampling and training.
         train_threads: torch threads of the trainer; None: torch's default.
         sample_threads: torch threads of the policy server.
         max_batch_size: calls that the policy server samples at once.
-        seed: of task order, sampling and minibatches; None: the run's.
+        seed: seed of task order, sampling and minibatches; None: the run's.
 
     Raises:
-        PluginError: an ``estimator`` that no plugin offers.
+        PluginError: the name of a component that no plugin offers.
         ConfigError: a value out of range, settings that contradict each other, an unknown key of ``sampling``, or a
             ``model`` that is a path without a model.
     """
@@ -201,7 +201,7 @@ class GRPOSettings(ExperienceSettings):
         if self.eval_rollouts > 1 and not self.eval_sampling["temperature"]:
             raise ConfigError(f"eval_rollouts = {self.eval_rollouts} needs a temperature above 0 in eval_sampling.")
         if "transformers" in (self.backend, isinstance(self.backend, Mapping) and self.backend.get("name")):
-            _refuse_distortions("eval_sampling", flatten(self.eval_sampling), "which the backend transformers lacks")
+            _refuse_distortions("eval_sampling", flatten(self.eval_sampling), "and the transformers backend lacks it")
         update = self.update or UpdateSettings()
         total = update.total_updates or self.steps
         self.update = replace(update, temperature=float(self.sampling["temperature"]), total_updates=total)
@@ -218,7 +218,7 @@ class GRPOSettings(ExperienceSettings):
 
 
 def flatten(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns sampling parameters with those of ``extra_body`` beside the others, as they stand in a request."""
+    """Returns sampling parameters with those of ``extra_body`` moved to the top level, as in a request."""
     own = {name: value for name, value in sampling.items() if name not in ("extra_body", "force")}
     return {**own, **(sampling.get("extra_body") or {})}
 
@@ -235,7 +235,7 @@ def distribution(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unnest_temperature(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns sampling parameters with the temperature of ``extra_body``, if it has one, beside the others."""
+    """Returns sampling parameters with the temperature of ``extra_body``, if any, moved to the top level."""
     body = dict(sampling.get("extra_body") or {})
     if "temperature" not in body:
         return sampling
@@ -270,10 +270,10 @@ def _check_training_sampling(sampling: Mapping[str, Any]) -> None:
     if sampling.get("seed") is not None:
         raise ConfigError(
             f"sampling: seed = {sampling['seed']!r} would give all rollouts of a task the same answers; set the "
-            "algorithm's own, or the run's."
+            "algorithm's seed or the run's instead."
         )
     _refuse_distortions("sampling", sampling, "and the trainer computes log-probabilities without it")
-    if sampling.get("top_p", 1) != 1 or (sampling.get("top_k") or 0) > 0:
+    if sampling.get("top_p") not in (None, 1) or (sampling.get("top_k") or 0) > 0:
         raise ConfigError(
             f"sampling = {dict(sampling)}: training needs the whole distribution; leave top_p and top_k out"
         )

@@ -18,14 +18,14 @@ class TeacherSettings:
     """On-policy distillation from a second model (:class:`~agentlightning_algorithms.grpo.learning.teacher.Teacher`).
 
     Attributes:
-        model: the teacher: a directory, a hub name, or the directory of a run that trained it; with the same tokenizer.
-            With an endpoint, the name of the model there.
+        model: the teacher, which must have the policy's tokenizer: a directory, a hub name, or the directory of a run
+            that trained it. With an endpoint, the model's name there.
         endpoint: OpenAI base URL of a server that returns ``prompt_logprobs`` as vLLM does; None: the teacher is loaded
-            beside the policy.
-        api_key: of the endpoint.
-        timeout_s: of a request to the endpoint.
-        coefficient: of log(teacher / policy) in the advantage of each token.
-        reward_coefficient: of the advantage that comes from rewards; 0: the policy learns from the teacher only.
+            into the training process.
+        api_key: API key of the endpoint.
+        timeout_s: timeout of a request to the endpoint.
+        coefficient: weight of log(teacher / policy) in the advantage of each token.
+        reward_coefficient: weight of the advantage that comes from rewards; 0: the policy learns from the teacher only.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -46,10 +46,10 @@ class TeacherSettings:
             object.__setattr__(self, "model", find_model(self.model))
 
     def check_sampling(self, sampling: Mapping[str, Any]) -> None:
-        """Raises a ConfigError if the teacher cannot score tokens that were sampled like this."""
+        """Raises a ConfigError if the teacher cannot score tokens that were sampled with these parameters."""
         if self.endpoint is not None and not (sampling["force"] and sampling["temperature"] == 1):
             raise ConfigError(
                 f"teacher: endpoint with sampling: temperature = {sampling['temperature']}, force = "
-                f"{sampling['force']}: a server returns log-probabilities at temperature 1 only; sample at 1 with "
-                "force, or load the teacher beside the policy."
+                f"{sampling['force']}: a server returns log-probabilities at temperature 1 only; set temperature = 1 "
+                "and force = true, or leave endpoint out."
             )

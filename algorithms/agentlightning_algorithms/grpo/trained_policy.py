@@ -33,7 +33,7 @@ class TrainedPolicy:
     """A policy, its updater, and the warnings about its training."""
 
     name: str
-    """Name of its adapter; empty for the only policy of a run."""
+    """Name of the policy's adapter; empty for the only policy of a run."""
     resource_name: str
     """Name of the resource that agents receive."""
     updater: Updater
@@ -42,12 +42,12 @@ class TrainedPolicy:
 
     @property
     def model_names(self) -> Mapping[str, str]:
-        """Names by which agents call it, for training and for evaluation."""
+        """Model names by which agents call the policy, for training and for evaluation."""
         return {"train": self.name, "eval": f"{self.name}-val"} if self.name else MODEL_NAMES
 
     @property
     def prefix(self) -> str:
-        """Prefix of the names of its metrics."""
+        """Prefix of the policy's metric names."""
         return f"{self.name}/" if self.name else ""
 
     def select(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
@@ -57,7 +57,7 @@ class TrainedPolicy:
     def learn(
         self, episodes: Sequence[Episode], settings: GRPOSettings, teacher: Teacher | None, oldest_version: int
     ) -> tuple[Experience, dict[str, float]]:
-        """Updates the weights once; returns what they were updated with, and metrics."""
+        """Updates the weights once; returns the experience of the update, and metrics."""
         updater, update = self.updater, self.updater.settings
         own = self.select(episodes)
         experience = build_experience(
@@ -74,7 +74,7 @@ class TrainedPolicy:
                 experience.rows, temperature=update.temperature, max_tokens=update.max_tokens_per_microbatch
             )
             experience.metrics |= guidance
-            del experience.metrics["groups_without_spread"]  # they are learned from, too
+            del experience.metrics["groups_without_spread"]  # the policy learns from them, too
         metrics = updater.update(experience.rows)
         if "tokens_per_s" in metrics:
             metrics["train_tokens_per_s"] = metrics.pop("tokens_per_s")
@@ -113,7 +113,7 @@ class PolicySet:
 
     @classmethod
     def load(cls, settings: GRPOSettings, update: UpdateSettings) -> PolicySet:
-        """Loads the model, once, and makes the policies; the seed of all is that of ``update``."""
+        """Loads the model once and makes the policies; all use the seed of ``update``."""
         several = dict(settings.policies or {"": PolicySettings(lora=settings.lora, update=update)})
         has_lora = settings.lora is not None or settings.policies is not None
         base = load_policy(settings.model, dtype=settings.dtype if has_lora else "float32", device=settings.device)
@@ -147,7 +147,7 @@ class PolicySet:
     def observe(self, metrics: Mapping[str, float]) -> list[str]:
         """Returns the warnings that begin to hold with the metrics of a step."""
         owned = [(policy, policy.own_metrics(metrics)) for policy in self]
-        # Of a policy without calls, the entropy is unknown; that of the run is that of the others.
+        # The entropy of a policy without calls is unknown; the run's entropy is that of the other policies.
         shared = metrics.keys() - {name for _, own in owned for name in own}
         return [
             f"{policy.name}: {warning}" if policy.name else warning
@@ -156,7 +156,7 @@ class PolicySet:
         ]
 
     def publish(self, directory: Path) -> Path | dict[str, Path]:
-        """Writes the weights for the policy backend; returns their directory, or that of each adapter by name."""
+        """Writes the weights for the policy backend; returns their directory, or each adapter's directory by name."""
         if not self.first.name:
             self.first.updater.policy.save(directory)
             return directory
@@ -164,7 +164,7 @@ class PolicySet:
         return {policy.name: directory / policy.name for policy in self}
 
     def save(self, directory: Path) -> None:
-        """Writes the weights of each policy as models, those of several in folders of their names."""
+        """Writes the weights of each policy as a model; several policies are written to folders named after them."""
         for policy in self:
             policy.updater.policy.save(directory / policy.name, merge=False)
 
@@ -175,7 +175,7 @@ class PolicySet:
                 policy.updater.write(scratch / policy.name, states[policy.name])
 
     def read(self, directory: Path) -> Mapping[str, Any]:
-        """Restores what :meth:`write` wrote, and returns what the last of the policies kept for the caller."""
+        """Restores what :meth:`write` wrote, and returns the caller's state, which is stored with each policy."""
         kept: Mapping[str, Any] = {}
         for policy in self:
             kept = policy.updater.load(directory / policy.name)
@@ -184,7 +184,7 @@ class PolicySet:
 
 
 def join_experience(parts: Sequence[tuple[Experience, Sequence[RowUse]]]) -> tuple[Experience, list[RowUse]]:
-    """Returns the rows of all policies as one, for the records of the step."""
+    """Returns the rows of all policies as one experience, with their uses, for the records of the step."""
     whole = Experience()
     for experience, _ in parts:
         whole.rows += experience.rows
@@ -194,10 +194,10 @@ def join_experience(parts: Sequence[tuple[Experience, Sequence[RowUse]]]) -> tup
 
 
 def _select(episodes: Sequence[Episode], policies: Sequence[TrainedPolicy]) -> list[Episode]:
-    """Leaves out the calls of other models.
+    """Returns the episodes without the calls of other models.
 
-    What tells them apart is the name that the agent asked for: a server may answer with another of its model's names.
-    An adapter may not know it; then the answer's name decides between several policies.
+    The model name that the agent requested decides: a server may answer with another name of the same model. If an
+    adapter does not record the requested name, the answer's name decides between several policies.
     """
     names = {name for policy in policies for name in policy.model_names.values()}
 

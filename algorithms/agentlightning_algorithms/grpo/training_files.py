@@ -1,4 +1,4 @@
-"""The record of a training, which outlives it."""
+"""The record of a training, which remains after the training ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentlightning_algorithms.trained_model.record import TrainingRecord
 
 
 def write_record(directory: Path, settings: GRPOSettings, train: Sized, val: Sized | None) -> None:
-    """Writes the record of a training, by which its model is served and described."""
+    """Writes the record of a training, which is read to serve and to describe its model."""
     shown = {field.name: getattr(settings, field.name) for field in fields(GRPOSettings)}
     del shown["test_dataset"]
     TrainingRecord(

@@ -21,18 +21,18 @@ class Distribution(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """One model call, or consecutive calls each of which extends the tokens of the one before.
+    """One model call, or consecutive calls, each of which extends the tokens of the previous call.
 
     Attributes:
         prompt_ids: tokens before the first response; at least one.
         response_ids: sampled tokens, stop token included; with several calls also the tokens given between them.
         logprobs: the sampler's log-probability of each response token, after temperature; ignored where the token was
             given.
-        advantage: of the whole row, or one per response token where its calls have different advantages.
-        weight: how many copies of itself the row counts for; 0 is as if it were absent.
+        advantage: one value for the row, or one per response token if the row's calls have different advantages.
+        weight: how many copies the row counts for; a row with 0 has no effect.
         mask: 1 where the response token was sampled, 0 where it was given; None: all were sampled.
-        rollout: the rollout the row belongs to, for ``rollout-mean``; None: one of its own.
-        distribution: that the tokens were drawn from; None: at the trainer's temperature, unfiltered.
+        rollout: the rollout the row belongs to, for ``rollout-mean``; None: the row is its own rollout.
+        distribution: distribution that the tokens were drawn from; None: the trainer's temperature, unfiltered.
     """
 
     prompt_ids: Sequence[int]
@@ -50,7 +50,7 @@ class TrainingRow:
         return len(self.prompt_ids) + len(self.response_ids)
 
     def sampled(self, values: Sequence[Value]) -> Sequence[Value]:
-        """Selects, from one value per response token, those of sampled tokens."""
+        """Returns the values of the sampled tokens, given one value per response token."""
         if self.mask is None:
             return values
         return list(compress(values, self.mask))
@@ -62,7 +62,7 @@ class TrainingRow:
 
     @property
     def advantages(self) -> Sequence[float]:
-        """One per sampled token."""
+        """The advantage of each sampled token."""
         if isinstance(self.advantage, Sequence):
             return self.sampled(self.advantage)
         return [self.advantage] * self.n_sampled
@@ -72,8 +72,8 @@ def check_rows(rows: Sequence[TrainingRow], max_length: int) -> None:
     """Checks that rows can be trained on.
 
     Raises:
-        ValueError: a row is empty, longer than ``max_length``, has log-probabilities, mask or advantages of another
-            length, or has no finite advantage.
+        ValueError: a row is empty, longer than ``max_length``, has log-probabilities, mask or advantages of the
+            wrong length, or has no finite advantage.
     """
     for i, row in enumerate(rows):
         n_prompt, n_response = len(row.prompt_ids), len(row.response_ids)
@@ -92,5 +92,5 @@ def check_rows(rows: Sequence[TrainingRow], max_length: int) -> None:
             raise ValueError(f"row {i} has {row.n_tokens} tokens; the model has {max_length} positions.")
         if not (all(map(math.isfinite, row.advantages)) and math.isfinite(row.weight) and row.weight >= 0):
             raise ValueError(
-                f"row {i} has advantage {row.advantage} and weight {row.weight}; both must be finite numbers."
+                f"row {i} has advantage {row.advantage} and weight {row.weight}; both must be finite and weight >= 0."
             )

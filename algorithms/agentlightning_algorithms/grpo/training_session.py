@@ -1,4 +1,4 @@
-"""``TrainingSession``: the parts of a training of weights, for algorithms of one's own."""
+"""``TrainingSession``: the building blocks of weight training, for custom algorithms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNUSED: Final = (
 
 
 class Sample(NamedTuple):
-    """An answer of the newest published weights."""
+    """An answer sampled from the newest published weights."""
 
     text: str
     prompt_ids: Sequence[int]
@@ -42,15 +42,15 @@ class Sample(NamedTuple):
     logprobs: Sequence[float]
     weight_version: int
     distribution: Distribution | None = None
-    """The distribution of the tokens; None: that of the settings."""
+    """The distribution of the tokens; None: the distribution of the settings."""
 
     def row(self, advantage: float) -> TrainingRow:
-        """Returns it as a row to train on."""
+        """Returns the sample as a row to train on."""
         return TrainingRow(self.prompt_ids, self.token_ids, self.logprobs, advantage, distribution=self.distribution)
 
 
 class TrainingSession:
-    """A training whose steps an algorithm writes itself; :meth:`open` starts it.
+    """A training whose steps are written by the algorithm; :meth:`open` starts the training.
 
     Attributes:
         settings: the settings, the same as those of ``grpo``.
@@ -66,7 +66,7 @@ class TrainingSession:
         self._val = val
         self._metrics: dict[str, float] = {}
         self._position = core.position
-        self._rounds = 0  # of rollouts in the current step
+        self._rounds = 0  # rounds of rollouts in the current step, refills included
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -80,7 +80,7 @@ class TrainingSession:
         """Starts the policy server and loads the model; continues from the checkpoint in the run's directory.
 
         Raises:
-            ConfigError: no such model, or a checkpoint of another one.
+            ConfigError: the model does not exist, or the checkpoint is of another model.
         """
         if settings.policies:
             raise ConfigError("TrainingSession trains one policy; leave policies out, or use the algorithm grpo")
@@ -107,8 +107,8 @@ class TrainingSession:
     async def steps(self) -> AsyncIterator[int]:
         """Yields the number of each step until ``steps`` or ``target_reward`` is reached.
 
-        Before a step the weights are published; after it, they are evaluated every ``eval_every`` steps, metrics are
-        recorded, and a checkpoint is written. A step without an update of its own counts as one that changes nothing.
+        The weights are published before each step and evaluated every ``eval_every`` steps. Each step ends with metrics
+        and, when due, a checkpoint. A step in which the algorithm makes no update counts as an update without effect.
         """
         settings = self.settings
         await self.publish()
@@ -136,7 +136,7 @@ class TrainingSession:
                 await self.checkpoint()
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to those of the current step."""
+        """Adds metrics to the current step."""
         self._metrics.update(metrics)
 
     async def rollouts(self) -> list[list[Episode]]:
@@ -153,7 +153,7 @@ class TrainingSession:
         return list(groups.values())
 
     def rows(self, episodes: Iterable[Episode], advantage: float = 1.0) -> list[TrainingRow]:
-        """Returns a row for each model call of episodes that can be trained on, with this advantage."""
+        """Returns a row with this advantage for each model call of the episodes that can be trained on."""
         rows = []
         for episode in episodes:
             for trajectory in build_trajectories(episode.triplets).trajectories:
@@ -185,7 +185,7 @@ class TrainingSession:
             "messages": list(messages),
         }
         asked = distribution(body)
-        # vLLM fills fields that are left out from the model's generation_config.json.
+        # vLLM sets omitted fields to the values in the model's generation_config.json.
         body |= {name: value for name, value in asked.items() if value is not None}
         body |= {"n": n, "logprobs": True, "return_token_ids": True}
         key = entry.get("api_key")
@@ -216,13 +216,13 @@ class TrainingSession:
     ) -> Mapping[str, float]:
         """Adds the gradient of a loss over rows; see :meth:`Updater.forward_backward`.
 
-        ``loss`` is a function like a component of the kind ``policy_loss``, or the name of one, such as
+        ``loss`` is a function with the signature of a ``policy_loss`` component, or the name of a component, such as
         ``cross_entropy``; default: ``objective``.
         """
         return await asyncio.to_thread(self._core.updater.forward_backward, rows, loss)
 
     async def optim_step(self) -> dict[str, float]:
-        """Changes the weights by the gradients since the last step, and returns and logs metrics."""
+        """Updates the weights with the gradients added since the last step; returns and logs metrics."""
         metrics = await asyncio.to_thread(self._core.updater.optim_step)
         metrics["train_s"] = metrics.pop("seconds")
         self._rounds = 0
@@ -239,7 +239,7 @@ class TrainingSession:
         return await self._core.evaluate(self._val if dataset is None else dataset, mode)
 
     async def checkpoint(self) -> None:
-        """Writes everything that a resumed run needs to the run's directory, atomically; without one, does nothing."""
+        """Writes all that a resumed run needs to the run's directory, atomically; does nothing without a directory."""
         if self._context.directory is not None:
             path = self._context.directory / "checkpoint"
             await asyncio.to_thread(self._core.save, path)

@@ -43,7 +43,7 @@ class UpdateSettings:
         dual_clip: bound on the loss of a token with negative advantage, in units of the advantage; ``ppo`` only.
         aggregation: a component of that kind; see :func:`~agentlightning_algorithms.grpo.learning.loss.aggregate`.
         horizon: for ``seq-mean-token-sum-norm``, the constant length that sums are divided by.
-        temperature: that of sampling.
+        temperature: temperature of sampling.
         old_logprobs: the denominator of the ratio. ``sampler``: as recorded when sampling, which is exact and free.
             ``trainer``: recomputed before the first step, for samplers whose numerics differ; costs a forward pass.
         importance_weights: multiply losses by trainer/sampler ratios of a ``token`` or a ``sequence``; needs
@@ -52,14 +52,14 @@ class UpdateSettings:
         importance_lower: weights below this or above ``importance_upper`` become 0 (IcePop); None: truncate.
         trust_mask: exclude tokens or rows whose ratio is outside [``trust_lower``, ``trust_upper``]; needs
             ``old_logprobs = trainer``.
-        kl_coefficient: of the divergence from the reference; 0: there is no reference.
+        kl_coefficient: weight of the divergence from the reference; 0: there is no reference.
         kl_estimator: see :func:`~agentlightning_algorithms.grpo.learning.loss.kl_penalty`; ``k1`` in the reward only.
         kl_in: ``loss``: added to the loss of each token (arXiv:2402.03300); ``reward``: subtracted from the reward of
             the rollout (Ziegler et al. 2019, arXiv:1909.08593).
         reference_decay: decay per update of a moving average of the weights that serves as reference; None: the
             reference is the initial model.
-        entropy_coefficient: of the entropy bonus (Mnih et al. 2016, arXiv:1602.01783).
-        seed: of the order of rows.
+        entropy_coefficient: weight of the entropy bonus (Mnih et al. 2016, arXiv:1602.01783).
+        seed: seed of the order of rows.
     """
 
     # Settings from a file are checked by pydantic: an unknown key is an error.
@@ -108,7 +108,7 @@ class UpdateSettings:
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ConfigError(f"dual_clip = {self.dual_clip}; it must be above 1, or None for no bound.")
         if self.aggregation == "seq-mean-token-sum-norm" and not (self.horizon and self.horizon > 0):
-            raise ConfigError(f"horizon = {self.horizon}; aggregation = {self.aggregation!r} needs one above 0.")
+            raise ConfigError(f"horizon = {self.horizon}; aggregation = {self.aggregation!r} needs a horizon above 0.")
         if self.reference_decay is not None and not 0 <= self.reference_decay <= 1:
             raise ConfigError(f"reference_decay = {self.reference_decay}; it must be from 0 to 1, or None.")
         if self.objective == "gspo" and max(self.clip_low, self.clip_high) > 0.1:
@@ -123,8 +123,8 @@ class UpdateSettings:
             )
         if self.kl_coefficient and self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ConfigError(
-                "kl_estimator = 'k1' with kl_in = 'loss' has an expected gradient of 0, so nothing holds the policy to "
-                "the reference; set kl_in: reward, or kl_estimator: k2 or k3."
+                "kl_estimator = 'k1' with kl_in = 'loss' has an expected gradient of 0, so nothing keeps the policy "
+                "near the reference; set kl_in: reward, or kl_estimator: k2 or k3."
             )
         for low, high in (("importance_lower", "importance_upper"), ("trust_lower", "trust_upper")):
             bounds = (getattr(self, low) or 0.0, getattr(self, high))

@@ -1,4 +1,4 @@
-"""A digest of weights on disk, by which trainer and policy server know that they mean the same."""
+"""A digest of weights on disk, by which trainer and policy server check that they use the same weights."""
 
 from __future__ import annotations
 

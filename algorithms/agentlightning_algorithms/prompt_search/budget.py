@@ -29,20 +29,20 @@ class ModelUse:
     calls: int = 0
     tokens: int = 0
     cost: float | None = None
-    """None without a price."""
+    """The cost of the calls; None if the model has no price."""
 
 
 @dataclass
 class SearchBudget:
-    """Limits and counts of model calls, tokens and cost; agents' calls count as far as they are traced."""
+    """Limits and counts of model calls, tokens and cost; agents' calls count if they are traced."""
 
     max_calls: int | None = None
     max_tokens: int | None = None
-    """Of prompts and answers together."""
+    """Maximum number of tokens of prompts and answers together."""
     max_cost: float | None = None
-    """In the currency of ``prices``."""
+    """Maximum cost, in the currency of ``prices``."""
     prices: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By prefix of the model's name: price of a million prompt tokens, and of a million answer tokens. Other models
+    """Prices of a million prompt tokens and of a million answer tokens, by prefix of the model's name. Other models
     cost nothing."""
     calls: int = 0
     tokens: int = 0
@@ -53,7 +53,7 @@ class SearchBudget:
         for name in ("max_calls", "max_tokens", "max_cost"):
             limit = getattr(self, name)
             if limit is not None and not limit > 0:
-                raise ConfigError(f"{name} = {limit}: a number above 0 is needed; None is no limit")
+                raise ConfigError(f"{name} = {limit}: a number above 0 is needed; None means no limit")
         self.prices = {model: (float(price[0]), float(price[1])) for model, price in self.prices.items()}
 
     def require_prices(self, *models: str) -> None:
@@ -90,7 +90,7 @@ class SearchBudget:
         self.by_model.clear()
 
     def metrics(self) -> dict[str, float]:
-        """The counts by name, of all models and of each; the cost is left out where there is no price."""
+        """The counts by name, for all models and for each model; the cost is omitted where there is no price."""
         found = {"model_calls": float(self.calls), "tokens": float(self.tokens)}
         if self.prices:
             found["cost"] = self.cost
@@ -119,11 +119,11 @@ _TOKENS: Final = (
     (semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens"),
     (semconv.GEN_AI_OUTPUT_TOKENS, "gen_ai.usage.completion_tokens"),
 )
-"""The names of today, and those of instrumentations of 2025."""
+"""The current attribute names, each with the name that instrumentations used in 2025."""
 
 
 def read_usage(spans: Iterable[Span]) -> list[Usage]:
-    """The model calls of an attempt; one that client and gateway both recorded counts once, a cached one not at all."""
+    """Returns an attempt's model calls; one that client and gateway recorded counts once, a cached one not at all."""
     used = []
     for call in find_calls(build_tree(list(spans), repair=True), semconv.is_llm_call):
         if any(node.span.name.endswith(semconv.CACHED_SUFFIX) for node in call.nodes):

@@ -34,11 +34,11 @@ class CallCache:
             file: JSON lines, one per call; None keeps calls in memory only. An incomplete last line is dropped.
 
         Raises:
-            ConfigError: another line of the file is damaged.
+            ConfigError: a complete line of the file is damaged.
         """
         self.calls: dict[str, ModelCall] = {}
         self.skipped: set[str] = set()
-        """Places whose call failed in a finished round, which the search did without."""
+        """Places whose call failed in a round that the search finished without the answer."""
         self._file = file
         if file is not None and file.exists():
             self._load(file)
@@ -49,7 +49,7 @@ class CallCache:
         self.calls[call.place] = call
 
     def record_skipped(self, places: Iterable[str]) -> None:
-        """Records that the calls at these places failed for good."""
+        """Records that the calls at these places failed permanently."""
         new = sorted(set(places) - self.skipped)
         if new:
             self._append({"skipped": new})

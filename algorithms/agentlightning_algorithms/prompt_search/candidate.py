@@ -20,7 +20,7 @@ CANDIDATE_NAME: Final = "prompt_candidate"
 
 
 class Candidate(Resource):
-    """One set of prompts with its lineage and scores, stored beside the prompts in a snapshot of resources."""
+    """One set of prompts with its lineage and scores, stored next to the prompts in a snapshot of resources."""
 
     resource_type: Literal["prompt_candidate"] = "prompt_candidate"
     candidate_id: str
@@ -38,7 +38,7 @@ class Candidate(Resource):
     batch_score: float | None = None
     """Mean reward over its last validation batch; failures and timeouts count as 0."""
     full_score: float | None = None
-    """Mean reward over the whole validation set; None when it was not run on all of it."""
+    """Mean reward over the whole validation set; None if the candidate was not run on all of it."""
     task_scores: tuple[float, ...] = Field(default=(), repr=False)
     """The rewards behind ``full_score``, in the order of the validation set."""
 
@@ -62,7 +62,7 @@ class Candidate(Resource):
         return self.batch_score if self.full_score is None else self.full_score
 
     def prompt_name(self, name: str | None = None) -> str:
-        """Checks the name of a prompt, which may be left out when there is only one.
+        """Returns the name of a prompt; ``name`` may be None if there is only one prompt.
 
         Raises:
             ConfigError: there is no prompt of this name, or there are several and ``name`` is None.
@@ -75,7 +75,7 @@ class Candidate(Resource):
         return name if name is not None else next(iter(self.prompts))
 
     def prompt(self, name: str | None = None) -> PromptTemplate:
-        """A prompt by ``prompt_name(name)``."""
+        """Returns a prompt by its name, which may be None if there is only one."""
         return self.prompts[self.prompt_name(name)]
 
     def diff(self, older: Candidate) -> str:
@@ -89,10 +89,10 @@ class Candidate(Resource):
 
 
 def choose_prompts(resources: Mapping[str, Resource], wanted: Sequence[str] | None) -> dict[str, PromptTemplate]:
-    """The prompts to tune: all, or those in ``wanted``.
+    """Returns the prompts to tune: all prompts, or those named in ``wanted``.
 
     Raises:
-        ConfigError: there is no prompt, a wanted one does not exist, or one cannot be tuned.
+        ConfigError: there is no prompt, a wanted prompt does not exist, or a prompt cannot be tuned.
     """
     known = {name: value for name, value in resources.items() if isinstance(value, PromptTemplate)}
     if not known:

@@ -19,12 +19,12 @@ _MAX_CONCURRENCY: Final = 16
 
 
 class CachedChat:
-    """Calls chat models within a budget. An answer is in the cache before it is used."""
+    """Calls chat models within a budget. Every answer is cached before it is used."""
 
     def __init__(
         self, client: AsyncOpenAI | None, cache: CallCache, budget: SearchBudget, *, attempts: int = 3
     ) -> None:
-        """Counts its calls in ``budget`` and tries each up to ``attempts`` times; see ``copy_client``."""
+        """Counts calls in ``budget``, and tries each up to ``attempts`` times; for ``client``, see ``copy_client``."""
         self._given = client
         self._client = copy_client(client)
         self._cache = cache
@@ -35,7 +35,7 @@ class CachedChat:
         self._in_flight = 0
         self.answered = 0
         self.failed: dict[str, str] = {}
-        """Why calls failed, by place, since ``start_round``."""
+        """Reasons for failed calls since ``start_round``, by place."""
 
     async def close(self) -> None:
         """Closes our connections; a client that the user still holds stays open."""
@@ -43,7 +43,7 @@ class CachedChat:
             await self._client.close()
 
     def start_round(self) -> None:
-        """Resets what is known of answered and failed calls."""
+        """Resets the records of answered and failed calls."""
         self.answered = 0
         self.failed = {}
 
@@ -53,7 +53,7 @@ class CachedChat:
         """Makes the call at a place of the search, or takes its answer from the cache.
 
         Returns:
-            None when the call failed or the budget is spent.
+            The answer; None when the call failed or the budget is spent.
         """
         call = self._cache.calls.get(place)
         if call is None:
@@ -76,7 +76,7 @@ class CachedChat:
         return call.answer
 
     def _is_spent(self) -> bool:
-        """Counts cached calls too that the resumed search has not come to yet, and calls in flight."""
+        """Whether the budget is spent, counting calls in flight and cached calls that a resumed search will reach."""
         cached = [call for place, call in self._cache.calls.items() if place not in self._counted]
         return self._budget.is_spent([*cached, *(Usage("") for _ in range(self._in_flight))])
 
@@ -88,7 +88,7 @@ class CachedChat:
             try:
                 reply = await chat.completions.create(
                     model=model,
-                    messages=list(messages),  # type: ignore[arg-type] # plain mappings are what they are
+                    messages=list(messages),  # type: ignore[arg-type] # its TypedDicts are plain mappings
                     temperature=temperature,
                 )
                 answer = (reply.choices[0].message.content or "").strip() if reply.choices else ""
@@ -111,15 +111,15 @@ class CachedChat:
 
 
 def copy_client(client: AsyncOpenAI | None) -> AsyncOpenAI:
-    """A client with connections of its own, because connections do not outlive their event loop.
+    """Returns a client with its own connections, because connections do not outlive their event loop.
 
-    None takes the client from the environment. A client of another class, or with the user's own ``http_client``, is
-    used as it is.
+    For None, the environment configures the client. A client of another class, or with the user's own ``http_client``,
+    is returned unchanged.
 
     Raises:
         ConfigError: there is no key in the environment.
     """
-    # A client imports this at its first call: that takes half a second, and deadlocks when two threads do it at once.
+    # A client imports this at its first call: that takes half a second, and deadlocks when two threads do so at once.
     import openai.resources.chat  # noqa: F401 # for the effect
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 

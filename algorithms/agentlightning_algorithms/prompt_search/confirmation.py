@@ -27,7 +27,7 @@ class Confirmation:
     first: float
     best: float
     p_value: float
-    """One-sided, of the hypothesis that the best prompt is not better on these tasks."""
+    """One-sided p-value of the hypothesis that the best prompt is not better on these tasks."""
     pairs: int
 
     @property
@@ -40,11 +40,11 @@ async def confirm(search: PromptSearch, val: Dataset[Any]) -> bool:
     """Runs the first and the best prompt on the same validation tasks again, and sets ``search.confirmation``.
 
     The highest of many scores is too high on average even if all prompts are equal (the winner's curse; Andrews,
-    Kitagawa and McCloskey 2024, Inference on winners, QJE 139). Fresh rollouts are not selected. The pairs of rollouts
+    Kitagawa and McCloskey 2024, Inference on winners, QJE 139). Fresh rollouts had no part in the selection. The pairs
     are compared by a permutation test that flips signs, which is exact if both prompts are equally good on each task.
 
     Returns:
-        Whether the best prompt may be published: it is better on fresh rollouts, or is the first, or no pairs are set.
+        Whether the best prompt may be published: it is better on fresh rollouts, it is the first, or no pairs are set.
     """
     first, best = search.history[0], search.get_best()
     n_pairs = search.count_confirmations(len(val))

@@ -13,7 +13,7 @@ from agentlightning_algorithms.prompt_search.trial import TrialResult
 from agentlightning_plugins.chat_history.adapter import ChatHistory, drop_prefixes
 
 ROLLOUT_CHARS: Final = 6000
-"""Length of one rollout as a critic sees it; a longer text loses its middle."""
+"""Maximum number of characters of a rollout that a critic reads; longer texts are shortened in the middle."""
 
 GRADIENT_PROMPTS: Final = (
     PromptTemplate(
@@ -77,7 +77,7 @@ Templates: TypeAlias = str | PromptTemplate | Sequence[str | PromptTemplate] | N
 
 
 def read_prompt(answer: str) -> str:
-    """The prompt in an editor's answer: the text between its tags, else the whole without its code fence."""
+    """Returns the prompt in an editor's answer: the text between its tags, or else all text without its code fence."""
     tagged = re.search(r"<prompt[^>]*>\n?(.*)</prompt>", answer, re.DOTALL)
     if tagged is not None:
         return tagged[1].strip()
@@ -96,7 +96,7 @@ def show_messages(histories: Sequence[ChatHistory]) -> str:
 
 
 def shorten_middle(text: str, length: int) -> str:
-    """Leaves out the middle of a text that is longer than ``length``."""
+    """Removes the middle of a text that is longer than ``length``."""
     if len(text) <= length:
         return text
     head = length // 2
@@ -129,10 +129,10 @@ def _to_text(value: Any) -> str:
 
 
 def read_templates(name: str, given: Templates, default: Sequence[PromptTemplate]) -> tuple[PromptTemplate, ...]:
-    """A user's prompts, or the default; a plain str is an f-string template.
+    """Returns the user's prompts or, for None, the default; a plain str is an f-string template.
 
     Raises:
-        ConfigError: ``given`` is empty or holds something else.
+        ConfigError: ``given`` is empty or contains something other than templates.
     """
     if given is None:
         return tuple(default)

@@ -11,7 +11,7 @@ from agentlightning.types import Dataset
 def check_datasets(
     train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None
 ) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Training and validation tasks; if one of them is missing, the other serves for both.
+    """Returns the training and the validation tasks; if one dataset is missing, the other is used for both.
 
     Raises:
         ConfigError: there is no task.

@@ -11,7 +11,7 @@ from agentlightning.resources import PromptTemplate
 
 
 def find_placeholders(prompt: PromptTemplate) -> frozenset[str]:
-    """The names of the values that fill a prompt.
+    """Returns the names of a prompt's placeholders.
 
     Raises:
         ConfigError: the text is not a template of its engine, or the engine is ``poml``, whose templates a model must
@@ -37,10 +37,10 @@ def find_placeholders(prompt: PromptTemplate) -> frozenset[str]:
 
 
 def show_text(prompt: PromptTemplate) -> str:
-    """The prompt as models read and edit it; ``fit`` reads it back.
+    """Returns the prompt as models read and edit it; ``fit`` converts it back.
 
     An f-string is shown with single braces, as the agent's model sees it: a model that reads ``{{"a": 1}}`` answers
-    with either form of JSON. It is shown as it is written where single braces would turn a literal brace into a
+    with either form of JSON. The template is shown unchanged if single braces would turn a literal brace into a
     placeholder, as in ``{{question}} {question}``.
     """
     plain = _unescape(prompt)
@@ -48,11 +48,11 @@ def show_text(prompt: PromptTemplate) -> str:
 
 
 def fit(text: str, original: PromptTemplate) -> PromptTemplate:
-    """Makes a template of an edited ``show_text(original)``, with the placeholders of the original.
+    """Converts an edited ``show_text(original)`` to a template with the placeholders of the original.
 
-    White space around the prompt stays the original's. In an f-string that was shown with single braces, braces around
-    anything but a placeholder are literal, as in an example of JSON. An answer that doubles its literal braces
-    nevertheless, all of them, is taken as a template.
+    The white space around the original is kept. In an f-string that was shown with single braces, braces around
+    anything but a placeholder are literal, as in an example of JSON. An answer that nevertheless doubles all its
+    literal braces is read as a template.
 
     Raises:
         ConfigError: a placeholder is missing or new, or the text is not a template.
@@ -109,7 +109,7 @@ def _fields(template: str) -> list[tuple[str, str]]:
 
 
 def _parts(template: str) -> list[str | tuple[str, str]]:
-    """The text of an f-string, with name and format of a placeholder wherever there is one."""
+    """The parts of an f-string in order: literal texts, and name and format of each placeholder."""
     parts: list[str | tuple[str, str]] = [""]
     try:
         for literal, name, spec, conversion in string.Formatter().parse(template):

@@ -36,13 +36,13 @@ except ImportError:  # a search can be constructed without it; the trainer says 
 logger = logging.getLogger("agentlightning")
 
 
-# No ``from __future__ import annotations``: the types of these settings are read in the modules of the subclasses.
+# No ``from __future__ import annotations``: the types of these settings are resolved in the subclasses' modules.
 @dataclass(eq=False, repr=False)
 class PromptSearch(Algorithm):
     """The base of APO and GEPA, with the settings that they share.
 
-    A search can be killed at any moment. A resumed search is the same search run again: finished rollouts and recorded
-    model calls return at once.
+    A search can be killed at any moment. A resumed search runs the same search again: finished rollouts and recorded
+    model calls return immediately.
     """
 
     default_adapter: ClassVar[str | None] = "messages"
@@ -51,18 +51,18 @@ class PromptSearch(Algorithm):
     """Client of any OpenAI-compatible endpoint; None takes OPENAI_API_KEY and OPENAI_BASE_URL."""
     _: KW_ONLY
     rollout_batch_timeout: float = 3600.0
-    """Seconds for the rollouts of one trial; those still open after it count as 0."""
+    """Seconds for the rollouts of one trial; rollouts that are still open after that count as 0."""
     target_score: float | None = None
-    """Stop when the best prompt has this mean reward on the whole validation set."""
+    """Mean reward of the best prompt on the whole validation set at which the search stops."""
     prompts: Sequence[str] | str | None = None
     """Names of the prompt resources to tune, all by default; they are edited in turn."""
     seed: int | None = None
-    """Of all random choices; default is the run's."""
+    """Seed of all random choices; the run's seed by default."""
     llm_attempts: int = 3
-    """How often a model call that fails is tried before it is skipped."""
+    """Number of attempts for a model call before it is skipped."""
     max_calls: int | None = None
-    """Budget in model calls of the search and, as far as they are traced, of agents. The search ends after the round
-    that spends it; the search's own calls stop at once."""
+    """Budget in model calls of the search and, if they are traced, of agents. The search ends after the round that
+    spends the budget; its own model calls stop immediately."""
     max_tokens: int | None = None
     """Budget in tokens of prompts and answers."""
     max_cost: float | None = None
@@ -70,7 +70,7 @@ class PromptSearch(Algorithm):
     prices: Mapping[str, tuple[float, float]] | None = None
     """Price of a million prompt tokens and of a million answer tokens, by model."""
     confirm_pairs: int = 20
-    """Fresh validation rollouts of first and best prompt at the end, at least; 0 publishes the best one anyway."""
+    """Minimum number of fresh validation rollouts of the first and of the best prompt at the end; 0 skips them."""
 
     def __post_init__(self) -> None:
         if not self.rollout_batch_timeout > 0:
@@ -82,7 +82,7 @@ class PromptSearch(Algorithm):
         if isinstance(self.prompts, str):
             self.prompts = (self.prompts,)
         self.history: list[Candidate] = []
-        """Every candidate in the order they were made, with lineage and scores; the seed is the first."""
+        """All candidates in the order in which they were made, with lineage and scores; the seed is the first."""
         self._reset()
 
     @property
@@ -96,7 +96,7 @@ class PromptSearch(Algorithm):
         """Why the search ended: ``rounds``, ``rollouts``, ``target_score``, ``patience``, ``budget`` or
         ``model_calls_failed``."""
         self.confirmation: Confirmation | None = None
-        """The comparison of the first and the best prompt on fresh rollouts; None if the first one was the best."""
+        """The comparison of the first and the best prompt on fresh rollouts; None if they were not compared."""
         self._reserve: list[Usage] = []
         self._n_val = 0
         self._best: Candidate | None = None
@@ -111,7 +111,7 @@ class PromptSearch(Algorithm):
         """The best prompt found so far.
 
         Args:
-            name: of the resource; needed when several prompts are tuned.
+            name: name of the resource; needed if several prompts are tuned.
 
         Raises:
             ConfigError: the search has not begun, or ``name`` is not one of the tuned prompts.
@@ -163,7 +163,7 @@ class PromptSearch(Algorithm):
             await self.close_chat()
 
     async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
-        """Searches from the published seed on; subclasses define it."""
+        """Searches, starting from the published seed; defined by subclasses."""
         raise ConfigError(f"{type(self).__name__} defines no search(seed, train, val)")
 
     def count_confirmations(self, n_tasks: int) -> int:
@@ -174,7 +174,7 @@ class PromptSearch(Algorithm):
         """Finds the prompts to tune and publishes the seed. Called when a run begins or is resumed.
 
         Raises:
-            ConfigError: there is no prompt to tune, one that ``prompts`` names does not exist, or one cannot be tuned.
+            ConfigError: there is no prompt to tune, a prompt in ``prompts`` does not exist, or one cannot be tuned.
         """
         self._reset()
         self.open_chat(self.context.directory)
@@ -209,7 +209,7 @@ class PromptSearch(Algorithm):
         return CachedChat(self.async_openai_client, self._cache, self.budget, attempts=self.llm_attempts)
 
     def random_for(self, *place: str | int) -> random.Random:
-        """Random numbers for one place of the search, which depend only on it and the seed."""
+        """Returns a random generator for one place of the search; it depends only on the place and the seed."""
         seed = self.context.seed if self.seed is None else self.seed
         return random.Random("/".join(map(str, (seed, *place))))
 
@@ -222,12 +222,12 @@ class PromptSearch(Algorithm):
         *place: str | int,
         with_messages: bool = False,
     ) -> list[TrialResult]:
-        """Runs a published candidate on the tasks at ``indices``, all at once.
+        """Runs a published candidate on the tasks at ``indices``, concurrently.
 
         ``place`` identifies the trial within the search: a resumed search does not run it again.
 
         Raises:
-            LightningError: this is the first validation, and no rollout has a reward.
+            LightningError: no rollout of the first trials has a reward; see ``RewardCheck``.
         """
         step = next((part for part in place if isinstance(part, int)), 0)
         requests = [
@@ -244,7 +244,7 @@ class PromptSearch(Algorithm):
         store, adapter = self.get_store(), self.message_adapter if with_messages else None
         rollouts = await run_rollouts(store, requests, timeout_s=self.rollout_batch_timeout)
         results = await asyncio.gather(*(read_trial_result(store, rollout, adapter) for rollout in rollouts))
-        trials = -(-2 * self.count_confirmations(self._n_val) // max(len(results), 1))  # that confirm, rounded up
+        trials = -(-2 * self.count_confirmations(self._n_val) // max(len(results), 1))  # for confirmation, rounded up
         self._reserve = trials * [usage for result in results for usage in result.usage]
         self.budget.spend(usage for result in results for usage in result.usage)
         self._reward_check.add(result.outcome for result in results)
@@ -252,7 +252,7 @@ class PromptSearch(Algorithm):
 
     @property
     def message_adapter(self) -> TraceToMessages:
-        """Reads the chats in a rollout's spans."""
+        """The adapter that reads the chats in a rollout's spans."""
         given = self.context.adapter
         return given if isinstance(given, TraceToMessages) else TraceToMessages()
 
@@ -271,7 +271,7 @@ class PromptSearch(Algorithm):
         ``place`` identifies the call within the search, and ``read`` extracts the new prompt from an answer.
 
         Returns:
-            None when a call failed, the budget is spent, or the repaired prompt cannot be used either.
+            The prompt; None when a call failed, the budget is spent, or the repaired prompt cannot be used either.
         """
         messages = [{"role": "user", "content": request}]
         for stage in ("", "/repair"):
@@ -287,7 +287,7 @@ class PromptSearch(Algorithm):
         return None
 
     def update(self, candidate: Candidate, **fields: Any) -> Candidate:
-        """Replaces a candidate by one with changed fields, in the history too."""
+        """Changes fields of a candidate, in the history too, and returns the changed candidate."""
         changed = candidate.model_copy(update=fields)
         self.history = [changed if old.candidate_id == changed.candidate_id else old for old in self.history]
         if self._best is not None and self._best.candidate_id == changed.candidate_id:
@@ -295,7 +295,7 @@ class PromptSearch(Algorithm):
         return changed
 
     def take_if_better(self, candidate: Candidate) -> bool:
-        """Makes a candidate the best when it scores more on the whole validation set than the best so far."""
+        """Makes a candidate the best if its score on the whole validation set is higher; returns whether it is."""
         best = self.get_best()
         if candidate.full_score is None or candidate.candidate_id == best.candidate_id:
             return False
@@ -323,7 +323,7 @@ class PromptSearch(Algorithm):
             await self._store_version(Candidate.of(candidate.prompts, round=candidate.round))
 
     def is_spent(self) -> bool:
-        """Whether the budget is spent but for the confirmation; sets ``stopped_because``."""
+        """Whether the budget is spent, except for the confirmation's share; sets ``stopped_because``."""
         if self.budget.is_spent(self._reserve):
             self.stopped_because = "budget"
         return self.stopped_because == "budget"
@@ -367,11 +367,11 @@ class PromptSearch(Algorithm):
             logger.error("%s ended early because its model calls failed: %s", name, reason)
 
     def _snapshot_id(self, name: str) -> str:
-        """The resources of a candidate (by its id), of the ``best`` one, or of the ``seed``."""
+        """The id of the resources of a candidate (by its id), of the ``best`` candidate, or of the ``seed``."""
         return self.context.rollout_id("resources", name).replace("ro-", "rs-", 1)
 
     async def _read_base(self) -> Mapping[str, Resource]:
-        """The resources that the run began with. They are stored, because a resumed run finds others as the latest."""
+        """Returns the resources that the run began with, which are stored: a resumed run has newer latest resources."""
         store, base_id = self.get_store(), self._snapshot_id("seed")
         kept = await store.get_resources_by_id(base_id)
         if kept is None:
@@ -381,7 +381,7 @@ class PromptSearch(Algorithm):
         return {name: resource for name, resource in kept.resources.items() if name != CANDIDATE_NAME}
 
     async def _store_version(self, candidate: Candidate) -> bool:
-        """Stores the next version of a candidate's snapshot; False when the run stored it before it was resumed."""
+        """Stores the next version of a candidate's snapshot; False if the run stored it before it was resumed."""
         store, resources_id = self.get_store(), self._snapshot_id(candidate.candidate_id)
         version = self._versions[resources_id] = self._versions.get(resources_id, 0) + 1
         self._published[candidate.candidate_id] = candidate

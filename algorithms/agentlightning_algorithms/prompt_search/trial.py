@@ -64,7 +64,7 @@ def mean_score(results: Sequence[TrialResult]) -> float:
 
 
 async def read_trial_result(store: LightningStore, rollout: Rollout, adapter: TraceToMessages | None) -> TrialResult:
-    """Reads the result of a rollout that has ended; without an adapter, without its chats."""
+    """Reads the result of a rollout that has ended; its chats are read only if there is an adapter."""
     result = await read_result(store, rollout)
     messages: Sequence[ChatHistory] = ()
     usage: Sequence[Usage] = ()

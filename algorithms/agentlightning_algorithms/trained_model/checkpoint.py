@@ -62,7 +62,7 @@ def has_adapters(model: Path) -> bool:
 
 
 def list_policies(model: Path) -> dict[str, Path]:
-    """Returns the LoRA adapters of a run that trained several policies, by name; of any other model none."""
+    """Returns the LoRA adapters of a run that trained several policies, by name; empty for any other model."""
     if has_adapters(model) or not model.is_dir():
         return {}
     return {folder.name: folder for folder in sorted(model.iterdir()) if has_adapters(folder)}
@@ -74,17 +74,17 @@ def read_base(adapters: Path) -> str:
 
 
 def find_model(model: str) -> str:
-    """Returns a directory or hub name of a model; of a run's directory, the model that the run trained.
+    """Returns the directory or hub name of a model; for a run's directory, the model that the run trained.
 
     Raises:
-        ConfigError: a path without a model, or a run that trained LoRA adapters or whose model is in shards.
+        ConfigError: the path has no model, or the run trained LoRA adapters or saved its model in shards.
     """
     path = Path(model).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         if read_training(path) is None:
             raise ConfigError(
-                f"model = {model!r}: that directory has no config.json; give one that save_pretrained wrote, or that "
-                "of a run"
+                f"model = {model!r}: that directory has no config.json; give a directory that save_pretrained "
+                "wrote, or the directory of a run"
             )
         _, trained = find_checkpoint(path, None)
         if several := list_policies(trained):
@@ -109,16 +109,16 @@ def find_model(model: str) -> str:
 
 
 def _has_shards(checkpoint: Path) -> bool:
-    """Whether verl wrote a checkpoint, in one file for each process of the training."""
+    """Whether verl wrote a checkpoint, as one file for each training process."""
     return any(checkpoint.glob("*_world_size_*_rank_*.pt"))
 
 
 @contextlib.contextmanager
 def readable(checkpoint: Path) -> Iterator[Path]:
-    """Yields a directory that ``from_pretrained`` reads: the checkpoint, or shards of verl merged in a temporary one.
+    """Yields a directory that ``from_pretrained`` reads: the checkpoint, or a temporary one with verl's shards merged.
 
     Raises:
-        ConfigError: verl cannot merge them.
+        ConfigError: verl cannot merge the shards.
     """
     if not _has_shards(checkpoint):
         yield checkpoint
@@ -138,7 +138,7 @@ def readable(checkpoint: Path) -> Iterator[Path]:
 
 
 def _join_adapters(merged: Path) -> Path:
-    """Returns the directory of the adapters that verl writes below the base model, with what is missing there."""
+    """Returns the directory of the adapters that verl writes below the base model, after adding the missing files."""
     adapters = merged / "lora_adapter"
     if not adapters.is_dir():
         return merged

@@ -29,7 +29,7 @@ class TrainingRecord(BaseModel):
     """The model that the training started from: a directory or a name on the hub."""
     resource_name: str = "llm"
     sampling: Mapping[str, Any] = Field(default_factory=dict)
-    """Sampling parameters of evaluation, as agents pass them on."""
+    """Sampling parameters of evaluation, which agents pass to model calls."""
     device: str = "cpu"
     dtype: str = "float32"
     train_tasks: int = 0
@@ -48,7 +48,7 @@ class TrainingRecord(BaseModel):
 
 
 def _hide_secrets(value: Any) -> Any:
-    """Replaces keys, and passwords in URLs, by ``***``; ``value`` consists of JSON types."""
+    """Replaces secret settings, and passwords in URLs, by ``***``; ``value`` consists of JSON types."""
     if isinstance(value, dict):
         return {name: "***" if child and _is_secret(name) else _hide_secrets(child) for name, child in value.items()}
     if isinstance(value, list):
@@ -61,7 +61,7 @@ def _is_secret(name: str) -> bool:
 
 
 def read_training(run: Path) -> TrainingRecord | None:
-    """Returns the record of a run, or None if the directory has none: it did not train weights.
+    """Returns the record of a run; None if the directory has no record, because the run did not train weights.
 
     Raises:
         ConfigError: the record is damaged.

@@ -33,9 +33,9 @@ class ServedModel:
     model: str
     backend: PolicyBackend
     record: TrainingRecord | None
-    """Of the run that trained it."""
+    """The record of the run that trained the model."""
     policies: Sequence[str] = ()
-    """Names of the policies, models and resources of a run that trained several."""
+    """Names of the policies of a run that trained several; their models and resources have the same names."""
 
     def resources(self) -> dict[str, Resource]:
         """Returns the resources by which agents of the run receive the model, or each of its policies."""
@@ -52,7 +52,7 @@ class ServedModel:
 
 @contextlib.contextmanager
 def open_model(source: str, checkpoint: str | None = None) -> Iterator[tuple[str, Path | str]]:
-    """Yields a text for the user, and the directory or hub name of a model: that of a run, or ``source`` itself.
+    """Yields a text for the user, and the directory or hub name of a model: a run's checkpoint, or ``source`` itself.
 
     Raises:
         ConfigError: the run has no such checkpoint, or ``checkpoint`` is given for a model.
@@ -80,12 +80,12 @@ def serve_model(
     """Serves the model of a run, or another model, with the policy backend ``transformers``.
 
     Args:
-        source: the directory of a run, of a model, or a hub name.
+        source: the directory of a run or of a model, or a hub name.
         checkpoint: ``best``, ``latest`` or a step of the run; None: the first of best and latest.
-        name: of the model in requests.
-        device: default is that of the training, else ``cpu``.
-        dtype: default is that of the training, else ``float32``.
-        settings: of the backend.
+        name: name of the model in requests.
+        device: by default the device of the training, or else ``cpu``.
+        dtype: by default the type of the training, or else ``float32``.
+        settings: settings of the backend.
 
     Raises:
         ConfigError: there is no such model.

@@ -1,6 +1,6 @@
 """``verl``: trains a model's weights on many GPUs with verl (Ray, FSDP, vLLM).
 
-    verl's trainer asks for rollouts -> store -> runners -> agents -> gateway -> verl's inference replicas
+    verl's trainer requests rollouts -> store -> runners -> agents -> gateway -> verl's inference replicas
     spans -> triplets -> rows -> advantages and updates by verl -> new weights in the replicas -> resources published
 
 Hybrid Flow, Sheng et al. 2024, arXiv:2409.19256.
@@ -50,11 +50,11 @@ class VERL(RolloutSettings, Algorithm):
     """Reinforcement learning of the model behind the resource ``llm``, on as many GPUs as verl has.
 
     Estimators, losses, parallelism and inference engine are verl's own settings. The configuration is composed here;
-    the Ray cluster starts when the algorithm runs. On a machine without verl it consists of the given settings and our
-    defaults, and verl's own keys cannot be checked.
+    the Ray cluster starts when the algorithm runs. On a machine without verl, the configuration consists of the given
+    settings and our defaults, and verl's own keys cannot be checked.
 
     Raises:
-        ConfigError: a key that verl does not know, a value out of range, or an unsupported release of verl.
+        ConfigError: verl has no such key, a value is out of range, or the release of verl is not supported.
     """
 
     default_adapter: ClassVar[str | None] = "triplet"
@@ -62,15 +62,15 @@ class VERL(RolloutSettings, Algorithm):
     config: Mapping[str, Any]
     """verl's settings that differ from our defaults, nested or by dotted key."""
     model: str | None = field(default=None, kw_only=True)
-    """Directory or hub name of the model, or directory of a run that trained one, such as one of ``sft`` or ``grpo``.
-    Replaces ``actor_rollout_ref.model.path``."""
+    """Directory or hub name of the model, or directory of a run that trained one, such as a run of ``sft``
+    or ``grpo``. Replaces ``actor_rollout_ref.model.path``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model is not None:
             self.config = {**self.config, "actor_rollout_ref.model.path": find_model(self.model)}
         self.composed: DictConfig | None = None
-        """None on a machine without verl."""
+        """The composed configuration; None on a machine without verl."""
         if importlib.util.find_spec("verl") is None:
             compose_without_verl(self.config)
         else:
@@ -80,7 +80,7 @@ class VERL(RolloutSettings, Algorithm):
         self._is_resumed = False
 
     def print_config(self) -> str:
-        """Verl's whole configuration, as YAML; on a machine without verl, what differs from verl's own defaults."""
+        """Returns verl's whole configuration as YAML; without verl installed, only given settings and our defaults."""
         if self.composed is None:
             import yaml
 
@@ -132,7 +132,7 @@ class VERL(RolloutSettings, Algorithm):
             await run_in_thread(lambda: train(config, controller), name="verl")
 
     def _describe(self, config: DictConfig, train: Dataset[Any] | None, val: Dataset[Any] | None) -> TrainingRecord:
-        """Returns the record by which the trained model is served and exported."""
+        """Returns the record that serving and exporting the trained model need."""
         rollout = config.actor_rollout_ref.rollout
         return TrainingRecord(
             algorithm="verl",
@@ -157,7 +157,7 @@ class VERL(RolloutSettings, Algorithm):
         batch = config.data.train_batch_size
         if n_train < batch and not config.trainer.val_only:
             raise ConfigError(
-                f"train_dataset has {n_train} tasks, but a step needs data.train_batch_size = {batch} different ones"
+                f"train_dataset has {n_train} tasks, but a step needs data.train_batch_size = {batch} different tasks"
             )
         with open_dict(config):
             config.data.train_files = f"indices:{n_train}"
@@ -179,7 +179,7 @@ class VERL(RolloutSettings, Algorithm):
             if self._is_resumed:
                 config.trainer.resume_mode = "auto"
             if not n_val:
-                config.data.val_batch_size = 1  # verl makes a loader of an empty set too
+                config.data.val_batch_size = 1  # verl makes a loader even of an empty set
                 config.trainer.val_before_train, config.trainer.test_freq = False, -1
             elif "trainer.test_freq" not in given:
                 config.trainer.test_freq = 10
@@ -193,7 +193,7 @@ def _stop_ray() -> None:
 
 
 def _check_credit(adapter: object, config: DictConfig) -> None:
-    """Refuses a credit rule with settings that give whole rollouts an advantage."""
+    """Refuses a credit rule if the settings compute the rewards or advantages of whole rollouts."""
     from agentlightning_algorithms.verl.rollout.batch_row import CREDIT_ESTIMATORS
 
     estimator = config.algorithm.adv_estimator
@@ -206,6 +206,6 @@ def _check_credit(adapter: object, config: DictConfig) -> None:
         )
     if config.algorithm.use_kl_in_reward:
         raise ConfigError(
-            "verl's algorithm.use_kl_in_reward changes the rewards of whole rollouts, and the adapter's credit rule "
-            "those of calls; use actor_rollout_ref.actor.use_kl_loss, or leave credit out"
+            "verl's algorithm.use_kl_in_reward changes the rewards of whole rollouts, but the adapter's credit rule "
+            "assigns rewards to calls; use actor_rollout_ref.actor.use_kl_loss, or leave credit out"
         )

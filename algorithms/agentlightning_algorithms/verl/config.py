@@ -31,7 +31,7 @@ def compose_config(config: Mapping[str, Any]) -> DictConfig:
             reads but does not declare. ``model_engine`` selects the files of another engine, such as ``megatron``.
 
     Raises:
-        ConfigError: a key that verl does not know, or a value that its configuration refuses.
+        ConfigError: verl has no such key, or its configuration refuses a value.
     """
     check_release()
     settings = list(flatten(config, ()))
@@ -63,7 +63,7 @@ def _compose_own(*overrides: str) -> DictConfig:
     assert spec is not None
     assert spec.origin is not None
     folder = Path(spec.origin).parent / "trainer" / "config"
-    backup = get_gh_backup()  # of a user's script that uses Hydra itself
+    backup = get_gh_backup()  # a user's script may use Hydra itself
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), version_base=None):
@@ -114,7 +114,7 @@ def _write(composed: DictConfig, key: tuple[str, ...], value: Any) -> None:
 
 
 def _declared(node: DictConfig) -> set[str]:
-    """Fields of the dataclass that a node becomes, of which verl's YAML files leave some out."""
+    """Fields of the dataclass that a node becomes; verl's YAML files omit some of them."""
     target = node.get("_target_", None)
     if not isinstance(target, str):
         return set()

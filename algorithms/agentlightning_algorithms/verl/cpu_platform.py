@@ -65,7 +65,7 @@ class CPUPlatform(PlatformBase):  # type: ignore[misc] # verl's classes are unty
         return "CUDA_VISIBLE_DEVICES"
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # start_ray declares some, by which verl places its workers
+        return "GPU"  # start_ray declares GPUs, because verl places its workers by them
 
     def ray_noset_envvars(self) -> list[str]:
         return []
@@ -89,14 +89,14 @@ def install() -> None:
     """Registers the platform, completes ``torch.cpu``, and patches three functions of verl 0.9 that need a GPU."""
     PlatformRegistry.register(platform="cpu")(CPUPlatform)
     _complete_torch_cpu()
-    check_release()  # the patches are for the releases that it allows
+    check_release()  # the patches fit only the releases that it allows
     _name_gloo_once()
     _offload_without_pinning()
     _load_critics_without_flash_attention()
 
 
 def _complete_torch_cpu() -> None:
-    """Adds functions of device modules to ``torch.cpu``, which verl compares by identity and so cannot be wrapped."""
+    """Adds functions of device modules to ``torch.cpu``, which cannot be wrapped: verl compares it by identity."""
     nothing: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(
             ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"),
@@ -115,7 +115,7 @@ def _complete_torch_cpu() -> None:
 
 
 def _name_gloo_once() -> None:
-    """Verl requests the backend ``cpu:gloo,cpu:gloo``, which torch refuses.
+    """Requests the backend ``cpu:gloo``, because torch refuses verl's ``cpu:gloo,cpu:gloo``.
 
     https://github.com/volcengine/verl/blob/v0.9.1/verl/utils/distributed.py
     """
@@ -131,7 +131,7 @@ def _name_gloo_once() -> None:
 
 
 def _offload_without_pinning() -> None:
-    """Verl offloads the reference model to pinned memory, which needs an accelerator.
+    """Keeps verl from offloading the reference model to pinned memory, which needs an accelerator.
 
     https://github.com/volcengine/verl/blob/v0.9.1/verl/workers/engine/fsdp/transformer_impl.py
     """
@@ -141,7 +141,7 @@ def _offload_without_pinning() -> None:
 
 
 def _load_critics_without_flash_attention() -> None:
-    """Verl loads value models with flash attention, which needs a GPU, whatever is configured.
+    """Loads value models without flash attention, which needs a GPU; verl uses it whatever is configured.
 
     https://github.com/volcengine/verl/blob/v0.9.1/verl/utils/model.py
     """

@@ -1,4 +1,4 @@
-"""Our defaults for verl, and the checks of a configuration that need no package of verl."""
+"""Our defaults for verl, and the checks of a configuration that do not need verl installed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Setting(NamedTuple):
     key: tuple[str, ...]
     value: Any
     is_unchecked: bool
-    """Written with a plus, as in Hydra."""
+    """Whether the key begins with a plus, as in Hydra."""
 
 
 def flatten(value: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Setting]:
@@ -99,7 +99,7 @@ def given_keys(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def default_settings(settings: list[Setting]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Our defaults for the device of a configuration, by key; without those that its settings replace."""
+    """Yields our defaults for the configuration's device, by key, except those that the settings replace."""
     device = next((s.value for s in settings if s.key == ("trainer", "device")), "cuda")
     for name, value in {**DEFAULTS, **(CPU_DEFAULTS if device == "cpu" else {})}.items():
         key = tuple(name.split("."))
@@ -111,7 +111,7 @@ def compose_without_verl(config: Mapping[str, Any]) -> dict[str, Any]:
     """The user's keys over our defaults, for a machine without verl: verl's own keys and values are unknown there.
 
     Raises:
-        ConfigError: a reserved key, a key below one that is a value, or a value out of range.
+        ConfigError: a key is reserved or below a key that has one value, or a value is out of range.
     """
     settings = list(flatten(config, ()))
     composed: dict[str, Any] = {}
@@ -142,10 +142,10 @@ def check_reserved(name: str) -> None:
 
 
 def check_values(get: Callable[[str], Any]) -> None:
-    """Checks values that belong together; ``get`` returns None for a key that is not known.
+    """Checks values that belong together; ``get`` returns None for an unknown key.
 
     Raises:
-        ConfigError: a value out of range, or two that exclude each other.
+        ConfigError: a value is out of range, or two values exclude each other.
     """
     mode = get("trainer.v1.trainer_mode")
     if mode not in (None, *_MODES):

@@ -17,7 +17,7 @@ SUPPORTED: Final = ">=0.9.1,<0.10"
 """The V1 trainer, which is subclassed here, changes between minor releases."""
 _CPU: Final = {
     "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",  # selects the engine class; the CPU has none, and this one asks the platform
+    "VERL_ENGINE_DEVICE": "cuda",  # selects the engine class; the CPU has none, and this one works on it
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "TQ_NUM_THREADS": "2",
@@ -55,7 +55,7 @@ def choose_platform(device: str) -> None:
 
 
 def start_ray(config: DictConfig) -> bool:
-    """Connects to Ray as ``config.ray_kwargs.ray_init`` says; False when this process is connected already.
+    """Connects to Ray with ``config.ray_kwargs.ray_init``; returns False if this process is already connected.
 
     verl's ``run_ppo`` does the same, but moves the trainer to another process, which cannot reach store and gateway.
 

@@ -61,8 +61,8 @@ def _check_engine(config: DictConfig) -> None:
     of_replica = math.prod(rollout[name] for name in _PARALLEL)
     if gpus % of_replica:
         raise ConfigError(
-            f"verl's trainer.nnodes * trainer.n_gpus_per_node = {gpus} GPUs are not a multiple of the {of_replica} of "
-            f"a replica: the product of {', '.join(_PARALLEL)} in actor_rollout_ref.rollout"
+            f"verl's trainer.nnodes * trainer.n_gpus_per_node = {gpus} GPUs are not a multiple of the {of_replica} "
+            f"GPUs of a replica: the product of {', '.join(_PARALLEL)} in actor_rollout_ref.rollout"
         )
 
 

@@ -1,4 +1,4 @@
-"""Registers our rollout backend and platform; verl loads it by the entry-point group ``verl.plugins``."""
+"""Registers our rollout backend and platform; verl loads this module through the entry-point group ``verl.plugins``."""
 
 from __future__ import annotations
 

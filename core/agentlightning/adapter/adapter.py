@@ -46,7 +46,7 @@ class TraceAdapter(Adapter[Sequence[Span], To]):
 
 @contextlib.contextmanager
 def reading(spans: Sequence[Span]) -> Iterator[None]:
-    """Raises AdapterError for attributes of another form than expected: spans may come from any program."""
+    """Raises AdapterError for attributes of an unexpected form, because any program may write spans."""
     try:
         yield
     except AdapterError:

@@ -1,4 +1,4 @@
-"""Finds the model calls of an attempt and groups the spans that client, framework and gateway recorded of each."""
+"""Finds the model calls of an attempt and groups the spans that client, framework and gateway recorded for each."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Call:
     """One model call."""
 
     anchor: Node
-    """The outermost span of the client, or the gateway's if there is no other."""
+    """The outermost span of the client, or the gateway's span if no client recorded the call."""
     nodes: list[Node]
-    """All spans of the call, the gateway's last."""
+    """All spans of the call; the gateway's span is last."""
     response_id: str | None
     gateway: Node | None = None
     is_complete: bool = True
-    """False if the gateway saw only a part of the answer."""
+    """False if the gateway received only a part of the answer."""
     tool_calls: list[semconv.Message] = field(default_factory=list)
-    """The tool calls of the answer that AgentOps records as children of the client's span, not in its messages."""
+    """Tool calls of the answer, which AgentOps records as children of the client's span instead of in its messages."""
 
     def read_answers(self) -> list[semconv.Message]:
-        """Returns the answers, one message for each choice, of the gateway's span if it has them."""
+        """Returns the answers, one message for each choice, from the gateway's span if it has them."""
         answers = next(filter(None, (semconv.read_output_messages(node.span) for node in reversed(self.nodes))), [])
         if not self.tool_calls or len(answers) > 1 or any(answer.get("tool_calls") for answer in answers):
             return answers
@@ -35,24 +35,24 @@ class Call:
 
     @property
     def settled_at(self) -> float:
-        """The earliest time of a reward for this call.
+        """The earliest time at which a reward for this call can be recorded.
 
-        The gateway records the end after the agent has received the answer, so its span counts from the start.
+        The gateway records the end of its span after the agent has received the answer, so the span's start counts.
         """
         return self.anchor.start if self.anchor is self.gateway else self.anchor.end
 
 
 def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[Call]:
-    """Finds the model calls, in the order of their starts.
+    """Finds the model calls, ordered by start.
 
     The spans of one call are: a client's span and its descendants that do not name another response; spans that name
-    the same response and overlap or have the same messages, unless the gateway received a request of each; the
-    gateway's span that has a client's as parent or names its response. A framework's span without response id and
-    answer belongs to the single call within its time that is misplaced in the tree.
+    the same response and overlap or have the same messages, unless the gateway received a request for each; the
+    gateway's span whose parent is a client's span or that names its response. A framework's span without response id
+    and answer belongs to the only call that it encloses in time, if that call is misplaced in the tree.
 
     Args:
         nodes: parents before their children.
-        is_call: selects the spans of calls. A gateway's span that it rejects still gives its tokens to a client's.
+        is_call: selects the spans of calls. If it rejects a gateway's span, the client's call still gets the tokens.
     """
     calls, of_client, by_response = _find_client_calls(nodes, is_call)
     gateways = [node for node in nodes if semconv.is_gateway_call(node.span)]
@@ -65,7 +65,7 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[C
             candidates = (parent, *candidates)
         call = next((call for call in candidates if call.gateway is None), None)
         if call is None:
-            if parent is not None or not is_call(node.span):  # a try that the client repeated, or rejected by is_call
+            if parent is not None or not is_call(node.span):  # retried by the client, or rejected by is_call
                 continue
             call = Call(node, [], response_id)
             calls.append(call)
@@ -80,7 +80,7 @@ def _join_frames(calls: list[Call]) -> list[Call]:
     """Moves calls that are too high in the tree to the framework's span (frame) around them.
 
     AgentOps records OpenAI Agents like that: the generation span under the agent has no answer, and the client's span,
-    which has it, is a child of the root. If two frames enclose a call, or one encloses two calls, nothing is joined.
+    which has the answer, is a child of the root. Nothing is joined if two frames enclose a call or one encloses two.
     """
     frames = {call.anchor: call for call in calls if _is_frame(call)}
     others = {call.anchor: call for call in calls if call.anchor not in frames}
@@ -117,7 +117,7 @@ def _is_misplaced(call: Call, frame: Node) -> bool:
 def _find_client_calls(
     nodes: Sequence[Node], is_call: Callable[[Span], bool]
 ) -> tuple[list[Call], dict[str, Call], dict[str, list[Call]]]:
-    """Returns the calls that clients recorded: all, by the id of each span, and by the id of the response."""
+    """Returns the calls that clients recorded: as a list, by span id, and by response id."""
     calls: list[Call] = []
     of_client: dict[str, Call] = {}
     by_response: dict[str, list[Call]] = {}
@@ -151,10 +151,10 @@ def _agree(one: str | None, other: str | None) -> bool:
 
 
 def _is_same_answer(call: Call, node: Node, through_gateway: Container[str | None]) -> bool:
-    """Whether a span that names the call's response is about that call: some servers give all answers the same id."""
+    """Whether a span with the call's response id belongs to the call: some servers give all answers the same id."""
     anchor = call.anchor
     if node.span.span_id in through_gateway and any(other.span.span_id in through_gateway for other in call.nodes):
-        return False  # a request of its own
+        return False  # it made its own request
     if anchor.start < node.end and node.start < anchor.end:
         return True
     readers = (semconv.read_input_messages, semconv.read_output_messages)
@@ -162,7 +162,7 @@ def _is_same_answer(call: Call, node: Node, through_gateway: Container[str | Non
 
 
 def _read_tool_call(span: Span) -> semconv.Message | None:
-    """Returns the tool call of an answer that a span of its own records, as AgentOps does; None for other spans."""
+    """Returns the tool call that a span of AgentOps records, which makes one for each; None for other spans."""
     attributes = span.attributes
     if "tool.call.id" not in attributes or "tool.name" not in attributes:
         return None

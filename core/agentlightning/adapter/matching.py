@@ -14,12 +14,12 @@ from agentlightning.reward import get_reward_value, is_reward_span
 
 
 class RewardMatchPolicy(StrEnum):
-    """How to find the call of a reward that has no link to one (``semconv.link_attributes``)."""
+    """How to find the call of a reward that has no link to a call (``semconv.link_attributes``)."""
 
     FIRST_OCCURRENCE = "first_occurrence"
     """The last call that ended before the reward and has no reward yet."""
     FIRST_SIBLING = "first_sibling"
-    """The same, among the calls under the same parent."""
+    """The last such call among those with the same parent as the reward."""
 
 
 def match_rewards(
@@ -34,10 +34,10 @@ def match_rewards(
 
     Args:
         nodes: all spans of the attempt.
-        calls: those that may have a reward.
-        policy: for rewards without a link.
-        is_exclusive: a call takes one reward, and the next consecutive one goes to the call before it. False: every
-            reward is added to the nearest call before it.
+        calls: the calls that may have a reward.
+        policy: how to find the calls of rewards without a link.
+        is_exclusive: a call takes one reward, and a second consecutive reward goes to the previous call. If False,
+            every reward is added to the nearest call before it.
         settled_at: the position of a call or a reward in the trace; default is the time.
     """
     settled_at = settled_at or (lambda item: item.settled_at if isinstance(item, Call) else item.start)
@@ -72,7 +72,7 @@ def match_rewards(
 def _find_linked(
     reward: Node, index: Callable[[str], dict[Any, dict[Call, None]]], settled_at: Callable[[Call | Node], float]
 ) -> Call | None:
-    """Returns the call with all linked attributes; of several, the last one before the reward."""
+    """Returns the call that has all linked attributes, the last one before the reward if there are several."""
     links = semconv.read_links(reward.span)
     linked = sorted((index(key).get(_hashable(value), {}) for key, value in links), key=len)
     found = [call for call in linked[0] if all(call in others for others in linked[1:])] if linked else []
@@ -82,7 +82,7 @@ def _find_linked(
 
 
 def _index(calls: Sequence[Call], key: str) -> dict[Any, dict[Call, None]]:
-    """The calls by the value of an attribute of their spans, or of the field ``span_id`` or ``trace_id``."""
+    """Returns the calls by the value of a span attribute, or of the field ``span_id`` or ``trace_id``."""
     index: dict[Any, dict[Call, None]] = {}
     for call in calls:
         for span in (node.span for node in call.nodes):

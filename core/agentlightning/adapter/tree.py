@@ -18,7 +18,7 @@ _AGENT_NAMES = (
     "langchain.chain.type",  # LangGraph
     "executor.id",  # Agent Framework
 )
-"""Attributes with the name of an agent."""
+"""Attributes that hold the name of an agent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,25 +30,25 @@ class Node:
     end: float
     parent: Node | None = None
     agent_name: str | None = None
-    """Of the nearest agent: the span itself or an ancestor."""
+    """Name of the nearest agent, which is the span itself or an ancestor."""
     is_in_reward: bool = False
-    """Whether it belongs to the computation of a reward."""
+    """Whether the span is part of computing a reward."""
 
 
 def build_tree(spans: Sequence[Span], *, repair: bool) -> list[Node]:
     """Links spans by their parent ids.
 
     Args:
-        spans: of one attempt, in any order; duplicates count once.
-        repair: put spans with an unknown parent under the innermost span that encloses their time (model calls and
-            rewards take no such children; a span that nothing encloses stays a root), and spans outside agents under
-            the sibling that is an agent's and encloses their time, if there is exactly one.
+        spans: the spans of one attempt, in any order; duplicates count once.
+        repair: put spans with an unknown parent under the innermost span that encloses their time (but never under
+            model calls and rewards; a span that nothing encloses stays a root), and spans outside agents under the
+            agent's span that is their sibling and encloses their time, if there is exactly one.
 
     Returns:
         All nodes: parents before their children, siblings in the order of their starts.
 
     Raises:
-        AdapterError: the spans are of several attempts.
+        AdapterError: the spans belong to several attempts.
     """
     by_id: dict[str, Node] = {}
     for span in spans:
@@ -94,7 +94,7 @@ def _adopt_orphans(nodes: Sequence[Node]) -> None:
         root = own_root.setdefault(step, step)
         for passed in path:
             own_root[passed] = root
-    # A started span that ends no later than one started after it is never the innermost. Without those, the ends
+    # A span that ends no later than a span started after it is never the innermost. Without such spans, the ends
     # decrease from the bottom of the stack to its top, so bisection finds the enclosing span.
     stack: list[Node] = []
     falling_ends: list[float] = []
@@ -116,14 +116,14 @@ def _adopt_orphans(nodes: Sequence[Node]) -> None:
 def _adopt_siblings(nodes: Sequence[Node]) -> None:
     """Puts spans outside agents under the sibling that is an agent and encloses their time; see ``build_tree``.
 
-    Tracing libraries that do not know each other make such traces: an agent and its calls are children of the root.
+    Unrelated tracing libraries in one process make such traces: an agent and its calls are children of the root.
     """
     children: dict[Node, list[Node]] = {}
     for node in nodes:
         if node.parent is not None:
             children.setdefault(node.parent, []).append(node)
     outside = [node for node in nodes if node.parent is None and not _is_agent(node)]
-    for node in outside:  # which grows
+    for node in outside:  # the loop extends it
         inside = [child for child in children.get(node, ()) if not _is_agent(child)]
         outside += inside
         waiting = [(node, inside)]
@@ -133,13 +133,13 @@ def _adopt_siblings(nodes: Sequence[Node]) -> None:
             for agent, moved in enclosed_by_one(agents, movable).items():
                 for each in moved:
                     each.parent = agent
-                waiting.append((agent, moved))  # which may have agents of its own
+                waiting.append((agent, moved))  # below the agent there may be further agents
 
 
 def enclosed_by_one(outer: Sequence[Node], inner: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Returns the inner nodes whose time exactly one outer one encloses, by this; both in the order of their starts."""
+    """Maps each outer node to the inner nodes that only it encloses in time; both are ordered by start."""
     found: dict[Node, list[Node]] = {}
-    ends: list[tuple[float, int]] = []  # of the outer nodes that started so far, in order
+    ends: list[tuple[float, int]] = []  # sorted, of the outer nodes that started so far
     started = 0
     for node in inner if outer else ():
         while started < len(outer) and outer[started].start <= node.start:

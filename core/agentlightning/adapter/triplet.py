@@ -45,10 +45,10 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
     the gateway's; the lists are empty if they were not recorded. ``metadata`` has ``response_id``, ``agent_name``,
     ``model`` (that answered), ``requested_model`` (the name that the agent asked for), ``finish_reason``,
     ``weight_version``, ``complete`` (True: the whole answer passed the gateway), ``span_id`` and ``choice`` (of n
-    answers), or None for unknown values. If the weights changed during an answer, ``weight_versions`` has that of each
+    answers), or None for unknown values. If the weights changed during an answer, ``weight_versions`` has one for each
     token. Calls without a complete answer give no triplet.
 
-    ``reward`` is what the agent emitted about this call; ``find_final_reward`` of the same spans gives the reward of
+    ``reward`` is what the agent emitted for this call; ``find_final_reward`` of the same spans gives the reward of
     the attempt. With a ``credit`` rule, ``reward`` is what the rule assigns to the call, and ``metadata["credit"]``
     names the rule.
     """
@@ -91,10 +91,10 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
             raise ConfigError(f"reward_match = {reward_match!r}; it is one of: {allowed}") from None
         self.credit = None if credit is None else load_credit_rule(credit)
         self._warned: set[str] = set()
-        """Reasons for missing triplets that were logged as warnings; each is logged as a warning once."""
+        """Reasons for missing triplets that were already logged; each is logged as a warning only once."""
 
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
-        """Makes the triplets of one attempt, in time linear in its spans. Logs why a trace gives none.
+        """Makes the triplets of one attempt in linear time, and logs why if there are none.
 
         Raises:
             AdapterError: spans of several attempts, contradicting token data, attributes that cannot be read, or a
@@ -124,7 +124,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         attempt = f"attempt {spans[0].attempt_id} of rollout {spans[0].rollout_id}"
         roots = (span for span in spans if span.name == semconv.SPAN_ROLLOUT and span.status.status_code == "ERROR")
         failure = next((root.status.description or "no reason given" for root in roots), None)
-        if failure is not None:  # it explains what is missing, and is recorded on the attempt
+        if failure is not None:  # it explains the missing triplets and is recorded on the attempt
             logger.info("%s failed (%s) and gives no triplets: %s", attempt, failure, why)
         elif why in self._warned:
             logger.info("%s gives no triplets: %s", attempt, why)
@@ -138,7 +138,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
             return dict(self._select(build_tree(source, repair=self.repair_hierarchy))[1])
 
     def _select(self, nodes: Sequence[Node]) -> tuple[list[Call], Counter[str]]:
-        """Returns the calls to make triplets of, and the number of others by reason."""
+        """Returns the calls that give triplets, and the number of other calls by reason."""
         calls = []
         left_out: Counter[str] = Counter()
         for call in find_calls(nodes, self._is_call):
@@ -150,7 +150,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         return calls, left_out
 
     def _choose_clock(self, calls: Sequence[Call]) -> Callable[[Call | Node], float] | None:
-        """Returns the position of calls and rewards in the trace; None for their times."""
+        """Returns a function that positions calls and rewards in the trace; None positions them by time."""
         return None
 
     def _is_call(self, span: Span) -> bool:

@@ -31,10 +31,10 @@ class Algorithm:
     """Name of the adapter component that the trainer creates if the user gives none."""
 
     continues_from_latest: ClassVar[bool] = False
-    """Whether every run starts from the latest resources of its store; if so, initial ones are for an empty store."""
+    """Whether every run starts from its store's latest resources; initial ones are then only used if there are none."""
 
     rollouts_at_once: ClassVar[int | None] = None
-    """How many rollouts all runners together should run at once unless the user says otherwise; None: 16 in each."""
+    """Default number of concurrent rollouts of all runners together; None means 16 in each runner."""
 
     _context: RunContext | None = None
 
@@ -45,11 +45,11 @@ class Algorithm:
         raise ConfigError(f"{type(self).__name__} defines no run(train_dataset, val_dataset)")
 
     def is_async(self) -> bool:
-        """Whether ``run`` is awaited; a synchronous one gets a thread."""
+        """Whether ``run`` is awaited; a synchronous ``run`` is called in a thread."""
         return inspect.iscoroutinefunction(self.run)
 
     def check_setup(self, context: RunContext) -> Sequence[LLM]:
-        """Checks a run before it creates anything; a context without a store means a new, empty one.
+        """Checks a run before it creates anything; a context without a store stands for a new, empty store.
 
         Raises ConfigError if something is missing or does not fit. Returns the endpoints that the algorithm itself
         calls, which ``agl train --dry-run`` tests.
@@ -57,18 +57,18 @@ class Algorithm:
         return ()
 
     def print_config(self) -> str:
-        """Returns the effective settings as YAML, for ``agl train --print-config``; empty if they equal the given."""
+        """Returns the effective settings as YAML, for ``--print-config``; empty if they equal the given settings."""
         return ""
 
     def save_state(self, directory: Path) -> None:
-        """Writes what ``load_state`` needs to continue; called between steps."""
+        """Writes the state that ``load_state`` continues from; called between steps."""
 
     def load_state(self, directory: Path) -> None:
-        """Continues from what ``save_state`` wrote."""
+        """Restores the state that ``save_state`` wrote."""
 
     @property
     def context(self) -> RunContext:
-        """The run this algorithm works in; the setters and getters below are views of it."""
+        """The context of the run; the setters and getters below write and read it."""
         if self._context is None:
             self._context = RunContext()
         return self._context

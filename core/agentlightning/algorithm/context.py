@@ -24,10 +24,10 @@ class Gateway(Protocol):
     """The store that records calls; the trainer sets it before ``start`` if it is None."""
 
     async def start(self) -> None:
-        """Starts serving; does nothing if it is serving."""
+        """Starts serving; does nothing if it already serves."""
 
     async def stop(self) -> None:
-        """Stores what it recorded, then stops serving."""
+        """Stores the recorded calls, then stops serving."""
 
     async def flush(self) -> None:
         """Waits until every call answered so far is in the store."""
@@ -55,13 +55,13 @@ class Gateway(Protocol):
         model: str | None = None,
         sampling_parameters: Mapping[str, Any] | None = None,
     ) -> Resource:
-        """Returns the resource with which agents call it."""
+        """Returns the resource through which agents call the gateway."""
 
 
 def model_resources(gateway: Gateway) -> dict[str, Resource]:
-    """The resources with which agents call the models of a gateway that serves.
+    """Returns the resources through which agents call the models of a running gateway.
 
-    The only model is called ``llm``, as a run's model is by default; several have their own names.
+    A single model is called ``llm``, the default name of a run's model; several models keep their own names.
     """
     names = list(dict.fromkeys(str(entry.get("model_name", entry.get("model"))) for entry in gateway.model_list))
     return {"llm" if len(names) == 1 else name: gateway.as_resource(model=name) for name in names}
@@ -80,10 +80,10 @@ class RunContext:
     initial_resources: Mapping[str, Resource] | None = None
     trainer: Trainer | None = None
     directory: Path | None = None
-    """For the files of the run; None if it keeps none."""
+    """Directory for the files of the run; None if the run keeps no files."""
     seed: int = 0
     key: str = field(default_factory=lambda: os.urandom(16).hex())
-    """Input of the ids of this run's rollouts; a resumed run keeps it."""
+    """Text from which the ids of this run's rollouts are derived; a resumed run keeps it."""
 
     def rollout_id(self, *place: str | int) -> str:
         """Returns a reproducible id for a place in this run, such as ``("train", step, task, repetition)``.

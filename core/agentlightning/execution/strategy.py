@@ -13,11 +13,11 @@ RUNNERS_FAILED: Final = "the runners failed"
 """A strategy cancels the algorithm with this message (``task.cancel(RUNNERS_FAILED)``) when no runner is left."""
 
 Role: TypeAlias = Literal["both", "algorithm", "runner"]
-# The halves of a run. They are pickled (cloudpickle) where they run in a process of their own.
+# The halves of a run. They are pickled (cloudpickle) if they run in a separate process.
 AlgorithmJob: TypeAlias = Callable[[LightningStore], Coroutine[Any, Any, None]]
 """Returns when the algorithm is done; cancelling it saves what can be saved."""
 RunnerJob: TypeAlias = Callable[[LightningStore, str, StopEvent], Awaitable[bool]]
-"""Runs rollouts as the named worker until the event is set, then drains. False: its process should be replaced."""
+"""Runs rollouts as the named worker until the event is set, then drains; False if its process should be replaced."""
 
 
 class ExecutionStrategy(ABC):
@@ -27,7 +27,7 @@ class ExecutionStrategy(ABC):
     """The half of the run that this process executes."""
     n_runners: int = 1
     shares_process: bool = False
-    """Whether the runners share this process, so that several of them cannot be one object."""
+    """Whether the runners share this process, so that each needs its own runner object."""
 
     @abstractmethod
     def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:

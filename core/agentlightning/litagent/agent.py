@@ -27,7 +27,7 @@ running_in: ContextVar[Any] = ContextVar("agentlightning_runner")
 
 
 class _OfRunner:
-    """An attribute that is read from the runner of the current rollout; an agent may set its own over it."""
+    """An attribute that is read from the runner of the current rollout; an agent may override it."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self._read = read
@@ -45,19 +45,19 @@ class _OfRunner:
 class LitAgent(Generic[T]):
     """An agent as a class. Override ``rollout`` or ``rollout_async``; the other methods call these two by default.
 
-    ``training_rollout`` runs for mode ``train``, ``validation_rollout`` for every other. An agent with any async method
-    runs in the event loop, its synchronous ones too. One instance serves many rollouts concurrently, so keep the state
-    of a rollout in local variables.
+    ``training_rollout`` runs for mode ``train``, ``validation_rollout`` for every other mode. An agent with any async
+    method runs in the event loop, including its synchronous methods. One instance serves many rollouts concurrently,
+    so keep the state of a rollout in local variables.
     """
 
     returns_output: ClassVar[bool] = False
-    """Whether rollouts return arbitrary output. A reward function rates it; without one it is dropped."""
+    """Whether rollouts return arbitrary output, which a reward function rates; without one, it is dropped."""
     runner: Any = _OfRunner(lambda runner: runner)
     """The runner of the current rollout."""
     tracer: Any = _OfRunner(lambda runner: runner.tracer)
     """The tracer of the current rollout: ``self.tracer.get_langchain_handler()``."""
     trainer: Any = _OfRunner(lambda runner: runner.trainer)
-    """The ``Trainer`` of the run, None without one. In a runner process it has its settings only."""
+    """The ``Trainer`` of the run, or None. In a runner process it only has the settings."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -78,35 +78,35 @@ class LitAgent(Generic[T]):
         raise _missing_rollout(self)
 
     async def rollout_async(self, task: T, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
-        """As ``rollout``, for async agents."""
+        """Like ``rollout``, for async agents."""
         return self.rollout(task, resources, rollout)
 
     def training_rollout(self, task: T, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
-        """As ``rollout``, for training tasks."""
+        """Like ``rollout``, for training tasks."""
         return self.rollout(task, resources, rollout)
 
     def validation_rollout(self, task: T, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
-        """As ``rollout``, for validation and test tasks."""
+        """Like ``rollout``, for validation and test tasks."""
         return self.rollout(task, resources, rollout)
 
     async def training_rollout_async(self, task: T, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
-        """As ``training_rollout``, for async agents."""
+        """Like ``training_rollout``, for async agents."""
         if _is_overridden(self, "training_rollout"):
             return self.training_rollout(task, resources, rollout)
         return await self.rollout_async(task, resources, rollout)
 
     async def validation_rollout_async(self, task: T, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
-        """As ``validation_rollout``, for async agents."""
+        """Like ``validation_rollout``, for async agents."""
         if _is_overridden(self, "validation_rollout"):
             return self.validation_rollout(task, resources, rollout)
         return await self.rollout_async(task, resources, rollout)
 
     def is_async(self) -> bool:
-        """Whether the runner awaits this agent; a synchronous one gets a thread per rollout."""
+        """Whether the runner awaits this agent; a synchronous agent gets a thread per rollout."""
         return any(_is_overridden(self, name) for name in _METHODS if name.endswith("_async"))
 
     def initial_prompts(self) -> Mapping[str, PromptTemplate]:
-        """The initial values of prompts that the agent brings itself, by the name of their resource."""
+        """Returns the initial values of the agent's own prompts by resource name."""
         return {}
 
 
@@ -130,7 +130,7 @@ def _check_method(cls: type, name: str) -> None:
         return
     where = f"{cls.__name__}.{name}"
     if inspect.iscoroutinefunction(method) and not name.endswith("_async"):
-        raise ConfigError(f"{where} is async; call it {name}_async")
+        raise ConfigError(f"{where} is async; rename it to {name}_async")
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
         raise ConfigError(f"{where} is a generator; return None, a number or a list of spans instead")
     try:
@@ -146,7 +146,7 @@ def check_result(result: Any) -> RolloutRawResult:
         return result
     if isinstance(result, bool) or (hasattr(result, "item") and getattr(result, "shape", None) == ()):  # numpy, torch
         return float(result)
-    sdk = sys.modules.get("opentelemetry.sdk.trace")  # a span of it exists only where it is imported
+    sdk = sys.modules.get("opentelemetry.sdk.trace")  # its spans exist only where it is imported
     span_types = (Span,) if sdk is None else (Span, sdk.ReadableSpan)
     if isinstance(result, (list, tuple)) and all(isinstance(span, span_types) for span in result):
         return list(result)
@@ -157,7 +157,7 @@ def check_result(result: Any) -> RolloutRawResult:
 
 
 def to_spans(returned: Sequence[Any], rollout: AttemptedRollout) -> list[Span]:
-    """Makes spans of the rollout's attempt of those that its agent returned, ours or OpenTelemetry's."""
+    """Converts the spans that an agent returned, ours or OpenTelemetry's, to spans of the rollout's attempt."""
     rollout_id, attempt_id = rollout.rollout_id, rollout.attempt.attempt_id
     return [
         span.model_copy(update={"rollout_id": rollout_id, "attempt_id": attempt_id})

@@ -22,7 +22,7 @@ class _Injected:
 
     name: str
     resource_types: tuple[type[Resource], ...]
-    """Implied by its annotation or name; may be empty."""
+    """Types that its annotation or name implies; may be empty."""
     required: bool
 
 
@@ -32,7 +32,7 @@ class FunctionalLitAgent(LitAgent[Any]):
     def __init__(self, function: Callable[..., Any], *, strip_proxy: bool = True) -> None:
         """Reads the function's signature; raises ConfigError if a parameter cannot be filled.
 
-        ``strip_proxy`` gives the function endpoints of its own attempt, so that its calls are attributed.
+        With ``strip_proxy`` the function gets endpoints of its attempt, which attribute its calls to the attempt.
         """
         functools.update_wrapper(self, function)
         self._function = function
@@ -89,7 +89,7 @@ def _choose(parameter: _Injected, resources: Mapping[str, Resource], agent: Func
         return resources[matching[0]]
     if len(matching) > 1:
         raise ConfigError(
-            f"{agent!r} asks for {parameter.name!r} and {len(matching)} resources could be meant: "
+            f"{agent!r} asks for {parameter.name!r} and {len(matching)} resources match: "
             f"{', '.join(sorted(matching))}. Name the parameter after one of them"
         )
     if not parameter.required:
@@ -134,7 +134,7 @@ def _check_fillable(function: str, name: str, hint: Any) -> None:
     if not inspect.isclass(hint) or hint is object:
         return
     if issubclass(hint, Rollout):
-        raise ConfigError(f"agent function {function}: call the parameter {name!r} 'rollout' to be given the rollout")
+        raise ConfigError(f"agent function {function}: rename {name!r} to 'rollout' to receive the rollout")
     raise ConfigError(
         f"agent function {function}: nothing can fill the parameter {name!r} of type {hint.__name__}. Parameters after "
         "the task are resources, such as llm: LLM, or 'rollout' or 'resources'; give others a default"
@@ -142,7 +142,7 @@ def _check_fillable(function: str, name: str, hint: Any) -> None:
 
 
 def _called(function: Callable[..., Any]) -> Any:
-    """Returns the function that runs: of a partial, or the method of an object that can be called."""
+    """Returns the function that runs: the one inside a partial, or the ``__call__`` of an object."""
     while isinstance(function, functools.partial):
         function = function.func
     return function if inspect.isroutine(function) else type(function).__call__
@@ -186,10 +186,10 @@ def _typed(function: Any) -> _Decorator:
 
 @_typed
 def rollout(function: Callable[..., Any] | None = None, *, strip_proxy: bool = True) -> Any:
-    """Makes an agent of a function, sync or async, which stays callable; raises ConfigError if it cannot be filled.
+    """Makes an agent of a sync or async function, which stays callable; raises ConfigError for an unfillable parameter.
 
-    The first parameter is the task. ``rollout`` gets the rollout, ``resources`` all resources; any other parameter gets
-    the resource of its name, else the only resource of the type that its annotation or name (``llm``,
+    The first parameter is the task. ``rollout`` gets the rollout and ``resources`` all resources. Any other parameter
+    gets the resource with its name, else the only resource of the type that its annotation or name (``llm``,
     ``prompt_template``) implies.
     """
     return _decorate(function, strip_proxy)

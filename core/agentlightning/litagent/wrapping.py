@@ -17,7 +17,7 @@ from agentlightning.resources import NamedResources, PromptTemplate
 from agentlightning.types import Rollout, RolloutRawResult
 
 Prompts: TypeAlias = Mapping[str, str | PromptTemplate | None] | Iterable[str]
-"""The texts of an object to tune, by path; see ``wrap`` for the meaning of the values."""
+"""Texts of an object that are tuned, by path; see ``wrap`` for the meaning of the values."""
 
 
 class RewardedAgent(LitAgent[Any]):
@@ -106,7 +106,7 @@ def wrap(
     task_to_input: Callable[[Any], Any] | None = None,
     prompts: Prompts | None = None,
 ) -> LitAgent[Any]:
-    """Makes a ``LitAgent``.
+    """Returns ``agent`` as a ``LitAgent``.
 
     Args:
         agent: a LitAgent, a decorated or plain function, a callable object, or an object of a framework that a plugin
@@ -114,15 +114,15 @@ def wrap(
         reward: rates an output: a function, or the name of a component of the kind ``reward``, alone or with settings,
             such as ``{"name": "judge", "rubric": "..."}``. Without it a function returns or emits its reward itself,
             and the output of a framework's object is dropped.
-        task_to_input: converts a task to the agent's input; default is the task.
-        prompts: the texts of a framework's object to tune, by path, such as ``writer.instructions``; an error for an
-            unknown path lists the known ones. A value is the initial text, or (one word) the name of the resource that
-            holds it, or None for the object's own text, as in a plain list of paths. Unless named otherwise the
-            resource has the path as its name. In each rollout the object uses the texts of its resources, whose
+        task_to_input: converts a task to the agent's input; by default the task is the input.
+        prompts: texts of a framework's object to tune, by path, such as ``writer.instructions``; an error for an
+            unknown path lists the known paths. A value is the initial text, or (one word) the name of the resource that
+            holds the text, or None for the object's own text, as in a plain list of paths. Without another name the
+            resource has the path as its name. In each rollout the object uses the texts of these resources, whose
             placeholders are filled from the fields of the task.
 
     Raises:
-        ConfigError: the object is not an agent, or does not have those prompts.
+        ConfigError: the object is not an agent, or lacks one of the prompts.
     """
     if isinstance(agent, RewardedAgent) and prompts is None:
         return RewardedAgent(agent, reward, task_to_input) if reward or task_to_input else agent
@@ -148,7 +148,7 @@ def _to_agent(agent: Any, options: WrapOptions) -> LitAgent[Any]:
     if options.prompts:
         raise ConfigError(
             f"prompts= names texts of a framework's object, and {agent!r} is not one; give the function a parameter "
-            "prompt_template, or read them from resources"
+            "prompt_template, or read the prompts from resources"
         )
     if isinstance(agent, LitAgent):
         check_agent(agent)

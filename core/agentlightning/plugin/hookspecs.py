@@ -1,7 +1,7 @@
 """All hooks that a plugin can implement. ``docs/plugins.md`` shows each in use.
 
 A plugin is a module named by an entry point of the group ``agentlightning``; its hook implementations carry
-``@hookimpl``, take the parameters by the names given here (or fewer) and are synchronous.
+``@hookimpl``, take the parameters that are named here (or fewer of them) and are synchronous.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Component:
     """A class that a plugin offers under a name. Users select it by kind and name; ``agl plugins`` lists it.
 
     Describing a component is cheap: ``target`` is imported, and the packages of ``extra`` are looked up, on first use.
-    Several plugins may offer one target under the same kind and name; offering different targets raises on use.
+    Several plugins may offer one target under the same kind and name; different targets raise an error on use.
 
         Component("tracker", "slack", "my_company.slack:SlackTracker", extra="slack", summary="posts to a channel")
     """
 
     kind: ComponentKind
-    """The axis that it extends; ``docs/plugins.md`` says which class each kind expects."""
+    """Kind of the component; ``docs/plugins.md`` says which class each kind expects."""
     name: str
-    """Unique within the kind. Users write it in code and configuration: ``Trainer(trackers=["slack"])``."""
+    """Name, unique within the kind, for code and configuration: ``Trainer(trackers=["slack"])``."""
     target: str
     """``"module:attribute"`` of the class, whose constructor takes the component's settings as keyword arguments."""
     extra: str | None = None
@@ -56,12 +56,12 @@ class WrapOptions:
     """The options of ``agl.wrap`` that only the integration of the framework can apply."""
 
     prompts: Mapping[str, Any] = field(default_factory=dict)
-    """The texts of the object to tune, by path. A value is a str, a PromptTemplate or None; see ``agl.wrap``."""
+    """Texts of the object that are tuned, by path. A value is a str, a PromptTemplate or None; see ``agl.wrap``."""
 
 
 @hookspec
 def components() -> Iterable[Component]:  # type: ignore[empty-body] # a specification has no body
-    """Called once, when the plugin is loaded. Returns what it offers; must not import the targets."""
+    """Called once, when the plugin is loaded. Returns the components it offers; must not import their targets."""
 
 
 @hookspec
@@ -69,7 +69,7 @@ def instrument(tracer_provider: Any) -> Callable[[], None] | None:
     """Called in each process that traces agents, once for each OpenTelemetry provider, before the first rollout.
 
     Turns on a library's spans for ``tracer_provider`` and returns a function that undoes exactly this, or None when the
-    library is not installed. Must not import the library if it is not.
+    library is not installed. Must not import the library.
     """
 
 
@@ -78,8 +78,8 @@ def wrap_agent(agent: Any, options: WrapOptions) -> Any:
     """Called when ``agl.wrap`` or ``Trainer.fit`` gets an object that is neither a function nor a ``LitAgent``.
 
     Returns a ``LitAgent`` that runs the object, usually a ``FrameworkAgent``, or None when the object does not belong
-    to this plugin's framework; the first ``LitAgent`` wins. Must not import the framework: an object of it exists only
-    where its module is imported.
+    to this plugin's framework; the first ``LitAgent`` wins. Must not import the framework: its objects exist only where
+    its module has been imported.
     """
 
 
@@ -87,7 +87,7 @@ def wrap_agent(agent: Any, options: WrapOptions) -> Any:
 def observe(event: Event) -> None:
     """Called in the trainer's process with every event of a run, in order, once the event is durable.
 
-    Runs in a thread beside training. If it raises, the error is logged and this plugin is not called again for the run.
+    Runs in a separate thread. If it raises, the error is logged and this plugin is not called again for the run.
     """
 
 

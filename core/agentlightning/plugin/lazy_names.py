@@ -1,4 +1,4 @@
-"""Lazy public names: importing a package imports none of them until it is used."""
+"""Lazy public names: importing a package does not import a name before its first use."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Plugin:
 
     name: str
     origin: str
-    """The distribution that installed it, with version, such as ``lightning 0.1.0``."""
+    """Name and version of the distribution that installed the plugin, such as ``lightning 0.1.0``."""
     target: str
     state: Literal["loaded", "broken"] = "loaded"
     error: str = ""
@@ -61,7 +61,7 @@ class PluginManager:
         self._pluggy.add_hookspecs(hookspecs)
         self._offers: dict[tuple[str, str], list[tuple[Plugin, Component]]] = {}
         self._complete: set[tuple[str, str]] = set()
-        """The components whose extras were found installed; reading distributions takes milliseconds."""
+        """Components whose extras are installed, cached because reading distributions takes milliseconds."""
         if entry_points is None:
             entry_points = importlib.metadata.entry_points(group=GROUP)
         for entry_point in sorted(entry_points, key=lambda point: point.name):
@@ -112,7 +112,7 @@ class PluginManager:
         """Imports a component by its name, or a class by its path: ``module:Class`` or ``package.module.Class``.
 
         Raises:
-            PluginError: no plugin offers it, several offer different ones, or its plugin is broken.
+            PluginError: no plugin offers it, several plugins offer different targets, or its plugin is broken.
             PluginImportError: its extra is not installed, or it cannot be imported.
         """
         if kind not in COMPONENT_KINDS:
@@ -130,7 +130,7 @@ class PluginManager:
         return _import_target(component.target, f"the {kind} {name!r} of plugin {plugin.name} ({plugin.origin})")
 
     def get_target(self, target: str) -> Any:
-        """Imports ``"module:attribute"``; raises PluginImportError, which names a missing extra if it is the cause."""
+        """Imports ``"module:attribute"``; raises PluginImportError, which names the missing extra, if any."""
         try:
             return _import_target(target, f"the name {target.rpartition(':')[2]!r}")
         except PluginImportError:
@@ -155,14 +155,14 @@ class PluginManager:
     def create(self, kind: ComponentKind, spec: str | type | Mapping[str, Any]) -> Any:
         """Makes a component from its name, the path of its class, the class, or ``{"name": any of these, **settings}``.
 
-        A function that returns the component may take the place of the class. Release 0.3 wrote ``type`` for ``name``.
-        Raises PluginError as ``get``, and ConfigError for an unknown setting or one of the wrong type.
+        A function that returns the component may take the place of the class. ``type``, the key of release 0.3, may
+        replace ``name``. Raises PluginError like ``get``, and ConfigError for an unknown setting or a wrong type.
         """
         cls, settings = self.check(kind, spec)
         return cls(**settings)
 
     def check(self, kind: ComponentKind, spec: str | type | Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Returns the class and the checked settings of a component that is created later; raises as ``create``."""
+        """Returns the class and the checked settings of a component that is created later; raises like ``create``."""
         settings = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
         name = settings.pop("name" if "name" in settings else "type", None)
         if isinstance(name, type):

@@ -22,7 +22,7 @@ def require_least(least: float, **settings: float | None) -> None:
 def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """Checks settings from a configuration against ``target``'s constructor, converting simple types.
 
-    An unknown key, a missing one or a value of the wrong type raises ConfigError, which calls the target ``owner``.
+    Raises ConfigError for an unknown or missing setting or a wrong type; the message calls the target ``owner``.
     """
     parameters = {
         name: parameter
@@ -50,7 +50,7 @@ def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) ->
 
 def setting_types(target: Callable[..., Any]) -> dict[str, Any]:
     """Returns the types of a component's settings by name."""
-    # The annotations of a dataclass belong to the modules of its bases; those of its constructor do not say to which.
+    # The annotations of a dataclass belong to the modules of its bases, which its constructor does not name.
     annotated = target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target
     try:
         return get_type_hints(annotated)

@@ -24,7 +24,7 @@ async def call_agent(
 ) -> Any:
     """Returns the agent's result. Threads that do not stop when the call is cancelled are added to ``abandoned``.
 
-    An error of the agent that is not an ``Exception``, or a cancellation without being cancelled, raises EscapedError.
+    Raises EscapedError if the agent raises an error that is no ``Exception``, or CancelledError by itself.
     """
     training = rollout.mode == "train"
     own = asyncio.current_task()
@@ -35,7 +35,7 @@ async def call_agent(
                 return await method(task, resources, rollout)
             except Exception:
                 raise
-            except BaseException as error:  # isolation point: it would end the event loop, or not be recorded
+            except BaseException as error:  # isolation point: the error would end the event loop, or not be recorded
                 if _must_pass(error, own):
                     raise
                 raise EscapedError(error) from error

@@ -1,6 +1,6 @@
 """Tokens for one attempt, which an agent gets instead of the store's token.
 
-The gateway accepts them as API keys, the store server for the attempt's own spans. They are signed with a secret
+The gateway accepts them as API keys, and the store server for the attempt's own spans. They are signed with a secret
 derived from the store's token, so they are not stored and every process with the store's token can check them.
 """
 
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 PREFIX: Final = "agl-"
 DEFAULT_LIFETIME_S: Final = 24 * 3600.0
-"""For attempts without a timeout. The gateway also refuses ended attempts, and the store marks their spans as late."""
+"""Lifetime for attempts without a timeout. The gateway refuses ended attempts; the store marks their spans as late."""
 _SLACK_S: Final = 3600.0  # added to an attempt's timeout, for clock differences and attempts that start late
 _PROCESS_SECRET: Final = secrets.token_bytes(32)
 
@@ -25,7 +25,7 @@ class AttemptToken(NamedTuple):
     rollout_id: str
     attempt_id: str
     expires_at: float
-    """Unix time."""
+    """Unix time at which the token expires."""
 
 
 def derive_secret(store_token: str | None) -> bytes:
@@ -58,7 +58,7 @@ def read(secret: bytes, token: str, now: float) -> AttemptToken:
 
 
 def decode(token: str, now: float) -> AttemptToken:
-    """Returns the content of a token, not checking its signature; ValueError if it is malformed or has expired."""
+    """Returns the content of a token without checking its signature; ValueError if it is malformed or expired."""
     payload = token.removeprefix(PREFIX).partition(".")[0]
     try:
         content = AttemptToken(*json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4))))

@@ -23,12 +23,12 @@ _LOCK_NAME: Final = ".lock"
 
 @contextlib.contextmanager
 def open_directory(path: Path, *, resume: bool = False, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Creates the directory of a new run, or opens that of a run to resume, for this process only; yields its record.
+    """Creates a new run's directory, or opens the directory of a run to resume, for this process; yields its record.
 
     The record, ``run.json``, holds ``key`` (from which the ids of its rollouts are made), ``created_at`` and
     ``resumed_at`` (Unix times), ``seed``, ``versions``, and ``arguments`` and ``working_directory`` of the command that
-    started it. Raises ConfigError if it cannot be created, holds another run or none to resume, or another process uses
-    it.
+    started it. Raises ConfigError if the directory cannot be created, holds another run or no run to resume, or is
+    used by another process.
     """
     file = path / RECORD_NAME
     if resume and not file.is_file():
@@ -60,7 +60,7 @@ def open_directory(path: Path, *, resume: bool = False, seed: int = 0) -> Iterat
 
 
 def make_directory(path: Path) -> bool:
-    """Creates a run's directory, readable by its user only; returns whether it is new; ConfigError if it cannot."""
+    """Creates a run's directory, readable by its user only, and returns whether it is new; ConfigError on failure."""
     try:
         path.mkdir(mode=0o700, parents=True)
     except OSError as error:
@@ -115,7 +115,7 @@ def _find_versions() -> dict[str, str]:
 
 
 def _write(file: Path, record: Mapping[str, Any]) -> None:
-    """Replaces the file atomically, so that a kill leaves the old or the new one."""
+    """Replaces the file atomically, so that a killed process leaves the old or the new file."""
     draft = file.with_suffix(".draft")
     with draft.open("w", encoding="utf-8") as stream:
         json.dump(record, stream, indent=2)

@@ -1,4 +1,4 @@
-"""Heartbeats of a runner, from a thread of their own, and reports of agents that block the runner's event loop."""
+"""Sends a runner's heartbeats from a separate thread, and reports agents that block the runner's event loop."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _CHECK_S: Final = 1.0
 
 
 class Heartbeats:
-    """Calls ``beat`` at an interval, in the event loop of a thread.
+    """Calls ``beat`` at an interval, in the event loop of a separate thread.
 
-    An agent that blocks the loop of its runner then does not cost the runner's other rollouts their leases.
+    So the other rollouts of a runner do not lose their leases while an agent blocks the runner's event loop.
     """
 
     def __init__(self, beat: Callable[[], Awaitable[None]], interval_s: float, worker_id: str) -> None:
-        """Starts; must be called in the runner's event loop."""
+        """Starts the thread; must be called in the runner's event loop."""
         self._beat = beat
         self._interval_s = interval_s
         self._worker_id = worker_id
@@ -33,7 +33,7 @@ class Heartbeats:
         """The runner's loop."""
         self._loop_thread = threading.get_ident()
         self._pinged_at: float | None = None
-        """When the unanswered ping was sent to the loop; None if there is none."""
+        """When the unanswered ping was sent to the loop; None if no ping is unanswered."""
         self._reported_s = 0.0
         self._is_stopped = False
         self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None

@@ -11,7 +11,7 @@ STOP_CHECK_S: Final = 0.1  # polling interval for stop events, which may belong 
 
 
 class StopEvent(Protocol):
-    """``threading.Event``, ``asyncio.Event``, a multiprocessing one or anything alike."""
+    """A ``threading.Event``, an ``asyncio.Event``, an event of ``multiprocessing`` or anything similar."""
 
     def is_set(self) -> bool: ...
 
@@ -23,7 +23,7 @@ async def until_set(work: Awaitable[T], event: StopEvent | None) -> T | None:
     limit, loop = asyncio.timeout(None), asyncio.get_running_loop()
 
     async def watch() -> None:
-        while not event.is_set():  # noqa: ASYNC110 # the event may be of another thread or process
+        while not event.is_set():  # noqa: ASYNC110 # the event may belong to another thread or process
             await asyncio.sleep(STOP_CHECK_S)
         limit.reschedule(loop.time())  # cancels the work once
 
@@ -32,7 +32,7 @@ async def until_set(work: Awaitable[T], event: StopEvent | None) -> T | None:
         async with limit:
             return await work
     except TimeoutError:
-        if not limit.expired():  # of the work itself
+        if not limit.expired():  # raised by the work itself
             raise
         return None
     finally:

@@ -1,4 +1,4 @@
-"""Runs code beside an event loop, in daemon threads that can be stopped."""
+"""Runs code outside of an event loop, in daemon threads that can be stopped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _breaks_loop(error: BaseException) -> bool:
 
 
 def _is_unusual(error: BaseException) -> bool:
-    """Whether an error of an agent could be taken for the end of the runner's own task."""
+    """Whether an error of an agent could be mistaken for the end of the runner's own task."""
     return isinstance(error, StopIteration) or not isinstance(error, (Exception, ThreadStopped))
 
 
@@ -50,7 +50,7 @@ class ThreadGroup:
     """
 
     def __init__(self, name: str = "agent-call", escapes: Callable[[BaseException], bool] = _breaks_loop) -> None:
-        """Makes a group without threads; an error that ``escapes`` is raised in the caller as EscapedError."""
+        """Makes a group without threads; an error for which ``escapes`` is true reaches the caller as EscapedError."""
         self._name = name
         self._escapes = escapes
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class _GroupExecutor(concurrent.futures.ThreadPoolExecutor):
 
 @contextlib.contextmanager
 def thread_group(on_abandoned: Callable[[list[threading.Thread]], None]) -> Iterator[None]:
-    """Gives the block and its tasks a thread group; if the block raises, stops it and passes on its busy threads."""
+    """Gives the block and its tasks a thread group; if the block raises, stops the group and reports busy threads."""
     group = ThreadGroup()
     token = _group.set(group)
     try:
@@ -149,7 +149,7 @@ async def run_in_thread(
 ) -> T:
     """Runs a function in a new daemon thread, with the caller's context variables.
 
-    A thread instead of a pool: one that never returns blocks neither a slot nor the exit of the process. When the
+    It uses no pool, so that a function that never returns blocks neither a slot nor the exit of the process. When the
     caller is cancelled, ThreadStopped is raised in the thread at its next bytecode, and ``on_abandoned`` gets the
     thread.
     """
@@ -169,7 +169,7 @@ _interruption: contextvars.ContextVar[list[Callable[[], object]] | None] = conte
 
 
 def stop_on_interrupt(stop: Callable[[], object]) -> None:
-    """Sets what a Ctrl-C calls in the running event loop, if ``run_beside_loop`` runs it in a thread.
+    """Sets the function that a Ctrl-C calls in the running event loop, if ``run_beside_loop`` runs it in a thread.
 
     Otherwise it does nothing, because the loop gets the signal itself. A second Ctrl-C is raised in the thread.
     """

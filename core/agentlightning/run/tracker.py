@@ -27,12 +27,12 @@ Sample: TypeAlias = tuple[Rollout, Sequence[Span]]
 
 
 class Tracker(Protocol):
-    """Follows one run in the trainer's process, in a thread of its own.
+    """Follows one run in the trainer's process, in a separate thread.
 
     A tracker that raises is closed and dropped; training continues.
 
     It may also have a method ``on_samples(step, samples)``, which is called after the event of a step with up to 8
-    rollouts (``Sample``) that have finished since the step before.
+    rollouts (``Sample``) that have finished since the previous step.
     """
 
     def start(self, run: Run, directory: Path | None) -> None:

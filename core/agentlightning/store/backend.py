@@ -1,4 +1,4 @@
-"""``Backend``: the primitives that a database implements; it knows nothing of lifecycles.
+"""``Backend``: the primitives that a database implements, without any rules of the lifecycle.
 
 ``engine.BackendStore`` implements ``LightningStore`` on a ``Backend``. Records are the frozen models of ``types``: a
 backend may keep the objects themselves (memory) or their JSON (SQL).
@@ -37,13 +37,13 @@ _KEY_READERS = {kind: attrgetter(*fields) for kind, fields in KEYS.items()}
 
 
 def key_of(record: Record) -> Key:
-    """The key of a record: the values of its identifying fields, in order."""
+    """Returns the key of a record: the values of its identifying fields, in order."""
     key = _KEY_READERS[type(record)](record)
     return key if type(key) is tuple else (key,)
 
 
 class Row(NamedTuple, Generic[R]):
-    """A stored record with the revision that a guard compares: 1 when inserted, one more at each ``Put``."""
+    """A stored record with the revision that guards compare: 1 when inserted, increased by each ``Put``."""
 
     record: R
     revision: int
@@ -66,7 +66,7 @@ Write: TypeAlias = Put | Delete
 
 
 class Guard(NamedTuple):
-    """Holds while the record with this key is at this revision; revision 0 means that there is none."""
+    """Holds if the record with this key is at this revision; revision 0 means that there is no such record."""
 
     kind: type[Record]
     key: Key
@@ -89,9 +89,9 @@ class Condition(NamedTuple):
 class Query(Generic[R]):
     """Selects and orders records of one kind.
 
-    All of ``where`` must hold, and at least one of ``any_of`` if it is not empty. Without ``sort_by`` the order is
-    that of insertion, which replacing a record does not change. None sorts first. ``descending`` reverses either order,
-    except that ties of a sort keep the order of insertion. ``after`` cannot be combined with either.
+    All of ``where`` must hold, and at least one of ``any_of`` if it is not empty. Without ``sort_by`` records are in
+    insertion order, which replacing a record does not change. None sorts first. ``descending`` reverses either order,
+    except that ties of a sort keep insertion order. ``after`` excludes ``sort_by`` and ``descending``.
     """
 
     kind: type[R]
@@ -102,9 +102,9 @@ class Query(Generic[R]):
     limit: int = -1
     offset: int = 0
     after: int | None = None
-    """Only rows inserted after this position (``Page.position``), to read the next page at constant cost."""
+    """Selects only rows inserted after this position (``Page.position``), for the next page at constant cost."""
     count: bool = False
-    """Whether ``Page.total`` is wanted; counting may cost a scan."""
+    """Whether to set ``Page.total``; counting may cost a scan."""
 
 
 class Page(NamedTuple, Generic[R]):
@@ -112,20 +112,20 @@ class Page(NamedTuple, Generic[R]):
 
     rows: Sequence[Row[R]]
     total: int | None
-    """How many match without limit and offset, when the query asked."""
+    """Number of matches without limit and offset, if the query has ``count``."""
     position: int | None
-    """Insertion position of the last row, for ``Query.after``; None when empty or sorted by a field."""
+    """Insertion position of the last row, for ``Query.after``; None if the page is empty or sorted by a field."""
 
 
 Claim: TypeAlias = Callable[[Sequence[tuple[Row[Rollout], int]]], tuple[Sequence[Write], Sequence[Event]]]
 """Maps the locked rollouts, each with the number of its attempts so far, to the writes and events of a claim.
 
-It may be called again when a transaction is repeated; only the last result is written, and nothing if ``claim``
-returns nothing."""
+It may be called again when a transaction is repeated; only the last result is written, and nothing is written if
+``claim`` returns no rollouts."""
 
 
 class Backend(Protocol):
-    """A database. Every method is atomic and returns after its effect is durable, as far as the database is durable.
+    """A database. Every method is atomic and returns after its effect is durable, if the database is durable.
 
     Methods may be called from several threads and event loops at once. A backend holds one open database, which may
     contain many runs.
@@ -135,17 +135,17 @@ class Backend(Protocol):
     """Whether acknowledged writes survive the process."""
 
     def now(self) -> float:
-        """Unix time by a clock that all processes with this database open share; leases and deadlines use it."""
+        """Returns the Unix time of a clock shared by all processes that use this database, for leases and deadlines."""
 
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
-        """Applies all writes in one transaction, then hands ``events`` to every watcher; False if a guard fails."""
+        """Applies all writes in one transaction, then hands ``events`` to all watchers; False if a guard fails."""
 
     async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
-        """Locks up to ``limit`` queuing or requeuing rollouts of a run, oldest entry into the queue first.
+        """Locks up to ``limit`` queuing or requeuing rollouts of a run, in the order in which they entered the queue.
 
-        Whatever ``decide`` says about them is written in the same transaction. No rollout is handed to two callers. A
-        rollout enters the queue when a ``Put`` makes its status queuing or requeuing from anything else. Returns the
-        locked rollouts as they were before; when there is none, ``decide`` is not called.
+        The result of ``decide`` is written in the same transaction. No rollout is handed to two callers. A rollout
+        enters the queue when a ``Put`` changes its status from any other to queuing or requeuing. Returns the locked
+        rollouts as they were before; if there are none, ``decide`` is not called.
         """
 
     async def select(self, query: Query[R]) -> Page[R]:
@@ -154,19 +154,19 @@ class Backend(Protocol):
     async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
         """Appends spans to attempts, all or none; NotFoundError if an attempt is not stored.
 
-        A span whose key is stored already (or stands earlier in ``spans``) is left out: None instead of the stored
-        span. ``sequence_id`` 0 is replaced by the attempt's next number; greater numbers move its counter forward. Live
-        attempts (preparing, running) get ``last_heartbeat_time = now`` without a new revision.
+        A span whose key is already stored, or occurs earlier in ``spans``, is skipped and returned as None.
+        ``sequence_id`` 0 is replaced with the attempt's next number; greater numbers advance the attempt's counter.
+        Live attempts (preparing, running) get ``last_heartbeat_time = now`` without a new revision.
         """
 
     async def next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
-        """Takes the next, greater span number of each (rollout_id, attempt_id); NotFoundError if one is not stored."""
+        """Reserves the next span number of each (rollout_id, attempt_id); NotFoundError if an attempt is not stored."""
 
     async def count(self) -> dict[str, int]:
-        """The numbers of stored rollouts, attempts, spans, resources and workers, by these names, at constant cost."""
+        """Returns the numbers of stored rollouts, attempts, spans, resources and workers by name, at constant cost."""
 
     def watch(self, listener: Listener) -> Callable[[], None]:
-        """Calls ``listener``, which must not block, with the events of each commit, in order; returns what stops it."""
+        """Calls ``listener``, which must not block, with each commit's events in order; returns a stop function."""
 
     async def close(self) -> None:
-        """Releases what the backend holds; calling it twice is harmless."""
+        """Releases the backend's resources; calling it twice is harmless."""

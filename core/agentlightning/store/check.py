@@ -26,10 +26,10 @@ def check_run_id(run_id: Any) -> str:
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:
-    """Returns ``value``; raises ConfigError unless it is an integer of 64 bits and at least ``minimum``."""
-    if not isinstance(value, int) or not minimum <= value <= MAX_INT:
+    """Returns ``value``; raises ConfigError unless it is a 64-bit integer of at least ``minimum``."""
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= MAX_INT:
         least = "-1 (all), 0" if minimum == -1 else minimum
-        raise ConfigError(f"{name}={value!r:.50}; it can be an integer of 64 bits: {least} or more")
+        raise ConfigError(f"{name}={value!r:.50}; it can be a 64-bit integer: {least} or more")
     return value
 
 
@@ -44,7 +44,7 @@ def check_choice(name: str, value: C, choices: Sequence[C]) -> C:
 
 
 def check_fields(kind: type[Record], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts new values of some fields of a record to the fields' types; raises ConfigError for a wrong one."""
+    """Converts new values of some fields of a record to the fields' types; raises ConfigError for a wrong value."""
     checked = {}
     for name, value in values.items():
         try:
@@ -61,7 +61,7 @@ def _field(kind: type[Record], name: str) -> TypeAdapter[Any]:
 
 
 def check_span(span: Span) -> None:
-    """Raises ConfigError for wrong values that stores compare or index: hot paths make spans without validation."""
+    """Raises ConfigError for wrong values of fields that stores compare or index: hot paths do not validate spans."""
     number = span.sequence_id
     if type(number) is not int or not 0 <= number <= MAX_SEQUENCE_ID:
         raise ConfigError(f"sequence_id={number!r:.50} of span {span.span_id!r:.50}; it can be 0 to {MAX_SEQUENCE_ID}")

@@ -23,17 +23,17 @@ def create_store(
 
     Args:
         url: such as ``memory://``, ``sqlite:///runs/store.db``, ``postgresql://...`` or ``http://host:4747``
-            (of several servers of one store: ``http://a:4747,http://b:4747``). A directory such as ``runs/demo-1``
+            (``http://a:4747,http://b:4747`` for several servers of one store). A directory such as ``runs/demo-1``
             stands for the ``store.db`` in it.
         run: the run whose queue and latest resources the store sees; None is the run ``default``.
         token: for served stores only.
         retention: a ``Retention``; None keeps all rollouts. Not for served stores: their server decides.
 
     Raises:
-        ConfigError: neither a URL nor a directory with a ``store.db``, or a URL that the store does not understand.
+        ConfigError: ``url`` is neither a URL nor a directory with a ``store.db``, or the store cannot read the URL.
         PluginError: no installed plugin offers a store of this scheme.
     """
-    if "://" not in url and (file := Path(url, "store.db")).is_file():
+    if url and "://" not in url and (file := Path(url, "store.db")).is_file():
         url = f"sqlite:///{file}"
     scheme, separator, _ = url.partition("://")
     if not separator or not scheme:

@@ -29,8 +29,8 @@ def make_query(
 ) -> Query[R]:
     """Makes a query from arguments of a query method; raises ConfigError, or TypeError for an unknown filter.
 
-    ``scope`` and the times always hold. ``filter_logic`` joins the ``filters``: a field, or ``<field>_in`` or
-    ``<field>_contains``, with its value; None leaves a filter out.
+    ``scope`` and the times must always match. ``filter_logic`` combines the ``filters``, which are called ``<field>``,
+    ``<field>_in`` or ``<field>_contains``; filters of None are ignored.
     """
     always = list(scope)
     if start_after is not None:
@@ -83,8 +83,8 @@ def _read_filter(kind: type[Record], name: str, value: Any) -> Condition | None:
 async def find(backend: Backend, query: Query[R], cursor: str | None = None) -> PaginatedResult[R]:
     """Runs a query that was made with ``cursor``.
 
-    The total that the first page counted travels in the cursor. So each further page costs the same, and reading ends
-    where the first page saw the end even if other writers keep adding.
+    The cursor contains the total that the first page counted. So each further page costs the same, and reading ends
+    after this total even if other writers keep adding records.
     """
     page = await backend.select(query)
     if cursor is not None:

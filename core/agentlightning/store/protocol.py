@@ -41,11 +41,11 @@ class StoreCapabilities(TypedDict):
     """Optional capabilities of a store."""
 
     thread_safe: bool
-    """May be called from several threads and event loops."""
+    """Whether several threads and event loops may call the store."""
     durable: bool
-    """Acknowledged writes survive the end of the process."""
+    """Whether acknowledged writes survive the end of the process."""
     otlp_traces: bool
-    """Accepts OTLP over HTTP at ``otlp_traces_endpoint()``."""
+    """Whether the store accepts OTLP over HTTP at ``otlp_traces_endpoint()``."""
 
 
 class LightningStore(ABC):
@@ -53,7 +53,7 @@ class LightningStore(ABC):
 
     Getters return None for an unknown id; writers and ``wait_for_rollouts`` raise NotFoundError. Transitions that the
     lifecycle refuses raise ConflictError and change nothing. Calls that clients repeat (enqueueing with an id, adding
-    spans, ending an attempt) are idempotent. Instants are Unix times, durations and timeouts seconds.
+    spans, ending an attempt) are idempotent. Instants are Unix times; durations and timeouts are in seconds.
     """
 
     run_id: str
@@ -64,12 +64,12 @@ class LightningStore(ABC):
     # --- about the store ---
 
     def now(self) -> float:
-        """Unix time by the clock of the store's database or server; tokens of attempts expire by it."""
+        """Returns the Unix time of the store's database or server, by which attempt tokens expire."""
         return time.time()
 
     @abstractmethod
     def with_run(self, run_id: str) -> LightningStore:
-        """A view of the same store for another run; closing either closes both."""
+        """Returns a view of the same store for another run; closing either closes both."""
 
     @property
     @abstractmethod
@@ -77,12 +77,12 @@ class LightningStore(ABC):
         """The optional capabilities of this store."""
 
     def otlp_traces_endpoint(self) -> str | None:
-        """URL that takes OTLP/HTTP traces, or None when the store is not served."""
+        """Returns the URL that accepts OTLP/HTTP traces, or None if the store is not served."""
         return None
 
     @abstractmethod
     async def statistics(self) -> dict[str, float]:
-        """Counts of rollouts, attempts, spans, resources and workers, and ``uptime`` in seconds."""
+        """Returns the numbers of rollouts, attempts, spans, resources and workers, and ``uptime`` in seconds."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -111,7 +111,7 @@ class LightningStore(ABC):
         metadata: Mapping[str, Any] | None = None,
         rollout_id: str | None = None,
     ) -> Rollout:
-        """Queues one rollout, as ``enqueue_many_rollouts``; ``resources_id=None`` pins the newest snapshot."""
+        """Queues one rollout, like ``enqueue_many_rollouts``; ``resources_id=None`` pins the newest snapshot."""
         request = EnqueueRolloutRequest(
             input=freeze(input, "input"),
             mode=mode,
@@ -146,7 +146,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def start_attempt(self, rollout_id: str, worker_id: str | None = None) -> AttemptedRollout:
-        """Starts another attempt without the queue."""
+        """Starts another attempt of a rollout, bypassing the queue."""
 
     @abstractmethod
     async def query_rollouts(
@@ -168,13 +168,13 @@ class LightningStore(ABC):
     ) -> PaginatedResult[Rollout]:
         """Finds rollouts of this run (or ``run_id``); items are AttemptedRollout where an attempt exists.
 
-        ``filter_logic`` joins the filters on status and id; run, metadata and times must hold in any case. Sorts by any
-        field of Rollout, None first.
+        ``filter_logic`` combines the filters on status and id; run, metadata and times must always match. ``sort_by``
+        can be any field of Rollout; None sorts first.
         """
 
     @abstractmethod
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-        """The rollout, with its latest attempt when it has one."""
+        """Returns the rollout, with its latest attempt if it has one."""
 
     @abstractmethod
     async def update_rollout(
@@ -210,12 +210,12 @@ class LightningStore(ABC):
         ended_before: float | None = None,
         keep: int | None = None,
     ) -> int:
-        """Removes rollouts that have ended, with attempts and spans; returns how many.
+        """Removes rollouts that have ended, with their attempts and spans; returns how many.
 
         Args:
-            rollout_ids: which ones; unknown ids are ignored. None: those of this run that meet all other arguments.
+            rollout_ids: the rollouts; unknown ids are ignored. None: all of this run that match the other arguments.
             status_in: failed, succeeded or cancelled.
-            ended_before: Unix time of the end.
+            ended_before: Unix time before which the rollouts ended.
             keep: how many of the newest (with a status in ``status_in``) to keep, in the order of enqueueing.
 
         Raises:
@@ -225,18 +225,18 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None = None) -> Sequence[Rollout]:
-        """Returns those that ended within ``timeout`` (None: waits for all), in the order of ``rollout_ids``.
+        """Returns the rollouts that ended within ``timeout`` (None waits for all), in the order of ``rollout_ids``.
 
-        An id that was given twice is returned twice, an unknown one raises NotFoundError; rollouts that are deleted
-        during the wait are left out. If a rollout is retried before the others have ended, its next end is awaited.
-        Closing the store ends the wait with those that ended.
+        A rollout whose id was given twice is returned twice, an unknown id raises NotFoundError; rollouts that are
+        deleted during the wait are omitted. If a rollout is retried before the others have ended, its next end is
+        awaited. Closing the store ends the wait and returns the rollouts that have ended.
         """
 
     # --- attempts ---
 
     @abstractmethod
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
-        """The attempt with the highest ``sequence_id``."""
+        """Returns the attempt with the highest ``sequence_id``."""
 
     @abstractmethod
     async def query_attempts(
@@ -248,7 +248,7 @@ class LightningStore(ABC):
         limit: int = -1,
         offset: int = 0,
     ) -> PaginatedResult[Attempt]:
-        """The attempts of a rollout."""
+        """Returns the attempts of a rollout."""
 
     @abstractmethod
     async def update_attempt(
@@ -266,29 +266,29 @@ class LightningStore(ABC):
     ) -> Attempt:
         """Changes the given fields; the status of the latest attempt drives the rollout.
 
-        An ended attempt keeps its status: a later result goes to ``late_status``, and an error that comes with it is
-        kept only where the attempt has none. Giving a live attempt another worker moves its lease to that worker.
+        An ended attempt keeps its status: a later result is stored as ``late_status``, and its error only if the
+        attempt has no error. Giving a live attempt another worker moves its lease to that worker.
         Raises ConflictError, and changes nothing, if the lifecycle refuses the status.
         """
 
     @abstractmethod
     async def release_attempt(self, rollout_id: str, attempt_id: str) -> Rollout:
-        """Returns a claim that its worker has not started; the rollout is queued again at once.
+        """Gives back a claim that its worker has not started; the rollout is queued again immediately.
 
-        The attempt ends as unresponsive with an error of type ``Released``. Releasing an ended attempt is harmless; one
-        that is running raises ConflictError.
+        The attempt ends as unresponsive with an error of type ``Released``. Releasing an ended attempt is harmless;
+        releasing a running attempt raises ConflictError.
         """
 
     # --- spans ---
 
     async def add_span(self, span: Span) -> Span | None:
-        """Stores a span; None when it is stored already."""
+        """Stores a span; returns None if it is already stored."""
         stored = await self.add_many_spans([span])
         return stored[0] if stored else None
 
     @abstractmethod
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """Stores spans in order, leaving out stored ones; NotFoundError (and none stored) if an attempt is unknown."""
+        """Stores spans in order, except stored ones; stores none and raises NotFoundError if an attempt is unknown."""
 
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
@@ -297,12 +297,12 @@ class LightningStore(ABC):
         return await self.add_span(Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0))
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
-        """Takes the next number of an attempt's spans."""
+        """Reserves the next span number of an attempt."""
         return (await self.get_many_span_sequence_ids([(rollout_id, attempt_id)]))[0]
 
     @abstractmethod
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
-        """Takes one number for each pair; an attempt may be "latest", and may occur several times."""
+        """Reserves a span number for each pair; an attempt may be "latest", and may occur several times."""
 
     @abstractmethod
     async def query_spans(
@@ -331,7 +331,7 @@ class LightningStore(ABC):
     ) -> PaginatedResult[Span]:
         """Finds spans of one rollout, or (``rollout_id=None``) across the rollouts of a run or those of a list.
 
-        ``filter_logic`` joins ``rollout_id_in`` and the filters on trace, span, parent and name; all others must hold.
+        ``filter_logic`` combines ``rollout_id_in`` and the filters on trace, span, parent and name; others must match.
         Sequence numbers do not order the spans of different attempts: across rollouts, and with a cursor,
         ``sort_by="sequence_id"`` therefore means the order in which the spans were stored.
         """
@@ -346,23 +346,23 @@ class LightningStore(ABC):
     async def update_resources(self, resources_id: str, resources: Mapping[str, Resource | str]) -> ResourcesUpdate:
         """Publishes the next version of a snapshot (version 1 of a new one), which becomes the latest.
 
-        Raises ConfigError for an empty id, that of a version, another run's snapshot, or a value that is not a
+        Raises ConfigError for an empty id, the id of one version, another run's snapshot, or a value that is not a
         resource.
         """
 
     @abstractmethod
     async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
-        """A snapshot at a version; None means the newest.
+        """Returns a version of a snapshot; None means the newest.
 
         A ``resources_id`` may also name one version, as in ``rs-1@3`` (``ResourcesUpdate.version_id``), here and when
         rollouts are queued: a rollout that is queued with it always gets that version.
         """
 
     async def promote(self, resources_id: str, version: int | None = None) -> ResourcesUpdate:
-        """Makes a snapshot, at a version or at its newest, the latest resources of this run, unless it already is.
+        """Makes a version of a snapshot, by default its newest, the latest resources of this run, unless it is already.
 
-        It is published again: as the next version of the snapshot, or as a new snapshot if it is another run's. Raises
-        NotFoundError if there is none.
+        It is published again: as the next version of the snapshot, or as a new snapshot if it belongs to another run.
+        Raises NotFoundError for an unknown snapshot or version.
         """
         chosen = await self.get_resources_by_id(resources_id, version)
         if chosen is None:
@@ -376,7 +376,7 @@ class LightningStore(ABC):
         return await self.update_resources(chosen.resources_id, chosen.resources)
 
     async def rollback(self, resources_id: str, version: int) -> ResourcesUpdate:
-        """Publishes an earlier version as the next one and the latest resources; NotFoundError if there is none."""
+        """Publishes an earlier version as the next one, which becomes the latest; NotFoundError if it is unknown."""
         earlier = await self.get_resources_by_id(resources_id, version)
         if earlier is None:
             raise NotFoundError(f"no version {version!r} of resources {resources_id!r} in this store")
@@ -384,7 +384,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def get_latest_resources(self) -> ResourcesUpdate | None:
-        """The resources that were published last in this run."""
+        """Returns the resources that were published last in this run."""
 
     @abstractmethod
     async def query_resources(
@@ -397,7 +397,7 @@ class LightningStore(ABC):
         limit: int = -1,
         offset: int = 0,
     ) -> PaginatedResult[ResourcesUpdate]:
-        """Every version that was published in this run, oldest first unless sorted."""
+        """Returns every version that was published in this run, oldest first unless sorted."""
 
     # --- workers ---
 
@@ -413,11 +413,11 @@ class LightningStore(ABC):
         limit: int = -1,
         offset: int = 0,
     ) -> PaginatedResult[Worker]:
-        """The workers seen so far."""
+        """Returns the workers seen so far."""
 
     @abstractmethod
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:
-        """A worker by id."""
+        """Returns a worker by id."""
 
     @abstractmethod
     async def update_worker(
@@ -428,17 +428,17 @@ class LightningStore(ABC):
     ) -> Worker:
         """Records a heartbeat: creates the worker if it is new and renews the leases of its attempts.
 
-        With ``attempt_ids`` a worker names the attempts that it runs. From then on its heartbeats renew only these, so
-        a claim whose response was lost ends after a lease. The returned worker names those that are still live, so the
-        worker can stop the others. None undoes this: heartbeats renew all its attempts again.
+        With ``attempt_ids`` a worker reports the attempts that it runs. From then on its heartbeats renew only their
+        leases, so a claim whose response was lost ends after a lease. The returned worker lists the attempts that are
+        still live, so the worker can stop the others. None undoes this: heartbeats renew all leases again.
         """
 
     @abstractmethod
     async def end_worker(self, worker_id: str) -> int:
-        """Marks a worker as dead: its live attempts end now, as they would when their leases ran out; returns how many.
+        """Marks a worker as dead and ends its live attempts as if their leases had expired; returns how many.
 
-        It gets no more work under this id: claiming raises ConflictError. If it is alive after all, its results are
-        kept as late ones.
+        The worker gets no more work under this id: claiming raises ConflictError. If it is alive after all, its results
+        are kept as late results.
         """
 
     # --- runs, metrics, events ---
@@ -456,7 +456,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def get_run_by_id(self, run_id: str) -> Run | None:
-        """A run by id."""
+        """Returns a run by id."""
 
     @abstractmethod
     async def update_run(self, run_id: str, status: RunStatus) -> Run:
@@ -464,15 +464,15 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def query_runs(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Run]:
-        """The runs of this database, oldest first."""
+        """Returns the runs of this database, oldest first."""
 
     @abstractmethod
     async def add_metrics(self, step: int, values: Mapping[str, float]) -> Metrics:
-        """Records the metrics of a step of this run; repeating a step adds to and replaces its values."""
+        """Records metrics of a step of this run; repeating a step adds values and replaces those of the same name."""
 
     @abstractmethod
     async def query_metrics(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Metrics]:
-        """The metrics of this run in order of their steps."""
+        """Returns the metrics of this run in the order of their steps."""
 
     @abstractmethod
     def subscribe(self, kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:

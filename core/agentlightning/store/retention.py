@@ -1,4 +1,4 @@
-"""Deletes rollouts that have ended, and workers of the past."""
+"""Deletes ended rollouts and old workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentlightning.types import ENDED_ROLLOUT, LIVE_ATTEMPT, Attempt, Rollout, 
 _BATCH: Final = 100  # rollouts in one commit, which deletes their spans too and makes other writers wait
 ENDED: Final = Condition("status", "in", tuple(sorted(ENDED_ROLLOUT)))
 RetentionPolicy: TypeAlias = Callable[[Backend, float], Awaitable[int]]
-"""Deletes what need not be kept at this Unix time, and returns how many rollouts."""
+"""Deletes rollouts that need not be kept at the given Unix time, and returns how many."""
 WORKER_AGE_S: Final = 86_400.0  # workers without a sign of life for this long are deleted
 
 
@@ -76,7 +76,7 @@ async def delete_in_order(backend: Backend, where: tuple[Condition, ...], ended_
 
 
 async def _delete_rows(backend: Backend, rows: Sequence[Row[Rollout]]) -> int:
-    """Deletes the rollouts that did not change since they were read: one may be retried at this moment."""
+    """Deletes the rollouts that did not change since they were read: one may have been retried."""
     if not rows:
         return 0
     keys = [key_of(row.record) for row in rows]

@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
-from agentlightning.errors import NotFoundError, StoreError
+from agentlightning.errors import ConfigError, NotFoundError, StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.waiting import Signal, deadline_after, running_loop
 from agentlightning.types import Span
@@ -29,12 +29,12 @@ _BATCH_BYTES: Final = 4 * 2**20
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _FAILURES_UNTIL_APART: Final = 5
-"""After so many failed writes of an attempt's spans, each span is written alone, because one may be the cause."""
+"""After this many failed writes of an attempt's spans, each is written separately, because one may be the cause."""
 
 
 class _Item(NamedTuple):
     number: int
-    """From 1, in the order of ``put``."""
+    """Number of the span in the order of ``put``, from 1."""
     span: Span
     size: int
 
@@ -45,9 +45,9 @@ class _Lane:
 
     items: deque[_Item]
     failed_at: float | None = None
-    """``time.monotonic()`` of the first failed write. Until a write succeeds, they share none with other attempts."""
+    """``time.monotonic()`` of the first failed write. Until a write succeeds, these spans are written separately."""
     failures: int = 0
-    """Consecutive failed writes of this attempt alone."""
+    """Number of consecutive failed writes of only this attempt's spans."""
     retry_at: float = 0.0
 
 
@@ -55,8 +55,8 @@ class SpanWriter:
     """A bounded queue in front of a store, emptied in batches by a thread.
 
     ``put`` never waits: spans that do not fit are dropped and counted for their attempt. Spans of an attempt reach the
-    store in the order of ``put``. While their write fails, it is tried again, and the spans of other attempts go on.
-    Spans that the store refuses, such as those of an unknown attempt, are dropped and counted; the others of their
+    store in the order of ``put``. A write that fails is tried again, and does not delay the spans of other attempts.
+    Spans that the store refuses, such as those of an unknown attempt, are dropped and counted; the other spans of the
     batch are stored.
     """
 
@@ -75,10 +75,10 @@ class SpanWriter:
         """Makes a writer; its thread starts with the first span.
 
         Args:
-            store: where spans go. If it is not thread-safe, it is called on the event loop that ``bind_loop`` or
-                ``flush`` is called from first.
-            max_bytes: how much may be queued, by a rough estimate of each span.
-            max_batch: spans in one write.
+            store: where spans are written. A store that is not thread-safe is called on the event loop from which
+                ``bind_loop`` or ``flush`` is called first.
+            max_bytes: how much may be queued, by a rough estimate of the size of each span.
+            max_batch: maximum number of spans in one write.
             max_delay_s: how long a span may wait to share a write with others; ``flush`` ends this wait.
             give_up_s: how long a failing write is tried again before its spans are dropped.
         """
@@ -101,7 +101,7 @@ class SpanWriter:
 
     @classmethod
     def shared(cls, store: LightningStore) -> SpanWriter:
-        """The one writer of this process for a store; call ``release`` when done."""
+        """Returns the only writer of this process for a store; call ``release`` when done."""
         with cls._shared_lock:
             writer, users = cls._shared.get(id(store)) or (cls(store), 0)
             cls._shared[id(store)] = writer, users + 1
@@ -142,41 +142,43 @@ class SpanWriter:
 
     @property
     def queued(self) -> int:
-        """How many spans are neither stored nor dropped yet."""
+        """Number of spans that are neither stored nor dropped yet."""
         with self._changed:
             return sum(len(lane.items) for lane in self._lanes.values())
 
     @property
     def lost(self) -> int:
-        """How many spans of all attempts were dropped so far."""
+        """Number of spans of all attempts that were dropped so far."""
         with self._changed:
             return self._dropped.total()
 
     def dropped(self, rollout_id: str, attempt_id: str) -> int:
-        """How many spans of an attempt were dropped so far."""
+        """Returns how many spans of an attempt were dropped so far."""
         with self._changed:
             return self._dropped[rollout_id, attempt_id]
 
     def undelivered(self, rollout_id: str, attempt_id: str) -> int:
-        """How many spans of an attempt are not in the store: dropped, or still queued."""
+        """Returns how many spans of an attempt are not in the store: dropped, or still queued."""
         key = (rollout_id, attempt_id)
         with self._changed:
             return self._dropped[key] + (len(self._lanes[key].items) if key in self._lanes else 0)
 
     def bind_loop(self) -> None:
-        """Makes the running event loop the one that a store that is not thread-safe is called on."""
+        """Makes the running event loop the loop on which a store is called if it is not thread-safe."""
         if self._store_loop is None and not self.store.capabilities["thread_safe"]:
             self._store_loop = asyncio.get_running_loop()
 
     async def flush(
         self, rollout_id: str | None = None, attempt_id: str | None = None, *, timeout_s: float | None = None
     ) -> bool:
-        """Waits until the spans put so far, with ids those of one attempt, are stored, or dropped and counted.
+        """Waits until the spans put so far, of one attempt if ids are given, are stored, or dropped and counted.
 
-        Without ids it also writes to each attempt how many of its spans were dropped: the runner of an attempt knows
-        only the losses of its own writer, not those of a gateway in another process. Returns False when ``timeout_s``
-        ran out; None waits until it is done.
+        Without ids it also records on each attempt how many of its spans were dropped: the runner of an attempt counts
+        only the losses of its own writer, not those of a gateway in another process. Returns False if ``timeout_s``
+        expires; None waits until all is done.
         """
+        if (rollout_id is None) != (attempt_id is None):
+            raise ConfigError(f"rollout_id={rollout_id!r}, attempt_id={attempt_id!r}: give both or neither")
         self.bind_loop()
         with self._changed:
             key = None if rollout_id is None or attempt_id is None else (rollout_id, attempt_id)
@@ -192,7 +194,7 @@ class SpanWriter:
         return True
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Writes what is left, waiting for at most ``timeout_s``, and ends the thread; later spans are dropped."""
+        """Writes the remaining spans, waiting for at most ``timeout_s``, and ends the thread; drops later spans."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -225,11 +227,11 @@ class SpanWriter:
             return bool(self._lanes) or not self._is_closed
 
     def _count_fresh(self) -> int:
-        """How many spans wait for their first write."""
+        """Returns how many spans wait for their first write."""
         return sum(len(lane.items) for lane in self._lanes.values() if lane.failed_at is None)
 
     def _take(self, lanes: Iterable[_Lane]) -> list[_Item]:
-        """Returns the first spans of lanes, as many as one write takes: those that begin within the limit of bytes."""
+        """Returns the first spans of lanes, as many as fit into one write; the last may exceed the limit of bytes."""
         batch: list[_Item] = []
         size = 0
         for item in itertools.islice(itertools.chain.from_iterable(lane.items for lane in lanes), self._max_batch):
@@ -240,7 +242,7 @@ class SpanWriter:
         return batch
 
     async def _deliver(self) -> None:
-        """Writes the spans of all attempts together; those of an attempt whose write failed alone, when due."""
+        """Writes the spans of all attempts together, but separately, when due, for each attempt whose write failed."""
         with self._changed:
             now = time.monotonic()
             fresh = [lane for lane in self._lanes.values() if lane.failed_at is None]
@@ -275,7 +277,7 @@ class SpanWriter:
     async def _add_apart(self, items: list[_Item], error: Exception) -> None:
         """Stores spans of an attempt one by one, and drops those that the store refuses.
 
-        It ends after two failures in a row that may pass, because the store is the cause.
+        It ends after two consecutive transient failures, because the store is the cause.
         """
         failures = 0
         for item in items:
@@ -300,7 +302,7 @@ class SpanWriter:
         with self._changed:
             for item in items:
                 lane = self._lanes[_key_of(item)]
-                lane.items.remove(item)  # mostly the first
+                lane.items.remove(item)  # usually the first
                 self._bytes -= item.size
                 if not lane.items:
                     del self._lanes[_key_of(item)]
@@ -310,7 +312,7 @@ class SpanWriter:
             signal.set()
 
     def _is_settled(self, number: int, key: AttemptKey | None) -> bool:
-        """Whether the spans of an attempt, or of all, are stored or dropped up to a number."""
+        """Whether the spans of an attempt, or of all attempts, are stored or dropped up to a number."""
         lanes = self._lanes.values() if key is None else filter(None, [self._lanes.get(key)])
         return all(lane.items[0].number > number for lane in lanes)
 

@@ -6,10 +6,10 @@ import re
 from typing import Final
 
 _USER: Final = re.compile(r"(?<=://)[^/?#].*@", re.DOTALL)
-"""Up to the last @, because a password that is not percent-encoded may have any character."""
+"""The user part, up to the last @: a password that is not percent-encoded may contain any character."""
 _PASSWORD: Final = re.compile(r"(?<=[?&])((?:ssl)?password)=[^&#]*", re.IGNORECASE)
 
 
 def hide_password(url: str) -> str:
-    """Replaces the user and password of a URL, and a password in its query string, by ``***``."""
+    """Replaces the user and password of a URL, and a password in its query string, with ``***``."""
     return _PASSWORD.sub(r"\1=***", _USER.sub("***@", url))

@@ -1,7 +1,7 @@
 """Wake-ups: coroutines wait for events of the store without polling.
 
-A ``Signal`` wakes one coroutine from any thread. ``Waiters`` listens to a backend and sets the signals that an event is
-for; its cost depends on these signals only, not on how many others are waiting.
+A ``Signal`` wakes one coroutine from any thread. ``Waiters`` listens to a backend and sets the signals that an event
+concerns; its cost depends only on the number of these signals, not on that of all waiting coroutines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_UNREAD_EVENTS = 100_000
 
 
 def deadline_after(timeout_s: float | None) -> float:
-    """The ``time.monotonic()`` at which a timeout ends; None never ends, and a wrong number raises ConfigError."""
+    """Returns the ``time.monotonic()`` at which a timeout ends; None never ends. A wrong number raises ConfigError."""
     if timeout_s is None:
         return math.inf
     if not timeout_s >= 0:  # also refuses NaN
@@ -30,7 +30,7 @@ def deadline_after(timeout_s: float | None) -> float:
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that runs in this thread, if one does."""
+    """Returns the event loop that runs in this thread, if any."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -38,7 +38,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 class Signal:
-    """As ``asyncio.Event``, but any thread may call ``set``. Only the thread that made it may ``wait``."""
+    """Like ``asyncio.Event``, but any thread may call ``set``. Only the thread that made it may ``wait``."""
 
     __slots__ = ("_future", "_loop", "_thread_id", "is_set")
 
@@ -49,7 +49,7 @@ class Signal:
         self.is_set = False
 
     def set(self) -> None:
-        """Wakes the waiting coroutine, or lets the next ``wait`` return at once."""
+        """Wakes the waiting coroutine, or lets the next ``wait`` return immediately."""
         if self.is_set:
             return
         self.is_set = True
@@ -74,7 +74,7 @@ class Signal:
 
 
 class Countdown(Signal):
-    """Is set when all of its rollouts have ended."""
+    """A signal that is set when all of its rollouts have ended."""
 
     __slots__ = ("pending",)
 
@@ -106,7 +106,7 @@ class Subscription(Signal):
 
 
 class Waiters:
-    """All waits on one database: for rollouts in a queue, for ends and for events. Safe to use from any thread."""
+    """All waits on one database: for queued rollouts, for their ends and for events. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,7 +116,7 @@ class Waiters:
         self.closed = False
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Sets the signals that the events are for. The listener of a backend."""
+        """Sets the signals that the events concern; a backend calls it as its listener."""
         signals: list[Signal] = []
         with self._lock:
             for event in events:
@@ -135,7 +135,7 @@ class Waiters:
     def join_queue(self, run_id: str) -> Signal:
         """Returns a signal that is set when a rollout may be in the queue of a run; each rollout sets one signal.
 
-        The caller must call ``leave_queue`` in the end, which passes an unused signal on to the next in line.
+        The caller must finally call ``leave_queue``, which passes an unused signal on to the next in line.
         """
         signal = Signal()
         with self._lock:
@@ -143,7 +143,7 @@ class Waiters:
         return signal
 
     def rejoin_queue(self, run_id: str, signal: Signal) -> None:
-        """Returns to the head of the line, before another try to claim."""
+        """Puts a signal back at the head of the line, before its owner tries to claim again."""
         with self._lock:
             signal.is_set = False
             self._queues[run_id][signal] = None
@@ -157,7 +157,7 @@ class Waiters:
             waiting.set()
 
     def _pop_queue(self, run_id: str) -> list[Signal]:
-        """Removes the head of a line, if there is a line. The caller holds the lock."""
+        """Removes and returns the head of a line, if there is one. The caller holds the lock."""
         line = self._queues[run_id]
         return [line.popitem(last=False)[0]] if line else []
 
@@ -203,7 +203,7 @@ class Waiters:
                 self._subscriptions.pop(subscription, None)
 
     def close(self) -> None:
-        """Wakes all waits for the last time."""
+        """Ends all waits."""
         with self._lock:
             self.closed = True
             signals: list[Signal] = [signal for line in self._queues.values() for signal in line]

@@ -16,16 +16,16 @@ _SCALARS = (str, bool, int, float)
 
 
 def flatten(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns flat attributes: nested mappings, and lists of other things than scalars, get dotted names.
+    """Returns flat attributes: nested mappings, and lists that do not only hold scalars, get dotted names.
 
-    None is left out, scalars of numpy and torch become Python's, bytes become base64, and other values that are not
+    None is omitted, scalars of numpy and torch become Python's, bytes become base64, and other values that are not
     JSON become their ``repr``.
     """
     return dict(_flatten("", attributes))
 
 
 def to_json(value: Any) -> str:
-    """Returns a value as JSON, in which bytes become base64 and other values without a JSON form their ``repr``."""
+    """Returns a value as JSON, in which bytes become base64, and other values that are not JSON their ``repr``."""
     try:
         return json.dumps(value, default=_simplify, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # keys that are not strings, or a cycle

@@ -48,7 +48,7 @@ class Operation:
             entered.__exit__(kind, error, traceback)
 
     def set_input(self, *args: Any, **kwargs: Any) -> None:
-        """Records the input: one value, or arguments as of a function."""
+        """Records the input: one value, or arguments as in a call."""
         value = args[0] if len(args) == 1 and not kwargs else {**({"args": args} if args else {}), **kwargs}
         self._set(semconv.OPERATION_INPUT, value)
 

@@ -35,7 +35,7 @@ class Trace:
 
     @property
     def spans(self) -> list[Span]:
-        """The spans that ended before the trace did, in that order; the root span is the last."""
+        """Spans that ended before the trace was closed, in the order of their ends; the root span is the last."""
         return list(self._spans)
 
     @property
@@ -46,7 +46,7 @@ class Trace:
         return self._writer.dropped(self.rollout_id, self.attempt_id)
 
     def add(self, span: Span) -> None:
-        """Adds an ended span, from any thread, without waiting. After the trace is closed it goes only to the store."""
+        """Adds an ended span, from any thread, without waiting. A closed trace passes it only to the store."""
         is_taken = self._writer is None or self._writer.put(span)
         if is_taken and self._is_open:
             self._spans.append(span)
@@ -58,7 +58,7 @@ class Trace:
         return late
 
     async def deliver(self, timeout_s: float) -> None:
-        """Closes the trace and waits until its spans are stored, or the time is up."""
+        """Waits until the spans of the trace are stored, or the time is up, and closes the trace."""
         if self._writer is not None:
             await self._writer.flush(self.rollout_id, self.attempt_id, timeout_s=timeout_s)
             self._undelivered = self._writer.undelivered(self.rollout_id, self.attempt_id)
@@ -102,7 +102,7 @@ def get_active_trace() -> Trace | None:
 
 @contextlib.contextmanager
 def activate(trace: Trace | None) -> Iterator[None]:
-    """Runs the block in that trace, or (None) in no trace."""
+    """Makes a trace the active trace of the block; None means no trace."""
     token = _active.set(trace)
     try:
         yield
@@ -113,7 +113,7 @@ def activate(trace: Trace | None) -> Iterator[None]:
 class Tracer(ABC):
     """Records agents. A subclass implements ``start_span``.
 
-    One tracer serves many attempts concurrently; a context variable tells which one a caller belongs to. Instances can
+    One tracer serves many attempts concurrently; a context variable holds the attempt of each caller. Instances can
     be pickled until their first ``init_worker``.
     """
 
@@ -124,7 +124,7 @@ class Tracer(ABC):
         """Sets the process up for tracing; ``teardown`` undoes one call."""
 
     def teardown(self) -> None:  # noqa: B027 # see init
-        """Undoes one ``init``; the last one restores the process."""
+        """Undoes one call of ``init``; the last call restores the process."""
 
     def init_worker(self, worker_id: int | str, store: LightningStore | None = None) -> None:
         """Prepares for the attempts of one runner; ``store`` is the default of ``trace_context``."""
@@ -149,9 +149,9 @@ class Tracer(ABC):
     ) -> AsyncIterator[Trace]:
         """Opens the trace of one attempt; everything inside belongs to it, including tasks and threads.
 
-        Leaving it ends the root span, which has ``name``, with the exception if there is one, and waits until the spans
-        are in ``store``, by default that of ``init_worker``. Without ids the spans stay in the trace; one id alone
-        raises ConfigError.
+        Leaving it ends the root span, which is called ``name``, with the exception if there is one, and waits until the
+        spans are in ``store``, by default the store of ``init_worker``. Without ids the spans stay in the trace; a
+        single id raises ConfigError.
         """
         if bool(rollout_id) != bool(attempt_id):
             raise ConfigError(f"give rollout_id and attempt_id together, got {rollout_id!r} and {attempt_id!r}")
@@ -180,7 +180,7 @@ class Tracer(ABC):
         timestamp: float | None = None,
         status: TraceStatus | None = None,
     ) -> Span:
-        """Records a span at an instant, now or at ``timestamp``."""
+        """Records a span without duration, now or at ``timestamp``."""
         return self.start_span(name, attributes, timestamp).end(status, timestamp)
 
     @contextlib.contextmanager
@@ -206,9 +206,9 @@ class Tracer(ABC):
         *,
         is_root: bool = False,
     ) -> OpenSpan:
-        """Starts a span under the caller's active one, or (``is_root``) at the root of a new trace.
+        """Starts a span under the caller's active span, or (``is_root``) as the root of a new trace.
 
-        Its ``end`` must pass the span to ``Trace.add`` of the trace that it was started in.
+        Its ``end`` must pass the span to ``Trace.add`` of the trace in which it was started.
         """
 
     @property
@@ -226,7 +226,7 @@ class Tracer(ABC):
 
 @contextlib.contextmanager
 def running(span: OpenSpan) -> Iterator[OpenSpan]:
-    """Makes a started span the active one; ends it on leaving, with the exception if there is one."""
+    """Makes a started span the active span of the block, and ends it after the block, with the exception if any."""
     try:
         with span.active():
             yield span

@@ -1,4 +1,4 @@
-"""The folder store keeps Lightning's protocol: its conformance kit, and what is special to a folder."""
+"""The folder store passes the conformance kit of stores, and tests of what is specific to folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TestFolderStore(DurableStoreConformance):
         return reopen
 
 
-async def test_a_url_opens_it_and_a_second_owner_is_refused(tmp_path: Path) -> None:
+async def test_a_url_opens_a_folder_and_a_second_owner_is_refused(tmp_path: Path) -> None:
     store = agl.create_store(f"folder://{tmp_path}/folder")
     rollout = await store.enqueue_rollout({"question": 1})
     with pytest.raises(agl.ConfigError, match="open in another process"):

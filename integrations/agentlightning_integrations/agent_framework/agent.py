@@ -46,7 +46,7 @@ def wrap_agent(agent: Any, options: WrapOptions) -> AgentFrameworkAgent | None:
 class AgentFrameworkAgent(FrameworkAgent[Runnable]):
     """Runs a copy of an agent or workflow on a task; the output is its ``AgentResponse`` or ``WorkflowRunResult``.
 
-    Every rollout has its own agents and executors, in the state in which the object was given. Tools, middleware and
+    Every rollout has its own agents and executors, in the state of the given object. Tools, middleware and
     context providers are shared by all rollouts. Model calls use Chat Completions, whatever client the object has.
     """
 
@@ -129,7 +129,7 @@ class _Copier:
         self._copies[id(workflow)] = copy_except(workflow, replacements, workflow.name or workflow.id)
 
     def _copy_tool(self, tool: FunctionTool) -> None:
-        """Copies a tool, because it counts its calls; one made of an agent holds it in its function's closure."""
+        """Copies a tool, because it counts its calls; a tool made from an agent has it in its function's closure."""
         copied = self._copies[id(tool)] = copy.copy(tool)
         function: Any = copied.func
         if isinstance(function, types.FunctionType) and _agents_in(function):
@@ -142,7 +142,7 @@ class _Copier:
             copied.func = bound
 
     def _copy_cell(self, cell: types.CellType) -> types.CellType:
-        """A cell for the copy of what it holds; the cell itself if that is shared, or if there is nothing in it."""
+        """Returns a cell with a copy of the content, or the cell itself if its content is shared or missing."""
         try:
             content = cell.cell_contents
         except ValueError:
@@ -195,7 +195,7 @@ def _name(agent: BaseAgent) -> str:
 def instrument(tracer_provider: Any) -> Callable[[], None]:
     """Has the provider record the framework's own spans inside attempts, with prompts and answers.
 
-    By default it uses OpenTelemetry's global provider, and leaves contents out so that they do not reach exporters.
+    By default the framework uses OpenTelemetry's global provider, and omits contents to keep them from exporters.
     """
     tracer = otel.get_tracer("agentlightning.agent_framework", tracer_provider=tracer_provider)
 

@@ -53,7 +53,7 @@ _TEXTS: Final = {
     "_selector_prompt": "selector_prompt",
     "_final_answer_prompt": "final_answer_prompt",
 }
-"""Attributes that hold a text, and its name for users."""
+"""Attributes that hold a text, and the text's name for users."""
 
 
 def wrap_agent(agent: Any, options: WrapOptions) -> AutoGenAgent | None:
@@ -61,7 +61,7 @@ def wrap_agent(agent: Any, options: WrapOptions) -> AutoGenAgent | None:
         return None
     for part in _named_parts(agent):
         if not getattr(part, "_embedded_runtime", True):
-            raise ConfigError(f"team {part.name!r} has its own runtime; create it without: each rollout gets one")
+            raise ConfigError(f"team {part.name!r} has its own runtime; create it without one: each rollout gets one")
     register_reducer(SingleThreadedAgentRuntime, lambda runtime: (SingleThreadedAgentRuntime, ()))
     return AutoGenAgent(agent, options)
 
@@ -69,8 +69,8 @@ def wrap_agent(agent: Any, options: WrapOptions) -> AutoGenAgent | None:
 class AutoGenAgent(FrameworkAgent[Runnable]):
     """Runs a copy of an agent or team on a task; the output is its ``TaskResult``.
 
-    Every rollout has its own agents, model contexts, memories and termination conditions, in the state in which the
-    object was given. Tools, code executors and memories other than ``ListMemory`` are shared by all rollouts.
+    Every rollout has its own agents, model contexts, memories and termination conditions, in the state of the given
+    object. Tools, code executors and memories other than ``ListMemory`` are shared by all rollouts.
     """
 
     def texts(self) -> Mapping[str, str | None]:
@@ -97,7 +97,7 @@ def _to_messages(given: Any) -> Any:
 
 
 async def _run(agent: Runnable, task: Any) -> TaskResult:
-    """Runs an agent and stops it on cancellation; a team alone would go on to the end of its conversation."""
+    """Runs an agent and stops it on cancellation; a team would otherwise continue to the end of its conversation."""
     token = CancellationToken()
     work = asyncio.ensure_future(agent.run(task=task, cancellation_token=token))
     try:
@@ -105,7 +105,7 @@ async def _run(agent: Runnable, task: Any) -> TaskResult:
     except asyncio.CancelledError:
         token.cancel()
         for runtime in [part for part in walk(agent, _children) if isinstance(part, SingleThreadedAgentRuntime)]:
-            for message in list(runtime._background_tasks):  # of agents that ignore the token
+            for message in list(runtime._background_tasks):  # its agent may ignore the token
                 message.cancel()
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
@@ -114,7 +114,7 @@ async def _run(agent: Runnable, task: Any) -> TaskResult:
 
 
 def _copy(agent: Runnable, llm: LLM | None, client: AsyncOpenAI | None) -> Runnable:
-    """Copies what has state, with models for the rollout's endpoint."""
+    """Copies the parts that have state, with models for the rollout's endpoint."""
     memo: dict[int, Any] = {}
     for part in walk(agent, _children):
         if isinstance(part, ChatCompletionClient):
@@ -196,7 +196,7 @@ def _write_texts(part: Any, texts: Mapping[str, str]) -> None:
 def instrument(tracer_provider: Any) -> Callable[[], None]:
     """Has the provider record AutoGen's spans of agents and tools inside attempts, with inputs and outputs.
 
-    By default it uses OpenTelemetry's global provider, and records only names.
+    By default AutoGen uses OpenTelemetry's global provider, and records only names.
     """
     tracer = otel.get_tracer("agentlightning.autogen", tracer_provider=tracer_provider)
 
@@ -204,7 +204,7 @@ def instrument(tracer_provider: Any) -> Callable[[], None]:
         return wrapped(*args, **kwargs, **({} if get_active_trace() is None else {"tracer": tracer}))
 
     def trace_tool(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return wrapped(*args, **kwargs) if get_active_trace() is None else contextlib.nullcontext()  # ours is instead
+        return wrapped(*args, **kwargs) if get_active_trace() is None else contextlib.nullcontext()  # ours replaces it
 
     async def run_tool(wrapped: Callable[..., Any], tool: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with _tool_span(tracer, tool, *args, **kwargs) as span:

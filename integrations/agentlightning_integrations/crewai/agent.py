@@ -60,15 +60,15 @@ def wrap_agent(agent: Any, options: WrapOptions) -> FrameworkAgent[Any] | None:
 class CrewAIAgent(FrameworkAgent[Runnable]):
     """Runs a copy of a crew or agent; the output is its ``CrewOutput`` or ``LiteAgentOutput``.
 
-    A task with fields becomes a crew's inputs, any other its input ``task``. Every rollout has its own agents and
-    tasks; tools, memory and knowledge are shared by all rollouts.
+    A task with fields becomes the inputs of a crew; any other task becomes its input ``task``. Every rollout has
+    its own agents and tasks; tools, memory and knowledge are shared by all rollouts.
     """
 
     def texts(self) -> Mapping[str, str | None]:
         """The texts of agents by their role, and of tasks by their name or number.
 
         These are ``writer.role``, ``.goal`` and ``.backstory``, and ``draft.description`` and ``.expected_output`` of a
-        task with the name ``draft``; the first task without one is ``task_1``.
+        task with the name ``draft``; a task without a name has its number, such as ``task_1``.
         """
         return by_path(
             (f"{name}.{label}", text)
@@ -94,10 +94,10 @@ class CrewAIAgent(FrameworkAgent[Runnable]):
 
 
 class CrewAIFlow(FrameworkAgent[Flow[Any]]):
-    """Runs a copy of a flow, with ``kickoff_async``; the output is what that returns.
+    """Runs a copy of a flow with ``kickoff_async``; the output is the result of that method.
 
-    It takes a task as a crew does. Its methods may create any agents and crews, which cannot be copied beforehand, so
-    models are replaced on each call, according to the context of the rollout.
+    It takes a task in the same way as a crew. Its methods may create any agents and crews, which cannot be copied
+    beforehand, so models are replaced on each call, according to the context of the rollout.
     """
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
@@ -116,10 +116,10 @@ _models: ContextVar[ModelCache | None] = ContextVar("agentlightning_crewai_model
 
 
 def _patch_models() -> None:
-    """Patches every model class, now and when it is defined, to call the rollout's replacement.
+    """Patches every model class, including classes defined later, to call the rollout's replacement of a model.
 
-    CrewAI imports the class of a provider when a model of it is first made. One that was pickled gets its methods only
-    after it is defined, so each rollout looks again. Outside rollouts of flows nothing changes.
+    CrewAI imports the class of a provider when its first model is made. A pickled class gets its methods only after it
+    is defined, so each rollout patches again. Outside rollouts of flows nothing changes.
     """
     _patch_new_models()
     classes = BaseLLM.__subclasses__()
@@ -151,7 +151,7 @@ def _patch_model(cls: type[BaseLLM]) -> None:
 
 
 def _copy_flow(flow: Flow[Any]) -> Flow[Any]:
-    """Copies a flow in the state in which it was given; its memory and persistence are shared."""
+    """Copies a flow in the state in which it was given, and shares its memory and persistence."""
     shared = [flow.memory, flow.persistence, flow.input_provider]
     replacements: dict[int, Any] = {id(part): part for part in shared if part is not None}
     for lock in (value for value in (flow.__pydantic_private__ or {}).values() if isinstance(value, _LOCK)):
@@ -188,13 +188,13 @@ def _named_parts(root: Runnable) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
 
 
 def _template(part: Any, label: str) -> Any:
-    """The text of an agent or task, with its variables: a run fills them in and keeps the template elsewhere."""
+    """Returns the text of an agent or task with its variables, which a run fills in after it saves the template."""
     original = getattr(part, f"_original_{label}", None)
     return getattr(part, label) if original is None else original
 
 
 def _copy(root: Runnable, redirect: Callable[[Any], Any]) -> Runnable:
-    """Uses CrewAI's own copy, with models replaced by ``redirect``, and with the texts as before the first run."""
+    """Copies with CrewAI's own method, replaces models by ``redirect``, and restores the original texts."""
     pairs: list[tuple[Any, Any]]
     if isinstance(root, Agent):
         copied: Any = root.copy()
@@ -204,7 +204,7 @@ def _copy(root: Runnable, redirect: Callable[[Any], Any]) -> Runnable:
         copied.stream = copied.tracing = False
         agents = list(zip(root.agents, copied.agents, strict=True))
         tasks = list(zip(root.tasks, copied.tasks, strict=True))
-        for task, task_copy in tasks:  # copy() looks for the agent by its role, which others may have too
+        for task, task_copy in tasks:  # copy() finds the agent by its role, which others may have too
             task_copy.agent = next((copy for agent, copy in agents if agent is task.agent), task_copy.agent)
         pairs = [(root, copied), *agents, (root.manager_agent, copied.manager_agent)]
         _restore_texts(tasks)
@@ -275,7 +275,7 @@ def instrument(tracer_provider: Any) -> Callable[[], None]:
     """Records the events of agents and tools as spans; model calls are recorded by their client's instrumentation.
 
     Handlers of the event bus run in other threads, where a span cannot be made active for the agent. So the bus itself
-    is patched, which is called in the thread that emits.
+    is patched: it is called in the thread that emits the event.
     """
     _disable_telemetry()
     spans = SpanTree(otel.get_tracer("agentlightning.crewai", tracer_provider=tracer_provider))
@@ -318,4 +318,4 @@ def _record(spans: SpanTree, event: BaseEvent) -> None:
         case _ if event.type in SCOPE_STARTING_EVENTS:
             spans.omit(key, parent)
         case _ if started is not None:
-            spans.forget(started)  # not end: one event too many has the id of a span around it
+            spans.forget(started)  # not end: a surplus event has the id of an enclosing span

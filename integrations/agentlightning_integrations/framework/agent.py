@@ -18,21 +18,21 @@ A = TypeVar("A")
 class FrameworkAgent(LitAgent[Any], Generic[A]):
     """An object of a framework as an agent. An integration overrides ``texts`` and one of ``run`` and ``run_async``.
 
-    One instance serves many rollouts concurrently: the endpoint and prompts of one rollout must not show in another.
-    The result of a rollout is the framework's, for the reward function.
+    One instance serves many rollouts concurrently: the endpoint and prompts of one rollout must not leak into another.
+    A rollout returns the framework's own result, which the reward function receives.
     """
 
     returns_output: ClassVar[bool] = True
 
     def __init__(self, agent: A, options: WrapOptions) -> None:
-        """Takes the object.
+        """Wraps the object.
 
         Args:
-            agent: the framework's; never changed.
-            options: of ``agl.wrap``.
+            agent: the framework's object; never changed.
+            options: the options of ``agl.wrap``.
 
         Raises:
-            ConfigError: ``options.prompts`` names a text that the object does not have, or has several of.
+            ConfigError: ``options.prompts`` names a text that the object lacks, or a path with several different texts.
         """
         self.agent = agent
         texts = self.texts()
@@ -44,13 +44,13 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
     def texts(self) -> Mapping[str, str | None]:
         """Returns the texts of the object that can be tuned, by path, such as ``writer.instructions``.
 
-        None stands for different texts with one path, of which none can be tuned; ``by_path`` finds them. Leave out a
-        path that has no text of its own.
+        None stands for a path with several different texts, which cannot be tuned; ``by_path`` finds such paths. Omit
+        a path that has no text.
         """
         return {}
 
     def run(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
-        """Runs the object on one task, in a thread of its own.
+        """Runs the object on one task, in a separate thread.
 
         Args:
             task: the rollout's input, or the result of ``task_to_input``.
@@ -63,7 +63,7 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
         raise ConfigError(f"{type(self).__name__} defines neither run nor run_async; define one of them")
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
-        """As ``run``, for async frameworks."""
+        """Runs the object on one task, as ``run`` does, for async frameworks."""
         return self.run(task, llm, texts)
 
     def initial_prompts(self) -> dict[str, PromptTemplate]:
@@ -79,7 +79,7 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
         return self.run(task, *self._read(task, resources, rollout))
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
-        """As ``rollout``, for async frameworks."""
+        """Runs the object as ``rollout`` does, for async frameworks."""
         return await self.run_async(task, *self._read(task, resources, rollout))
 
     def _read(self, task: Any, resources: NamedResources, rollout: Rollout) -> tuple[LLM | None, dict[str, str]]:
@@ -100,7 +100,7 @@ def _restore(cls: type[FrameworkAgent[Any]], state: bytes) -> FrameworkAgent[Any
 
 
 def by_path(found: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
-    """Returns texts by path; None for different texts with the same path, such as those of agents with one name.
+    """Returns texts by path; None for different texts with the same path, such as texts of agents with the same name.
 
     ``found`` has None for a part whose text is missing or made by code: the text of another part must not replace it.
     """
@@ -117,9 +117,9 @@ def _read_prompt(
     if path not in texts:
         known = ", ".join(sorted(texts)) or "none"
         raise ConfigError(
-            f"prompts: the object has no text {path!r}.{suggest(path, texts)} Its texts: {known}. Tune a text that "
-            "code makes, such as callable instructions, in a function with @agl.rollout and the parameter prompt: "
-            "agl.PromptTemplate"
+            f"prompts: the object has no text {path!r}.{suggest(path, texts)} Its texts: {known}. To tune a text "
+            "that code makes, such as callable instructions, write a function with @agl.rollout and the parameter "
+            "prompt: agl.PromptTemplate"
         )
     text = texts[path]
     if text is None:
@@ -153,5 +153,5 @@ def _choose_llm(resources: NamedResources) -> LLM | None:
     if "llm" in models or len(models) < 2:
         return models.get("llm") or next(iter(models.values()), None)
     raise ConfigError(
-        f"{len(models)} models could be meant: {', '.join(sorted(models))}. Name the one for this agent 'llm'"
+        f"{len(models)} models match: {', '.join(sorted(models))}. Give the model of this agent the name 'llm'"
     )

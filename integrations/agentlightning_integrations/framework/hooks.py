@@ -16,9 +16,9 @@ from agentlightning_plugins.instrumentation import OnImport
 class Framework:
     """The hooks ``wrap_agent`` and ``instrument`` of one framework.
 
-    ``module`` defines functions of the same names and signatures. It may import the framework, whose top-level name is
-    ``package``, at its top: it is loaded only once the framework is. ``extra`` installs what it imports. ``has`` is a
-    name in ``package`` for one that users call their own packages too.
+    ``module`` defines functions of the same names and signatures. It may import the framework at its top, because it is
+    loaded only after the framework. ``extra`` installs what it imports. ``package`` is the framework's top-level name;
+    if users may have a package of that name too, ``has`` is a name that only the framework's package defines.
     """
 
     def __init__(self, *, package: str, module: str, extra: str, has: str = "__name__") -> None:
@@ -34,7 +34,7 @@ class Framework:
             module: Any = importlib.import_module(self.module)
         except ImportError as error:
             raise PluginError(
-                f"{type(agent).__name__} needs more than what is installed: {error}. "
+                f"{type(agent).__name__} needs packages that are missing or too old: {error}. "
                 f"Install with: pip install 'lightning[{self.extra}]'"
             ) from error
         wrapped: LitAgent[Any] | None = module.wrap_agent(agent, options)

@@ -1,4 +1,4 @@
-"""Clients of ``openai`` for the endpoint of one attempt. They share a TLS context, so one costs about a millisecond."""
+"""Clients of ``openai`` for one attempt's endpoint. They share a TLS context, so creating one takes a millisecond."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentlightning_integrations.framework.pickling import register_reducer
 
 @contextlib.asynccontextmanager
 async def async_client(llm: LLM) -> AsyncIterator[AsyncOpenAI]:
-    """A client for one rollout, closed with it: connections belong to the event loop that opened them."""
+    """Yields a client for one rollout and closes it: connections belong to the event loop that opened them."""
     transport = DefaultAsyncHttpxClient(verify=_tls())
     async with AsyncOpenAI(
         base_url=llm.get_base_url(), api_key=llm.api_key or "unused", http_client=transport
@@ -31,7 +31,7 @@ async def async_client(llm: LLM) -> AsyncIterator[AsyncOpenAI]:
 
 @contextlib.contextmanager
 def sync_client(llm: LLM) -> Iterator[OpenAI]:
-    """A client for one rollout that threads may share; leaving the block ends their calls."""
+    """Yields a client for one rollout that threads may share; leaving the block ends their calls."""
     transport = _StoppableClient(verify=_tls())
     try:
         yield OpenAI(base_url=llm.get_base_url(), api_key=llm.api_key or "unused", http_client=transport)
@@ -40,7 +40,7 @@ def sync_client(llm: LLM) -> Iterator[OpenAI]:
 
 
 class Clients(NamedTuple):
-    """Clients of one rollout, for frameworks that call models both ways."""
+    """Clients of one rollout, for frameworks that make both async and sync calls."""
 
     awaited: AsyncOpenAI
     blocking: OpenAI
@@ -48,7 +48,7 @@ class Clients(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def open_clients(llm: LLM | None) -> AsyncIterator[Clients | None]:
-    """Both clients of a rollout; None without an LLM."""
+    """Yields both clients of a rollout; None without an LLM."""
     if llm is None:
         yield None
         return
@@ -60,8 +60,8 @@ async def open_clients(llm: LLM | None) -> AsyncIterator[Clients | None]:
 class _StoppableClient(DefaultHttpxClient):
     """An HTTP client that can be stopped while other threads wait for answers.
 
-    ``close`` alone closes the sockets that those threads wait on without waking them, and once the file descriptor is
-    reused, they wait on a foreign socket. ``shutdown`` wakes them, and each closes its own connection.
+    ``close`` would not wake the threads that wait on the closed sockets, and once a file descriptor is reused, its
+    thread would wait on an unrelated socket. ``shutdown`` wakes the threads; each closes its own connection.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -110,7 +110,7 @@ class _StoppableClient(DefaultHttpxClient):
             self.close()
 
     def _on_transport_event(self, event: str, info: Mapping[str, Any]) -> None:
-        """Called by httpx at every step of a request; remembers the sockets that are opened, until the client stops."""
+        """Called by httpx at every step of a request; records new sockets, or shuts them down after ``stop``."""
         stream = info.get("return_value")
         if not event.endswith(("connect_tcp.complete", "start_tls.complete")) or stream is None:
             return
@@ -118,7 +118,7 @@ class _StoppableClient(DefaultHttpxClient):
         with self._lock:
             self._sockets.add(connection)
             is_stopped = self._is_stopped
-        if is_stopped:  # while it connected
+        if is_stopped:  # during the connect
             _shut_down(connection)
 
 
@@ -151,7 +151,7 @@ def _reduce(client: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _credentials(client: Any) -> dict[str, Any]:
-    """The key or what makes it; functions stay functions, since what they return expires."""
+    """Returns the credentials; a function that provides a key stays a function, since its keys expire."""
     found: dict[str, Any] = {"api_key": getattr(client, "_api_key_provider", None) or client.api_key}
     for name in ("admin_api_key", "webhook_secret", "workload_identity"):
         value = getattr(client, name, None)  # not in every version of openai
@@ -159,7 +159,7 @@ def _credentials(client: Any) -> dict[str, Any]:
             found[name] = value
     if "workload_identity" in found:
         found["api_key"] = None  # a placeholder
-    if hasattr(client, "_api_version"):  # of Azure
+    if hasattr(client, "_api_version"):  # a client of Azure
         found["api_version"] = client._api_version
         found["azure_ad_token"] = client._azure_ad_token
         found["azure_ad_token_provider"] = client._azure_ad_token_provider

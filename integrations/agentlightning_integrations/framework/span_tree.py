@@ -1,4 +1,4 @@
-"""Spans of frameworks that report start and end by callbacks with ids."""
+"""Spans of frameworks that report start and end through callbacks with ids."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _ENTERED: Final = otel_context.create_key("agentlightning-entered")
 
 
 class SpanTree:
-    """The open spans of one framework in this process, by its own ids.
+    """The open spans of one framework in this process, by the framework's ids.
 
     A span that begins is active in the caller's context until it ends, so that spans of other instrumentation become
-    its children. Its parent is the span with the id ``parent``, else the active one. Ids that end twice, or never, do
-    no harm.
+    its children. Its parent is the span with the id ``parent``, or else the active span. Ids that end twice, or
+    never, do no harm.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -36,7 +36,7 @@ class SpanTree:
         self._omitted: dict[Hashable, Hashable] = {}
 
     def begin(self, key: Hashable, name: str, attributes: Mapping[str, Any], parent: Hashable = None) -> None:
-        """Begins a span; ``key`` and ``parent`` are ids of the framework. Attributes that are None are left out."""
+        """Begins a span; ``key`` and ``parent`` are ids of the framework. Attributes that are None are omitted."""
         outer = detach_ended()
         above = self._find(parent)
         under = outer if above is None else otel.set_span_in_context(above, outer)
@@ -56,20 +56,20 @@ class SpanTree:
         self.begin(key, f"execute_tool {name}", tool_attributes(name, arguments, call_id), parent)
 
     def omit(self, key: Hashable, parent: Hashable) -> None:
-        """Notes that something has no span of its own: its children become those of ``parent``."""
+        """Marks an id that has no span: its children become children of ``parent``."""
         if parent is not None:
             with self._lock:
                 self._omitted[key] = parent
 
     def forget(self, key: Hashable) -> None:
-        """Forgets an id of ``omit``; an open span stays open."""
+        """Removes an id that ``omit`` marked; an open span stays open."""
         with self._lock:
             self._omitted.pop(key, None)
 
     def end(
         self, key: Hashable, attributes: Mapping[str, Any] | None = None, error: BaseException | None = None
     ) -> None:
-        """Ends a span, with the exception if there is one."""
+        """Ends a span, and records its exception if there is one."""
         with self._lock:
             self._omitted.pop(key, None)
             span = self._open.pop(key, None)
@@ -83,7 +83,7 @@ class SpanTree:
         detach_ended()
 
     def clear(self) -> None:
-        """Ends the open spans and forgets all ids."""
+        """Ends the open spans and removes all ids."""
         with self._lock:
             self._omitted.clear()
             keys = list(self._open)
@@ -100,7 +100,7 @@ class SpanTree:
 def detach_ended() -> Context:
     """Makes the innermost span that is still open the active one, and returns its context.
 
-    A framework may end a span in another context than it began in, where it stays active until this is called.
+    A framework may end a span in a different context; where it began, it stays active until this is called.
     """
     current = otel_context.get_current()
     while (entered := otel_context.get_value(_ENTERED, current)) is not None:
@@ -123,7 +123,7 @@ def tool_attributes(name: str, arguments: Any, call_id: str | None = None) -> di
 
 
 def to_text(value: Any) -> str | None:
-    """A value as an attribute: text and None as they are, anything else as JSON."""
+    """Converts a value to an attribute: text and None stay as they are, anything else becomes JSON."""
     return value if value is None or isinstance(value, str) else to_json(value)
 
 

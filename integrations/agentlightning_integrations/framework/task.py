@@ -16,10 +16,10 @@ def read_input(task: Any, taker: str) -> Any:
     Args:
         task: a mapping with one of the fields ``question``, ``input``, ``prompt`` and ``messages``, whose other fields,
             such as the expected answer, are for the reward function. Anything else is returned unchanged.
-        taker: what needs it, for the error, such as ``an agent of AutoGen``.
+        taker: the recipient of the input, named in the error, such as ``an agent of AutoGen``.
 
     Raises:
-        ConfigError: a mapping with none or several of them, or with a value that is neither a text nor a list.
+        ConfigError: the mapping has none or several of the fields, or the value is neither a text nor a list.
     """
     if not isinstance(task, Mapping):
         return task
@@ -29,7 +29,7 @@ def read_input(task: Any, taker: str) -> Any:
     fields = ", ".join(map(repr, task)) or "none"
     raise ConfigError(
         f"{taker} takes a text or messages, but the task is a mapping with the fields {fields}; exactly one of "
-        f"{', '.join(_FIELDS)} is understood. Say what to use: agl.wrap(agent, task_to_input=lambda task: ...)"
+        f"{', '.join(_FIELDS)} must be a text or a list. Otherwise use agl.wrap(agent, task_to_input=lambda task: ...)"
     )
 
 
@@ -37,7 +37,7 @@ def message_text(message: Any) -> tuple[str, str]:
     """Returns role and text of a chat message in OpenAI's format.
 
     Raises:
-        ConfigError: it has no text.
+        ConfigError: the message has no text.
     """
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, str):

@@ -34,7 +34,7 @@ def wrap_agent(agent: Any, options: WrapOptions) -> LangChainAgent | None:
     if not isinstance(agent, Runnable):
         return None
     with contextlib.suppress(ImportError):  # models of other vendors do not need openai
-        importlib.import_module("agentlightning_integrations.framework.openai_client")  # registers how it is pickled
+        importlib.import_module("agentlightning_integrations.framework.openai_client")  # registers how to pickle them
     return LangChainAgent(agent, options)
 
 
@@ -78,7 +78,7 @@ def _open_clients(llm: LLM | None) -> contextlib.AbstractAsyncContextManager[Any
 
 
 class _Text(NamedTuple):
-    """A tunable text, and the object that holds it; None for a system prompt that is only a text."""
+    """A tunable text, and the object that holds it; the holder of a system prompt given as plain text is None."""
 
     path: str
     text: str
@@ -88,8 +88,8 @@ class _Text(NamedTuple):
 class _Overrides:
     """The models, sampling parameters and texts of one rollout.
 
-    An agent's system prompt is found by the identity of its message, since several agents may have the same text. Its
-    text finds it where the message is another one: a middleware has changed it, or LangChain is older than 1.1.
+    An agent's system prompt is found by the identity of its message, since several agents may have the same text. It
+    is found by its text if the message is a different one: a middleware changed it, or LangChain is older than 1.1.
     """
 
     def __init__(self, llm: LLM | None, clients: Any, found: list[_Text], texts: Mapping[str, str]) -> None:
@@ -127,9 +127,9 @@ class _Overrides:
             return content
         if len(paths) > 1:
             raise ConfigError(
-                f"{' and '.join(paths)} are the same text, and it is not known whose a message with it is: the agents "
-                "share the message, a middleware has changed it, or LangChain is older than 1.1. Give each agent its "
-                "own text"
+                f"{' and '.join(paths)} are the same text, so a message with it cannot be assigned to one of them: the "
+                "agents share the message, a middleware has changed it, or LangChain is older than 1.1. Give each "
+                "agent its own text"
             )
         return content.replace(old, self._texts[paths[0]], 1)
 
@@ -227,14 +227,14 @@ def _system_prompts(graph: Any, prefix: str) -> Iterator[_Text]:
 
 
 def _graph_of(runnable: Any) -> Any:
-    """The graph that a runnable is or has bound, else None."""
+    """Returns the graph that a runnable is or has bound, or None."""
     while runnable is not None and not (hasattr(runnable, "nodes") and hasattr(runnable, "get_subgraphs")):
         runnable = getattr(runnable, "bound", None)
     return runnable
 
 
 def _is_state(task: Any, graph: Any) -> bool:
-    """Whether a task is the input of a graph: a mapping with channels of its state, or an object of its own."""
+    """Whether a task is the input of a graph: a mapping with channels of its state, or a custom object."""
     if isinstance(task, Mapping):
         return any(name in graph.channels for name in task)
     return not isinstance(task, (str, list, int, float))

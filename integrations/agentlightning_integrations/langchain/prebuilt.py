@@ -18,7 +18,7 @@ CREATE_AGENT: Final = "langchain_create_agent"
 
 def read_name(graph: Any) -> str | None:
     """The name that an agent was given; None for a graph of another kind."""
-    if _model_node(graph) is None or graph.name == "LangGraph":  # the name of graphs without one
+    if _model_node(graph) is None or graph.name == "LangGraph":  # the default name
         return None
     return str(graph.name)
 
@@ -26,7 +26,7 @@ def read_name(graph: Any) -> str | None:
 def read_system_prompt(graph: Any) -> SystemMessage | str | None:
     """An agent's system prompt; None if it has none, or if a function makes it.
 
-    A message is the object that the agent sends, unless a middleware replaces it; a text becomes a new one each time.
+    A message is the very object that the agent sends, unless a middleware replaces it; a text becomes a new message.
     """
     function = _model_node(graph)
     if function is None:
@@ -50,7 +50,7 @@ def _model_node(graph: Any) -> Callable[..., Any] | None:
 
 
 def instrument() -> Callable[[], None]:
-    """Has the runs of every agent carry the metadata of ``create_agent``, whichever version built it."""
+    """Adds the metadata of ``create_agent`` to the runs of every agent, whichever version built the agent."""
     from langgraph.pregel import Pregel
 
     def mark(wrapped: Callable[..., Any], graph: Any, args: Any, kwargs: dict[str, Any]) -> Any:

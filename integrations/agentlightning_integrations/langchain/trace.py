@@ -22,7 +22,7 @@ from agentlightning_plugins.instrumentation import OnImport
 
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:
-    """Attaches a handler to every run of a runnable by a hook of LangChain; returns what detaches it."""
+    """Attaches a handler to every run of a runnable by a hook of LangChain; returns a function that detaches it."""
     handler = handler_of(tracer_provider)
     everywhere: ContextVar[Any] = ContextVar("agentlightning_langchain_handler", default=handler)
     langchain_context.register_configure_hook(everywhere, inheritable=True)
@@ -39,7 +39,7 @@ def instrument(tracer_provider: Any) -> Callable[[], None]:
 
 @functools.cache
 def handler_of(tracer_provider: Any) -> SpanHandler:
-    """The handler of a provider; there is one each, because LangChain attaches the same handler only once to a run."""
+    """Returns a provider's handler, always the same one: LangChain attaches the same handler only once to a run."""
     return SpanHandler(otel.get_tracer("agentlightning.langchain", tracer_provider=tracer_provider))
 
 

@@ -41,8 +41,8 @@ class OpenAIClientAgent(FrameworkAgent[OpenAI | AsyncOpenAI]):
     """Makes one call for each task; the output is the completion, or the response.
 
     A task is a question, a list of messages, or the arguments of ``chat.completions.create`` (with ``messages``) or
-    ``responses.create`` (with ``input``); fields that are no arguments are for the reward function. The client has no
-    model, so the resource ``llm`` is needed unless the arguments name one.
+    ``responses.create`` (with ``input``); other fields are for the reward function. The client has no model, so the
+    resource ``llm`` is needed unless the arguments name a model.
     """
 
     def texts(self) -> Mapping[str, str]:
@@ -83,7 +83,7 @@ def _call(client: Any, task: Any, llm: LLM | None, instructions: str | None) -> 
 
 
 def instrument(tracer_provider: Any) -> Callable[[], object]:
-    """Has a provider record the calls of the client; returns what undoes it.
+    """Makes a provider record the calls of the client; returns a function that undoes it.
 
     Raises:
         PluginImportError: the instrumentation needs another version of OpenTelemetry.
@@ -103,7 +103,7 @@ def instrument(tracer_provider: Any) -> Callable[[], object]:
     settings = {name: value for name, value in vars(Config).items() if not name.startswith("_")}
 
     def restore_settings() -> None:
-        """Undoes what the constructor of the instrumentor, a singleton, has changed."""
+        """Restores the settings that the constructor of the instrumentor, a singleton, has changed."""
         for name, value in settings.items():
             setattr(Config, name, value)
 
@@ -116,7 +116,7 @@ def instrument(tracer_provider: Any) -> Callable[[], object]:
 
     def begin() -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, about the instrumentation
+            warnings.simplefilter("ignore", DeprecationWarning)  # pydantic warns about the instrumentation
             instrumentor.instrument(tracer_provider=tracer_provider, meter_provider=NoOpMeterProvider())
             from opentelemetry.instrumentation.openai.v1 import responses_wrappers
 
@@ -141,8 +141,8 @@ def instrument(tracer_provider: Any) -> Callable[[], object]:
 class _RecentResponses(dict[str, Any]):
     """Keeps the last responses for the instrumentation, because a program may retrieve one again.
 
-    Its own dict grows with each response. Older versions fail if what they remember has no tools, and pydantic warns
-    about parsed answers.
+    The instrumentation's own dict grows with each response. Older versions fail on stored responses without tools, and
+    pydantic warns about parsed answers.
     """
 
     def __setitem__(self, response_id: str, data: Any) -> None:
@@ -156,7 +156,7 @@ class _RecentResponses(dict[str, Any]):
 
 
 def _wrap_parse(tracer_provider: Any) -> None:
-    """Has ``responses.parse`` recorded, which older versions of the instrumentation leave out."""
+    """Records ``responses.parse``, which older versions of the instrumentation do not record."""
     from openai.resources import responses as resources
     from opentelemetry import trace as otel
     from opentelemetry.instrumentation.openai.v1 import responses_wrappers as wrappers
@@ -174,8 +174,8 @@ def _wrap_parse(tracer_provider: Any) -> None:
 def _make_cheap(patches: Patches) -> None:
     """Replaces helpers of the instrumentation that take as long as a call of the client itself, or that warn.
 
-    It starts an event loop, with sockets, for each synchronous call, and parses the version of ``openai`` many times;
-    pydantic warns about each parsed answer that it reads.
+    The instrumentation starts an event loop, with sockets, for each synchronous call, and parses the version of
+    ``openai`` many times; pydantic warns about each parsed answer that the instrumentation reads.
     """
     from opentelemetry.instrumentation.openai import shared, utils
 
@@ -195,15 +195,15 @@ def _make_cheap(patches: Patches) -> None:
 def _record_parsed(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Records a call of ``with_streaming_response`` or a stream of ``with_raw_response`` when its answer is parsed.
 
-    OpenAI Agents streams like that. The instrumentation records calls that return an answer or a stream of events, but
-    these return an HTTP response, whose ``parse`` returns either. So it gets a call that returns what ``parse`` does.
+    OpenAI Agents streams in this way. The instrumentation records calls that return an answer or a stream of events,
+    but these calls return an HTTP response whose ``parse`` returns one of them. So it gets a call of ``parse``.
     """
     record = getattr(wrapped, "_self_wrapper", None)
     raw = (kwargs.get("extra_headers") or {}).get("X-Stainless-Raw-Response")
     if record is None or not (raw == "stream" or (raw and kwargs.get("stream"))):
         return wrapped(*args, **kwargs)
 
-    made = wrapped.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined] # by the instrumentation
+    made = wrapped.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined] # set by the instrumentation
     is_async = inspect.isawaitable(made)
 
     def record_parse(response: Any) -> Any:
@@ -235,9 +235,9 @@ def _to_dict(original: Callable[[Any], Any], model: Any) -> Any:
 
 
 def _dump(model: BaseModel) -> dict[str, Any]:
-    """The content of a model, without warnings, although other threads use its class for the first time as well.
+    """Returns the content of a model, without warnings, even if other threads use its class for the first time too.
 
-    Models of openai are completed at their first use. Before pydantic 2.12 other threads then read one without fields.
+    Models of openai are completed at their first use. Before pydantic 2.12, other threads then read one without fields.
     """
     if not model.__pydantic_complete__:
         with _completing:
@@ -259,7 +259,7 @@ def _result_of(coroutine: Any) -> Any:
 
 
 def _finish_stream(wrapped: Callable[..., Any], stream: Any, args: Any, kwargs: Any) -> Any:
-    """Records the answer of a stream that is closed after its last event, without asking for one more."""
+    """Records the answer of a stream that is closed after its last event, without requesting another event."""
     if stream._complete_response_data is not None:
         stream._process_complete_response()
     return wrapped(*args, **kwargs)
@@ -281,7 +281,7 @@ def _copy_input(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: d
 
 
 def _drop_not_given(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out arguments marked as not given: the instrumentation logs a warning about them, or fails."""
+    """Removes arguments marked as not given: the instrumentation logs a warning about them, or fails."""
     return {name: value for name, value in kwargs.items() if type(value).__name__ not in ("Omit", "NotGiven")}
 
 

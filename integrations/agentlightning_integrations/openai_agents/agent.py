@@ -95,7 +95,7 @@ def _to_settings(parameters: Mapping[str, Any]) -> ModelSettings:
 
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:
-    """Sends the SDK's own tracing to the provider, and keeps it from being uploaded to OpenAI meanwhile."""
+    """Sends the SDK's own tracing to the provider, and stops its upload to OpenAI until this is undone."""
     recorder = _Recorder(otel.get_tracer("agentlightning.openai_agents", tracer_provider=tracer_provider))
     before = _processors()
     kept = [processor for processor in before if not _uploads(processor)]

@@ -18,7 +18,7 @@ run_config: ContextVar[RunConfig | None] = ContextVar("agentlightning_openai_age
 
 
 def agent_behind(part: Any) -> Any:
-    """The agent of a handoff or of a tool, or None. Before version 0.8 of the SDK only their functions know it."""
+    """Returns the agent of a handoff or of a tool, or None; before version 0.8 of the SDK, a closure holds it."""
     if isinstance(part, Handoff):
         reference = getattr(part, "_agent_ref", None)
         return _closed_over(part.on_invoke_handoff, "agent") if reference is None else reference()
@@ -28,7 +28,7 @@ def agent_behind(part: Any) -> Any:
 
 
 def _closed_over(function: Any, *names: str) -> Any:
-    """Follows the names from function to function."""
+    """Follows variables of closures, by their names, from function to function."""
     for name in names:
         function = inspect.getclosurevars(function).nonlocals.get(name) if inspect.isfunction(function) else None
     return function
@@ -36,7 +36,7 @@ def _closed_over(function: Any, *names: str) -> Any:
 
 @functools.cache
 def pass_configuration_on() -> None:
-    """Has agents that are tools run with the configuration of their rollout, as the SDK does since version 0.8.4."""
+    """Makes agents used as tools run with the configuration of their rollout, as the SDK does since version 0.8.4."""
     if "run_config" in inspect.signature(ToolContext).parameters:
         return
 

@@ -1,1 +1,1 @@
-"""Adapters besides the triplets of core."""
+"""Adapters in addition to core's triplets."""

@@ -17,7 +17,7 @@ class ChatHistory(TypedDict):
     """One model call in the format of fine-tuning APIs."""
 
     messages: list[semconv.Message]
-    """The input and, last, the (first) answer."""
+    """The input messages, followed by the (first) answer."""
     tools: NotRequired[list[semconv.Message]]
     """The tools that the model could call."""
 
@@ -25,7 +25,7 @@ class ChatHistory(TypedDict):
 def drop_prefixes(histories: Sequence[ChatHistory]) -> list[ChatHistory]:
     """Removes histories that are a prefix of another one, and duplicates.
 
-    A conversation of several calls is recorded with each of them; the last record is the complete one.
+    Each call of a conversation records the conversation so far; only the last record is complete.
     """
 
     def continues(earlier: ChatHistory, later: ChatHistory) -> bool:

@@ -47,8 +47,8 @@ async def select_examples(
 
     Args:
         store: where the rollouts are recorded.
-        min_reward: rollouts with a smaller reward, or none, are left out; None: those without a reward only.
-        best_of: the number of rollouts of each task that are kept, those with the highest reward; None: all.
+        min_reward: rollouts with a smaller reward are excluded, as are those without a reward; None: only the latter.
+        best_of: how many rollouts of each task are kept, the ones with the highest rewards; None: all.
     """
     for rollouts in await _rank_rollouts(store, min_reward):
         for _, rollout in rollouts[:best_of]:
@@ -64,9 +64,9 @@ async def select_pairs(
     Rollouts with lost spans, and those of validation and test (``mode``), are excluded.
 
     Args:
-        store: where the rollouts are recorded; those that succeeded count.
+        store: where the rollouts are recorded; only rollouts that succeeded are used.
         min_gap: the rewards of a pair differ by at least this, and by more than 0.
-        pairs_per_task: the maximum number; None: as many as there are.
+        pairs_per_task: maximum number of pairs of each task; None: no limit.
     """
     for rollouts in await _rank_rollouts(store, None):
         for (more, chosen), (less, rejected) in list(zip(rollouts, reversed(rollouts), strict=True))[:pairs_per_task]:
@@ -82,7 +82,7 @@ async def _rank_rollouts(store: LightningStore, min_reward: float | None) -> lis
     candidates = [rollout for rollout in succeeded if rollout.mode not in ("val", "test")]
     if len(candidates) < len(succeeded):
         logger.warning(
-            "%d of %d rollouts are left out, because they are of validation or test",
+            "%d of %d rollouts are excluded, because they belong to validation or test",
             len(succeeded) - len(candidates),
             len(succeeded),
         )
@@ -110,7 +110,7 @@ async def _read_conversations(store: LightningStore, rollout: Rollout) -> list[F
 
 
 def _clean(message: dict[str, Any]) -> dict[str, Any]:
-    """Keeps the fields that the API accepts. Content may be missing only beside tool calls."""
+    """Keeps the fields that the API accepts. Content may be missing only in messages with tool calls."""
     kept: dict[str, Any] = {name: thaw(message[name]) for name in _FIELDS if message.get(name) is not None}
     if "content" not in kept and "tool_calls" not in kept:
         kept["content"] = ""

@@ -1,4 +1,4 @@
-"""Finds which model call continues the conversation of which earlier one, by comparing messages."""
+"""Finds, for each model call, the earlier call whose conversation it continues, by comparing messages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from agentlightning.types import Triplet
 
 
 def link_calls(triplets: Sequence[Triplet]) -> list[int | None]:
-    """Finds, for each triplet, the latest one whose prompt and answer are a prefix of its own prompt.
+    """Finds, for each triplet, the latest earlier triplet whose prompt and answer are a prefix of its prompt.
 
-    Linear in the messages. Ids of tool calls and the model's reasoning are ignored: clients drop or change them.
+    Takes time linear in the messages. Ignores ids of tool calls and the model's reasoning: clients drop or change them.
     """
     by_answer: dict[tuple[int, str], list[int]] = {}
     previous: list[int | None] = []
@@ -38,7 +38,7 @@ def read_answer(triplet: Triplet) -> Message | None:
 
 
 def find_first_edit(earlier: Sequence[Message], later: Sequence[Message]) -> int | None:
-    """Returns the position of the first message that differs in the later history; None if it only grew."""
+    """Returns the position of the first message that differs in the later history; None if messages were only added."""
     for position, message in enumerate(earlier):
         if position >= len(later) or _signature(message) != _signature(later[position]):
             return position
@@ -58,9 +58,9 @@ def _find_previous(
 
 
 def _signature(message: Message) -> str:
-    """Returns what two copies of one message have in common."""
+    """Returns the parts of a message that are equal in all of its copies."""
     content: Any = message.get("content") or ""
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content if isinstance(part, dict)):
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(part["text"] for part in content)
     calls = [
         (call.get("function", {}).get("name"), call.get("function", {}).get("arguments"))

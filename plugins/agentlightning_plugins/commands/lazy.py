@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def lazy_commands(*targets: str) -> Callable[[click.Group], None]:
-    """Returns the hook ``add_commands`` of a plugin. It adds the commands ``module:attribute``."""
+    """Returns a plugin's hook ``add_commands``, which adds the commands given as ``module:attribute``."""
 
     @hookimpl
     def add_commands(cli: click.Group) -> None:

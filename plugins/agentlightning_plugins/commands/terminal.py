@@ -33,13 +33,13 @@ _RECORDS: dict[str, type[BaseModel]] = {
     "spans": Span,
     "workers": Worker,
 }
-"""The records of each Parquet export; their fields are its columns."""
+"""Type of the records in each Parquet export; the fields of the type are the columns of the file."""
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 export_path = click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
 
 
 def with_store(command: Callable[Concatenate[LightningStore, P], Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Decorates a coroutine function as a click command with ``--json`` and the store of ``--store`` and ``--run``."""
+    """Adds ``--json``, ``--store`` and ``--run`` to a coroutine function, which gets the opened store."""
 
     @json_option
     @click.option(
@@ -114,7 +114,7 @@ def found(item: T | None, what: str, id: str) -> T:
 
 
 def to_json(record: BaseModel) -> Any:
-    """The record as plain JSON values."""
+    """Converts a record to plain JSON values."""
     return record.model_dump(mode="json")
 
 
@@ -143,7 +143,7 @@ def print_page(
     rows: Iterable[Sequence[Any]],
     to_json: Callable[[M], Any] = to_json,
 ) -> None:
-    """Prints the result of a query, as JSON or as a table, and says on stderr how much it leaves out."""
+    """Prints the result of a query, as JSON or as a table; stderr shows how many records the table omits."""
     if as_json:
         print_json([to_json(record) for record in page])
         return
@@ -161,7 +161,7 @@ def print_fields(record: dict[str, Any]) -> None:
 
 
 def show_time(instant: float | None) -> str:
-    """A Unix time as local time; includes the date unless it is today."""
+    """Formats a Unix time as local time, with the date unless it is today."""
     if instant is None:
         return ""
     then, today = time.localtime(instant), time.localtime()
@@ -170,14 +170,14 @@ def show_time(instant: float | None) -> str:
 
 
 def shorten(value: Any, length: int = 60) -> str:
-    """A value as one line of JSON, text as it is, at most ``length`` characters."""
+    """Formats a value as one line of at most ``length`` characters: text as it is, other values as JSON."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     text = " ".join(text.split())
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def json_or_text(text: str) -> Any:
-    """An argument as it was typed: the value if it is JSON, else the text."""
+    """Parses an argument: returns its value if it is JSON, otherwise its text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -187,12 +187,12 @@ def json_or_text(text: str) -> Any:
 async def export(records: AsyncIterator[M], path: Path, what: str, as_json: bool) -> None:
     """Writes records to a .jsonl or .parquet file, and prints their number.
 
-    The file appears only when it is complete. In Parquet, values that are mappings or lists are JSON text.
+    The file appears only when it is complete. In Parquet, mappings and lists are stored as JSON text.
 
     Args:
-        records: what to write.
+        records: the records to write.
         path: the file.
-        what: the records in words; of a Parquet file ``rollouts``, ``snapshots``, ``spans`` or ``workers``.
+        what: name of the records; for a Parquet file, ``rollouts``, ``snapshots``, ``spans`` or ``workers``.
         as_json: print JSON.
 
     Raises:
@@ -257,7 +257,7 @@ def _to_cell(name: str, value: Any) -> Any:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Prints rows in columns. Only the last column is folded, and only at a terminal; no text is cut."""
+    """Prints rows in columns. Wraps only the last column, and only on a terminal; never truncates text."""
     from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table

@@ -21,16 +21,16 @@ _REFUSAL_S: Final = 0.5
 
 
 class Session(NamedTuple):
-    """A request that is admitted."""
+    """The session of an admitted request."""
 
     id: str
     """The signed value of the cookie; empty without a cookie."""
     is_script: bool = False
-    """Whether it sent the token itself, which pages of other sites cannot make a browser do."""
+    """Whether the request sent the token in a header, which other sites cannot make a browser do."""
 
 
 class Access:
-    """Checks requests. Without a token, programs on this machine are admitted."""
+    """Checks requests. Without tokens, only programs on this machine are admitted."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         """Accepts any of the tokens; a session ends when the token that it was opened with is no longer valid."""
@@ -38,20 +38,20 @@ class Access:
         self.replace_tokens(tokens)
 
     def replace_tokens(self, tokens: Sequence[str]) -> None:
-        """Accepts these tokens from now on."""
+        """Replaces the accepted tokens."""
         self._tokens = tuple(tokens)
         self._keys = [hashlib.sha256(b"dashboard session\0" + token.encode()).digest() for token in self._tokens]
-        # Servers of one store have its tokens in common, so each accepts the forms of the others.
+        # All servers of a store have the same tokens, so each server accepts forms of the other servers.
         self._form_keys = [hashlib.sha256(b"dashboard form\0" + token.encode()).digest() for token in self._tokens]
         self._form_keys = self._form_keys or [self._key_without_tokens]
 
     @property
     def needs_token(self) -> bool:
-        """Whether one has to sign in."""
+        """Whether users have to sign in."""
         return bool(self._tokens)
 
     def find_session(self, request: web.Request) -> Session | None:
-        """The session of a request; None if it has to sign in or comes from another site."""
+        """Returns the session of a request; None if the client has to sign in, or if another site sent the request."""
         if not self._tokens:
             return Session("") if is_local_request(request.host, request.headers.get("origin")) else None
         given = request.headers.get("authorization", "")
@@ -83,11 +83,11 @@ class Access:
         response.del_cookie(_cookie_name(request), httponly=True, samesite="Strict")
 
     def form_token(self, session: Session | None) -> str:
-        """The value that forms of this session send, which other sites cannot read."""
+        """Returns the value that forms of this session send, which other sites cannot read."""
         return _sign(self._form_keys[0], "" if session is None else session.id)
 
     def allows_form(self, request: web.Request, session: Session | None, form_token: str) -> bool:
-        """Whether a form was sent by a page of ours to this session."""
+        """Returns whether a form was sent by one of our pages in this session."""
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2] != request.host:
             return False
@@ -108,11 +108,11 @@ def _sign(key: bytes, text: str) -> str:
 
 
 def _is_signed(keys: Sequence[bytes], text: str, signature: str) -> bool:
-    given = signature.encode(errors="replace")  # may have characters that compare_digest refuses in a string
+    given = signature.encode(errors="replace")  # may have characters that compare_digest rejects in a string
     return any(hmac.compare_digest(_sign(key, text).encode(), given) for key in keys)
 
 
 def _cookie_name(request: web.Request) -> str:
-    """Cookies do not tell ports apart, so two dashboards on one machine need two names."""
+    """Returns a name for each port: all ports of a host share cookies, so two dashboards on it need two names."""
     port = request.host.rpartition(":")[2]
     return f"agl_session_{port}" if port.isdecimal() else "agl_session"

@@ -1,4 +1,4 @@
-"""The charts of the pages, made of plain values."""
+"""Draws the charts of the pages from plain values."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def reward_chart(
     width: int = 760,
     height: int = 300,
 ) -> Markup:
-    """Draws the rewards by step; each point leads to the rollouts of its step, by the ledger where there is one."""
+    """Draws the rewards by step; each point links to the ledger of its step if there is one, else to its rollouts."""
     drawn = []
     base = f"/runs/{quote(run_id, safe='')}"
     for name, points in series.items():
         target = f"{base}/rollouts?mode={_MODES.get(name, 'train')}&step="
-        if has_ledger and name not in _MODES:  # its rollouts carry the step that they were sampled in, one less
+        if has_ledger and name not in _MODES:  # the step in the metadata of rollouts is one less
             target = f"{base}/ledger?step="
         marks = [_point(point, f"{target}{point['step']:.0f}") for point in points]
         drawn.append(Series(_NAMES.get(name, name), marks, is_line=name != "test_reward"))
@@ -53,7 +53,7 @@ def metric_chart(name: str, points: Sequence[Mapping[str, float]]) -> Markup:
 
 
 def ledger_histogram(rollouts: Sequence[Mapping[str, Any]], key: str, x_label: str, run_id: str, step: int) -> Markup:
-    """Draws how often the rollouts of a training step have each value; a bar of rewards leads to its rollouts."""
+    """Draws how often the rollouts of a training step have each value; a bar of rewards links to its rollouts."""
     target = f"/runs/{quote(run_id, safe='')}/rollouts?mode=train&step={step - 1}"
     return histogram(
         [rollout[key] for rollout in rollouts if rollout[key] is not None],

@@ -1,4 +1,4 @@
-"""``agl dashboard``: serves the dashboard of a store that exists already."""
+"""``agl dashboard``: serves the dashboard of an existing store."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_
 
 @click.command("dashboard")
 @click.argument("where", metavar="RUN_DIR|URL")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Other than loopback needs a token.")
-@click.option("--port", default=4748, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="Token of the store, and to sign in with.")
-@click.option("--read-only", is_flag=True, help="Leave out the actions: cancel, retry, label.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Any address but loopback needs a token.")
+@click.option("--port", default=4748, show_default=True, type=click.IntRange(0, 65535), help="0 selects a free port.")
+@click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="Token of the store, also for signing in.")
+@click.option("--read-only", is_flag=True, help="Disable the actions: cancel, retry, label, promote.")
 def command(where: str, host: str, port: int, token: str | None, read_only: bool) -> None:
-    """Show the runs of a store in a browser: those in RUN_DIR, or of the store at URL."""
+    """Show the runs of a store in a browser; the store is in RUN_DIR or at URL."""
     if not token and not is_loopback(host):
         raise ConfigError(f"--host {host} lets other machines in; set --token or AGL_TOKEN, or listen on 127.0.0.1")
     asyncio.run(_serve(_open(where, token), host, port, token, read_only=read_only))

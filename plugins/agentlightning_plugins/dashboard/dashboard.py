@@ -28,15 +28,15 @@ _STATUSES = ((NotFoundError, 404), (ConflictError, 409), (ConfigError, 422), (Va
 
 
 class Dashboard:
-    """The pages over one store."""
+    """The pages of one store."""
 
     def __init__(self, store: LightningStore, tokens: Sequence[str] = (), *, read_only: bool = False) -> None:
         """Creates the dashboard.
 
         Args:
-            store: its ``with_run`` gives the view of each run.
-            tokens: any of them signs in; none admits programs on this machine.
-            read_only: leave out the actions.
+            store: the store to show, with all its runs.
+            tokens: tokens with which users sign in; if empty, only programs on this machine are admitted.
+            read_only: disable the actions.
         """
         self._store = store
         self._access = Access(tokens)
@@ -60,11 +60,11 @@ class Dashboard:
             yield web.post(action.path, self._guarded(self._action_handler(action)))
 
     def admits(self, request: web.Request) -> bool:
-        """Whether a request comes from a client that has signed in."""
+        """Returns whether a request comes from a client that has signed in."""
         return self._access.find_session(request) is not None
 
     def replace_tokens(self, tokens: Sequence[str]) -> None:
-        """Accepts these tokens from now on; sessions of others end."""
+        """Replaces the accepted tokens; sessions that were opened with other tokens end."""
         self._access.replace_tokens(tokens)
 
     async def stop(self) -> None:
@@ -72,7 +72,7 @@ class Dashboard:
         await self._live.stop()
 
     def _guarded(self, handler: _Handler, *, as_json: bool = False) -> _Handler:
-        """Admits the request, and turns errors into answers."""
+        """Checks access, and turns errors into responses."""
         checked = self._with_errors(handler, as_json=as_json)
 
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -83,7 +83,7 @@ class Dashboard:
         return answer
 
     def _with_errors(self, handler: _Handler, *, as_json: bool = False) -> _Handler:
-        """Turns errors into answers."""
+        """Turns errors into responses."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
@@ -95,9 +95,9 @@ class Dashboard:
 
     def _refuse(self, request: web.Request, as_json: bool) -> web.Response:
         if not self._access.needs_token:
-            return self._error(request, 403, "Without a token the dashboard answers this machine only.", as_json)
+            return self._error(request, 403, "Without a token, only this machine has access.", as_json)
         if as_json or request.method != "GET" or "authorization" in request.headers:
-            return self._error(request, 401, "No token or a wrong one: sign in, or send the store's token.", True)
+            return self._error(request, 401, "The token is missing or wrong: sign in, or send the store's token.", True)
         back = quote(request.path_qs, safe="")
         return web.Response(status=303, headers={**HEADERS, "location": f"/login?next={back}"})
 
@@ -107,7 +107,7 @@ class Dashboard:
         status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
         if status == 500:
             logger.error("%s %s failed", request.method, request.path, exc_info=error)
-        message = str(error) if status != 500 else "This page failed; the log of the server says why."
+        message = str(error) if status != 500 else "This page failed; the server's log has the reason."
         return self._error(request, status, message, as_json)
 
     def _error(self, request: web.Request, status: int, message: str, as_json: bool) -> web.Response:
@@ -119,7 +119,7 @@ class Dashboard:
         return Visit(self._store, request.match_info, request.query)
 
     async def _open(self, request: web.Request) -> Visit:
-        """Returns the visit of a page; NotFoundError names the runs if the one in the path is unknown."""
+        """Returns the visit of a page; raises NotFoundError with a list of runs if the run in the path is unknown."""
         visit = self._visit(request)
         if "run_id" in visit.names and visit.run_id != self._store.run_id and await find_run(visit.run_store) is None:
             known = ", ".join(run.run_id for run in await find_newest_runs(self._store)) or "none yet"
@@ -205,7 +205,7 @@ class Dashboard:
         return response
 
     def _refuse_form(self, request: web.Request) -> web.StreamResponse:
-        return self._error(request, 403, "This form is not from this page; reload the page and try again.", False)
+        return self._error(request, 403, "The form did not come from this page; reload the page and try again.", False)
 
     async def _answer_static(self, request: web.Request) -> web.StreamResponse:
         found = self._renderer.static.get(request.match_info["name"])
@@ -232,7 +232,7 @@ class Dashboard:
 
 
 async def _read_form(request: web.Request) -> dict[str, str]:
-    """The fields of a form.
+    """Reads the fields of a form.
 
     Raises:
         RequestError: the body is too large.

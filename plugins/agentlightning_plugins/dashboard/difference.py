@@ -1,4 +1,4 @@
-"""Differences of texts, by word."""
+"""Differences between texts, by word."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from typing import Final
 
 _MAX_WORDS: Final = 3_000
-"""Texts of more words are compared by line, and those of more lines as a whole: the time grows with the square."""
+"""Texts with more words are compared by line, and texts with more lines as a whole: the time grows quadratically."""
 _MAX_LENGTH: Final = 200_000
 
 
 def find_difference(before: str, after: str) -> list[tuple[str, str]]:
-    """The pieces of both texts in order, each with ``same``, ``add`` or ``remove``."""
+    """Returns the pieces of both texts in order, each with ``same``, ``add`` or ``remove``."""
     whole = [("same", after)] if before == after else [("remove", before), ("add", after)]
     if len(before) + len(after) > _MAX_LENGTH:
         return whole

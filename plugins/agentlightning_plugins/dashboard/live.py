@@ -1,4 +1,4 @@
-"""Tells open pages that their run has changed: one subscription for each run, any number of pages."""
+"""Notifies open pages when their run changes: one subscription per run serves any number of pages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from agentlightning.store.protocol import LightningStore
 
 logger = logging.getLogger("agentlightning")
 _PAUSE_S: Final = 1.0
-"""The least time between two changes that a page is told of."""
+"""Minimum time between two events that a page receives."""
 _PAUSE_OF_PAGE_S: Final = 0.25
-"""Added to it for each open page, so that many pages do not slow down the run."""
+"""Added to ``_PAUSE_S`` for each open page, so that many pages do not slow down the run."""
 _KEEPALIVE_S: Final = 10.0
 _LINGER_S: Final = 30.0
 _HEADERS: Final = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}
@@ -35,7 +35,7 @@ class LiveRuns:
         return sum(run.readers for run in self._runs.values())
 
     async def answer(self, request: web.Request, store: LightningStore) -> web.StreamResponse:
-        """Sends an event ``changed`` whenever something happened in the run, at most one in a while."""
+        """Sends an event ``changed`` when the run has new events, at a limited rate."""
         response = web.StreamResponse(headers=_HEADERS)
         await response.prepare(request)
         run = self._runs.get(store.run_id)
@@ -82,13 +82,13 @@ class _LiveRun:
     def __init__(self, store: LightningStore) -> None:
         self.readers = 0
         self.number = 0
-        """How many events there were."""
+        """Number of events so far."""
         self._changed = asyncio.Event()
         self._store = store
         self.task = asyncio.get_running_loop().create_task(self._read())
 
     async def wait(self, seen: int, stopping: asyncio.Event) -> bool:
-        """Waits for an event after ``seen``; False if there was none for a while."""
+        """Waits for an event after number ``seen``; returns False if none arrived in time."""
         if self.number == seen:
             waiters = [asyncio.ensure_future(event.wait()) for event in (self._changed, stopping)]
             awaited: list[asyncio.Future[Any]] = [*waiters, self.task]

@@ -1,4 +1,4 @@
-"""Pages, each a path, a view that reads the store and a template; and actions, forms that change the store."""
+"""Pages (a path, a view that reads the store, and a template) and actions (forms that change the store)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentlightning.store.protocol import LightningStore
 
 @dataclass(frozen=True)
 class Visit:
-    """A request for a page, or a form that was sent."""
+    """A request for a page, or a submitted form."""
 
     store: LightningStore
     names: Mapping[str, str]
@@ -25,18 +25,18 @@ class Visit:
         """The run in the path.
 
         Raises:
-            ConfigError: it cannot be the id of a run.
+            ConfigError: the path contains no valid id of a run.
         """
         return check_run_id(self.names["run_id"])
 
     @property
     def run_store(self) -> LightningStore:
-        """The store as the run in the path sees it."""
+        """The store, scoped to the run in the path."""
         return self.store.with_run(self.run_id)
 
 
 View: TypeAlias = Callable[[Visit], Awaitable[dict[str, Any]]]
-"""Returns the contents of a page as plain values: the JSON twin is this, and the template shows it."""
+"""Returns the contents of a page as plain values, which the JSON twin returns and the template renders."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class Page:
     """A page; its JSON twin has the same path with ``.json``."""
 
     path: str
-    """With ``{names}``, such as ``/runs/{run_id}/fleet``."""
+    """Path of the page, with ``{names}``, such as ``/runs/{run_id}/ledger``."""
     view: View
     template: str
     tab: str = ""
-    """The label in the navigation of a run, or of the top for a path without a run; empty: none."""
+    """Label in the navigation of a run, or in the main navigation for a path without a run; empty for no entry."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """A form of a page, sent by POST; off with ``--read-only``."""
+    """A form of a page, submitted by POST; disabled by ``--read-only``."""
 
     path: str
     run: Callable[[Visit], Awaitable[str]]
-    """Carries it out; returns the path of the page to show next."""
+    """Performs the action and returns the path of the page to show next."""

@@ -1,4 +1,4 @@
-"""Renders pages: the environment of the templates, and the headers of every answer."""
+"""Renders pages: the environment of the templates, and the headers of every response."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ STATIC_TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image
 
 
 class Renderer:
-    """The templates."""
+    """The templates and the static files."""
 
     @cached_property
     def environment(self) -> Environment:
-        """Every value is escaped, and every text is cut and shows its hidden characters (``text.finalize``)."""
+        """Escapes every value, shortens long texts and shows hidden characters (``text.finalize``)."""
         environment = Environment(
             loader=PackageLoader("agentlightning_plugins.dashboard"),
             autoescape=True,
@@ -69,7 +69,7 @@ class Renderer:
         return environment
 
     def render(self, template: str, **values: Any) -> str:
-        """The HTML of a page."""
+        """Returns the HTML of a page."""
         return self.environment.get_template(template).render(**values)
 
     @cached_property
@@ -84,6 +84,6 @@ class Renderer:
 
 
 def link(path: str, query: dict[str, Any] | None = None, **changes: Any) -> str:
-    """A path with a query; parameters that are None or empty are left out."""
+    """Returns a path with a query, which omits parameters that are None or empty."""
     merged = {name: value for name, value in {**(query or {}), **changes}.items() if value not in (None, "")}
     return f"{path}?{urlencode(merged)}" if merged else path

@@ -9,25 +9,25 @@ from typing import Any, Final
 from agentlightning_plugins.charts.hidden import show_hidden
 
 MAX_SHOWN: Final = 20_000
-"""Characters of one text that a page shows."""
+"""Maximum number of characters that a page shows of one text."""
 
 
 def show_text(text: str, length: int = MAX_SHOWN) -> str:
-    """The text, cut at ``length``; characters that would be invisible or change the direction show their number."""
+    """Returns the text, cut at ``length``, with invisible characters and direction marks as their code points."""
     cut = text if len(text) <= length else text[:length]
     shown = show_hidden(cut.replace("\r\n", "\n"))
-    return shown if cut is text else f"{shown}… ({len(text):,} characters; the JSON of this page has all)"
+    return shown if cut is text else f"{shown}… ({len(text):,} characters; all are in the JSON of this page)"
 
 
 def show_line(value: Any, length: int = 160) -> str:
-    """A value as one line, cut at ``length``; text as it is, other values as JSON."""
+    """Formats a value as one line, cut at ``length``: text as it is, other values as JSON."""
     text = value if isinstance(value, str) else dump(value)
     text = " ".join(text[: 4 * length].split())
     return show_text(text if len(text) <= length else text[: length - 1] + "…")
 
 
 def dump(value: Any) -> str:
-    """A value as indented JSON."""
+    """Formats a value as indented JSON."""
     return json.dumps(value, indent=2, ensure_ascii=False, default=str)
 
 
@@ -39,7 +39,7 @@ def finalize(value: Any) -> Any:
 
 
 def show_number(value: float | None, digits: int = 3) -> str:
-    """A number with few digits; a dash for none."""
+    """Formats a number with few digits, None as a dash."""
     if value is None:
         return "–"
     if value == int(value) and abs(value) < 1e15:
@@ -50,7 +50,7 @@ def show_number(value: float | None, digits: int = 3) -> str:
 
 
 def show_span(seconds: float | None) -> str:
-    """A duration, such as ``340 ms`` or ``2 h 05 min``."""
+    """Formats a duration, such as ``340 ms`` or ``2 h 05 min``."""
     if seconds is None:
         return "–"
     if 0 < seconds < 0.001:
@@ -67,12 +67,12 @@ def show_span(seconds: float | None) -> str:
 
 
 def show_time(instant: float | None) -> str:
-    """A Unix time in UTC."""
+    """Formats a Unix time in UTC."""
     return "–" if instant is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(instant))
 
 
 def show_ago(instant: float | None) -> str:
-    """How long ago a Unix time was, in one unit."""
+    """Formats the time since a Unix time, in one unit."""
     if instant is None:
         return "–"
     seconds = max(0.0, time.time() - instant)

@@ -254,7 +254,7 @@ class AgentLightningServer:
                     await self.store.update_attempt(rollout_id, rollout.attempt.attempt_id, status="timeout")
                 except (ConflictError, NotFoundError):
                     pass  # it has ended already
-                except StoreError:
+                except (StoreError, OSError):
                     self._claimed.setdefault(rollout_id, (rollout, since))  # tried again at the next renewal
                     raise
         attempts = [rollout.attempt.attempt_id for rollout, _ in self._claimed.values()]

@@ -1,4 +1,4 @@
-"""The backends of the gateway, as the spans of the newest model calls show them."""
+"""The state of the gateway's backends, derived from the spans of the newest model calls."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from agentlightning.types import Span
 
 _BACKEND: Final = "agentlightning.gateway.backend"
 _COST: Final = "agentlightning.gateway.cost"
-"""Attributes of the gateway's spans; those of all calls are in ``semconv``."""
+"""Attributes that only the gateway's spans have; the attributes of all model calls are in ``semconv``."""
 _CHUNK: Final = 100
 _MAX_SPANS: Final = 1000
 _BUDGET_S: Final = 0.08
-"""How long spans are read; a page must not take longer in a large run."""
+"""Time limit for reading spans, so that a page loads quickly even in a large run."""
 _FAILING: Final = 0.1
 """The share of failed calls from which a backend counts as failing."""
 
 
 async def read_backends(view: LightningStore) -> list[dict[str, Any]]:
-    """The backends that a run's newest model calls were sent to, by model and endpoint.
+    """Returns the backends that a run's newest model calls were sent to, sorted by model and endpoint.
 
     Each has ``state`` (``ok``, ``failing``: at least a tenth of its calls failed, ``down``: its last three calls
-    failed), ``calls``, ``failed``, ``error`` (the last), ``latency_s``, ``latency_p95_s``, ``first_token_s``,
+    failed), ``calls``, ``failed``, ``error`` (the latest), ``latency_s``, ``latency_p95_s``, ``first_token_s``,
     ``input_tokens``, ``output_tokens``, ``cost`` (None without a price), ``weight_version``, ``since`` and ``until``
     (the first call and the last one that were counted).
     """

@@ -9,10 +9,10 @@ from typing import Any
 def find_best(candidates: Sequence[Mapping[str, Any]], published: Mapping[str, str]) -> Mapping[str, Any]:
     """Returns the candidate with the highest score over the whole validation set; without such scores, the first.
 
-    Of several candidates with this score, the published one counts.
+    If several candidates have this score, the published one is returned.
 
     Args:
-        candidates: the fields of each candidate, with its last scores, by ascending time; at least one.
+        candidates: the fields of each candidate with its latest scores, oldest candidate first; at least one.
         published: the templates of the latest prompts, by name.
     """
     scored = [each for each in candidates if each.get("full_score") is not None]
@@ -24,7 +24,7 @@ def find_best(candidates: Sequence[Mapping[str, Any]], published: Mapping[str, s
 
 
 def is_published(candidate: Mapping[str, Any], published: Mapping[str, str]) -> bool:
-    """Whether all prompts of a candidate are the published ones, given as templates by name."""
+    """Whether all prompts of a candidate are published; ``published`` has the published templates by name."""
     return all(published.get(name) == prompt["template"] for name, prompt in candidate["prompts"].items())
 
 
@@ -32,12 +32,12 @@ def list_distributions(candidates: Sequence[Mapping[str, Any]]) -> list[dict[str
     """Returns the scores of all candidates and the task rewards of the seed and the best, each as ``name``, ``values``.
 
     Args:
-        candidates: the fields of each candidate, with its last scores, by ascending time.
+        candidates: the fields of each candidate with its latest scores, oldest candidate first.
     """
     scores = [_score(each) for each in candidates]
     found = [{"name": "scores of the candidates", "values": [score for score in scores if score is not None]}]
     tested = [each for each in candidates if each.get("task_scores")]
-    best = max(tested, key=lambda each: each.get("full_score") or 0.0, default=None)
+    best = find_best(tested, published={}) if tested else None
     seed = next((each for each in tested if not each.get("parent_id")), None)
     if seed is not None and seed is not best:
         found.append({"name": "task rewards of the seed", "values": list(seed["task_scores"])})
@@ -47,6 +47,6 @@ def list_distributions(candidates: Sequence[Mapping[str, Any]]) -> list[dict[str
 
 
 def _score(candidate: Mapping[str, Any]) -> float | None:
-    """The mean reward on the whole validation set, or else on a batch of it."""
+    """Returns the mean reward on the whole validation set or, if there is none, on a batch of it."""
     full: float | None = candidate.get("full_score")
     return candidate.get("batch_score") if full is None else full

@@ -13,12 +13,12 @@ _LOST_S: Final = 60.0
 """A worker without a heartbeat for this long counts as lost if it has work, else as ended."""
 _WINDOW_S: Final = 60.0
 _RECENT: Final = 500
-"""How many of the newest rollouts are searched for those that ended lately."""
+"""Number of newest rollouts that are searched for recently ended ones."""
 _STATES: Final = ("busy", "idle", "unknown", "lost", "ended")
 
 
 async def read_workers(store: LightningStore, limit: int = 500) -> tuple[list[dict[str, Any]], int]:
-    """The workers with the latest heartbeats, each with its ``state`` and ``silent_s``, and the number of all."""
+    """Returns the workers with the latest heartbeats, with ``state`` and ``silent_s``, and the total number."""
     page = await store.query_workers(limit=limit, sort_by="last_heartbeat_time", sort_order="desc")
     now = store.now()
     workers = [_describe_worker(worker, now) for worker in page]
@@ -26,7 +26,7 @@ async def read_workers(store: LightningStore, limit: int = 500) -> tuple[list[di
 
 
 async def read_queue(view: LightningStore) -> dict[str, Any]:
-    """The rollouts of a run by status, how many wait, and since when the first of them (``oldest``)."""
+    """Returns a run's rollouts by status, how many are waiting, and since when the first one waits (``oldest``)."""
     waiting = await view.query_rollouts(status_in=["queuing", "requeuing"], limit=1)
     return {
         "rollouts": await count_rollouts(view),
@@ -36,10 +36,10 @@ async def read_queue(view: LightningStore) -> dict[str, Any]:
 
 
 async def read_activity(view: LightningStore) -> dict[str, Any]:
-    """The rollouts of a run that ended in the last minute, and the errors of the newest that failed.
+    """Returns how many rollouts of a run ended in the last minute, and the errors of the newest failed rollouts.
 
-    ``ended`` and ``failed`` are counts of the last minute; ``errors`` has the number of rollouts by error, the most
-    frequent first, with its last message.
+    ``ended`` and ``failed`` are counts of the last minute; ``errors`` has the number of rollouts with each error and
+    its latest message, the most frequent error first.
     """
     since = view.now() - _WINDOW_S
     newest = await view.query_rollouts(sort_order="desc", limit=_RECENT)

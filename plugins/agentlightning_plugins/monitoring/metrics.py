@@ -12,7 +12,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Metrics, Run
 
 MAX_STEPS: Final = 2_000
-"""Steps that a page reads, the newest."""
+"""Number of newest steps that a page reads."""
 _MAX_POINTS: Final = 300
 _PHASES: Final = {
     "sampling": ("wait_s", "timing_s/gen"),
@@ -26,12 +26,12 @@ _PHASES: Final = {
     "writing records": ("record_s",),
     "waiting for checkpoints": ("checkpoint_wait_s", "timing_s/save_checkpoint"),
 }  # fmt: skip
-"""The metrics of ``grpo`` and ``verl`` that are parts of the time of a step; no two of them cover the same time."""
+"""The metrics of ``grpo`` and ``verl`` that measure parts of a step; no two of them cover the same time."""
 _TOTAL_STEPS: Final = ("steps", "n_steps", "max_steps", "total_training_steps", "rounds", "beam_rounds")
 _PAUSE: Final = 20
-"""A gap between two steps of more than so many times the median is time in which the run was stopped."""
+"""A longer gap between two steps, in medians, counts as time when the run was stopped, unless phases explain it."""
 _BASE: Final = 3
-"""Steps at the beginning that later ones are compared with."""
+"""Number of first steps that later steps are compared with."""
 
 
 class Health(NamedTuple):
@@ -44,13 +44,13 @@ class Health(NamedTuple):
 
 
 async def read_metrics(store: LightningStore, most: int = MAX_STEPS) -> Sequence[Metrics]:
-    """The metrics of the newest steps, in the order of the steps."""
+    """Returns the metrics of the newest steps, in the order of the steps."""
     total = (await store.query_metrics(limit=0)).total
     return (await store.query_metrics(offset=max(0, total - most))).items
 
 
 def make_series(metrics: Sequence[Metrics], name: str) -> list[dict[str, float]]:
-    """The values of a metric by step, with an interval where one is known; at most 300 points."""
+    """Returns the values of a metric by step, with an interval where one is known; at most 300 points."""
     points = []
     for each in metrics:
         value = each.values.get(name)
@@ -68,28 +68,28 @@ def make_series(metrics: Sequence[Metrics], name: str) -> list[dict[str, float]]
 
 
 def _count_rewards(metrics: Metrics) -> float:
-    """The number of rollouts whose rewards a step reports."""
+    """Returns the number of rollouts whose rewards a step reports."""
     return metrics.values.get("rollouts", 0.0) - metrics.values.get("rollouts_left_out", 0.0)
 
 
 def sum_phases(metrics: Sequence[Metrics]) -> list[dict[str, Any]]:
-    """The time that each phase took in all steps, and its share."""
+    """Returns the time that each phase took in all steps, and its share of the total."""
     sums = dict.fromkeys(_PHASES, 0.0)
     for each in metrics:
         for name, keys in _PHASES.items():
             sums[name] += sum(each.values.get(key, 0.0) for key in keys)
-        if "wait_s" not in each.values:  # in a training loop of the user, sampling is waiting
+        if "wait_s" not in each.values:  # the user's own training loop waits while it samples
             sums["sampling"] += each.values.get("sample_s", 0.0)
     total = sum(sums.values())
     return [{"name": name, "seconds": spent, "share": spent / total} for name, spent in sums.items() if spent > 0]
 
 
 def estimate_left(run: Run, metrics: Sequence[Metrics], now: float) -> dict[str, Any] | None:
-    """How far a run is and how long it will take, if it says how much there is to do.
+    """Returns a run's progress and remaining time; None if the total amount of work is not known.
 
     Args:
         run: the run.
-        metrics: of its steps, in order.
+        metrics: the metrics of its steps, in order.
         now: Unix time by the clock of the store.
     """
     if not metrics:
@@ -106,20 +106,22 @@ def estimate_left(run: Run, metrics: Sequence[Metrics], now: float) -> dict[str,
 
 
 def _working_time(run: Run, metrics: Sequence[Metrics]) -> float:
-    """Seconds that the steps so far took, without the time in which the run was stopped.
+    """Returns the seconds that the steps so far took, without the time when the run was stopped.
 
-    The mean of all steps but those that contain a pause, because a median would leave out validations.
+    Uses the mean of all steps that contain no pause, because a median would ignore validations.
     """
-    pairs = itertools.pairwise(metrics)
-    taken = [(b.time - a.time) / (b.step - a.step) for a, b in pairs if b.step > a.step and b.time > a.time]
+    pairs = [(a, b) for a, b in itertools.pairwise(metrics) if b.step > a.step and b.time > a.time]
+    taken = [(b.time - a.time) / (b.step - a.step) for a, b in pairs]
     if not taken:
         return metrics[-1].time - run.created_at
     longest = _PAUSE * statistics.median(taken)
-    return statistics.fmean(seconds for seconds in taken if seconds <= longest) * metrics[-1].step
+    explained = [2 * sum(b.values.get(key, 0.0) for keys in _PHASES.values() for key in keys) for _, b in pairs]
+    worked = [seconds for seconds, limit in zip(taken, explained, strict=True) if seconds <= max(longest, limit)]
+    return statistics.fmean(worked) * metrics[-1].step
 
 
 def judge(metrics: Sequence[Metrics]) -> list[Health]:
-    """Health in words, from the metrics of the last step and the first ones; the worst first."""
+    """Judges a run's health in words, from the metrics of its last and first steps; the worst judgements come first."""
     if not metrics:
         return []
     last: dict[str, float] = {}

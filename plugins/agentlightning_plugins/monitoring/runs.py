@@ -9,18 +9,18 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import RolloutStatus, Run
 
 _NEWEST: Final = 50
-"""How many of the newest runs are searched for those under way."""
+"""Number of newest runs that are searched for running ones."""
 
 
 async def count_rollouts(store: LightningStore) -> dict[str, int]:
-    """The number of rollouts of a run by status."""
+    """Returns the number of rollouts of a run by status."""
     statuses = get_args(RolloutStatus)
     pages = await asyncio.gather(*(store.query_rollouts(status_in=[status], limit=0) for status in statuses))
     return {status: page.total for status, page in zip(statuses, pages, strict=True)}
 
 
 async def find_run(store: LightningStore) -> Run | None:
-    """The run that a store sees; also one that was never created but has rollouts."""
+    """Returns the run that a store sees, even one that was never created but has rollouts."""
     run = await store.get_run_by_id(store.run_id)
     if run is None and (await store.query_rollouts(limit=0)).total:
         return Run(
@@ -30,7 +30,7 @@ async def find_run(store: LightningStore) -> Run | None:
 
 
 async def find_newest_runs(store: LightningStore) -> list[Run]:
-    """The newest runs of a store, and the store's own run; those under way first, then the newest first."""
+    """Returns the newest runs of a store and the run that it sees: running ones first, then the newest first."""
     total = (await store.query_runs(limit=0)).total
     runs = list(await store.query_runs(offset=max(0, total - _NEWEST)))[::-1]
     if all(run.run_id != store.run_id for run in runs) and (own := await find_run(store)) is not None:
@@ -39,7 +39,7 @@ async def find_newest_runs(store: LightningStore) -> list[Run]:
 
 
 def describe_run(run: Run) -> dict[str, Any]:
-    """The fields of a run, and the name of its algorithm."""
+    """Returns the fields of a run, and the name of its algorithm."""
     algorithm = run.config.get("algorithm", "")
     name = algorithm.get("name", "") if isinstance(algorithm, dict) else str(algorithm)
     return {**run.model_dump(mode="json", exclude={"scores"}), "algorithm": name}

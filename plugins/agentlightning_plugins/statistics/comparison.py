@@ -24,18 +24,18 @@ _PAGE: Final = 500
 
 @dataclass(frozen=True)
 class Group:
-    """The rewards of one group. Failed rollouts count as 0; cancelled and unrated ones are left out."""
+    """The rewards of one group. Failed rollouts count as 0; cancelled and unrated rollouts are excluded."""
 
     name: str
     rewards: Mapping[str, Sequence[float]]
-    """Keyed by user (``key_hash`` of the metadata), else by ``task_id``, else by rollout id. The rewards of one list
-    depend on each other."""
+    """Keyed by user (``key_hash`` of the metadata), else by ``task_id``, else by rollout id. The rewards in one list
+    are not independent."""
     failed: int = 0
     unrated: int = 0
-    """Rollouts that succeeded without a reward so far."""
+    """Number of rollouts that succeeded and have no reward yet."""
     unfinished: int = 0
     has_users: bool = False
-    """Whether users were assigned to a version by a key, so that users are compared and not their rollouts."""
+    """Whether a key assigned users to versions, so that users are compared instead of their rollouts."""
 
     @property
     def n(self) -> int:
@@ -63,13 +63,13 @@ class Comparison:
     """Mean of the treatment minus mean of the control."""
     low: float
     high: float
-    """95 % interval of the difference; infinite where the rewards allow none. It agrees with ``p_value``."""
+    """95 % interval of the difference, which agrees with ``p_value``; infinite if the rewards allow no estimate."""
     p_value: float
     """Two-sided p-value of no difference, by a permutation test."""
     paired: bool
     """Whether tasks that both groups ran were compared one by one."""
     dropped: int = 0
-    """Tasks that only one of two paired groups has a reward for; they are left out."""
+    """Number of tasks that are excluded because only one of two paired groups has a reward for them."""
 
 
 async def compare_rollouts(
@@ -77,16 +77,16 @@ async def compare_rollouts(
 ) -> Comparison:
     """Compares two groups of rollouts of the store's run.
 
-    If at least half of the tasks of each group, by ``task_id`` of their metadata, are common, these are compared one by
-    one. If versions were chosen by users (``LiveResources.pick(key=...)``), users are compared instead. Interval and
-    p-value are valid for a fixed sample: repeating the comparison until it is significant finds differences that do not
-    exist.
+    If both groups share at least half of their tasks, by the ``task_id`` of their metadata, the shared tasks are
+    compared one by one. If versions were chosen by user (``LiveResources.pick(key=...)``), users are compared instead.
+    The interval and the p-value are valid for a fixed sample: repeating the comparison until it is significant finds
+    differences that do not exist.
 
     Args:
         store: the store of the run.
         control: metadata of the rollouts, as in ``{"group": "control"}``; the key ``resources_id`` selects by the
-            rollout's resources. A str is a resources_id, such as ``rs-1@3``, else the name of a group.
-        treatment: the other rollouts, in the same form.
+            rollout's resources. A str is a resources_id, such as ``rs-1@3``, or else the name of a group.
+        treatment: the rollouts to compare with the control, in the same form.
 
     Raises:
         NotFoundError: a group has rewards of fewer than two users, tasks or rollouts.
@@ -103,7 +103,7 @@ async def compare_rollouts(
 
 
 def compare_groups(control: Group, treatment: Group) -> Comparison:
-    """Compares the rewards of two groups, each with those of at least two users, tasks or rollouts."""
+    """Compares the rewards of two groups, each with rewards of at least two users, tasks or rollouts."""
     common = {unit for unit in control.rewards if unit in treatment.rewards and unit.startswith(_TASK)}
     has_users = control.has_users or treatment.has_users
     if has_users or 2 * len(common) < max(len(control.rewards), len(treatment.rewards)) or len(common) < 2:
@@ -161,7 +161,7 @@ async def _read_group(store: LightningStore, which: str | Mapping[str, Any]) -> 
 
 
 def _ran_with(rollout: Rollout, resources_id: str) -> bool:
-    """Whether a rollout used this version, or any version if the id names none."""
+    """Whether a rollout used this version of the resources, or any version if the id has no version number."""
     return rollout.resources_id is not None and resources_id in (
         rollout.resources_id,
         split_version_id(rollout.resources_id)[0],

@@ -26,10 +26,10 @@ class Difference:
 
     mean: float
     low: float
-    """Of the 95 % interval; -inf where the rewards allow none."""
+    """Lower end of the 95 % interval; -inf if the rewards allow no estimate."""
     high: float
     p_value: float
-    """Two-sided, of no difference."""
+    """Two-sided p-value of no difference."""
 
 
 def paired_difference(differences: Sequence[float]) -> Difference:
@@ -47,17 +47,17 @@ def unpaired_difference(one: Sequence[float], other: Sequence[float]) -> Differe
 def difference_over_seeds(one: Sequence[Mapping[int, float]], other: Sequence[Mapping[int, float]]) -> Difference:
     """Compares two algorithms that were trained once for each seed and evaluated on the same tasks.
 
-    Tasks and, with two seeds or more, seeds are both samples. The variance is the sum of that over tasks and those over
-    the seeds of each algorithm, with Student's t and the degrees of freedom of Welch and Satterthwaite (Satterthwaite
-    1946, Biometrics Bulletin 2). The result has the larger p-value and the wider interval of this method and of the one
-    over tasks alone.
+    Tasks are a sample, and so are seeds if there are two or more. The variance is the sum of the variance over tasks
+    and the variances over the seeds of each algorithm, with Student's t and the degrees of freedom of Welch and
+    Satterthwaite (Satterthwaite 1946, Biometrics Bulletin 2). The result has the larger p-value and the wider interval
+    of this method and of the comparison over tasks only.
 
     Args:
-        one: mean reward of each task, by seed; tasks without a reward for some seed are left out.
-        other: the same of the other algorithm.
+        one: mean reward of each task, by seed; tasks without a reward for every seed are excluded.
+        other: the same for the other algorithm.
 
     Raises:
-        NotFoundError: no task has a reward for every seed of both.
+        NotFoundError: no task has a reward for every seed of both algorithms.
     """
     tasks = sorted(set.intersection(*({*seed} for seed in (*one, *other))))
     if not tasks:
@@ -81,11 +81,11 @@ def difference_over_seeds(one: Sequence[Mapping[int, float]], other: Sequence[Ma
 def interval_over_seeds(score: Score, seeds: Sequence[Mapping[int, float]]) -> Interval | None:
     """Interval of the mean reward of an algorithm that was trained once for each seed.
 
-    Tasks and, with two seeds or more, seeds are both samples, as in ``difference_over_seeds``. The result is the wider
-    of this interval and of the one over tasks alone.
+    Tasks are a sample, and so are seeds if there are two or more, as in ``difference_over_seeds``. The result is the
+    wider of this interval and the interval over tasks only.
 
     Args:
-        score: of all seeds together.
+        score: the score of all seeds together.
         seeds: mean reward of each task, by seed.
     """
     found, means = score.interval(), [mean for mean in score.by_task() if mean is not None]

@@ -21,8 +21,8 @@ _Z: Final = 1.959964
 def mean_interval(values: Sequence[float]) -> Interval | None:
     """Interval of the mean of one value per task.
 
-    Wilson's for values of 0 and 1, else the bootstrap-t. For values in [0, 1] that hardly vary, where resamples have no
-    variance, Wilson's too, which is then too wide rather than too narrow.
+    Uses Wilson's interval for values of 0 and 1, otherwise the bootstrap-t. Also uses Wilson's for values in [0, 1]
+    that vary so little that resamples have no variance; the interval is then too wide rather than too narrow.
 
     Returns:
         None for fewer than two values, and for values outside [0, 1] that hardly vary.
@@ -38,8 +38,8 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 def paired_interval(differences: Sequence[float]) -> Interval | None:
     """Interval of a mean difference, from the difference of each task.
 
-    That of Agresti and Min for differences of -1, 0 and 1, else the bootstrap-t. For other differences in [-1, 1] that
-    hardly vary, Agresti and Min's too.
+    Uses the interval of Agresti and Min for differences of -1, 0 and 1, and for other differences in [-1, 1] that
+    hardly vary; otherwise the bootstrap-t.
 
     Returns:
         None for fewer than two values, and for values outside [-1, 1] that hardly vary.
@@ -51,10 +51,10 @@ def paired_interval(differences: Sequence[float]) -> Interval | None:
 
 
 def unpaired_interval(one: Sequence[float], other: Sequence[float]) -> Interval | None:
-    """Interval of the mean of ``one`` minus that of ``other``.
+    """Interval of the mean of ``one`` minus the mean of ``other``.
 
-    Newcombe's for values of 0 and 1, else the bootstrap-t of Welch's statistic. For values in [0, 1] that hardly vary,
-    Newcombe's too.
+    Uses Newcombe's interval for values of 0 and 1, and for other values in [0, 1] that hardly vary; otherwise the
+    bootstrap-t of Welch's statistic.
 
     Returns:
         None for fewer than two values in a group, and for values outside [0, 1] that hardly vary.
@@ -74,7 +74,7 @@ def wilson(mean: float, n: float) -> Interval:
 
     Args:
         mean: the observed rate.
-        n: the number of observations; the effective number for clustered ones.
+        n: the number of observations; for clustered observations, the effective number.
     """
     center = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
@@ -135,7 +135,7 @@ def _agresti_min(differences: Sequence[float]) -> Interval:
 def _bootstrap_t(values: Sequence[float], minus: Sequence[float] = ()) -> Interval | None:
     """The bootstrap-t interval: Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 12.5.
 
-    2,000 resamples with a fixed seed, of the values in ascending order, so that the order of the rows changes nothing.
+    Draws 2,000 resamples with a fixed seed from the sorted values, so that the order of the values has no effect.
 
     Returns:
         None if more than 2.5 % of the resamples on a side have no variance, so that the interval would be infinite.
@@ -158,7 +158,7 @@ def _bootstrap_t(values: Sequence[float], minus: Sequence[float] = ()) -> Interv
 
 
 def _estimate(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The mean, less that of a second sample, and its standard error."""
+    """Mean of the first sample minus the mean of the second, if there is one, and its standard error."""
     found = [_moments(sample) for sample in samples]
     error = math.sqrt(sum(spread / len(sample) for (_, spread), sample in zip(found, samples, strict=True)))
     return found[0][0] - sum(mean for mean, _ in found[1:]), error
@@ -167,7 +167,7 @@ def _estimate(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
 def _moments(values: Sequence[float]) -> tuple[float, float]:
     """Mean and sample variance."""
     n, start = len(values), values[0]
-    apart = [value - start for value in values]  # so that nothing cancels
+    apart = [value - start for value in values]  # avoids cancellation
     total = sum(apart)
     spread = sum(map(operator.mul, apart, apart)) - total * total / n
     return start + total / n, max(spread, 0.0) / max(n - 1, 1)

@@ -1,4 +1,4 @@
-"""The size of a comparison that finds a difference of a given size."""
+"""Number of tasks that a comparison needs to detect a difference of a given size."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from agentlightning_plugins.statistics.interval import variance
 from agentlightning_plugins.statistics.score import Score
 
 POWER: Final = 0.8
-"""Probability of finding the difference, at a level of 5 %."""
+"""Probability of detecting the difference, at a significance level of 5 %."""
 _REPETITIONS: Final = (1, 2, 4, 8, 16)
 _LEAST_TASKS: Final = 6
-"""With fewer, no permutation of the signs is significant at 5 %."""
+"""With fewer tasks, no permutation of the signs is significant at 5 %."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers of tasks that find a difference, with so many repetitions of each in both evaluations."""
+    """Numbers of tasks that detect a difference, if both evaluations run each task ``repetitions`` times."""
 
     repetitions: int
     same_tasks: int
-    """If both evaluations run the same tasks."""
+    """Number of tasks if both evaluations run the same tasks."""
     other_tasks: int
-    """For each evaluation, if they run different tasks."""
+    """Number of tasks of each evaluation if the evaluations run different tasks."""
 
 
 def plan(score: Score, difference: float) -> list[Plan]:
-    """Plans a comparison with an agent that is better by ``difference``, equally so on every task.
+    """Plans a comparison with an agent that is better by ``difference`` on every task.
 
-    The sample size of a two-sided test of means (Cohen 1988, Statistical Power Analysis, section 2.4), with the
-    variances between tasks and within them of a score (one-way random effects; Searle, Casella and McCulloch 1992,
-    section 3.6). A score with one repetition does not tell them apart: all variance then counts as within tasks, the
-    worst case for the same tasks.
+    Computes the sample size of a two-sided test of means (Cohen 1988, Statistical Power Analysis, section 2.4) from the
+    variances of the score between and within tasks (one-way random effects; Searle, Casella and McCulloch 1992, section
+    3.6). The two cannot be separated if the score has one repetition: all variance then counts as variance within
+    tasks, the worst case for the same tasks.
 
     Raises:
         ConfigError: the difference is not above 0, or fewer than two tasks have a reward.
@@ -55,7 +55,7 @@ def plan(score: Score, difference: float) -> list[Plan]:
 
     def tasks(spread: float) -> int:
         needed = 2 * spread * (quantiles / difference) ** 2
-        # 2 for Student's t in place of the normal quantile; a tenth for ties, which permutation tests count against it.
+        # Adds 2 because the test uses Student's t, and a tenth for ties, which permutation tests count as extreme.
         return max(math.ceil(1.1 * needed) + 2, _LEAST_TASKS)
 
     return [Plan(n, tasks(within / n), tasks(between + within / n)) for n in _REPETITIONS]

@@ -14,16 +14,16 @@ from agentlightning_plugins.statistics.interval import Interval, mean_interval, 
 
 @dataclass(frozen=True)
 class Score:
-    """Rewards of an evaluation. A rollout that failed counts as 0; one without a reward is left out and counted."""
+    """Rewards of an evaluation. A failed rollout counts as 0; ``missing`` counts the rollouts without a reward."""
 
     rewards: Sequence[Sequence[float]]
-    """By task, by repetition; shorter where rewards are missing."""
+    """Rewards of each task, one per repetition; shorter where rewards are missing."""
     success_threshold: float = 1.0
     """A reward of at least this is a success."""
     errors: Counter[str] = field(default_factory=Counter)
-    """Failed rollouts by type of error."""
+    """Number of failed rollouts by type of error."""
     missing: int = 0
-    """Rollouts that succeeded without a reward."""
+    """Number of rollouts that succeeded without a reward; they are excluded from ``rewards``."""
 
     @property
     def mean(self) -> float:
@@ -35,7 +35,7 @@ class Score:
         return statistics.fmean(self._rated())
 
     def by_task(self) -> list[float | None]:
-        """Mean reward of each task, None without one: its repetitions are not independent of each other."""
+        """Mean reward of each task, None if it has no reward; the repetitions of a task depend on each other."""
         return [statistics.fmean(task) if task else None for task in self.rewards]
 
     def _rated(self) -> list[float]:
@@ -45,11 +45,11 @@ class Score:
         return found
 
     def interval(self) -> Interval | None:
-        """95 % interval of the mean over tasks like these; None for one task.
+        """95 % confidence interval of the mean reward over similar tasks; None for one task.
 
-        For rewards of 0 and 1 in several repetitions, Wilson's with the effective number of independent rollouts, which
-        is between the tasks and the rollouts and is corrected for the degrees of freedom, the tasks less one (Korn and
-        Graubard 1998, Survey Methodology 24, section 3). For other rewards see ``mean_interval``.
+        For rewards of 0 and 1, Wilson's interval with the effective number of independent rollouts, which lies between
+        the numbers of tasks and of rollouts and is corrected for the degrees of freedom, the number of tasks minus one
+        (Korn and Graubard 1998, Survey Methodology 24, section 3). For other rewards see ``mean_interval``.
         """
         means = self._rated()
         rollouts = [reward for task in self.rewards for reward in task]
@@ -68,7 +68,7 @@ class Score:
         The unbiased estimator 1 - C(n-c, k) / C(n, k) of Chen et al. 2021, arXiv:2107.03374, equation 1.
 
         Raises:
-            ConfigError: k is less than 1 or more than the repetitions of any task.
+            ConfigError: k is less than 1, or no task has k rewards.
         """
         known = [task for task in self.rewards if len(task) >= k >= 1]
         if not known:
@@ -78,7 +78,7 @@ class Score:
         return statistics.fmean(1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts)
 
     def to_metrics(self) -> dict[str, float]:
-        """The numbers by name, as trackers take them; without ``reward_low`` and ``reward_high`` for one task."""
+        """Returns the metrics by name, as trackers accept them; one task has no ``reward_low`` and ``reward_high``."""
         interval = self.interval()
         repetitions = max(map(len, self.rewards))
         ks = sorted({1, *(2**power for power in range(1, 10) if 2**power <= repetitions), repetitions})

@@ -21,12 +21,12 @@ _SIGNIFICANT: Final = 0.05
 def paired_p_value(differences: Sequence[float]) -> float:
     """Two-sided p-value of a mean difference of 0, by a permutation test that flips signs.
 
-    Exact up to 13 differences, else by random signs with a fixed seed, for the differences in ascending order, so that
-    the order of the rows changes nothing. It counts the observed signs and so is never 0 (Phipson and Smyth 2010,
-    arXiv:1603.05766).
+    Exact for up to 13 differences; otherwise by random signs with a fixed seed, for the sorted differences, so that the
+    order of the differences has no effect. The observed signs are counted too, so that the p-value is never 0 (Phipson
+    and Smyth 2010, arXiv:1603.05766).
 
     Args:
-        differences: at least one.
+        differences: the differences, at least one.
     """
     ordered = sorted(differences)
     observed = abs(math.fsum(ordered)) - 1e-9 * math.fsum(map(abs, ordered))
@@ -50,8 +50,8 @@ def unpaired_p_value(one: Sequence[float], other: Sequence[float]) -> float:
 
     Splits the pooled values at random and compares Welch's t statistic, which keeps the level when the variances differ
     (Chung and Romano 2013, Exact and asymptotically robust permutation tests, arXiv:1304.5939, theorem 2.2); it is
-    exact when the distributions are equal. All splits are tried if there are at most 8,192, else random ones with a
-    fixed seed.
+    exact when the distributions are equal. All splits are tried if there are at most 8,192, otherwise random splits
+    with a fixed seed.
     """
     pool, size = sorted([*one, *other]), len(one)
     observed = _welch(one, other) * (1 - 1e-9)
@@ -72,11 +72,11 @@ def unpaired_p_value(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def reconcile(interval: Interval, p_value: float, mean: float) -> Interval:
-    """Makes a 95 % interval agree with a p-value: it contains 0, or ends there, as the test at 5 % says.
+    """Makes a 95 % interval agree with a p-value: widens it to 0 if the test at 5 % does not reject, else cuts it at 0.
 
-    They come from different methods, which can disagree when p is close to .05. Adding 0 to an interval widens it;
-    cutting it at 0 leaves out differences of a sign that the test rejects at 2.5 %: those of the other sign than the
-    estimated mean, which may lie on the other side of 0 than the middle of a skewed interval.
+    The interval and the p-value come from different methods, which can disagree when p is close to .05. A cut removes
+    the differences whose sign is not that of the estimated mean, which the test rejects at 2.5 %. The mean decides
+    because the middle of a skewed interval may lie on the other side of 0.
     """
     low, high = interval
     if p_value > _SIGNIFICANT:
@@ -85,7 +85,7 @@ def reconcile(interval: Interval, p_value: float, mean: float) -> Interval:
 
 
 def adjust_p_values(p_values: Sequence[float]) -> list[float]:
-    """Adjusts p-values of several comparisons, so that any wrong one below .05 has a probability of at most 5 %.
+    """Adjusts the p-values of several comparisons: any false positive below .05 has a probability of at most 5 %.
 
     Holm 1979, A simple sequentially rejective multiple test procedure, Scandinavian Journal of Statistics 6.
     """

@@ -9,21 +9,21 @@ from typing import Final
 logger = logging.getLogger("agentlightning")
 
 _TRUSTED_S: Final = 60.0
-"""How long a measurement serves: two clocks differ by a few milliseconds more after a minute."""
+"""How long a measurement is used: two clocks drift apart by a few milliseconds per minute."""
 _WARN_S: Final = 1.0
 
 
 class ServerClock:
-    """Estimates a server's clock from its answers; between two of them, this machine's time since boot is added.
+    """Estimates a server's clock from its answers; between answers, it advances with this machine's time since boot.
 
-    Thread-safe: readers see the last complete measurement. Before the first one it is this machine's clock.
+    Thread-safe: readers see the last complete measurement. Before the first one, it is this machine's clock.
     """
 
     def __init__(self, server: str) -> None:
         """Makes a clock.
 
         Args:
-            server: the server, as a warning names it.
+            server: the name of the server in warnings.
         """
         self._server = server
         self._offset_s = time.time() - since_boot()
@@ -31,7 +31,7 @@ class ServerClock:
         self._has_warned = False
 
     def now(self) -> float:
-        """Unix time by the server's clock."""
+        """Returns the Unix time by the server's clock."""
         return since_boot() + self._offset_s
 
     @property
@@ -62,5 +62,5 @@ class ServerClock:
 
 
 def since_boot() -> float:
-    """Seconds since the machine started, where the system says so including those in which it was suspended."""
+    """Returns the seconds since the machine started, including time in suspend if the system counts it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

@@ -18,7 +18,7 @@ Reader: TypeAlias = Callable[[R], Any]
 
 
 def read_field(field: str) -> Reader[Record]:
-    """Returns a reader of a field, or of a key of a JSON field (``metadata.group``; None if it is absent)."""
+    """Returns a function that reads a field, or a key of a JSON field (``metadata.group``; None if it is absent)."""
     name, dot, key = field.partition(".")
     if not dot:
         return attrgetter(name)
@@ -31,7 +31,7 @@ def read_field(field: str) -> Reader[Record]:
 
 
 def make_test(condition: Condition, read: Reader[R]) -> Callable[[R], bool]:
-    """Returns a test of records for a condition; a value of another type does not satisfy it."""
+    """Returns a function that tests whether a record satisfies a condition; values of another type do not."""
     value = condition.value
     match condition.op:
         case "eq":
@@ -47,17 +47,17 @@ def make_test(condition: Condition, read: Reader[R]) -> Callable[[R], bool]:
 
 
 def choices(condition: Condition) -> Collection[Any]:
-    """The values that satisfy an ``eq`` or ``in``."""
+    """Returns the values that satisfy an ``eq`` or ``in`` condition."""
     return (condition.value,) if condition.op == "eq" else condition.value
 
 
 def lookup_values(condition: Condition) -> Collection[Any] | None:
-    """The distinct values of an ``eq`` or ``in`` that an index can look up; None if it cannot."""
+    """Returns the distinct values of an ``eq`` or ``in`` to look up in an index; None if that is not possible."""
     if condition.op not in ("eq", "in"):
         return None
     try:
         values = dict.fromkeys(choices(condition))
-    except TypeError:  # a value that is no key
+    except TypeError:  # a value is not hashable
         return None
     return None if None in values else values
 

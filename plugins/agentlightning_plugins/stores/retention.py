@@ -14,14 +14,14 @@ from agentlightning.store.retention import ENDED, delete_in_order
 class Retention:
     """Rules for keeping ended rollouts with their attempts and spans.
 
-    The process that owns the store deletes the others, in the order of enqueueing. Rollouts that are queued or running
-    are never deleted.
+    The process that owns the store deletes all other ended rollouts, in the order of enqueueing. Queued and running
+    rollouts are never deleted.
     """
 
     max_age_s: float | None = None
-    """Rollouts that ended longer ago are deleted."""
+    """Rollouts that ended more than this many seconds ago are deleted."""
     max_rollouts: int | None = None
-    """The oldest are deleted while the database holds more rollouts, whatever their run and status."""
+    """The oldest ended rollouts are deleted while the database holds more than this, of all runs and statuses."""
 
     def __post_init__(self) -> None:
         for name in ("max_age_s", "max_rollouts"):

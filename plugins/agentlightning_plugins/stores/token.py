@@ -1,4 +1,4 @@
-"""The token of a served store: where it comes from, and which ones can be sent."""
+"""The token of a served store: reads it from the environment or a file, and checks that it can be sent."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from agentlightning.errors import ConfigError
 
 
 def check_token(token: str) -> str:
-    """Returns a token that can be sent in a header as it is.
+    """Returns a token, after checking that it can be sent in a header as it is.
 
     Raises:
-        ConfigError: it cannot. The message does not quote the token.
+        ConfigError: the token cannot be sent. The message does not quote it.
     """
     if not token or not token.isprintable() or token != token.strip():
         raise ConfigError(
@@ -23,10 +23,10 @@ def check_token(token: str) -> str:
 
 
 def read_token_file(path: Path) -> list[str]:
-    """The tokens in a file, one on each line; at least one.
+    """Returns the tokens in a file, which has one on each line; there is at least one.
 
     Raises:
-        ConfigError: it cannot be read, or has no token or a wrong one.
+        ConfigError: the file cannot be read, or has no token or an invalid one.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -39,6 +39,6 @@ def read_token_file(path: Path) -> list[str]:
 
 
 def find_token() -> str | None:
-    """The token in the environment: AGL_TOKEN, or the first in the file AGL_TOKEN_FILE; an empty one is none."""
+    """Returns the token in the environment: AGL_TOKEN if not empty, or the first in the file AGL_TOKEN_FILE."""
     token, path = os.environ.get("AGL_TOKEN"), os.environ.get("AGL_TOKEN_FILE")
     return token or (read_token_file(Path(path))[0] if path else None)

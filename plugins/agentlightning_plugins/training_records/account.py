@@ -1,4 +1,4 @@
-"""Outcomes of rollouts, and names, versions and texts of calls, for training records."""
+"""Outcomes of rollouts, names and versions of calls, and texts of tokens, for training records."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _UNUSABLE: Final[Mapping[str, Outcome]] = {"SpansDropped": "spans_dropped", "Ada
 
 @dataclass(frozen=True, slots=True)
 class RolloutOutcome:
-    """The facts of a rollout from which its outcome follows when a step has trained on it."""
+    """The facts that determine the outcome of a rollout after a training step."""
 
     rollout_id: str
     attempt_id: str
     group: str
     reward: float | None
-    """As the algorithm compared it."""
+    """Reward of the rollout, as the algorithm compared it."""
     error: str = ""
-    """Type of the error that it failed with; ``SpansDropped`` and ``AdapterError`` make its spans unusable."""
+    """Type of the rollout's error; ``SpansDropped`` and ``AdapterError`` mean that its spans are unusable."""
     has_failed: bool = False
     tokens: int | None = None
-    """Sampled in all calls."""
+    """Number of tokens sampled in all calls."""
 
     def to_entry(self, step: int, calls: Mapping[str, Outcome]) -> LedgerEntry:
-        """Returns the entry of the ledger, given the outcome of each call by response id.
+        """Returns the ledger entry, given the outcome of each call by response id.
 
-        A rollout of which one call was trained on was trained on; otherwise its most frequent reason counts.
+        If any call was trained on, so was the rollout; otherwise the most frequent outcome of its calls counts.
         """
         whole = _UNUSABLE.get(self.error)
         if whole is None and self.reward is None:
@@ -49,11 +49,11 @@ class TokenTexts:
     """Texts of tokens; each token is decoded once."""
 
     decode: Callable[[Sequence[int]], str] | None
-    """The tokenizer's; None: the texts are not known."""
+    """The tokenizer's method; None if the texts are not known."""
     _known: dict[int, str] = field(default_factory=dict)
 
     def read(self, *sequences: Iterable[int]) -> dict[int, str]:
-        """Returns the text of each token of sequences, by its id."""
+        """Returns the text of each token in the sequences, by token id."""
         if self.decode is None:
             return {}
         tokens = {token for sequence in sequences for token in sequence}
@@ -63,12 +63,12 @@ class TokenTexts:
 
 
 def call_keys(calls: Sequence[Triplet]) -> list[str]:
-    """Returns a name for each call of a rollout: its response id, or its place where it has none."""
+    """Returns a name for each call of a rollout: its response id or, if it has none, its position."""
     return [read_id(call) or f"call {place}" for place, call in enumerate(calls)]
 
 
 def read_id(call: Triplet) -> str:
-    """Returns the response id of a call; empty where it has none."""
+    """Returns the response id of a call, or an empty string."""
     return str(call.metadata.get("response_id") or "")
 
 
@@ -84,7 +84,7 @@ def count_sampled(calls: Iterable[Triplet]) -> int:
 
 
 def explain_unused(call: Triplet) -> Outcome:
-    """Returns why a call became part of no trajectory."""
+    """Returns the reason why a call is not part of a trajectory."""
     if not call.prompt.get("token_ids") or not call.response.get("token_ids"):
         return "no_tokens"
     return "repeated" if call.response.get("logprobs") else "no_logprobs"

@@ -16,7 +16,7 @@ _PAGE: Final = 500
 
 
 async def read_rows(store: LightningStore, rollout_id: str) -> list[TrainedRow]:
-    """Reads the rows that a rollout was trained with, by step; rows of older versions, without tokens, are left out."""
+    """Reads the trained rows of a rollout in order of step; skips rows of older versions, which have no tokens."""
     rows = []
     for span in await store.query_spans(rollout_id, name=ROW_SPAN):
         with contextlib.suppress(ValueError):
@@ -25,11 +25,11 @@ async def read_rows(store: LightningStore, rollout_id: str) -> list[TrainedRow]:
 
 
 async def read_ledger(store: LightningStore, step: int | None = None) -> list[LedgerEntry]:
-    """Reads what became of every training rollout: one entry each, in the order they were enqueued.
+    """Reads the outcome of every training rollout: one entry per rollout, in the order in which they were enqueued.
 
     Args:
         store: the store of the run.
-        step: the version of the weights that the training made; None: all steps.
+        step: the version of the weights that the training step produced; None for all steps.
     """
     conditions = {} if step is None else {"metadata": {"step": step - 1}}
     rollouts = [
@@ -39,7 +39,7 @@ async def read_ledger(store: LightningStore, step: int | None = None) -> list[Le
     ]
     spans: list[Span] = []
     if step is not None and any((rollout.metadata or {}).get("asynchronous") for rollout in rollouts):
-        # Rollouts of an asynchronous training are trained on in a later step than the one that began them.
+        # Asynchronous training trains on a rollout in a later step than the step that enqueued it.
         return [entry for entry in await read_ledger(store) if entry.step == step]
     if step is None:
         spans = [span async for span in _every(store.query_spans, None, name=LEDGER_SPAN)]
@@ -52,7 +52,7 @@ async def read_ledger(store: LightningStore, step: int | None = None) -> list[Le
 
 
 def read_entry(spans: Iterable[Span]) -> LedgerEntry | None:
-    """Reads the outcome of a rollout from its spans; that of the last step, if there are several."""
+    """Reads the outcome of a rollout from its spans; if there are several, the outcome in the last step."""
     entries = [LedgerEntry.from_span(span) for span in spans if span.name == LEDGER_SPAN]
     return max(entries, key=lambda entry: entry.step, default=None)
 

@@ -16,7 +16,7 @@ from agentlightning.types import Span
 ROW_SPAN: Final = "agentlightning.training"
 """Name of the span of a trained row."""
 LEDGER_SPAN: Final = "agentlightning.training.rollout"
-"""Name of the span that says what became of a rollout; each rollout of a batch has one per step."""
+"""Name of the span with the outcome of a rollout; each rollout of a batch has one such span per step."""
 
 Outcome: TypeAlias = Literal[
     "trained",
@@ -40,15 +40,15 @@ Outcome: TypeAlias = Literal[
     "unfinished",
     "not_recorded",
 ]
-"""The use of a rollout or a call; all but ``trained`` are reasons why it was not trained on:
+"""Outcome of a rollout or a call; every value except ``trained`` is a reason why it was not trained on:
 
-``failed``, ``no_reward``: it has nothing to compare. ``no_calls``: it called no model. ``spans_dropped``,
+``failed``, ``no_reward``: it has no reward to compare. ``no_calls``: it called no model. ``spans_dropped``,
 ``unreadable_spans``: its trace is incomplete or wrong. ``filtered``: the setting ``rollout_filter`` removed it.
 ``flat_group``: all rollouts of its task have the same reward.
-``no_tokens``, ``no_logprobs``: the model server did not report them. ``repeated``: another row has its tokens.
+``no_tokens``, ``no_logprobs``: the model server did not report them. ``repeated``: another row contains its tokens.
 ``too_long``: more tokens than the model has positions. ``stale``: sampled by weights that are too old. ``cut_off``: its
 reply ended at the token limit. ``mismatch``: sampler and trainer disagree on every token. ``unusable_images``: its
-images cannot be read, the trainer makes other tokens of them than the sampler, or the model sampled such a token.
+images cannot be read, the trainer and the sampler encode them as different tokens, or the model sampled an image token.
 ``not_finite``: the loss or the gradient of its minibatch was not finite. ``cancelled``: it was cancelled.
 ``unfinished``: it has not ended yet. ``not_recorded``: its step was interrupted before it was recorded, or the
 algorithm keeps no records.
@@ -64,7 +64,7 @@ class TrainedCall:
 
     response_id: str
     start: int
-    """``response_ids[start:end]`` of the row are its tokens."""
+    """``response_ids[start:end]`` of the row are the tokens of this call."""
     end: int
     advantage: float
     weight_version: int | None = None
@@ -75,23 +75,23 @@ class TrainedRow:
     """One sequence of tokens that the weights were trained with.
 
     Attributes:
-        rollout_id: its rollout.
-        attempt_id: its attempt.
-        step: the version of the weights that the training made.
+        rollout_id: id of the row's rollout.
+        attempt_id: id of the row's attempt.
+        step: the version of the weights that the training step produced.
         prompt_ids: tokens before the first response.
-        response_ids: sampled tokens, and those given between calls.
+        response_ids: sampled tokens, and the given tokens between calls.
         mask: 1 where a token of ``response_ids`` was sampled and trained on.
-        logprobs: the sampler's log-probability of each token of ``response_ids``; of given tokens it has no meaning.
-        trainer_logprobs: the trainer's, when it first used the row; None where it is not known.
+        logprobs: the sampler's log-probability of each token of ``response_ids``; meaningless for given tokens.
+        trainer_logprobs: the trainer's log-probabilities when it first used the row; None if they are not known.
         calls: the calls that were trained on.
-        reward: of the rollout, as it was compared.
-        minibatch: number of the optimizer steps of this update before the trainer first used the row. The difference
-            of both log-probabilities is an error only where it is 0.
+        reward: reward of the rollout, as the algorithm compared it.
+        minibatch: number of optimizer steps in this update before the trainer first used the row. A difference
+            between both log-probabilities is an error only if this number is 0.
         outcome: ``trained``, ``mismatch`` or ``not_finite``.
-        texts: the text of each token, by its id; empty where it is not known.
-        token_advantages: one per token of ``response_ids``, where those of one call differ, such as with a critic.
-        token_versions: of the weights that sampled each token of ``response_ids``, None where it was given; None as a
-            whole if each call has one version.
+        texts: the text of each token, by token id; empty if the texts are not known.
+        token_advantages: one advantage per token of ``response_ids``, if they differ within a call, as with a critic.
+        token_versions: version of the weights that sampled each token of ``response_ids``, None for given tokens; the
+            attribute is None if each call has one version.
     """
 
     rollout_id: str
@@ -112,7 +112,7 @@ class TrainedRow:
 
     @property
     def advantages(self) -> list[float]:
-        """One per token of ``response_ids``; 0 where the token was not trained on."""
+        """One advantage per token of ``response_ids``; 0 for tokens that were not trained on."""
         if self.token_advantages is not None:
             return [value if kept else 0.0 for value, kept in zip(self.token_advantages, self.mask, strict=True)]
         values = [0.0] * len(self.response_ids)
@@ -138,7 +138,7 @@ class TrainedRow:
         }
 
     def to_span(self) -> Span:
-        """Converts to a span. Arrays are base64 of little-endian numbers; ``mask`` has run lengths, sampled first."""
+        """Converts to a span. Arrays are base64 of little-endian numbers; ``mask`` is run lengths, ones first."""
         ids = [call.response_id for call in self.calls]
         trained = sum(self.mask)
         runs = [sum(1 for _ in run) for _, run in groupby(self.mask)]
@@ -178,7 +178,7 @@ class TrainedRow:
         """Reads the span of a row.
 
         Raises:
-            ValueError: the span is that of an older version, without tokens, or is broken.
+            ValueError: the span was written by an older version, without tokens, or is malformed.
         """
         values = _read(span)
         try:
@@ -225,11 +225,11 @@ class LedgerEntry:
     """Rollouts of one task in one step have the same group."""
     outcome: Outcome
     reward: float | None = None
-    """As the algorithm compared it."""
+    """Reward of the rollout, as the algorithm compared it."""
     calls: Mapping[str, Outcome] = field(default_factory=dict)
-    """By response id, in the order of the calls; empty where they are not known."""
+    """Outcome of each call by response id, in the order of the calls; empty if the calls are not known."""
     tokens: int | None = None
-    """Sampled in all calls, as far as it is known."""
+    """Number of tokens sampled in all calls, if it is known."""
 
     def to_json(self) -> dict[str, Any]:
         """Converts to plain JSON values."""

@@ -15,7 +15,7 @@ MismatchKind: TypeAlias = Literal["template", "retokenisation", "other"]
 _RUN: Final = 8
 """Number of equal tokens after which two sequences count as realigned."""
 _MAX_SHIFT: Final = 24
-"""Limit of the differing tokens on either side before that."""
+"""Maximum number of differing tokens on either side before the sequences realign."""
 
 
 class Mismatch(NamedTuple):
@@ -23,11 +23,11 @@ class Mismatch(NamedTuple):
 
     kind: MismatchKind
     response_id: str | None
-    """Of the call."""
+    """Response id of this call."""
     previous_response_id: str | None
-    """Of the call whose conversation it continues."""
+    """Response id of the call whose conversation this call continues."""
     position: int
-    """The first token of the prompt that differs; for an edited history the first message."""
+    """Index of the first token of the prompt that differs; for an edited history, index of the first message."""
     explanation: str
     """One sentence for users."""
 
@@ -59,9 +59,9 @@ def explain_mismatch(
 
 
 def explain_edit(position: int, triplets: Sequence[Triplet], openings: dict[tuple[Any, str], int]) -> list[Mismatch]:
-    """Tells whether a call that continues no earlier one has an edited history.
+    """Returns a mismatch if a call that continues no earlier call has an edited history.
 
-    ``openings`` has the latest call for each agent and first messages, and is updated.
+    ``openings`` maps each agent and its first messages to the latest such call, and is updated.
     """
     triplet = triplets[position]
     messages = read_messages(triplet)
@@ -83,7 +83,7 @@ def explain_edit(position: int, triplets: Sequence[Triplet], openings: dict[tupl
 
 
 def _by_tokens(expected: Sequence[int], prompt: Sequence[int], position: int, response_start: int) -> MismatchKind:
-    """Tells the kind by how two sequences realign after they differ.
+    """Determines the kind of a mismatch from how the two sequences realign after they differ.
 
     Replaced tokens come from the tokenizer; tokens that are only removed or only added, or a difference outside the
     response, come from the template.

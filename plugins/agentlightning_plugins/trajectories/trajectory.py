@@ -1,8 +1,8 @@
 """Trajectories: consecutive model calls joined into one sequence of tokens.
 
 Calls are joined if the prompt of one starts with exactly the prompt and the response of the other; training then takes
-one pass instead of two. Tokens are never rewritten: if a conversation continues with other tokens, a new trajectory
-starts, and the reason is counted.
+one pass instead of two. Tokens are never rewritten: if a conversation continues with different tokens, a new
+trajectory starts, and the reason is counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentlightning_plugins.chat_history.linking import link_calls
 from agentlightning_plugins.trajectories.mismatch import Mismatch, MismatchKind, explain_edit, explain_mismatch
 
 LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs", "repeated"]
-"""``repeated``: its tokens equal those of another call, and a later call continues that other call."""
+"""``repeated``: the call has the same tokens as another call, and a later call continues the other one."""
 Irregularity: TypeAlias = Literal["broke_off", "several_roots"]
 """``broke_off``: a call broke off at the gateway. ``several_roots``: one agent began several conversations."""
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -35,7 +35,7 @@ class Turn(NamedTuple):
 
     triplet: Triplet
     start: int
-    """``ids[start:end]`` is its response."""
+    """``ids[start:end]`` is the response of this call."""
     end: int
 
 
@@ -48,11 +48,11 @@ class Trajectory:
     mask: list[int] = field(default_factory=list)
     """1 where the model sampled the token, 0 where it was given."""
     logprobs: list[float] = field(default_factory=list)
-    """Of the sampled tokens, as reported by the model server; 0.0 elsewhere."""
+    """Log-probabilities of the sampled tokens, as reported by the model server; 0.0 elsewhere."""
     turns: list[Turn] = field(default_factory=list)
     """The calls, in order; ``turn.triplet.reward`` is the reward of each."""
     is_root: bool = True
-    """False if its first call continues the conversation of another one, whose tokens differ."""
+    """False if the first call continues another call's conversation with different tokens."""
 
     @property
     def prompt_length(self) -> int:
@@ -77,13 +77,13 @@ class Trajectories:
     """The trajectories of one attempt."""
 
     trajectories: list[Trajectory]
-    """In the order of their first calls."""
+    """The trajectories, in the order of their first calls."""
     mismatches: list[Mismatch]
     """Calls that continue a conversation but not its tokens."""
     left_out: Mapping[LeftOut, int]
     """Number of calls that cannot be trained on, by reason."""
     irregularities: Mapping[Irregularity, int] = field(default_factory=dict)
-    """Number of calls that broke off, and of conversations of one agent beyond its first, where there are any."""
+    """Number of calls that broke off, and of conversations that an agent began after its first; zeros are omitted."""
 
     @property
     def counts(self) -> dict[MismatchKind, int]:
@@ -138,8 +138,8 @@ def build_trajectories(triplets: Sequence[Triplet], *, decode: Decode | None = N
     """Joins the triplets of one attempt, in time linear in their tokens.
 
     A call continues the longest trajectory that its prompt starts with. If several calls continue from the same point,
-    the first extends the trajectory, and the others start new ones. Of several trajectories with the same tokens and
-    turns, one is continued, and the others are left out.
+    the first extends the trajectory, and the others start new ones. If several trajectories have the same tokens and
+    turns, one of them is continued, and the others are excluded.
 
     Args:
         triplets: in the order of their calls.
@@ -185,10 +185,10 @@ def _reason_to_leave_out(triplet: Triplet) -> LeftOut | None:
 
 
 class _Index:
-    """Finds the trajectories that a prompt may continue by hashes of chunks, instead of comparing it with all.
+    """Finds the trajectories that a prompt may continue by hashes of chunks, without comparing it with all of them.
 
-    The key of a trajectory is the hash of its whole chunks, and the tokens after them. A prompt looks up the hash of
-    each of its own prefixes of whole chunks, and compares the trajectories found there.
+    The key of a trajectory consists of the hash of its whole chunks and the tokens after them. For each prefix of whole
+    chunks of a prompt, ``take`` looks up the hash and compares the trajectories found there.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class _Index:
         self._open.setdefault(key, {}).setdefault(tuple(ids[key[0] * _CHUNK :]), []).append(trajectory)
 
     def take(self, prompt: Sequence[int]) -> tuple[Trajectory | None, list[Trajectory]]:
-        """Removes and returns the longest trajectory that a prompt starts with, the latest, and its repetitions."""
+        """Removes and returns the latest of the longest trajectories that a prompt starts with, and its repetitions."""
         for key in reversed(_chunk_keys(prompt)):
             by_tail = self._open.get(key)
             if not by_tail:
@@ -217,7 +217,7 @@ class _Index:
 
 
 def _chunk_keys(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """The number of whole chunks and their hash, for each prefix from none to all."""
+    """Returns the number of whole chunks and their hash for each prefix, from no chunks to all chunks."""
     key = 0
     keys = [(0, key)]
     for number in range(1, len(ids) // _CHUNK + 1):

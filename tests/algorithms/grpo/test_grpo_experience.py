@@ -290,8 +290,9 @@ def test_undecided_tasks_are_drawn_before_those_that_always_or_never_succeed() -
     assert len(undecided(2, 5, 0, seed=3, rewards={})) == 5
 
 
-def test_answers_near_the_limit_lose_reward_and_cut_off_ones_are_filtered() -> None:
-    settings = GRPO(model="nowhere", sampling={"max_tokens": 100})
+@pytest.mark.parametrize("sampling", [{"max_tokens": 100}, {"extra_body": {"max_tokens": 100}, "top_p": None}])
+def test_answers_near_the_limit_lose_reward_and_cut_off_ones_are_filtered(sampling: dict[str, Any]) -> None:
+    settings = GRPO(model="nowhere", sampling=sampling)
     lengths = (50, 80, 90, 100)
     episodes = [Episode(rollout("g", n), 1.0, [triplet(3, n)]) for n in lengths]
     assert [soft_overlong(episode, settings) for episode in episodes] == pytest.approx([1.0, 1.0, 0.5, 0.0])
@@ -350,6 +351,8 @@ def test_pass_at_k_is_the_chance_that_one_of_k_rollouts_succeeds() -> None:
         ({"model": "."}, "that directory has no config.json"),
         ({"staleness": 1, "update": UpdateSettings(old_logprobs="trainer")}, "nothing corrects for the older weights"),
         ({"checkpoint_every": 0}, "checkpoint_every = 0"),
+        ({"checkpoint_every": 2.5}, "checkpoint_every = 2.5"),
+        ({"checkpoint_every": True}, "checkpoint_every = True"),
         ({"sampling": {"top_p": 0.9}}, "needs the whole distribution"),
         ({"sampling": {"extra_body": {"top_k": 5}}}, "needs the whole distribution"),
         ({"sampling": {"min_p": 0.1}}, "min_p = 0.1 changes the distribution of tokens"),
@@ -357,7 +360,7 @@ def test_pass_at_k_is_the_chance_that_one_of_k_rollouts_succeeds() -> None:
         ({"sampling": {"presence_penalty": 0.5}}, "presence_penalty = 0.5 changes"),
         ({"sampling": {"repetition_penalty": 1.1}}, "repetition_penalty = 1.1 changes"),
         ({"sampling": {"logit_bias": {"5": 1}}}, "logit_bias = {'5': 1} changes"),
-        ({"eval_sampling": {"extra_body": {"repetition_penalty": 1.1}}}, "which the backend transformers lacks"),
+        ({"eval_sampling": {"extra_body": {"repetition_penalty": 1.1}}}, "and the transformers backend lacks it"),
         ({"sampling": {"force": "no"}}, "force = 'no'; true or false is needed"),
         ({"sampling": {"seed": 1}}, "seed = 1 would give all rollouts of a task the same answers"),
     ],

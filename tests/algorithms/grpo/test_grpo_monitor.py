@@ -20,16 +20,16 @@ def watched(*steps: dict[str, float]) -> list[list[str]]:
     [
         ({"entropy": 0.05}, "entropy collapsed: 0.05 nats per token, 1 at the beginning"),
         ({"entropy": 4.0}, "entropy grew from 1 to 4 nats"),
-        ({"response_length": 120.0}, "answers grew from 50 to 120 tokens without earning more"),
+        ({"response_length": 120.0}, "answers grew from 50 to 120 tokens without a higher reward"),
         ({"response_length": 10.0}, "answers shrank from 50 to 10 tokens"),
         ({"groups_without_spread": 0.95, "reward": 0.0}, "95% of the groups have no spread (every rollout fails)"),
         ({"responses_cut_off": 0.7}, "70% of the answers were cut off at max_tokens"),
         ({"approx_kl": 0.5}, "approximate KL 0.5"),
         ({"clip_fraction": 0.6}, "60% of the tokens clipped"),
-        ({"logprob_gap_max": 2e-3}, "log-probabilities 0.002 apart: the calls were sampled with the run's parameters"),
+        ({"logprob_gap_max": 2e-3}, "differ by up to 0.002: the calls were sampled with the run's parameters"),
         (
             {"logprob_gap_max": 2.0, "calls_of_other_sampling": 3.0},
-            "2 apart: 3 calls were sampled with another temperature, top_p or top_k",
+            "differ by up to 2: 3 calls were sampled with a temperature, top_p or top_k other than",
         ),
     ],
 )

@@ -114,7 +114,7 @@ async def test_a_step_on_one_policy_leaves_the_tokens_of_the_others_bit_identica
             assert (await backend.statistics())["requests"] == 2 * 3 * len(PROMPTS)
             with pytest.raises(agl.ConfigError, match="adapters of another shape"):
                 await backend.load_adapter("reviewer", tmp_path / "1" / "writer", 3)
-            with pytest.raises(agl.ConfigError, match="are those of its adapters, too"):
+            with pytest.raises(agl.ConfigError, match="are shared with its adapters"):
                 await backend.load_weights(tiny_model, 3)
             with pytest.raises(agl.ConfigError, match="has no LoRA adapters for this model"):
                 await backend.load_adapter("third", tiny_model, 3)
@@ -368,7 +368,7 @@ def test_warnings_of_a_policy_are_about_its_own_metrics(tiny_model: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policies": {"writer": {}, "reviewer": {}}}, "writer has no lora; several policies are LoRA adapters"),
+        ({"policies": {"writer": {}, "reviewer": {}}}, "writer has no lora; several policies must be LoRA adapters"),
         ({"policies": {}, "lora": {}}, "policies is empty; name at least one"),
         ({"policies": {"policy": {}}, "lora": {}}, "'policy' cannot be the name of a policy"),
         ({"policies": {"two words": {}}, "lora": {}}, "'two words' cannot be the name of a policy"),

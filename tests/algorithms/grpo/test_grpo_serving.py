@@ -197,7 +197,7 @@ def test_an_exported_model_has_a_card_with_base_data_curve_settings_and_versions
     assert not list((folder / "exported").glob("*.pt"))
     _, head, card = (folder / "exported" / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(head)["tags"] == ["reinforcement-learning", "grpo"]
-    assert "The weights of the checkpoint `2`" in card
+    assert "The weights of checkpoint `2`" in card
     assert f"| base model | `{tiny_model}` |" in card
     assert "| data | 4 training tasks, 4 validation tasks |" in card
     steps = [json.loads(line) for line in (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]

@@ -138,7 +138,7 @@ def test_a_teacher_behind_an_endpoint_guides_like_the_same_model_in_this_process
         assert teacher.scorer.max_length == tiny_policy.max_length - 1
         with pytest.raises(agl.ConfigError, match=r"has no model 'other'; it has: large"):
             Teacher.load(TeacherSettings(model="other", endpoint=served.endpoint), tiny_policy, dtype="float32")
-        with pytest.raises(agl.ConfigError, match="is not in 0 to 258.* both need the same one"):
+        with pytest.raises(agl.ConfigError, match="is not in 0 to 258.* both need the same tokenizer"):
             Teacher.load(settings, load_policy(str(CHECKPOINT)), dtype="float32")
         with monkeypatch.context() as patch:
             patch.setattr(tiny_policy.tokenizer, "decode", lambda ids: "other")

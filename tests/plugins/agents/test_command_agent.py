@@ -458,7 +458,7 @@ async def test_several_models_require_a_name(store: agl.LightningStore) -> None:
     code = "import os; print(os.environ['OPENAI_BASE_URL'])"
     rollout, _ = await run(store, agl.CommandAgent(python(code)), resources=models)
     assert rollout.attempt.error is not None
-    assert "2 models could be meant: small, large" in rollout.attempt.error.message
+    assert "2 models match: small, large" in rollout.attempt.error.message
     _, spans = await run(store, agl.CommandAgent(python(code), llm="large"))
     assert printed(spans) == "http://large/v1\n"
     rollout, _ = await run(store, agl.CommandAgent(python(code), llm="huge"))

@@ -556,7 +556,7 @@ def test_the_command_prints_one_line_for_each_check() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line[10:22].strip() for line in lines] == list(NAMES)
-    assert lines[9].startswith("ok        logprobs     one for each sampled token")
+    assert lines[9].startswith("ok        logprobs     each sampled token has one")
 
 
 def test_the_command_exits_with_1_when_a_check_fails(agents: str) -> None:

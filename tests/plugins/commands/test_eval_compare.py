@@ -180,7 +180,7 @@ def test_compare_tells_a_better_algorithm_from_the_first_on_held_out_tasks_and_k
     seen = run(
         folder, "compare", "config.yaml", "-a", "baseline", "--test", "tasks.jsonl", "--run-dir", "never", code=2
     )
-    assert "every task of data.train is a test task too" in seen
+    assert "every task of data.train is also a test task" in seen
 
 
 def test_compare_uses_the_settings_of_the_configuration_and_labels_variants(folder: Path) -> None:
@@ -262,7 +262,7 @@ def test_the_results_remain_when_two_algorithms_have_no_task_in_common(
     note = "p-values are adjusted for several comparisons (Holm); intervals are not"
     assert [shown.count(note.split()), page.count(note), capsys.readouterr().out.count(note)] == [1, 1, 0]
     check_regression(rows, False)
-    with pytest.raises(click.ClickException, match="other cannot be compared: no test task has rewards of it and"):
+    with pytest.raises(click.ClickException, match="other cannot be compared: no test task has rewards of both it and"):
         check_regression(rows, True)
 
 
@@ -366,6 +366,21 @@ async def test_a_rollout_without_a_reward_is_left_out_and_counted() -> None:
     assert (algorithm.score.mean, algorithm.score.missing) == (1.0, 1)
     with pytest.raises(agl.ConfigError, match="the dataset is empty"):
         await algorithm.run(val_dataset=[])
+    await store.close()
+
+
+async def test_the_first_successes_without_a_reward_end_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if they are not in the first batch of rollouts."""
+    monkeypatch.setattr("agentlightning_algorithms.evaluation.algorithm._BATCH_SIZE", 2)
+    store = agl.InMemoryLightningStore()
+    algorithm = Evaluation()
+    algorithm.set_store(store)
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=4)
+    with runner.run_context(agent=agl.wrap(lambda task: 1 / 0 if task < 2 else None), store=store):
+        running = asyncio.create_task(runner.iter())
+        with pytest.raises(agl.LightningError, match="none of the first 2 rollouts has a reward"):
+            await algorithm.run(val_dataset=[0, 1, 2, 3])
+        await running
     await store.close()
 
 

@@ -106,7 +106,7 @@ def test_it_is_said_how_many_rollouts_of_validation_are_left_out(
 ) -> None:
     with caplog.at_level("WARNING", "agentlightning"):
         export(place, tmp_path / "sft.jsonl", "--format", "openai-sft")
-    assert "1 of 4 rollouts are left out, because they are of validation or test" in caplog.text
+    assert "1 of 4 rollouts are excluded, because they belong to validation or test" in caplog.text
 
 
 def test_a_format_that_does_not_go_with_the_rest_is_refused(place: Path, tmp_path: Path) -> None:

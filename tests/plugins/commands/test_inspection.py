@@ -181,7 +181,7 @@ def test_resources_are_shown_rolled_back_and_never_show_a_key(place: Path) -> No
     assert (
         listed(place, "resources", "show", resources_id, "--version", "1")["resources"]["prompt"]["template"] == "first"
     )
-    assert "version 3 is version 1 again" in run(place, "resources", "rollback", resources_id, "1").stdout
+    assert "version 3 equals version 1" in run(place, "resources", "rollback", resources_id, "1").stdout
     latest = listed(place, "resources", "show")
     assert (latest["version"], latest["resources"]["prompt"]["template"]) == (3, "first")
     for shown in (("resources", "show"), ("resources", "show", "--json"), ("resources", "list", "--json")):

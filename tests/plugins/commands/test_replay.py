@@ -92,7 +92,7 @@ async def test_a_rollout_is_replayed_without_its_model_and_differences_are_said(
     (tmp_path / "replayed_agent.py").write_text(more)
     further = await asyncio.to_thread(replay, tmp_path, recorded)
     assert further.code == 1
-    assert "the recording holds 2 model calls, and this is one more" in further.stderr
+    assert "the recording has 2 model calls, and this is one more" in further.stderr
     assert "2 model calls then, 3 now" in further.stdout
 
 
@@ -141,7 +141,7 @@ async def test_clients_of_the_agents_own_get_the_recorded_answers(tmp_path: Path
     result = json.loads(said.stdout)
     assert result["calls"] == 5
     assert result["differences"][-2:] == ["2 model calls then, 5 now", "reward: 1.0 then, None now"]
-    assert "the recording holds 2 model calls, and this is one more" in said.stderr, "the last call was answered too"
+    assert "the recording has 2 model calls, and this is one more" in said.stderr, "the last call was answered too"
 
 
 async def test_a_call_that_cannot_be_replayed_is_refused_and_other_requests_are_made(

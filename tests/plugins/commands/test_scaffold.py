@@ -100,7 +100,7 @@ def test_a_new_agent_says_what_to_install_and_where(tmp_path: Path, option: str,
     """The environment of this `agl` has Lightning; that of verl is a new one, where the index's would be installed."""
     said = run_here(tmp_path, "new", "agent", "word-adder", option).stdout
     assert command in said
-    assert ("Next, in an environment of its own" in said) == (option == "--verl")
+    assert ("Next, in a separate environment" in said) == (option == "--verl")
 
 
 @pytest.mark.parametrize("name", ["Upper", "1st", "a b", "../up", "a--b", ""])

@@ -83,7 +83,7 @@ def test_a_pipe_gets_the_state_once_with_queue_workers_reward_throughput_and_err
         "grpo",
         "1 waiting",
         "1 succeeded, 2 failed",
-        "3 rollouts/min (2 failed), 120 tokens/s, 3.0 s a step",
+        "3 rollouts/min (2 failed), 120 tokens/s, 3.0 s per step",
     ):
         assert shown in said
     assert "2 of 4, 50%" in said
@@ -143,7 +143,7 @@ def test_the_time_in_which_a_run_was_stopped_does_not_count_as_work() -> None:
     clock, steps = 0.0, []
     for step in range(1, 21):
         clock += 86400 * (step == 11) + (240 if step % 5 == 0 else 60)
-        steps.append(Metrics(run_id="r", step=step, time=clock, values={}))
+        steps.append(Metrics(run_id="r", step=step, time=clock, values={"progress": step / 100}))
     config = {"algorithm": {"name": "grpo", "steps": 100}}
     run = Run(run_id="r", name="r", status="running", created_at=-900.0, config=config)
     left = estimate_left(run, steps, clock + 6)
@@ -153,6 +153,19 @@ def test_the_time_in_which_a_run_was_stopped_does_not_count_as_work() -> None:
         found = estimate_left(run, kept, kept[-1].time)
         assert found is not None
         assert found["seconds_left"] == pytest.approx((100 - kept[-1].step) * 96, rel=0.2)
+
+
+def test_a_long_validation_counts_as_work() -> None:
+    """Steps take 2 s, every tenth one 62 s because of its validation; the run was stopped for a day after step 25."""
+    clock, steps = 0.0, []
+    for step in range(1, 51):
+        val_s = 60.0 * (step % 10 == 0)
+        clock += 86400 * (step == 26) + 2 + val_s
+        steps.append(Metrics(run_id="r", step=step, time=clock, values={"progress": step / 100, "val_s": val_s}))
+    run = Run(run_id="r", name="r", status="running", created_at=-900.0, config={"algorithm": {"name": "grpo"}})
+    left = estimate_left(run, steps, clock)
+    assert left is not None
+    assert left["seconds_left"] == pytest.approx(50 * 8, rel=0.05)
 
 
 @pytest.fixture

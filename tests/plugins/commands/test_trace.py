@@ -164,7 +164,7 @@ async def test_a_line_that_is_no_span_is_left_out_and_counted(
         assert names[:3] == ["0", "1", "2"], "and the span of the process"
     said = capfd.readouterr()
     assert said.out == "finished\n"
-    assert "3 spans are lost" in said.err
+    assert "3 spans were lost" in said.err
     assert "sitecustomize" not in said.err, "this environment has no file of this name"
 
 

@@ -249,7 +249,7 @@ def test_a_run_writes_a_report_and_agl_report_prints_one_of_any_run(
     )
     assert "nowhere holds no run" in run_here(folder, "report", "nowhere").stderr
     (folder / "r" / "store.db").unlink()
-    assert "names no store; see r/report.md" in run_here(folder, "report", "r").stderr
+    assert "has no store; see r/report.md" in run_here(folder, "report", "r").stderr
     write(folder / "r", {"store": "http://127.0.0.1:9"})
     monkeypatch.setitem(agl.LightningStoreClient.__init__.__kwdefaults__, "retry_s", 1.5)
     late = run_here(folder, "report", "r")
@@ -312,7 +312,7 @@ def test_toml_reads_the_same_and_names_its_lines(folder: Path) -> None:
         ({"agent": "my_agent:agent"}, "importing my_agent failed: ModuleNotFoundError"),
         ({"agent": {"targt": "my_agents:agent"}}, "unknown key 'agent.targt'. Did you mean 'target'?"),
         ({"algorithm": "baselin"}, "no algorithm named 'baselin'. Did you mean 'baseline'?"),
-        ({"algorithm": {"n_epochs": 2}}, "a component with settings needs its 'name'"),
+        ({"algorithm": {"n_epochs": 2}}, "a component with settings needs the key 'name'"),
         ({"algorithm": {"name": "baseline", "n_epochs": "two"}}, "algorithm 'baseline': n_epochs = 'two'"),
         ({"trackers": ["jsonl", "consol"]}, "line 11: no tracker named 'consol'"),
         ({"hooks": ["my_agents:agent"]}, "is a function, not an agl.Hook"),
@@ -382,16 +382,20 @@ def test_a_key_reaches_the_agent_and_no_file_of_the_run_which_only_its_user_may_
     (folder / "my_agents.py").write_text(
         "from pathlib import Path\n\n"
         "def agent(task, llm):\n"
-        "    Path('seen.txt').write_text(f'{llm.api_key} {llm.endpoint}')\n"
+        "    said = f'{llm.api_key} {llm.endpoint} {llm.sampling_parameters}'\n"
+        "    Path('seen.txt').write_text(said)\n"
         "    return 1.0\n"
     )
     monkeypatch.setenv("MODEL_KEY", "hunter2-of-the-provider")
     monkeypatch.setenv("MODEL_HOST", "models.example")
+    nested = {"extra_body": {"MY_TOKEN": "${MODEL_KEY}", "tools": [{"password": "${MODEL_KEY}"}]}}
     llm = {"resource_type": "llm", "endpoint": "http://${MODEL_HOST}/v1", "model": "m", "api_key": "${MODEL_KEY}"}
-    write(folder, {"resources": {"llm": llm}, "strategy": "cs"})
+    write(folder, {"resources": {"llm": {**llm, "sampling_parameters": nested}}, "strategy": "cs"})
     done = agl_command(folder, "train", "config.yaml")
     assert done.returncode == 0, done.stderr
-    assert (folder / "seen.txt").read_text() == "hunter2-of-the-provider http://models.example/v1"
+    key = "hunter2-of-the-provider"
+    seen = {"extra_body": {"MY_TOKEN": key, "tools": [{"password": key}]}}
+    assert (folder / "seen.txt").read_text() == f"{key} http://models.example/v1 {seen}"
     files = [path for path in (folder / "runs").rglob("*") if path.is_file()]
     assert {"store.db", "run.json", "config.yaml"} <= {path.name for path in files}
     assert [path for path in files if b"hunter2" in path.read_bytes()] == []

@@ -181,8 +181,8 @@ def test_a_group_without_rewards_is_refused_with_what_there_is(place: Path) -> N
 
 
 def test_resources_are_promoted_and_rolled_back_from_the_command_line(place: Path) -> None:
-    assert run(place, "resources", "promote", "tuned").stdout == "tuned is the latest now, as tuned@2\n"
-    assert run(place, "resources", "promote", "tuned@1").stdout == "tuned@1 is the latest now, as tuned@3\n"
+    assert run(place, "resources", "promote", "tuned").stdout == "tuned is now the latest, as tuned@2\n"
+    assert run(place, "resources", "promote", "tuned@1").stdout == "tuned@1 is now the latest, as tuned@3\n"
     shown = json.loads(run(place, "resources", "show", "--json").stdout)
     assert (shown["version"], shown["resources"]["prompt"]["template"]) == (3, "one")
     run(place, "resources", "rollback", "tuned", "2")

@@ -320,7 +320,7 @@ def test_actions_label_retry_and_cancel_and_the_labelled_can_be_exported(page: P
     page.goto(f"/runs/{RUN}/rollouts/{served.ids['queued']}")
     page.get_by_role("button", name="Cancel this rollout").click()
     page.locator(".status-cancelled").first.wait_for()
-    page.get_by_role("button", name="Queue it again").click()
+    page.get_by_role("button", name="Queue this rollout again").click()
     page.locator(".status-requeuing, .status-queuing").first.wait_for()
     lines = page.request.get(f"/runs/{RUN}/labelled.jsonl").text().splitlines()
     found = {record["rollout_id"]: record for record in map(json.loads, lines)}
@@ -336,7 +336,7 @@ def test_a_prompt_shows_its_difference_and_can_be_promoted_without_showing_a_key
     assert "step by step" in " ".join(page.locator("ins").all_inner_texts())
     assert "sk-not-to-be-shown" not in page.content()
     page.goto(f"/runs/{RUN}/resources/rs-prompts@1")
-    page.get_by_role("button", name="Make it the latest").click()
+    page.get_by_role("button", name="Make this the latest").click()
     page.wait_for_url("**/rs-prompts%404")
     assert "latest" in page.locator(".heading").inner_text()
 

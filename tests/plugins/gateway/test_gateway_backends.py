@@ -118,6 +118,17 @@ def test_a_backend_that_has_just_failed_is_tried_last() -> None:
     assert len(starts) == 3  # without a rollout they take turns
 
 
+def test_a_refused_model_list_changes_no_label_of_the_present_one() -> None:
+    entries = [{**entry("http://h/v1"), "api_key": key} for key in "abc"]
+    table = ModelTable(entries[:2])
+    labels = [backend.label for backend in table.backends]
+    assert labels == ["http://h/v1", "http://h/v1#2"]
+    with pytest.raises(ConfigError):
+        ModelTable([*entries[1:], {"model_name": 1}], table)
+    assert [backend.label for backend in table.backends] == labels
+    assert [backend.label for backend in ModelTable(entries[1:], table).backends] == labels
+
+
 async def test_an_unreachable_backend_is_named_in_an_openai_error() -> None:
     endpoint = f"http://127.0.0.1:{reserve_port()}/v1"
     async with gateway(model_list=[entry(endpoint)], num_retries=0) as case:

@@ -208,8 +208,9 @@ async def test_a_task_of_queue_task_is_queued_again_when_its_agents_are_lost(mon
         await server.store.close()
 
 
+@pytest.mark.parametrize("error", [StoreError("the server is away"), ConnectionResetError()])
 async def test_a_lost_agent_loses_its_task_although_the_store_was_away_for_a_moment(
-    monkeypatch: pytest.MonkeyPatch,
+    error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = AgentLightningServer(port=0, task_timeout_seconds=0.05)
     await server.start()
@@ -218,7 +219,7 @@ async def test_a_lost_agent_loses_its_task_although_the_store_was_away_for_a_mom
         assert (await ask(f"{server.endpoint}/task"))["is_available"]
         await asyncio.sleep(0.1)
         with monkeypatch.context() as outage:
-            outage.setattr(server.store, "update_attempt", AsyncMock(side_effect=StoreError("the server is away")))
+            outage.setattr(server.store, "update_attempt", AsyncMock(side_effect=error))
             with pytest.raises(urllib.error.HTTPError) as caught:
                 await ask(f"{server.endpoint}/task")
             caught.value.close()

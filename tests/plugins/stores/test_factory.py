@@ -48,7 +48,11 @@ async def test_the_directory_of_a_run_stands_for_its_store(tmp_path: Path) -> No
         ("memory://name", "no name or path"),
     ],
 )
-def test_an_invalid_store_url_is_refused_with_the_fix(url: str, says: str) -> None:
+def test_an_invalid_store_url_is_refused_with_the_fix(
+    url: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "store.db").touch()  # an empty URL does not mean this one
     with pytest.raises(ConfigError, match=says):
         create_store(url)
 

@@ -306,10 +306,20 @@ async def test_a_supervisor_leaves_runners_of_another_container_with_its_host_na
         assert (await one_rollout(store, rollout.rollout_id)).status == "preparing"
 
 
-async def test_a_supervisor_starts_where_proc_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_supervisor_starts_without_proc_and_leaves_runners_of_other_containers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "_PID_NAMESPACE", tmp_path / "hidden")
-    async with asyncio.timeout(30), supervised(agl.InMemoryLightningStore()) as runners:
-        assert len(runners.worker_ids) == 1
+    store = agl.InMemoryLightningStore(lease_s=600.0)
+    rollout = await store.enqueue_rollout("task", config=RolloutConfig(max_attempts=3))
+    async with asyncio.timeout(30):
+        with monkeypatch.context() as other:  # another container with this host name
+            other.setattr(supervisor, "_UNKNOWN_NAMESPACE", "-another")
+            async with supervised(store) as elsewhere:
+                await store.dequeue_rollout(elsewhere.worker_ids[0])
+        async with supervised(store) as runners:
+            assert len(runners.worker_ids) == 1
+            assert (await one_rollout(store, rollout.rollout_id)).status == "preparing"
 
 
 async def one_rollout(store: agl.LightningStore, rollout_id: str) -> agl.Rollout:

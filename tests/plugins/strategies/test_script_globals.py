@@ -49,5 +49,5 @@ def test_a_global_that_cannot_be_created_anew_is_named_with_its_file_and_the_rem
     assert done.returncode == 1
     error = done.stderr.splitlines()[-1]
     assert error.startswith(f"agentlightning.errors.ConfigError: the global 'lock' (RLock) that helper in {tmp_path}")
-    assert "create it in the function, or move it with the agent to a module of their own" in error
+    assert "create it in the function, or move it and the agent to a separate module" in error
     assert "strategy='shm'" in error

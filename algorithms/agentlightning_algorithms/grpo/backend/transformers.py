@@ -42,12 +42,12 @@ class TransformersBackend:
         kv_cache_mb: int = 4096,
         ready_timeout_s: float = 300.0,
     ) -> None:
-        """Takes the address, whose port 0 is any free one, and how long loading may take.
+        """Takes the address, where port 0 is any free port, and how long loading may take.
 
-        ``api_key`` is the key that completions require; an address beyond loopback needs one.
+        ``api_key`` is the key that completions require; an address beyond loopback needs a key.
         ``max_length`` is the maximum of a prompt and its response together, by default the model's;
-        ``prefix_cache_mb`` is the memory for keys and values of earlier prompts, ``kv_cache_mb`` for those of the
-        running calls; calls that do not fit wait.
+        ``prefix_cache_mb`` is the memory for keys and values of earlier prompts, ``kv_cache_mb`` that of running
+        calls; calls that do not fit wait.
         """
         require_least(0, prefix_cache_mb=prefix_cache_mb)
         require_least(1, kv_cache_mb=kv_cache_mb)
@@ -85,7 +85,7 @@ class TransformersBackend:
 
     @property
     def running(self) -> bool:
-        """True while the process lives and is ready."""
+        """Whether the process is running and ready."""
         return self._endpoint is not None and self._process is not None and self._process.poll() is None
 
     def check(self) -> None:
@@ -94,7 +94,7 @@ class TransformersBackend:
             raise LightningError(self._failure("has ended"))
 
     async def start(self, setup: PolicySetup) -> None:
-        """Starts the process and returns when it answers; an error has the end of its log."""
+        """Starts the process and returns when it is ready; an error contains the end of its log."""
         self._setup = setup
         self._process = process = self._spawn(setup)
         assert process.stdout is not None
@@ -130,7 +130,7 @@ class TransformersBackend:
         """Returns totals since the start: those of ``Sampler.statistics`` and of ``Conversations.counts``.
 
         Raises:
-            LightningError: the server serves other weights than those that were loaded last.
+            LightningError: the server serves weights other than those loaded last.
         """
         if self._published:
             _, state = await self._request("GET", "/health")

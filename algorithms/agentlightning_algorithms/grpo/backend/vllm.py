@@ -46,7 +46,7 @@ class VLLMBackend:
         Args:
             endpoint: OpenAI base URL.
             served_model: the server's name for the model; None: the name that agents use.
-            api_key: of the server.
+            api_key: API key of the server.
             reload_timeout_s: how long running calls and reloading may take together.
         """
         self.endpoint = endpoint.rstrip("/")
@@ -55,11 +55,11 @@ class VLLMBackend:
         self._reload_timeout_s = reload_timeout_s
         self._model_name = ""
         self._served: set[str] = set()
-        """Names of models and adapters."""
+        """Names of the server's models and adapters."""
         self._loaded = ""
         """Directory of the newest weights, as the server sees it."""
         self._is_loaded = False
-        """Whether the server is known to have them; an earlier training may have left others."""
+        """Whether the server certainly has these weights; an earlier training may have left other weights."""
         self._on_cpu = False
 
     @property
@@ -70,7 +70,7 @@ class VLLMBackend:
         return {**names, "endpoint": self.endpoint, "provider": "vllm", **key}
 
     async def start(self, setup: PolicySetup) -> None:
-        """Checks that the server has the model and returns what training needs; an error names the missing option."""
+        """Checks that the server has the model and supports training; an error names the missing option."""
         self._model_name = setup.model_name
         served = self.model_entry["model"]
         status, models = await self._request("GET", "/v1/models")
@@ -93,12 +93,12 @@ class VLLMBackend:
         self._on_cpu = status == 200 and "device_config=cpu" in str(found.get("vllm_config"))
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """Makes the paused server reload its weights; it does not store the version."""
+        """Pauses the server while it reloads its weights; the server does not store the version."""
         if self._on_cpu and _ties_embeddings(path):
             raise ConfigError(
                 "vLLM on a CPU keeps its old output layer when it reloads a model with tied embeddings "
                 "(tie_word_embeddings in config.json), so it would sample from a mixture of old and new weights; use "
-                "backend: transformers, or train adapters (policies), or a model with an output layer of its own."
+                "backend: transformers, or train adapters (policies), or a model with its own output layer."
             )
         new = str(Path.cwd() / path)
         async with self._paused():
@@ -118,14 +118,14 @@ class VLLMBackend:
         return await self._request("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
 
     async def load_adapter(self, name: str, path: Path, version: int) -> None:
-        """Makes the paused server load an adapter under a name, in place of an earlier one of that name."""
+        """Pauses the server while it loads an adapter under a name, replacing an earlier adapter of that name."""
         body = {"lora_name": name, "lora_path": str(Path.cwd() / path)}
         async with self._paused():
             if not self._is_loaded:
                 status, answer = await self._reload(self._loaded)
                 if status != 200:
                     raise ConfigError(
-                        f"the vLLM server cannot reload {self._loaded}, with which it was started (status {status}): "
+                        f"the vLLM server cannot reload {self._loaded}, its initial weights (status {status}): "
                         f"{_error_text(answer)}; restart it."
                     )
                 self._is_loaded = True
@@ -142,7 +142,7 @@ class VLLMBackend:
         self._served.add(name)
 
     def check(self) -> None:
-        """Does nothing: this process does not own the server, and failing calls report it."""
+        """Does nothing: this process does not own the server, and calls fail if the server has ended."""
 
     async def statistics(self) -> Mapping[str, float]:
         """Returns nothing: vLLM reports its statistics at ``/metrics``."""
@@ -152,9 +152,9 @@ class VLLMBackend:
         """Leaves the server as it is."""
 
     async def _check_logprobs(self, served: str) -> None:
-        """Samples a token at two temperatures: log-probabilities taken before the temperature are equal."""
+        """Samples a token at two temperatures, to check that log-probabilities include the temperature."""
         found = []
-        # The server fills fields that are left out from the model's generation_config.json.
+        # The server sets omitted fields to the values in the model's generation_config.json.
         unfiltered = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         for temperature in (1.0, 2.0):
             body = {"model": served, "prompt": [1, 2, 3], "max_tokens": 1, "temperature": temperature, "seed": 0}
@@ -176,7 +176,7 @@ class VLLMBackend:
 
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Ends running calls and drops cached prefixes; holds further calls back until the block ends."""
+        """Waits for running calls and drops cached prefixes; holds back further calls until the block ends."""
         try:
             await self._command("/pause?mode=wait")
             yield

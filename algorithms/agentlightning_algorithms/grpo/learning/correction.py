@@ -5,9 +5,9 @@
     log_ratio_BT    logprob under the trainer's weights at the start of the update - logprob as sampled
     mask_BT         1 on tokens the policy sampled
 
-The two differ by kernels, precision or weights one update old; the gradient is then that of an expectation over the
-wrong distribution. Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training". Neither
-function has a gradient. The numbers equal verl 0.9.1's, which states the bounds of masks for 1/ratio.
+Sampler and trainer differ by kernels, precision or weights one update old; the gradient is then that of an expectation
+over the wrong distribution. Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+Neither function propagates a gradient. The numbers equal verl 0.9.1's, which states the bounds of masks for 1/ratio.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def importance_weights(
     """Returns the factor for the loss of each token; 0 outside the mask.
 
     Without ``lower`` weights are truncated: min(ratio, upper) (Ionides 2008; for sampler and trainer Yao et al. 2025).
-    With it they are IcePop's: the ratio within [lower, upper], 0 outside (Ling Team 2025, arXiv:2510.18855).
+    With ``lower`` they are IcePop's: the ratio within [lower, upper], 0 outside (Ling Team 2025, arXiv:2510.18855).
 
     ``level``: ``token`` weights each token by its own ratio, biased with low variance; ``sequence`` weights all tokens
     of a row by the product of its ratios, unbiased with high variance.

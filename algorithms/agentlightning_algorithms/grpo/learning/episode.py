@@ -29,14 +29,14 @@ class Episode:
     """The agent's final reward; None when it failed or reported none."""
     triplets: Sequence[Triplet] = ()
     error: str = ""
-    """Type of the error that it failed with."""
+    """Type of the error that the rollout failed with."""
     distributions: Mapping[str, Distribution] = field(default_factory=dict)
-    """The distributions that the gateway recorded, by response id, also of calls that are not in ``triplets``."""
+    """The distributions that the gateway recorded, by response id; also of calls that are not in ``triplets``."""
 
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Named dimensions of its rewards; the last value of each counts."""
+    """Named dimensions of the rollout's rewards; the last value of each counts."""
     call_seconds: Sequence[float] = ()
-    """Durations of its model calls, as the gateway saw them."""
+    """Durations of the model calls, as measured by the gateway."""
 
     @property
     def outcome(self) -> tuple[float | None, str | None]:
@@ -53,7 +53,7 @@ class Episode:
         return str((self.rollout.metadata or {}).get("group", self.rollout.rollout_id))
 
     def reward_or(self, failed_reward: float | None) -> float | None:
-        """Returns its reward, or ``failed_reward`` if it has none."""
+        """Returns the reward, or ``failed_reward`` if there is none."""
         return failed_reward if self.reward is None else self.reward
 
     def distribution_of(self, call: Triplet) -> Distribution | None:
@@ -81,7 +81,7 @@ class Episode:
 
     @property
     def queue_wait_s(self) -> float | None:
-        """Time in the queue before a runner took it."""
+        """Time in the queue before a runner claimed the rollout."""
         rollout = self.rollout
         if not isinstance(rollout, AttemptedRollout) or rollout.attempt.sequence_id != 1:
             return None
@@ -98,8 +98,8 @@ async def gather_episodes(
 ) -> list[Episode]:
     """Waits until rollouts have finished, and reads their spans after ``flush``.
 
-    Those that failed in an attempt begun before ``retry_before`` are run again: while the run was down, no server
-    answered their calls.
+    Rollouts that failed in an attempt begun before ``retry_before`` are run again, because no server answered their
+    calls while the run was down.
     """
     ended = await store.wait_for_rollouts(rollout_ids)
     if retry_before is not None:
@@ -125,7 +125,7 @@ async def gather_episodes(
 
 
 def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[Sequence[Triplet]]) -> Episode:
-    """Reads a finished rollout; where its spans cannot be used, ``error`` and the log say so."""
+    """Reads a finished rollout; if its spans cannot be used, ``error`` and the log report it."""
     attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
     error = attempt.error.type if attempt is not None and attempt.error is not None else ""
     reward = find_final_reward(spans, rollout) if rollout.status == "succeeded" else None
@@ -162,8 +162,8 @@ def describe_episodes(
 ) -> dict[str, float]:
     """Returns rewards, turns, lengths and queueing times of a batch.
 
-    A rollout without a reward counts as ``failed_reward``, or not at all where that is None; if none is left, there is
-    no metric of rewards. It is never a success.
+    A rollout without a reward counts as ``failed_reward`` and is never a success. If ``failed_reward`` is None, the
+    reward metrics exclude it, and are absent if no rollout has a reward.
     """
     counted = [(episode, r) for episode in episodes if (r := episode.reward_or(failed_reward)) is not None]
     rewards_R = [reward for _, reward in counted]
@@ -196,7 +196,7 @@ def describe_episodes(
 
 
 def describe_calls(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns the number of calls of a rollout, and their lengths."""
+    """Returns metrics of the calls per rollout and of their lengths."""
     calls = [triplet for episode in episodes for triplet in episode.triplets]
     cut_off = sum(triplet.metadata.get("finish_reason") == "length" for triplet in calls)
     return {
@@ -208,9 +208,9 @@ def describe_calls(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def count_staleness(episodes: Sequence[Episode], version: int) -> dict[str, float]:
-    """Returns how many calls were sampled by weights of ``version``, one before it, and so on."""
+    """Returns the number of calls by the age of the weights that sampled them; ``version`` has age 0."""
     versions = [call.metadata.get("weight_version") for episode in episodes for call in episode.triplets]
-    # A resumed run may use calls of weights that it has not made again.
+    # A resumed run may use calls sampled by weights that it has not reached again.
     counts = Counter(max(0, version - found) for found in versions if isinstance(found, int))
     return {f"staleness/{age}": float(count) for age, count in sorted(counts.items())}
 

@@ -32,13 +32,13 @@ _COUNTS = (
 
 @dataclass
 class Experience:
-    """The rows of one step, the rollout and the calls that each came from, and metrics."""
+    """The rows of one step, the rollout and the calls that each row came from, and metrics."""
 
     rows: list[TrainingRow] = field(default_factory=list)
     sources: list[tuple[Episode, tuple[tuple[Turn, float], ...]]] = field(default_factory=list)
-    """The calls with their advantages; their positions are those in ``response_ids`` of the row."""
+    """Rollout of each row, and its calls with their advantages; call positions are indices into ``response_ids``."""
     left_out: dict[int, Outcome] = field(default_factory=dict)
-    """Why a call is in no row, by the ``id`` of its triplet."""
+    """Reasons why calls are in no row, by the ``id`` of the triplet."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -47,12 +47,12 @@ class _Draft:
     """A row before its advantage is known."""
 
     index: int
-    """Of its rollout in the batch."""
+    """Index of the row's rollout in the batch."""
     row: TrainingRow
     turns: Sequence[Turn]
-    """Its calls; their positions are those in ``row.response_ids``."""
+    """Calls of the row; their positions are indices into ``row.response_ids``."""
     penalties: Sequence[float] = ()
-    """Per response token."""
+    """Penalty of each response token."""
 
 
 def build_experience(
@@ -65,21 +65,21 @@ def build_experience(
     oldest_version: int = 0,
     distribution: Distribution | None = None,
 ) -> Experience:
-    """Gives every model call of a batch its advantage.
+    """Returns the training rows of a batch, in which every model call has its advantage.
 
-    It is that of its rollout or, where the adapter has a credit rule, its own; see
+    A call has the advantage of its rollout or, if the adapter has a credit rule, its own; see
     :mod:`~agentlightning_algorithms.advantage`. Calls that are too long or cut off are still compared: they are dropped
-    after the advantages.
+    after the advantages are computed.
 
     Args:
         episodes: finished rollouts.
         settings: which calls become rows.
         max_length: maximum tokens of a row, prompt and response.
-        decode: the tokenizer's; used to classify why the tokens of a call do not extend those of the call before.
+        decode: the tokenizer's ``decode``; classifies why a call's tokens do not extend those of the previous call.
         penalty: computes, for every response token of rows, what to subtract from the reward of its rollout.
-        oldest_version: calls sampled by older weights are left out.
-        distribution: what the calls' tokens should be drawn from; calls recorded with another one are counted. None: a
-            row has the distribution of its calls.
+        oldest_version: calls sampled by weights older than this version are dropped.
+        distribution: distribution that tokens should be drawn from; calls recorded with another one are counted. None:
+            a row has the distribution of its calls.
     """
     scored_R = score_episodes(episodes, settings.failed_reward)
     counts: Counter[str] = Counter()
@@ -142,7 +142,7 @@ def find_flat_groups(scored_R: Sequence[tuple[Episode, float]]) -> frozenset[Has
 
 
 def _score_calls(scored_R: Sequence[tuple[Episode, float]]) -> list[tuple[Scored, Sequence[Triplet]]]:
-    """Returns what is compared, and the calls that get its advantage: whole rollouts, or calls with credit."""
+    """Returns the items to compare, with the calls that get their advantages: whole rollouts, or calls with credit."""
     items: list[tuple[Scored, Sequence[Triplet]]] = []
     for index, (episode, reward) in enumerate(scored_R):
         calls = episode.triplets
@@ -180,7 +180,7 @@ def _count_tokens(call: Triplet) -> int:
 
 
 def _has_credit(triplet: Triplet) -> bool:
-    """Whether a credit rule assigned ``Triplet.reward``; else it is a reward emitted after that call."""
+    """Whether a credit rule assigned ``Triplet.reward``; otherwise it is a reward emitted after that call."""
     return "credit" in triplet.metadata
 
 
@@ -220,7 +220,7 @@ def _draft_rows(
 
 
 def _find_penalties(drafts: Sequence[_Draft], max_length: int, penalty: Penalty) -> None:
-    """Sets the drafts' penalties, except of rows that are too long."""
+    """Sets the penalties of the drafts whose rows are not too long."""
     fitting = [d for d in drafts if d.row.n_tokens <= max_length]
     for draft, values in zip(fitting, penalty([draft.row for draft in fitting]), strict=True):
         draft.penalties = values
@@ -235,7 +235,7 @@ def _keep_calls(
     counts: Counter[str],
     left_out: dict[int, Outcome],
 ) -> list[tuple[Turn, float]]:
-    """Returns the calls of a row to train on with their advantages; counts those left out and records why."""
+    """Returns the calls of a row to train on, with their advantages; counts dropped calls and records the reasons."""
     kept = []
     for turn, advantage in zip(draft.turns, advantages, strict=True):
         version = turn.triplet.metadata.get("weight_version")
@@ -275,7 +275,7 @@ def _finish_row(draft: _Draft, kept: Sequence[tuple[Turn, float]]) -> TrainingRo
 
 
 def _describe_advantages(rows: Sequence[TrainingRow]) -> dict[str, float]:
-    """Statistics over tokens, as the loss counts them."""
+    """Returns statistics of the advantages over tokens, as the loss counts them."""
     values = [value for row in rows for value in row.advantages]
     if not values:
         return {}

@@ -3,7 +3,7 @@
     B   rows of a batch
     T   response tokens of a row, padded to the longest
     mask_BT    1 on tokens the policy sampled, 0 on padding and on tokens it was given
-    weight_B   how many copies of itself a row counts for; 0 is as if it were absent
+    weight_B   how many copies a row counts for; a row with 0 has no effect
 
 Log-probabilities are natural. The numbers and gradients equal verl 0.9.1's.
 """
@@ -56,7 +56,7 @@ def clipped_surrogate(
 
     Args:
         logprob_BT: log-probabilities under the weights being trained; the only argument that gets a gradient.
-        old_logprob_BT: those under the weights that sampled the tokens.
+        old_logprob_BT: log-probabilities under the weights that sampled the tokens.
         advantage_BT: any shape that broadcasts, such as ``[B, 1]``.
         clip_low: see above.
         clip_high: see above.
@@ -188,7 +188,7 @@ class Aggregated(NamedTuple):
 
     factor_B: Tensor
     divisor: Tensor
-    """The divisors of the parts of a batch add up to that of the whole, except for token-sum."""
+    """The divisors of the parts of a batch add up to the whole batch's divisor, except for token-sum."""
 
 
 def token_mean(length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | None, horizon: int) -> Aggregated:
@@ -247,7 +247,7 @@ def loss_normalizer(
 ) -> Tensor:
     """Returns the divisor of :func:`aggregate`, which takes the same arguments.
 
-    Tokens (token-mean), non-empty rows (seq-mean-*; times ``horizon``), rollouts (rollout-mean) or 1 (token-sum).
+    Counts tokens (token-mean), non-empty rows (seq-mean-*; times ``horizon``), rollouts (rollout-mean); token-sum: 1.
     """
     return _aggregated(mask_BT, aggregation, weight_B, rollout_length_B, horizon).divisor
 
@@ -267,7 +267,7 @@ def aggregate(
     - ``token-mean``: mean over all tokens of the batch; long answers weigh more (DAPO, arXiv:2503.14476).
     - ``token-sum``: sum over all tokens.
     - ``seq-mean-token-sum``: mean over rows of their sums.
-    - ``seq-mean-token-sum-norm``: that, over a constant ``horizon`` (Dr. GRPO, arXiv:2503.20783).
+    - ``seq-mean-token-sum-norm``: the same, divided by a constant ``horizon`` (Dr. GRPO, arXiv:2503.20783).
     - ``seq-mean-token-mean``: mean over rows of their means (GRPO as published, arXiv:2402.03300).
     - ``rollout-mean``: mean over rollouts of the means over all their tokens, in however many rows; GRPO's formula
       with a whole rollout as output.
@@ -282,7 +282,7 @@ def aggregate(
         weight_B: copies a row counts for, in the sum and in the divisor alike; None: 1.
         normalizer: :func:`loss_normalizer` of the whole batch; None: of these rows.
         rollout_length_B: for rollout-mean, the tokens that count in all rows of each row's rollout, copies included.
-        horizon: for seq-mean-token-sum-norm, such as the maximum number of tokens of a response.
+        horizon: constant for seq-mean-token-sum-norm, such as the maximum number of tokens of a response.
     """
     factor_B, divisor = _aggregated(mask_BT, aggregation, weight_B, rollout_length_B, horizon)
     return ((value_BT * mask_BT).sum(-1) * factor_B).sum() / (divisor if normalizer is None else normalizer)

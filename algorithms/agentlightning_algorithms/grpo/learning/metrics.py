@@ -54,7 +54,7 @@ class UpdateMetrics:
         self._padded_tokens += step.padded_tokens
         self._loss += loss
         self._grad_norm += grad_norm
-        # One transfer for all: on a GPU each one waits for the device.
+        # One transfer for all values: on a GPU each transfer waits for the device.
         values = torch.stack([t.float() for t in (*step.totals.values(), *step.maxima.values())]).tolist()
         for name, value in zip(step.totals, values, strict=False):
             self._totals[name] += value
@@ -62,10 +62,10 @@ class UpdateMetrics:
             self._maxima[name] = max(self._maxima[name], value)
 
     def report(self, seconds: float) -> dict[str, float]:
-        """Returns means over the tokens or steps of this update, maxima and costs; only counts if no step was made."""
+        """Returns means over tokens or steps, maxima and costs of this update; without steps, only counts and time."""
         steps, tokens = self._optimizer_steps, max(1.0, self._totals.pop("tokens"))
         means: dict[str, float] = {}
-        if steps:  # without them, zeros would look like measurements
+        if steps:  # without steps, zeros would look like measurements
             means = {
                 "loss": self._loss / steps,
                 "grad_norm": self._grad_norm / steps,
@@ -95,8 +95,8 @@ def measure_memory(device: str) -> dict[str, float]:
 def join_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the metrics of several policies, each updated once, as those of one update.
 
-    Counts and seconds are added and extremes kept. Anything else is a mean, weighted by the response tokens of each
-    policy, or a speed by its seconds.
+    Counts and seconds are added and extremes kept. Other metrics are averaged, weighted by each policy's
+    response tokens, or by seconds for a speed.
     """
     joined = {}
     for name in dict.fromkeys(name for part in parts for name in part):

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 _BASE_STEPS: Final = 3
-"""Later steps are compared with the mean of the first ones."""
+"""Number of first steps; later steps are compared with their mean."""
 _MAX_GAP: Final = {True: 1e-3, False: 1.0}
 """Largest difference of log-probabilities that rounding explains: in float32, and in other precisions."""
 _IDLE: Final = 0.5
-"""Share of the sampling during which the policy server had nothing to do that is worth a hint."""
+"""Share of the sampling time that the policy server may idle before a hint is given."""
 _SOLVED: Final = 0.9
 """Success rate above which low entropy means that the task has been learned."""
 
@@ -29,7 +29,7 @@ class TrainingMonitor:
 
     @property
     def active(self) -> int:
-        """How many warnings hold."""
+        """Number of warnings that hold now."""
         return len(self._active)
 
     def observe(self, metrics: Mapping[str, float]) -> list[str]:
@@ -45,14 +45,14 @@ class TrainingMonitor:
             self._best_val = (metrics["val_reward"], metrics.get("reward", 0.0))
         found = {**_check_policy(metrics, base), **_check_update(metrics, self._max_gap)}
         found |= self._check_validation(metrics)
-        # A warning about the validation reward holds until that is measured again.
+        # A warning about the validation reward holds until the reward is measured again.
         kept = {"hacking"} & self._active if "val_reward" not in metrics else set()
         begun = [text for name, text in found.items() if name not in self._active]
         self._active = set(found) | kept
         return begun
 
     def idle_hint(self, metrics: Mapping[str, float]) -> str | None:
-        """Returns, once, how to use a policy server that idles while rollouts wait for a runner."""
+        """Returns a hint, once, if the policy server idles while rollouts wait for a runner."""
         idle, queued_s = metrics.get("sampler/idle_fraction", 0.0), metrics.get("queue_wait_s", 0.0)
         if self._has_hinted or idle <= _IDLE or queued_s <= metrics.get("rollout_s", math.inf):
             return None
@@ -99,19 +99,19 @@ def _check_policy(metrics: Mapping[str, float], base: Mapping[str, float]) -> di
         if first > 0 and entropy > max(3.0 * first, first + 0.5):
             found["entropy rises"] = (
                 f"entropy grew from {first:.3g} to {entropy:.3g} nats per token: the policy is becoming noise; lower "
-                "lr, or hold it with kl_coefficient"
+                "lr, or set kl_coefficient"
             )
     length, first = metrics.get("response_length"), base["response_length"]
     improved = metrics.get("reward", 0.0) - base["reward"] > 0.05
     if length is not None and first > 0 and not improved:
         if length > 2.0 * first:
             found["length"] = (
-                f"answers grew from {first:.0f} to {length:.0f} tokens without earning more: aggregation token-mean or "
-                "seq-mean-token-sum-norm does not favour long wrong answers"
+                f"answers grew from {first:.0f} to {length:.0f} tokens without a higher reward: set aggregation to "
+                "token-mean or seq-mean-token-sum-norm, which do not favour long wrong answers"
             )
         if length < 0.25 * first:
             found["length"] = (
-                f"answers shrank from {first:.0f} to {length:.0f} tokens without earning more; read some of them"
+                f"answers shrank from {first:.0f} to {length:.0f} tokens without a higher reward; read some of them"
             )
     return found
 
@@ -121,7 +121,7 @@ def _check_update(metrics: Mapping[str, float], max_gap: float) -> dict[str, str
     found = {}
     flat, reward = metrics.get("groups_without_spread", 0.0), metrics.get("reward", 0.0)
     if flat >= 0.9:
-        why = "all earn alike"
+        why = "equal rewards within each"
         if reward < 0.1 or reward > 0.9:
             why = "every rollout fails" if reward < 0.1 else "nearly every rollout succeeds"
         found["spread"] = (
@@ -139,7 +139,7 @@ def _check_update(metrics: Mapping[str, float], max_gap: float) -> dict[str, str
         )
     gap = metrics.get("logprob_gap_max", 0.0)
     if gap > max_gap and metrics.get("staleness", 0.0) == 0.0:
-        found["sampler"] = f"sampler and trainer give some token log-probabilities {gap:.2g} apart: {_cause(metrics)}"
+        found["sampler"] = f"log-probabilities of sampler and trainer differ by up to {gap:.2g}: {_cause(metrics)}"
     return found
 
 
@@ -148,11 +148,11 @@ def _cause(metrics: Mapping[str, float]) -> str:
     others = metrics.get("calls_of_other_sampling", 0.0)
     if others:
         return (
-            f"{others:.0f} calls were sampled with another temperature, top_p or top_k than the run's; leave "
-            "sampling.force on, or set it to false to correct for each call's own"
+            f"{others:.0f} calls were sampled with a temperature, top_p or top_k other than the run's; leave "
+            "sampling.force on, or set it to false to train each call with its own values"
         )
     return (
-        "the calls were sampled with the run's parameters, so the server computes the model differently, by its "
-        "precision, its kernels or weights that it did not reload, or the agent constrains decoding, such as by "
+        "the calls were sampled with the run's parameters, so either the server computes the model differently "
+        "(precision, kernels, or weights that it did not reload) or the agent constrains decoding, for example by "
         "response_format; set old_logprobs: trainer with importance_weights: token"
     )

@@ -1,4 +1,4 @@
-"""Training rows with what is fixed during an update: log-probabilities of the initial weights, and corrections.
+"""Training rows with the values that are fixed during an update: old log-probabilities, and corrections.
 
 T   sampled tokens of a row
 """
@@ -24,7 +24,7 @@ class RowUse(NamedTuple):
     """The use of a row by an update."""
 
     logprobs: Sequence[float] | None
-    """The trainer's log-probability of each sampled token, when it first used the row; None: it did not."""
+    """The trainer's log-probability of each sampled token when it first used the row; None: the row was not used."""
     minibatch: int
     """Number of optimizer steps that the update made before it first used the row."""
     outcome: Outcome

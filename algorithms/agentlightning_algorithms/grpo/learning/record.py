@@ -1,4 +1,4 @@
-"""Training records of a step: its rows, and what became of each of its rollouts."""
+"""Training records of a step: its rows, and the outcome of each of its rollouts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def training_spans(
         episodes: all rollouts of the step, with the rewards to train with; each gets an entry of the ledger.
         uses: how the updater used each row; empty: not known.
         failed_reward: the reward of rollouts that have none.
-        decode: the tokenizer's; without it, the records have no text.
+        decode: the tokenizer's ``decode``; without it, the records have no text.
     """
     spans = []
     outcomes = dict(experience.left_out)
@@ -94,7 +94,7 @@ def _account(episode: Episode, step: int, outcomes: dict[int, Outcome], failed_r
 
 
 def _spread(logprobs: Sequence[float] | None, row: TrainingRow) -> list[float] | None:
-    """Returns one value per response token, from one per sampled token."""
+    """Returns one value per response token, given one value per sampled token."""
     if logprobs is None or row.mask is None:
         return None if logprobs is None else list(logprobs)
     values = iter(logprobs)
@@ -102,7 +102,7 @@ def _spread(logprobs: Sequence[float] | None, row: TrainingRow) -> list[float] |
 
 
 def _token_advantages(row: TrainingRow, turns: Sequence[Turn]) -> Sequence[float] | None:
-    """Returns the advantage of each response token, if those of one call differ, as with a teacher."""
+    """Returns the advantage of each response token, if the tokens of one call differ in it, as with a teacher."""
     own = row.advantage
     if not isinstance(own, Sequence) or all(len(set(own[turn.start : turn.end])) == 1 for turn in turns):
         return None

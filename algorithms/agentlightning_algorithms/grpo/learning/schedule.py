@@ -1,4 +1,4 @@
-"""Components of the kind ``schedule``: the share of the learning rate by progress, from 0 to 1, after the warm-up."""
+"""Components of the kind ``schedule``: the decaying share of the learning rate, by progress from 0 to 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A teacher behind a model server: log-probabilities of given tokens, by ``prompt_logprobs`` of vLLM's completions."""
+"""A teacher behind a model server: log-probabilities of given tokens, from vLLM's ``prompt_logprobs``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from agentlightning_algorithms.grpo.teacher_setting import TeacherSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 _AT_ONCE: Final = 32
-"""Requests."""
+"""Number of requests sent at the same time."""
 _RETRIED: Final = (429, 502, 503, 504)
 """Statuses of a server that is busy or restarts."""
 _DELAYS_S: Final = (1.0, 2.0, 4.0)
-"""Between the tries of a request."""
+"""Delays between the tries of a request."""
 _PROBE: Final = 32
-"""Tokens whose texts are compared with those of the policy's tokenizer."""
+"""Number of tokens whose texts are compared with those of the policy's tokenizer."""
 
 
 class ServedTeacher:
@@ -38,15 +38,15 @@ class ServedTeacher:
     def connect(cls, settings: TeacherSettings, student: Policy) -> ServedTeacher:
         """Finds the model at the endpoint, and checks that the server scores tokens and reads them as the policy does.
 
-        These requests are tried once, so that a wrong address fails at once; later ones are repeated.
+        These requests are tried once, so that a wrong address fails immediately; later requests are retried.
 
         Raises:
-            ConfigError: no such model there, no ``prompt_logprobs``, or another vocabulary.
+            ConfigError: the server does not have the model, ``prompt_logprobs`` or the policy's vocabulary.
             LightningError: the server does not answer.
         """
         teacher = cls(settings, student.max_length)
         found = asyncio.run(teacher._find_model())
-        # The server insists on room for an answer of at least one token.
+        # The server requires room for an answer of at least one token.
         teacher.max_length = int(found.get("max_model_len") or student.max_length + 1) - 1
         size = min(int(student.model.config.vocab_size), len(student.tokenizer))
         probe = [size - 1, *((7 + 13 * i) % size for i in range(min(_PROBE, teacher.max_length - 1)))]
@@ -56,8 +56,8 @@ class ServedTeacher:
             raise
         except LightningError as error:
             raise ConfigError(
-                f"{error}. It was asked for tokens of the policy's tokenizer; a teacher scores the model's own tokens, "
-                "so both need the same one."
+                f"{error}. The request had tokens of the policy's tokenizer; a teacher scores the policy's own "
+                "tokens, so both need the same tokenizer."
             ) from error
         teacher._delays_s = _DELAYS_S
         texts = [
@@ -65,17 +65,17 @@ class ServedTeacher:
             for token, entry in zip(probe[1:], told[1:], strict=True)
         ]
         known = [pair for pair in texts if pair[0] is not None]
-        if sum(theirs != own for theirs, own in known) > len(known) / 2:  # half of a character may be shown otherwise
+        if sum(theirs != own for theirs, own in known) > len(known) / 2:  # parts of a character may differ
             raise ConfigError(
                 f"teacher: the server at {teacher._url} reads tokens as other texts, such as {known[0][0]!r} for "
-                f"{known[0][1]!r}; a teacher scores the model's own tokens, so both need the same tokenizer."
+                f"{known[0][1]!r}; a teacher scores the policy's own tokens, so both need the same tokenizer."
             )
         return teacher
 
     def score(
         self, rows: Sequence[TrainingRow], temperature: float = 1.0, *, max_tokens: int = 8192
     ) -> list[list[float]]:
-        """Returns the log-probability of every response token at temperature 1; 0 where it was given."""
+        """Returns the log-probability of every response token at temperature 1; 0 where the token was given."""
         assert temperature == 1, "TeacherSettings.check_sampling refuses others"
         sequences = [[*row.prompt_ids, *row.response_ids] for row in rows]
         scores = []
@@ -98,7 +98,7 @@ class ServedTeacher:
         return dict(models[self._settings.model])
 
     async def _ask_all(self, sequences: Sequence[Sequence[int]]) -> list[list[dict[str, Any]]]:
-        """Returns, for each token of each sequence, the server's entry for it; an empty one for the first token."""
+        """Returns the server's entry for each token of each sequence; the first token's entry is empty."""
         limit = asyncio.Semaphore(_AT_ONCE)
 
         async def ask(tokens: Sequence[int]) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ class ServedTeacher:
             async with limit:
                 answer = await self._request(session, "POST", "/completions", body)
             choice = answer["choices"][0]
-            # vLLM's field of the choice; some servers that are compatible with it have it beside the choices.
+            # vLLM has this field in the choice; some compatible servers have it next to the choices.
             told = choice.get("prompt_logprobs") or answer.get("prompt_logprobs")
             if not told or len(told) != len(tokens):
                 raise ConfigError(

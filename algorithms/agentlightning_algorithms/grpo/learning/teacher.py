@@ -18,15 +18,15 @@ _MAX_GAP = 10.0
 
 
 class Scorer(Protocol):
-    """Tells log-probabilities of tokens: a :class:`Policy`, or a server's model."""
+    """Source of log-probabilities of tokens: a :class:`Policy`, or a server's model."""
 
     max_length: int
-    """Tokens of a row at most."""
+    """Maximum number of tokens of a row."""
 
     def score(
         self, rows: Sequence[TrainingRow], temperature: float = 1.0, *, max_tokens: int = 8192
     ) -> list[list[float]]:
-        """Returns the log-probability of every response token; 0 where it was given."""
+        """Returns the log-probability of every response token; 0 where the token was given."""
         ...
 
 
@@ -39,10 +39,10 @@ class Teacher:
 
     @classmethod
     def load(cls, settings: TeacherSettings, student: Policy, *, dtype: str) -> Teacher:
-        """Loads the model beside the policy, or finds it at its endpoint.
+        """Loads the model into this process, or finds it at its endpoint.
 
         Raises:
-            ConfigError: no such model, or its tokenizer has another vocabulary than the policy's.
+            ConfigError: the model does not exist, or its tokenizer's vocabulary differs from the policy's.
             LightningError: the endpoint does not answer.
         """
         if settings.endpoint is not None:
@@ -50,8 +50,8 @@ class Teacher:
         policy = load_policy(settings.model, dtype=dtype, device=str(student.device))
         if policy.tokenizer.get_vocab() != student.tokenizer.get_vocab():
             raise ConfigError(
-                f"teacher: the tokenizer of {settings.model!r} has another vocabulary than that of the model; a "
-                "teacher scores the model's own tokens, so both need the same one."
+                f"teacher: the tokenizer of {settings.model!r} has another vocabulary than the policy's; a "
+                "teacher scores the policy's own tokens, so both need the same tokenizer."
             )
         for parameter in policy.model.parameters():
             parameter.requires_grad_(False)
@@ -73,7 +73,7 @@ class Teacher:
         if too_long := sum(row.n_tokens > longest for row in rows):
             raise ConfigError(
                 f"teacher: {too_long} rows are longer than the {longest} tokens of {self.settings.model!r}; lower "
-                "max_tokens of sampling, or take a teacher with more positions."
+                "max_tokens of sampling, or use a teacher with more positions."
             )
         scores = self.scorer.score(rows, temperature, max_tokens=max_tokens)
         gaps = [

@@ -41,7 +41,7 @@ Objective = Callable[..., Surrogate]
 
 _STATE_FILE = "updater.pt"
 _LARGE = 500_000_000
-"""Weights from which activations are recomputed by default."""
+"""Number of weights from which activations are recomputed by default."""
 
 
 class Updater:
@@ -60,7 +60,7 @@ class Updater:
             raise ConfigError(f"schedule = {settings.schedule!r} needs total_updates, the number of updates it spans.")
         self._objective: Objective = get_manager().get("policy_loss", settings.objective)
         self.updates = 0  # made so far
-        self.uses: list[RowUse] = []  # of the rows of the last update
+        self.uses: list[RowUse] = []  # uses of the rows in the last update
         self._open_step: tuple[StepMetrics, list[PreparedRow]] = StepMetrics(), []  # added, but not yet applied
         self._autocast = autocast
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
@@ -76,7 +76,7 @@ class Updater:
             _enable_gradient_checkpointing(policy)
 
     def update(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
-        """Makes ``epochs * minibatches`` optimizer steps on ``rows``; with fewer rows fewer steps.
+        """Makes ``epochs * minibatches`` optimizer steps on ``rows``; fewer if there are fewer rows than minibatches.
 
         Without rows it makes no step and returns no means. A minibatch whose loss or gradient is not finite is skipped
         with a warning.
@@ -120,9 +120,9 @@ class Updater:
         }
 
     def reference_kl(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
-        """Returns the divergence from the reference at every response token, by the sampler's log-probabilities.
+        """Returns the divergence from the reference at every response token, from the sampler's log-probabilities.
 
-        At tokens that were given, it is 0.
+        The divergence is 0 at tokens that were given.
         """
         divergences = []
         for row, reference in zip(rows, self._score_reference(rows), strict=True):
@@ -152,7 +152,7 @@ class Updater:
         }
 
     def write(self, directory: Path, state: Mapping[str, Any]) -> None:
-        """Writes model (or LoRA adapters), tokenizer and ``state``; they may not change until it returns."""
+        """Writes model (or LoRA adapters), tokenizer and ``state``; none of them may change until the call returns."""
         self.policy.save(directory, merge=False)
         torch.save(dict(state), directory / _STATE_FILE)
 
@@ -160,7 +160,7 @@ class Updater:
         """Restores what :meth:`save` wrote, the process's random generators included, and returns ``caller``.
 
         Raises:
-            ConfigError: no checkpoint there, or that of another model.
+            ConfigError: the directory has no checkpoint, or that of another model.
         """
         directory = recover_directory(directory)
         file = directory / _STATE_FILE
@@ -202,8 +202,8 @@ class Updater:
     ) -> Mapping[str, float]:
         """Adds the gradient of the loss of ``rows``, without an optimizer step; returns ``loss`` and ``rows``.
 
-        ``objective`` is a function like a component of the kind ``policy_loss``, or the name of one; default: that of
-        the settings.
+        ``objective`` is a function with the signature of a ``policy_loss`` component, or the name of a component;
+        default: ``objective`` of the settings.
 
         Raises:
             PluginError: an ``objective`` that no plugin offers.
@@ -223,8 +223,8 @@ class Updater:
     def optim_step(self) -> dict[str, float]:
         """Makes an optimizer step with the gradients added since the last one, and counts as an update.
 
-        Returns metrics like :meth:`update`, without ``logprob_gap_max``: the rows may be of other weights than those
-        that sampled them. Without a gradient, the weights stay as they are.
+        Returns metrics like :meth:`update`, without ``logprob_gap_max``: the current weights may not be those that
+        sampled the rows. Without a gradient, the weights stay as they are.
         """
         (step, rows), self._open_step = self._open_step, (StepMetrics(), [])
         metrics, start = UpdateMetrics(), time.perf_counter()
@@ -360,7 +360,7 @@ class Updater:
         return float(normalizer)
 
     def score(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
-        """Returns the log-probability of every response token under the current weights; 0 where it was given."""
+        """Returns the log-probability of every response token under the current weights; 0 for given tokens."""
         settings = self.settings
         with self._precision():
             return self.policy.score(rows, settings.temperature, max_tokens=settings.max_tokens_per_microbatch)
@@ -397,4 +397,4 @@ def _enable_gradient_checkpointing(policy: Policy) -> None:
     if not layers:
         raise ConfigError(f"gradient_checkpointing: {type(policy.model).__name__} has no layers that support it.")
     for layer in layers:
-        layer.training = True  # of this module alone: its parts stay in eval mode
+        layer.training = True  # only this module: its submodules stay in eval mode

@@ -18,7 +18,7 @@ import torch
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Yields an empty directory that replaces ``target``, durably, when the block ends without an error.
 
-    An existing ``target`` is first moved to ``<target>.old``; a kill at that instant leaves it there, and
+    An existing ``target`` is first moved to ``<target>.old``; if the process is killed before the replacement,
     :func:`recover_directory` restores it.
     """
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -41,7 +41,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 def recover_directory(target: Path) -> Path:
-    """Returns ``target``, after restoring its predecessor if a kill interrupted its replacement."""
+    """Returns ``target``, after restoring its predecessor if the process was killed while replacing it."""
     old = target.with_name(f"{target.name}.old")
     if old.exists() and not target.exists():
         old.rename(target)
@@ -56,7 +56,7 @@ def _remove_stale_scratch(target: Path) -> None:
             os.kill(int(pid), 0)
         except (ProcessLookupError, ValueError):
             shutil.rmtree(path, ignore_errors=True)
-        except PermissionError:  # a running process of another user
+        except PermissionError:  # another user's running process
             continue
 
 

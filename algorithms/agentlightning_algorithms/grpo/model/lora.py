@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685), by peft."""
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685), implemented with peft."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def add_lora(model: nn.Module, settings: LoraSettings) -> None:
-    """Adds adapters, which begin as zero, to a transformers model; only they are trained from then on.
+    """Adds adapters, initially without effect, to a transformers model; from then on only they are trained.
 
     Raises:
         ConfigError: no layer matches ``target_modules``.
@@ -32,14 +32,14 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> None:
         r=settings.rank,
         lora_alpha=cast(int, settings.alpha),  # peft annotates int and accepts float
         target_modules=settings.target_modules,
-        lora_dropout=0.0,  # dropout would train another policy than the one that sampled
+        lora_dropout=0.0,  # dropout would train a policy other than the one that sampled
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(getattr(model.config, "_name_or_path", "")),
     )
     embeddings = cast(Any, model).get_input_embeddings()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # an error below
+            warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # raised as an error below
             cast(Any, model).add_adapter(config)
     except ValueError as error:
         raise ConfigError(f"lora: target_modules = {settings.target_modules!r}: {error}") from error
@@ -76,7 +76,7 @@ def read_adapter(model: nn.Module, directory: Path) -> dict[str, Tensor]:
     """Reads the adapters saved in ``directory``, without changing the model's.
 
     Raises:
-        ConfigError: there are none, or they have another shape.
+        ConfigError: the directory has no adapters, or adapters of another shape.
     """
     file = directory / _ADAPTER_FILE
     if not file.is_file():
@@ -95,16 +95,16 @@ def copy_adapter(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def share_weights(model: ModelT) -> ModelT:
-    """Returns a model with the same weights in the same memory, to which adapters can be added apart."""
+    """Returns a model that shares the memory of the weights, and to which adapters can be added separately."""
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def add_saved_adapter(model: nn.Module, directory: Path) -> None:
-    """Adds adapters of the kind saved in ``directory``, untrained, to a transformers model.
+    """Adds untrained adapters, configured like those in ``directory``, to a transformers model.
 
     Raises:
-        ConfigError: there are none, or no layer of the model matches them.
+        ConfigError: the directory has no adapters, or no layer of the model matches them.
     """
     try:
         config = LoraConfig.from_pretrained(str(directory))

@@ -50,14 +50,14 @@ class TokenBatch(NamedTuple):
     mask_BT: Tensor
     """True on sampled tokens, which are packed to the left."""
     drawn_N3: Tensor | None = None
-    """Temperature, top_p and top_k of each sampled token; NaN: those of the trainer. None: all are."""
+    """Temperature (NaN: the trainer's), top_p and top_k of each sampled token; None: all have the trainer's."""
 
 
 class Policy:
     """A causal language model and its tokenizer.
 
     Attributes:
-        model: always in eval mode, also in training: dropout would train another policy than the one that sampled.
+        model: always in eval mode, also in training: dropout would train a policy other than the one that sampled.
         max_length: the model's positions, for prompt and response together.
         stop_ids: tokens that end a response.
     """
@@ -78,7 +78,7 @@ class Policy:
 
     @property
     def has_lora(self) -> bool:
-        """Whether the model has LoRA adapters; only they are trained then."""
+        """Whether the model has LoRA adapters; if so, only they are trained."""
         return bool(getattr(self.model, "_hf_peft_config_loaded", False))
 
     def logits(self, input_BL: Tensor, positions: Tensor | None = None, **options: Any) -> Tensor:
@@ -90,7 +90,7 @@ class Policy:
         return self._read_out(self._run(input_BL, positions, **options))
 
     def _run(self, input_BL: Tensor, positions: Tensor | None, **options: Any) -> Tensor:
-        """Returns what the output layer gets, or logits if the model transforms them afterwards."""
+        """Returns the output layer's input, or the logits if the model transforms the output layer's result."""
         if self._has_plain_head:
             states = self.model.base_model(input_ids=input_BL, **options).last_hidden_state.flatten(0, 1)
         else:
@@ -106,12 +106,11 @@ class Policy:
     ) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities (with gradient) and entropies of the sampled tokens, each ``[B, T]``.
 
-        They are those of the distribution after ``temperature``, where 0 (greedy) counts as 1, as in the sampler; for
-        rows with a distribution of their own, those of that. With ``entropy_gradient``, the entropies have a gradient,
-        too.
+        Both are of the distribution after ``temperature``, where 0 (greedy) counts as 1, as in the sampler, or of the
+        row's own distribution if it has one. With ``entropy_gradient``, the entropies have a gradient, too.
 
-        Logits are made of as many tokens at a time as ``_CHUNK_ELEMENTS`` allows, and made again for the gradient, so
-        that memory does not grow with tokens times vocabulary.
+        Logits are computed for as many tokens at a time as ``_CHUNK_ELEMENTS`` allows, and computed again for the
+        gradient, so that memory does not grow with tokens times vocabulary.
         """
         states = self._run(batch.input_BL, batch.predictor_N, use_cache=False)
 
@@ -157,7 +156,7 @@ class Policy:
         return scores
 
     def save(self, directory: Path, *, merge: bool = True) -> None:
-        """Writes model and tokenizer for ``from_pretrained``; with LoRA merged weights, or else only the adapters."""
+        """Writes model and tokenizer for ``from_pretrained``; with LoRA, merged weights or only the adapters."""
         model, state = self.model, None
         if self.has_lora and merge:
             from agentlightning_algorithms.grpo.model.lora import merge_state  # peft, which the server does not need
@@ -171,10 +170,10 @@ class Policy:
         self.tokenizer.save_pretrained(str(directory))
 
     def read_weights(self, directory: Path) -> dict[str, Tensor]:
-        """Reads the weights in ``directory``, of a model with LoRA only the adapters, without changing the model's.
+        """Reads the weights in ``directory`` (with LoRA, only the adapters), without changing the model's.
 
         Raises:
-            ConfigError: no safetensors there, or those of another model or of other settings of LoRA.
+            ConfigError: the directory has no safetensors, or those of another model or of other LoRA settings.
         """
         if self.has_lora:
             from agentlightning_algorithms.grpo.model.lora import read_adapter  # as above
@@ -219,12 +218,12 @@ class Policy:
 
 
 def open_adapter(base: Policy, directory: Path) -> Policy:
-    """Returns a policy of the same weights, in the same memory, and of LoRA adapters like those in ``directory``.
+    """Returns a policy that shares the memory of the weights, with LoRA adapters like those in ``directory``.
 
     The adapters are not loaded yet.
 
     Raises:
-        ConfigError: no adapters there, or those of another model.
+        ConfigError: the directory has no adapters, or those of another model.
     """
     from agentlightning_algorithms.grpo.model.lora import add_saved_adapter, share_weights  # peft
 
@@ -237,7 +236,7 @@ def load_policy(path: str | Path, *, dtype: str = "float32", device: str = "cpu"
     """Loads a model and its tokenizer from a directory, or else by its name on the hub; converts it to ``dtype``.
 
     Raises:
-        ConfigError: an unknown dtype, no such model, or not a causal language model.
+        ConfigError: the dtype is unknown, or the model does not exist or is not a causal language model.
     """
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in kinds:
@@ -257,7 +256,7 @@ def load_policy(path: str | Path, *, dtype: str = "float32", device: str = "cpu"
 def batch_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Splits items into batches of similar length: at most ``max_tokens`` tokens each, padding included.
 
-    At most a tenth of a batch is padding, or 256 tokens, which cost as much as another batch of a small model.
+    Padding is at most a tenth of a batch, or 256 tokens, which cost as much as another batch of a small model.
 
     Returns:
         Indices into ``lengths``, the longest items first. An item longer than ``max_tokens`` gets its own batch.
@@ -312,7 +311,7 @@ def _apply_distribution(logits_nV: Tensor, target_n: Tensor, drawn_n3: Tensor, t
         return logits_nV
     chosen_nV = logits_nV[rows]
     out_nV = filter_logits(chosen_nV.detach(), top_k_n[rows].long(), top_p_n[rows]).isneginf()
-    # A token at the edge may be out by rounding; it was drawn, so it was in.
+    # Rounding may exclude a token at the edge; the token was drawn, so the sampler included it.
     out_nV = out_nV.scatter(1, target_n[rows][:, None], False)
     return logits_nV.index_copy(0, rows, chosen_nV.masked_fill(out_nV, -torch.inf))
 
@@ -326,9 +325,9 @@ def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fro
 
 
 def _has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether logits are what the output layer returns; some models transform them afterwards, as by a scale or a cap.
+    """Whether the output layer returns the logits; some models transform its result, for example by a scale or a cap.
 
-    The difference shows on any input, so one is tried.
+    The difference shows on any input, so one input is tested.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):

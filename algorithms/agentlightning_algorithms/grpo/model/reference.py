@@ -14,7 +14,7 @@ from agentlightning.errors import ConfigError
 class Reference:
     """Earlier values of the trained parameters, swapped in while the reference is evaluated.
 
-    It needs memory for one copy of the trained parameters; with LoRA that is little.
+    The reference needs memory for one copy of the trained parameters; with LoRA that is little.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float | None = None) -> None:
@@ -44,13 +44,13 @@ class Reference:
                     value.lerp_(parameter, 1.0 - self._decay)
 
     def state(self) -> list[Tensor]:
-        """Returns what a checkpoint keeps."""
+        """Returns the tensors that a checkpoint stores."""
         return self._values
 
     def restore(self, values: Sequence[Tensor]) -> None:
-        """Restores what :meth:`state` returned; raises a ConfigError if that is of another model."""
+        """Restores what :meth:`state` returned; raises a ConfigError if the tensors are of another model."""
         if [v.shape for v in values] != [v.shape for v in self._values]:
-            raise ConfigError("the checkpoint's reference is of another model; resume with the settings it began with.")
+            raise ConfigError("the checkpoint's reference is of another model; resume with the original settings.")
         for own, value in zip(self._values, values, strict=True):
             own.copy_(value)
 

@@ -1,4 +1,4 @@
-"""The algorithm ``dpo``: trains a model's weights on pairs of rollouts of one task, or of answers in a file."""
+"""The algorithm ``dpo``: trains a model's weights on pairs of rollouts of one task, or pairs of answers in a file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Line(BaseModel):
     non_preferred_output: list[dict[str, Any]]
 
     def to_pair(self) -> PreferencePair:
-        given = [{**message, "weight": 0} for message in self.input.messages]  # neither side chose them
+        given = [{**message, "weight": 0} for message in self.input.messages]  # given to both sides, so not learned
         both = [
             [FineTuningExample(messages=[*given, *answer], tools=self.input.tools)]
             for answer in (self.preferred_output, self.non_preferred_output)
@@ -48,20 +48,20 @@ class _Line(BaseModel):
 
 
 class _Pair(NamedTuple):
-    """The rows of two rollouts, with the reference's log-probabilities of their tokens."""
+    """The rows of two rollouts, and their difference in log-likelihood under the reference."""
 
     chosen: list[TrainingRow]
     rejected: list[TrainingRow]
     reference: float
-    """How much more likely the chosen one is under the reference."""
+    """Log-likelihood of the chosen rollout minus that of the rejected one, under the reference."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class DPO(OfflineTraining):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and its relatives.
 
-    Of two rollouts of one task it makes the one with the higher reward more likely, and the other less, both compared
-    to the initial model. A rollout is all messages of the assistant in it. The agent is not run.
+    Of two rollouts of one task, the one with the higher reward becomes more likely and the other less likely, relative
+    to the initial model. A rollout stands for all of its assistant messages. The agent is not run.
 
     Raises:
         ConfigError: a value out of range, or a ``model`` that is a path without a model.
@@ -72,13 +72,13 @@ class DPO(OfflineTraining):
     loss: LossName = "sigmoid"
     """``sigmoid`` (DPO), ``ipo`` or ``hinge``."""
     beta: float = 0.1
-    """How strongly the initial model holds the policy; a smaller value lets it move further."""
+    """How strongly the policy is held near the initial model; a smaller value lets the policy move further."""
     label_smoothing: float = 0.0
     """For ``sigmoid``, the probability that the order of a pair is wrong."""
     min_gap: float = 0.0
-    """The least difference of the rewards of a pair of rollouts."""
+    """Minimum difference between the rewards of a pair of rollouts."""
     pairs_per_task: int | None = 1
-    """The best rollout with the worst, the second best with the second worst, and so on; None: as many as there are."""
+    """Pairs per task: best rollout with worst, second best with second worst, and so on; None: as many as possible."""
 
     def __post_init__(self) -> None:
         if self.loss not in get_args(LossName):
@@ -100,8 +100,8 @@ class DPO(OfflineTraining):
                 found = [pair async for pair in select_pairs(store, self.min_gap, self.pairs_per_task)]
         if not found:
             raise ConfigError(
-                f"source = {hide_password(self.source)!r} has no pair to learn from: two rollouts of one task that "
-                "succeeded, called a model, are not of validation or test, and whose rewards differ, by at least "
+                f"source = {hide_password(self.source)!r} has no pair to learn from; a pair is two rollouts of a task "
+                "that succeeded, called a model, are not of validation or test, and whose rewards differ, by at least "
                 f"min_gap = {self.min_gap}"
             )
         return found
@@ -156,14 +156,14 @@ class DPO(OfflineTraining):
         return -(-len(self._pairs) // self.batch_size)
 
     def _length(self, side: Sequence[TrainingRow]) -> int:
-        """Returns what the log-likelihood of an answer is divided by."""
+        """Returns the divisor of an answer's log-likelihood."""
         return sum(row.n_sampled for row in side) if self.loss == "ipo" else 1
 
     def _step(self, updater: Updater, pairs: Sequence[_Pair]) -> dict[str, float]:
         """Makes an optimizer step.
 
-        A token's gradient is that of its log-probability times the slope of the loss of its pair, which the margins of
-        a forward pass without gradient give: pairs need not share a micro-batch.
+        A token's gradient is that of its log-probability times the slope of its pair's loss. A forward pass without
+        gradient gives the margins, hence the slopes, so the rows of a pair need not share a micro-batch.
         """
         rows = [row for pair in pairs for side in (pair.chosen, pair.rejected) for row in side]
         scores = iter(updater.score(rows))

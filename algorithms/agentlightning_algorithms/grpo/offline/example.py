@@ -69,11 +69,11 @@ def read_lines(source: str, kind: type[Line], form: str) -> list[Line]:
     """Reads a .jsonl file.
 
     Raises:
-        ConfigError: it cannot be read, or a line is not of the form.
+        ConfigError: the file cannot be read, or a line is not of this form.
     """
     found = []
     try:
-        # Not splitlines(): a JSON string may contain other ends of lines, such as U+2028.
+        # Not splitlines(): a JSON string may contain other line separators, such as U+2028.
         for number, line in enumerate(Path(source).read_text(encoding="utf-8").split("\n"), 1):
             if line.strip():
                 try:
@@ -87,10 +87,10 @@ def read_lines(source: str, kind: type[Line], form: str) -> list[Line]:
 
 
 def make_rows(policy: Policy, examples: Sequence[FineTuningExample]) -> tuple[list[TrainingRow], int]:
-    """Returns a row for each message of an assistant, and the number of messages that are too long for the model.
+    """Returns a row for each assistant message, and the number of messages that are too long for the model.
 
     Messages with a ``weight`` of 0 are not learned, as in OpenAI's fine-tuning.
-    The prompt is what the model would get at that place, so tokens are as in sampling.
+    The prompt is what the model would receive at that point, so its tokens are the same as in sampling.
     """
     rows: list[TrainingRow] = []
     too_long = 0
@@ -122,7 +122,7 @@ def _tokenize(policy: Policy, example: FineTuningExample) -> Iterator[tuple[list
         if message.get("role") != "assistant" or message.get("weight") == 0:
             continue
         prompt, whole = render(position, generate=True), render(position + 1, generate=False)
-        if not whole.startswith(prompt):  # the template adds something before answers that this one has not
+        if not whole.startswith(prompt):  # the template adds something before answers that this message lacks
             continue
         response_ids = encode(whole[len(prompt) :])
         ends = [place for place, token in enumerate(response_ids) if token in policy.stop_ids]

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers, by how much more than the reference the model prefers the chosen one."""
+"""Losses of pairs of answers, by how much more the model prefers the chosen answer than the reference does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LossName = Literal["sigmoid", "ipo", "hinge"]
 
 
 class PairLoss(NamedTuple):
-    """The loss of a pair, and its derivative by the margin."""
+    """The loss of a pair, and its derivative with respect to the margin."""
 
     value: float
     slope: float
@@ -28,7 +28,7 @@ def pair_loss(margin: float, loss: LossName, beta: float, label_smoothing: float
     Args:
         margin: see above.
         loss: see above.
-        beta: how strongly the reference holds the policy; above 0.
+        beta: how strongly the policy is held near the reference; above 0.
         label_smoothing: for ``sigmoid``, the probability that a label is wrong (conservative DPO, Mitchell 2023).
     """
     if loss == "ipo":

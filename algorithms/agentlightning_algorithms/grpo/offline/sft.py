@@ -1,4 +1,4 @@
-"""The algorithm ``sft``: fine-tunes a model's weights on conversations, of good rollouts or of a file."""
+"""The algorithm ``sft``: fine-tunes a model's weights on conversations from good rollouts or from a file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class SFT(OfflineTraining):
     name: ClassVar[str] = "sft"
 
     best_of: int | None = None
-    """Rollouts of each task that are learned, those with the highest reward; None: all."""
+    """Number of rollouts of each task to learn from, highest rewards first; None: all."""
     min_reward: float | None = None
-    """The least reward of a rollout that is learned."""
+    """Minimum reward of a rollout to learn from."""
 
     def __post_init__(self) -> None:
         require_least(1, best_of=self.best_of or 1)
@@ -52,7 +52,7 @@ class SFT(OfflineTraining):
         self.warn_too_long(too_long, "messages", policy)
         if not self._rows:
             source = hide_password(self.source)
-            raise ConfigError(f"source = {source!r} has no message of an assistant that fits the model")
+            raise ConfigError(f"source = {source!r} has no assistant message that fits the model")
         return UpdateSettings(
             objective="cross_entropy",
             lr=self.lr,

@@ -28,7 +28,7 @@ logger = logging.getLogger("agentlightning")
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OfflineTraining(Algorithm):
-    """Trains a model's weights on examples of a file or of recorded rollouts, in epochs."""
+    """Training of a model's weights on examples from a file or from recorded rollouts, in epochs."""
 
     default_adapter: ClassVar[str | None] = None
     name: ClassVar[str]
@@ -52,12 +52,12 @@ class OfflineTraining(Algorithm):
     lora: LoraSettings | None = None
     """Train low-rank adapters; None: all weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computation; trained weights stay in float32."""
+    """Dtype of computation; trained weights stay in float32."""
     device: str = "cpu"
     train_threads: int | None = None
     """Torch threads; None: torch's default."""
     seed: int | None = None
-    """Of the order of examples; None: the run's."""
+    """Seed of the order of examples; None: the run's seed."""
 
     def __post_init__(self) -> None:
         require_least(1, epochs=self.epochs, batch_size=self.batch_size)
@@ -71,7 +71,7 @@ class OfflineTraining(Algorithm):
 
     @abstractmethod
     def prepare(self, policy: Policy, examples: Sequence[Any]) -> UpdateSettings:
-        """Makes the rows of the examples, before a checkpoint is loaded; returns the settings of their updates."""
+        """Makes the training rows, before a checkpoint is loaded; returns the settings of the weight updates."""
 
     @abstractmethod
     def run_epoch(self, updater: Updater) -> dict[str, float]:
@@ -79,7 +79,7 @@ class OfflineTraining(Algorithm):
 
     @abstractmethod
     def count_epochs(self, updater: Updater) -> int:
-        """Returns how many epochs were made."""
+        """Returns the number of finished epochs."""
 
     @property
     def order_seed(self) -> int:
@@ -111,7 +111,7 @@ class OfflineTraining(Algorithm):
         self._updater = None
 
     def _open(self, examples: Sequence[Any]) -> Updater:
-        """Loads the model, its examples and the checkpoint."""
+        """Loads the model and the checkpoint, and prepares the examples."""
         if self.train_threads is not None:
             torch.set_num_threads(self.train_threads)
         policy = load_policy(self.model, dtype="float32" if self.lora is None else self.dtype, device=self.device)
@@ -126,9 +126,9 @@ class OfflineTraining(Algorithm):
         return updater
 
     def warn_too_long(self, count: int, what: str, policy: Policy) -> None:
-        """Logs that examples were left out."""
+        """Logs how many examples were skipped."""
         if count:
-            logger.warning("%d %s are too long for the model's %d tokens, and left out", count, what, policy.max_length)
+            logger.warning("%d %s exceed the model's %d tokens and are skipped", count, what, policy.max_length)
 
     def _describe(self, examples: int) -> TrainingRecord:
         return TrainingRecord(

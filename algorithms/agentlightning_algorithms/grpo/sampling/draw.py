@@ -53,10 +53,10 @@ class Generation(NamedTuple):
     """A sampled response."""
 
     tokens: list[Token]
-    """Including the stop token, if one ended the response."""
+    """The sampled tokens, including the stop token if one ended the response."""
     finish_reason: FinishReason
     cached_tokens: int = 0
-    """Tokens of the prompt that were not run."""
+    """Prompt tokens whose keys and values were reused."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -64,12 +64,12 @@ class Generation(NamedTuple):
 
     @property
     def weight_version(self) -> int:
-        """That of the first token, which is the oldest."""
+        """Weights version of the first token, which is the oldest."""
         return self.tokens[0].weight_version
 
     @property
     def weight_versions(self) -> list[int] | None:
-        """Of each token, if they differ."""
+        """Weights version of each token; None if all are the same."""
         first, last = self.tokens[0].weight_version, self.tokens[-1].weight_version
         return None if first == last else [token.weight_version for token in self.tokens]
 
@@ -80,14 +80,14 @@ class Draw(NamedTuple):
     token_n: Tensor
     logprob_n: Tensor
     logprobs_nV: Tensor
-    """After temperature, top-k and top-p; minus infinity where filtered out."""
+    """Log-probabilities after temperature, top-k and top-p; minus infinity where filtered out."""
 
 
 def draw_tokens(logits_nV: Tensor, params: Sequence[SamplingParams], uniform_n: Sequence[float]) -> Draw:
     """Draws one token per row from float32 logits.
 
     The cumulative distribution is inverted at one uniform number in [0, 1) per row, so that a row's token depends on
-    its own random numbers only. Greedy rows do not use theirs.
+    its own random numbers only. Greedy rows do not use their number.
     """
     device = logits_nV.device
     if any(p.temperature not in (0.0, 1.0) for p in params):
@@ -106,7 +106,7 @@ def draw_tokens(logits_nV: Tensor, params: Sequence[SamplingParams], uniform_n: 
     point_n = torch.tensor(uniform_n, dtype=torch.float64, device=device) * total_n
     point_n = torch.minimum(point_n, torch.nextafter(total_n, torch.zeros_like(total_n)))
     token_n = torch.searchsorted(cumulative_nV, point_n[:, None], right=True).squeeze(1)
-    token_n = token_n.clamp(max=logits_nV.shape[-1] - 1)  # NaN logits compare with nothing
+    token_n = token_n.clamp(max=logits_nV.shape[-1] - 1)  # comparisons with NaN logits are false
     if any(not p.temperature for p in params):
         greedy_n = torch.tensor([not p.temperature for p in params], device=device)
         token_n = torch.where(greedy_n, logits_nV.argmax(-1), token_n)
@@ -114,7 +114,7 @@ def draw_tokens(logits_nV: Tensor, params: Sequence[SamplingParams], uniform_n: 
 
 
 def filter_logits(logits_nV: Tensor, top_k_n: Tensor, top_p_n: Tensor) -> Tensor:
-    """Sets logits outside top-k (0: all), and outside top-p of the rest, to minus infinity; keeps the likeliest."""
+    """Sets logits outside top-k (0: all), and outside top-p of the rest, to minus infinity; never the likeliest."""
     size = logits_nV.shape[-1]
     ordered_nV, order_nV = logits_nV.sort(dim=-1, descending=True)
     top_k_n = torch.where(top_k_n > 0, top_k_n, size)

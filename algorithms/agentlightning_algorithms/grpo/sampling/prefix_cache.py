@@ -29,10 +29,10 @@ _WORTH_WAITING = 256
 
 
 class PrefixCache:
-    """An LRU pool of blocks beside the caches of the running batch."""
+    """An LRU pool of blocks, separate from the caches of the running batch."""
 
     def __init__(self, max_bytes: int, position_bytes: int) -> None:
-        """Takes the most memory that the pool may use, and what keys and values of one position take in all layers."""
+        """Takes the maximum memory of the pool, and the memory of one position's keys and values in all layers."""
         self._blocks: OrderedDict[bytes, int] = OrderedDict()  # indices into the pool, least recently used first
         self._free: list[int] = []
         self._pool: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, [B, H, BLOCK, D]
@@ -53,10 +53,10 @@ class PrefixCache:
         return [self._blocks[digest] for digest in digests]
 
     def leaders(self, sequences: Sequence[S]) -> list[S]:
-        """Returns the sequences to run first: one of those that begin with the same unknown block.
+        """Returns the sequences to run first: one of each set of sequences that begin with the same unknown block.
 
-        The others find its blocks in the cache afterwards. If that saves little, or the pool cannot hold the blocks,
-        all are to be run.
+        The rest of the set finds its blocks in the cache afterwards. If that saves little, or the pool cannot hold the
+        blocks, all sequences are returned.
         """
         unknown = [[d for d in _digests(token_ids[:-1]) if d not in self._blocks] for token_ids in sequences]
         if len(set().union(*unknown)) > self._capacity:
@@ -72,7 +72,7 @@ class PrefixCache:
         return [sequences[i] for i in chosen]
 
     def restore(self, slots: SlotCache, found: Sequence[Sequence[int]], first: int) -> None:
-        """Copies blocks into slots: those of row i into slot ``first + i``, from position 0 on."""
+        """Copies blocks into slots: the blocks of row i into slot ``first + i``, from position 0 on."""
         places = [(first + row, at, index) for row, chain in enumerate(found) for at, index in enumerate(chain)]
         if places:
             rows, ats, indices = self._columns(places)
@@ -82,7 +82,7 @@ class PrefixCache:
                 values[rows, :, ats] = pool_values[indices]
 
     def store(self, slots: SlotCache, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Stores the whole blocks of sequences, given as slot and its tokens."""
+        """Stores the complete blocks of sequences, each given as its slot and its tokens."""
         if not self._capacity or not rows:
             return
         self._open(slots)
@@ -118,7 +118,7 @@ class PrefixCache:
             size = self._pool[0][0].shape[0]
             if size < self._capacity:
                 larger = min(self._capacity, max(64, size + size // 4))
-                for layer, (keys, values) in enumerate(self._pool):  # one after the other, so that little is held twice
+                for layer, (keys, values) in enumerate(self._pool):  # one by one, so that little memory is held twice
                     self._pool[layer] = _grown(keys, larger), _grown(values, larger)
                 self._free = list(range(larger - 1, size - 1, -1))
             elif self._blocks and next(iter(self._blocks)) not in used:

@@ -28,9 +28,9 @@ class Request:
     future: Future[Generation] = field(default_factory=Future)
     tokens: list[Token] = field(default_factory=list)
     reused: int = 0
-    """Tokens of the prompt that were not run."""
+    """Prompt tokens whose keys and values were reused."""
     number: int = 0
-    """Of its first admission."""
+    """Sequence number of the request's first admission."""
 
     @property
     def sequence(self) -> list[int]:
@@ -45,7 +45,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Swap:
-    """New weights, while they are read and wait for the rows before them."""
+    """New weights that are being read or wait for earlier rows."""
 
     weights: Future[dict[str, Tensor]]
     version: int
@@ -53,7 +53,7 @@ class Swap:
 
     @property
     def has_to_wait(self) -> bool:
-        """False if it is cancelled or its weights could not be read."""
+        """False if the swap is cancelled or its weights could not be read."""
         return not self.future.cancelled() and (not self.weights.done() or self.weights.exception() is None)
 
 

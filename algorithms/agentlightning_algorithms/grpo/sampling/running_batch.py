@@ -1,7 +1,7 @@
-"""The rows of the running batch, in banks of similar length, so that short rows need no memory for the longest one.
+"""The rows of the running batch, in banks of similar length, so that short rows need less memory than the longest.
 
-A bank is a :class:`SlotCache` and is run by forward passes of its own. Rows of different lengths share one as long as
-that costs little memory, because every bank more costs a forward pass for each token.
+A bank is a :class:`SlotCache` and is run by its own forward passes. Rows of different lengths share one if that costs
+little memory, because each additional bank costs a forward pass for each token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ENTER, _MERGE, _SPLIT = 1.2, 1.1, 1.3
 """Limits of the ratio of positions in all banks to tokens: for adding a row to an existing bank, for merging two banks,
 and for leaving a bank unsplit."""
 _SLACK_BYTES = 16 * 2**20
-"""Memory that is not worth a further forward pass."""
+"""Memory whose saving is not worth another forward pass."""
 
 
 class Row(Protocol):
@@ -25,7 +25,7 @@ class Row(Protocol):
 
     @property
     def cached(self) -> int:
-        """Its positions in the key-value cache; the next token adds one."""
+        """The row's positions in the key-value cache; the next token adds one."""
         ...
 
 
@@ -41,7 +41,7 @@ class Bank(Generic[R]):
 
     @property
     def width(self) -> int:
-        """Positions that each of its rows needs."""
+        """Positions that each row of the bank takes."""
         return whole_blocks(1 + max((row.cached for row in self.rows), default=0))
 
     @property
@@ -69,7 +69,7 @@ class RunningBatch(Generic[R]):
     """Banks of rows; iterating yields the rows."""
 
     def __init__(self, new_slots: Callable[[], SlotCache], position_bytes: int, max_bytes: int) -> None:
-        """Takes what makes a cache, the bytes that keys and values of one position take, and those of all."""
+        """Takes a function that makes a cache, the bytes of one position's keys and values, and their total limit."""
         self.banks: list[Bank[R]] = []
         self._new_slots = new_slots
         self._position_bytes = position_bytes
@@ -87,7 +87,7 @@ class RunningBatch(Generic[R]):
         return sum(bank.slots.n_bytes for bank in self.banks)
 
     def bytes_with(self, lengths: Sequence[int]) -> int:
-        """Returns the memory, at most, once rows of ``lengths`` have joined; without any, after one more token."""
+        """Returns a bound on memory once rows of ``lengths`` have joined; without lengths, after one more token."""
         if not lengths:
             sizes = (bank.slots.size_with(len(bank.rows), bank.width) for bank in self.banks)
             return sum(sizes) * self._position_bytes
@@ -99,7 +99,7 @@ class RunningBatch(Generic[R]):
         return int(positions * self._position_bytes * SPARE)
 
     def choose(self, lengths: Sequence[int]) -> Bank[R]:
-        """Returns the bank for rows of these lengths that are about to be run, a new one if that saves memory."""
+        """Returns the bank for rows of these lengths that are about to be run; a new bank if that saves memory."""
         n, width = len(lengths), max(lengths) + 1
         best = min(self.banks, key=lambda bank: bank.cost(n, width), default=None)
         if best is not None:
@@ -109,13 +109,13 @@ class RunningBatch(Generic[R]):
         return self._open()
 
     def remove(self, gone: Callable[[R], bool], *, spare: float = SPARE) -> None:
-        """Removes rows and gives memory beyond ``spare`` times what is needed back."""
+        """Removes rows and releases memory beyond ``spare`` times what is needed."""
         for bank in self.banks:
             bank.remove(gone)
         self.arrange(spare=spare)
 
     def arrange(self, *, spare: float = SPARE) -> None:
-        """Splits banks that waste memory, merges those that do not, and drops those that are empty."""
+        """Drops empty banks, splits banks that waste memory, and merges banks if that wastes little."""
         self.banks = [bank for bank in self.banks if bank.rows]
         while self._positions > _SPLIT * self._tokens + self._slack and self._split():
             pass
@@ -130,7 +130,7 @@ class RunningBatch(Generic[R]):
             bank.slots.fit(len(bank.rows), bank.width, spare=spare)
 
     def _split(self) -> bool:
-        """Moves the shorter or the longer rows of a bank to a new one, where that saves most; False if nowhere."""
+        """Moves the shorter or longer rows of one bank to a new bank, where that saves most; False if nothing does."""
         best: tuple[int, Bank[R] | None, int] = (0, None, 0)
         for bank in self.banks:
             lengths = sorted((whole_blocks(row.cached + 1) for row in bank.rows), reverse=True)
@@ -161,7 +161,7 @@ class RunningBatch(Generic[R]):
 
 
 def _waste(one: Bank[R], other: Bank[R]) -> int:
-    """Returns how many more positions two banks take as one."""
+    """Returns how many more positions two banks take once merged."""
     return other.cost(len(one.rows), one.width) - one.positions
 
 

@@ -2,12 +2,12 @@
 
 One thread owns the model. Requests and weight swaps go through one queue, in order: a swap waits until every earlier
 row has ended, and later requests are sampled with the new weights, so that a response has one weight version. New
-weights are read from disk while the earlier rows finish. With ``swap_in_flight`` a swap waits for no row: running rows
+weights are read from disk while the earlier rows finish. With ``swap_in_flight`` a swap does not wait: running rows
 go on with the new weights, after their keys and values have been computed again (AReaL, arXiv:2505.24298), so the
 log-probability of each token is exactly that of its weight version.
 
-A prompt that shares a prefix with a sequence sampled since the last swap reuses its keys and values. If the
-rows outgrow the memory for keys and values, the newest ones wait and are run again later, up to the token they had.
+A prompt that shares a prefix with a sequence sampled since the last swap reuses that sequence's keys and values. If the
+rows outgrow the memory for keys and values, the newest rows wait and are later run again up to their last token.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TOTALS = (
 
 
 class Sampler:
-    """Owns a policy, exclusively while it is open, and the thread that runs it."""
+    """Owns a policy, exclusively until the sampler is closed, and the thread that runs the policy."""
 
     def __init__(
         self,
@@ -63,17 +63,17 @@ class Sampler:
         Args:
             policy: the model to sample from.
             max_batch_size: rows that run together; further requests wait.
-            max_prefill_tokens: prompt tokens, padding included, that pass through the model at once.
+            max_prefill_tokens: prompt tokens, padding included, that pass through the model at a time.
             prefix_cache_bytes: memory for the keys and values of earlier sequences; allocated on demand.
             kv_cache_bytes: memory for the keys and values of running rows; further requests wait. A row that needs more
-                runs alone.
-            seed: of requests without their own; with it, the same requests in the same order get the same responses.
+                runs on its own.
+            seed: seed of requests without one; with it, the same requests in the same order get the same responses.
                 The random numbers start over with every version of the weights.
-            weight_version: of the initial weights.
+            weight_version: version of the initial weights.
             swap_in_flight: swaps do not wait for running rows, which go on with the new weights.
 
         Raises:
-            ConfigError: a model with layers that do not attend to the whole context.
+            ConfigError: the model has layers that do not attend to the whole context.
         """
         check_attention(policy)
         self.policy = policy
@@ -117,7 +117,7 @@ class Sampler:
     def load_weights(self, path: Path, version: int) -> Future[None]:
         """Queues a swap to the weights in ``path``; if they do not fit, its future fails and nothing changes."""
         swap = Swap(self._reader.submit(self.policy.read_weights, path), version)
-        if self._swap_in_flight:  # rows run on until the weights are read
+        if self._swap_in_flight:  # rows continue until the weights are read
             swap.weights.add_done_callback(lambda _: self._inbox.put(swap))
         else:
             self._inbox.put(swap)
@@ -156,7 +156,7 @@ class Sampler:
 
     @property
     def statistics(self) -> Mapping[str, float]:
-        """Totals so far; ``reused_tokens`` are those of ``prompt_tokens`` that were not run."""
+        """Totals so far; ``reused_tokens`` counts the ``prompt_tokens`` that were not run."""
         return dict(self._totals)
 
     def _run(self) -> None:
@@ -183,7 +183,7 @@ class Sampler:
         # An isolation point: a batch that fails, such as by lack of memory, must not end the service.
         except Exception as error:
             failed = {*self._rows, *self._entering}
-            logger.exception("sampling failed; %d requests get the error as their answer", len(failed))
+            logger.exception("sampling failed; %d requests fail with this error", len(failed))
             for request in failed:
                 settle(request.future, error)
             self._rows, self._entering = self._new_batch(), []
@@ -231,7 +231,7 @@ class Sampler:
             self._prefill(admitted)
 
     def _interrupt(self, swap: Swap) -> None:
-        """Puts all rows back into the queue, behind the swap at its head, unless that will not happen."""
+        """Puts all rows back into the queue, behind the swap at its head, unless the swap cannot happen."""
         if not swap.has_to_wait:
             return
         rows = sorted(self._rows, key=lambda request: request.number, reverse=True)
@@ -286,11 +286,11 @@ class Sampler:
             lengths = [len(group[0].sequence) - BLOCK * len(blocks) for blocks, group in chosen]
             for batch in batch_by_tokens(lengths, self._max_prefill_tokens):
                 self._prefill_batch([chosen[i][1] for i in batch], [chosen[i][0] for i in batch])
-        # Not earlier: storing may evict a prefix that another batch of this call begins with.
+        # Only now: storing may evict a prefix that another batch of this call begins with.
         self._store_prefixes({id(group[0]) for _, group in known})
 
     def _prefill_batch(self, groups: Sequence[list[Request]], known: Sequence[list[int]]) -> None:
-        """Runs one sequence per group in a slot of its own, and copies the result to the others of the group."""
+        """Runs one sequence per group in its own slot, and copies the result to the other requests of the group."""
         sequences = [group[0].sequence for group in groups]
         bank = self._rows.choose(
             [len(sequence) for sequence, group in zip(sequences, groups, strict=True) for _ in group]
@@ -316,7 +316,7 @@ class Sampler:
                 slots.copy(first + row, range(end, end + len(group) - 1), length)
                 bank.rows.extend(group[1:])
             for place, request in enumerate(group):
-                if not request.tokens:  # else it was preempted
+                if not request.tokens:  # else the request ran before
                     request.reused = length if place else start
                     self._totals["reused_tokens"] += request.reused
                     self._totals["prompt_tokens"] += length

@@ -7,7 +7,7 @@
     W   positions kept for each slot
     D   size of a head
 
-transformers' caches append the same columns for all rows, so a batch must start and end together. Here a forward pass
+transformers' caches append the same columns for all rows, so all rows must start and end together. Here a forward pass
 writes each row's tokens at that row's own positions, so that rows can join and leave at any time.
 """
 
@@ -28,7 +28,7 @@ BLOCK = 16
 _GROWTH = 8
 """A cache that is too small grows by at least 1 / _GROWTH of its size."""
 SPARE = (1 + 1 / _GROWTH) ** 2
-"""Memory after such growth, over what is needed."""
+"""Largest ratio of memory to what is needed after such growth."""
 
 
 class _SlotLayer(DynamicLayer):
@@ -82,7 +82,7 @@ class _ForwardPass(NamedTuple):
     first: int
     """Slot of the first row."""
     rows: Tensor | None
-    """Slot of each token, ``[n, T]``; None: prompts from their beginning, which read nothing."""
+    """Slot of each token, ``[n, T]``; None: prompts from their beginning, which read nothing earlier."""
     positions: Tensor | None
     """Position of each token in its row, ``[n, T]``."""
     width: int
@@ -90,7 +90,7 @@ class _ForwardPass(NamedTuple):
 
 
 class SlotCache:
-    """The cache of rows that are run together. It grows in steps of an eighth; :meth:`fit` gives memory back.
+    """The cache of rows that are run together. It grows in steps of an eighth; :meth:`fit` releases memory.
 
     Attributes:
         cache: the model's ``past_key_values`` after :meth:`begin` or :meth:`extend`.
@@ -106,7 +106,7 @@ class SlotCache:
     def begin(self, first: int, n: int, width: int) -> None:
         """Prepares for ``n`` prompts, padded on the right to ``width``, in the slots from ``first`` on.
 
-        They attend only to themselves, so the model's causal attention needs no mask.
+        The prompts attend only to themselves, so the model's causal attention needs no mask.
         """
         self._reserve(first + n, width)
         self.forward_pass = _ForwardPass(first, None, None, width)
@@ -142,13 +142,13 @@ class SlotCache:
             mine.take(theirs, where, first, length)
 
     def fit(self, slots: int, width: int, *, spare: float = SPARE) -> None:
-        """Gives memory back if there is more than ``spare`` times that of ``slots`` slots of ``width`` positions."""
+        """Releases memory if there is more than ``spare`` times that of ``slots`` slots of ``width`` positions."""
         width = whole_blocks(width)
         if self.n_slots * self.width > spare * slots * width:
             self._resize(slots, width)
 
     def size_with(self, slots: int, width: int) -> int:
-        """Returns the positions of all slots once there are at least ``slots`` of at least ``width``."""
+        """Returns the positions of all slots after growth to at least ``slots`` slots of ``width`` positions."""
         n_slots, n_positions = self._grown(slots, width)
         return n_slots * n_positions
 
@@ -166,7 +166,7 @@ class SlotCache:
         return self.blocks()
 
     def blocks(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns views of each layer's keys and values, ``[S, H, W / BLOCK, BLOCK, D]``, once there are some."""
+        """Returns views of each layer's keys and values, ``[S, H, W / BLOCK, BLOCK, D]``, once allocated."""
         return [
             (layer.keys.unflatten(2, (-1, BLOCK)), layer.values.unflatten(2, (-1, BLOCK))) for layer in self._layers
         ]

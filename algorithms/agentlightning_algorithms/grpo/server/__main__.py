@@ -6,9 +6,9 @@
     POST /weights {"path": DIR, "version": 7, "digest": "4f5a..."}     answers when the weights are in use
     POST /weights {..., "model": "writer"}     adds the LoRA adapter in DIR as the model ``writer``, or replaces it
 
-When it is ready it prints one line of JSON, such as ``{"host": "127.0.0.1", "port": 41234, "key": "..."}``; everything
+When it is ready, it prints one line of JSON, such as ``{"host": "127.0.0.1", "port": 41234, "key": "..."}``; everything
 else goes to stderr. ``/weights`` and ``/statistics`` require the key (``Authorization: Bearer``), which is new for each
-process. The environment variable AGL_POLICY_API_KEY, if set, is the key that all others except ``/health`` require.
+process. The environment variable AGL_POLICY_API_KEY, if set, is the key of all other paths except ``/health``.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefix-cache-mb", type=int, default=512, help="memory for the prefix cache; 0: no cache")
     add("--kv-cache-mb", type=int, default=4096, help="memory for keys and values of running responses; others wait")
     add("--threads", type=int, help="torch threads; 1 is fastest for tiny models")
-    add("--seed", type=int, help="of requests without a seed of their own")
+    add("--seed", type=int, help="seed of requests without their own seed")
     add("--weight-version", type=int, default=0, help="version of the initial weights")
     add("--swap-in-flight", action="store_true", help="new weights do not wait for running answers, which mix versions")
     add("--exit-with-parent", action="store_true", help="stop when standard input is closed")

@@ -41,7 +41,7 @@ logger = logging.getLogger("agentlightning")
 
 _MAX_BODY_BYTES = 32 * 2**20
 _THREAD_BYTES = 256 * 1024
-"""Prompts of this size are tokenized in a thread."""
+"""Requests of at least this size are tokenized in a thread."""
 
 
 _WITH_KEY = ("/weights", "/statistics")
@@ -53,23 +53,23 @@ class _WeightsRequest(BaseModel):
     path: str
     version: int
     digest: str | None = None
-    """Of the weights in ``path``; others are refused."""
+    """Digest of the weights in ``path``; weights with another digest are refused."""
     model: str | None = None
-    """The model, or a LoRA adapter over it; an adapter that is not served yet is added. None: the model."""
+    """Name of the model, or of a LoRA adapter over it; an adapter that is not served yet is added. None: the model."""
 
 
 @dataclass
 class _Served:
-    """The model, or an adapter over it: a policy with a batch, caches and conversations of its own."""
+    """The model, or an adapter over it: a policy with its own batch, caches and conversations."""
 
     sampler: Sampler
     completions: Completions
     digest: str | None = None
-    """Of the newest weights."""
+    """Digest of the newest weights."""
 
 
 class PolicyApp:
-    """The endpoint's handlers over a model and the LoRA adapters that are added to it."""
+    """The HTTP handlers of a model and of the LoRA adapters that are added to it."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class PolicyApp:
         max_length: int | None = None,
         is_local: bool = True,
     ) -> None:
-        """Takes a policy, and a function that makes its sampler and that of each adapter.
+        """Takes a policy, and a function that makes a sampler for it and for each adapter.
 
-        ``key`` is required to replace the weights, ``api_key``, unless it is None, for all else but ``/health``;
-        ``max_length`` bounds the tokens of a prompt and its response together; ``is_local`` refuses requests of web
-        pages.
+        ``key`` is required for ``/weights`` and ``/statistics``; ``api_key``, unless it is None, for all other paths
+        but ``/health``; ``max_length`` bounds the tokens of a prompt and its response together; with ``is_local``,
+        requests from web pages are refused.
         """
         self._policy = policy
         self._make_sampler = make_sampler
@@ -95,7 +95,7 @@ class PolicyApp:
         self._api_key = f"Bearer {api_key}".encode() if api_key else None
         self._is_local = is_local
         self.connections: Connections | None = None
-        """The limits of connections, once the server listens."""
+        """Limits on connections; None until the server listens."""
         self._swapping = asyncio.Lock()
         self._max_length = min(max_length or policy.max_length, policy.max_length)
         self._served = {model_name: self._serve(policy, model_name)}
@@ -155,7 +155,7 @@ class PolicyApp:
         return _json(body, headers={"x-weight-version": str(body["weight_version"])})
 
     async def _score_prompt(self, served: _Served, token_ids: Sequence[int]) -> list[Json | None]:
-        """Returns the log-probability of each token of a prompt at temperature 1, but the first, as vLLM does."""
+        """Returns the log-probability at temperature 1 of each prompt token but the first, as vLLM does."""
         if len(token_ids) == 1:
             return [None]
         row = TrainingRow(token_ids[:1], token_ids[1:], [0.0] * (len(token_ids) - 1), 0.0)
@@ -190,7 +190,7 @@ class PolicyApp:
         def on_end(ended: asyncio.Future[Any]) -> None:
             news.set()
             if not ended.cancelled():
-                ended.exception()  # a client that disconnects asks for no result, and asyncio would log the error
+                ended.exception()  # else asyncio logs the error if the client disconnects
 
         whole.add_done_callback(on_end)
         begun = False
@@ -201,7 +201,7 @@ class PolicyApp:
                 await news.wait()
                 news.clear()
                 if whole.done() and not begun:
-                    whole.result()  # raises what failed before the first token
+                    whole.result()  # raises an error from before the first token
                 for index in sorted(unfinished):
                     done = futures[index].done()
                     tokens = sampled[index][sent[index] :]
@@ -254,7 +254,7 @@ class PolicyApp:
         if request.digest not in (None, digest):
             raise ValueError(f"the weights in {request.path!r} have the digest {digest}, not {request.digest}")
         if name == self._model_name and len(self._served) > 1:
-            raise ValueError(f"the weights of {name!r} are those of its adapters, too, and cannot change under them")
+            raise ValueError(f"the weights of {name!r} are shared with its adapters and cannot be replaced")
         served = self._served.get(name)
         with contextlib.ExitStack() as undo:
             if served is None:
@@ -274,7 +274,7 @@ class PolicyApp:
         shown = headers.get("Authorization", "").encode(errors="surrogateescape")
         if request.path in _WITH_KEY:
             if not hmac.compare_digest(shown, self._key):
-                raise RequestError(f"{request.path} requires the key that the server printed at its start.", status=401)
+                raise RequestError(f"{request.path} requires the key that the server printed at startup.", status=401)
         elif self._api_key and request.path != "/health" and not hmac.compare_digest(shown, self._api_key):
             raise RequestError("this server requires its API key: Authorization: Bearer KEY.", status=401)
         if self.connections is not None and request.path != "/health":

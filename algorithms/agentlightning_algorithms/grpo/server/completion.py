@@ -1,9 +1,9 @@
 """OpenAI's chat and text completions: tokenizes requests and builds answers, whole or as a stream.
 
 As in vLLM (0.10.2 and later), ``return_token_ids`` adds ``prompt_token_ids`` and each choice's ``token_ids``. Our own
-fields are ``weight_version``, the version of the weights that sampled the answer; ``weight_versions`` of a choice, that
-of each token, if the weights changed meanwhile; and, in ``usage.prompt_tokens_details`` beside ``cached_tokens``,
-``continued_tokens``: tokens of the prompt that were sampled earlier and not tokenized again.
+fields are ``weight_version``, the version of the weights that sampled the answer; ``weight_versions`` of a choice, the
+version for each token, if the weights changed meanwhile; and ``continued_tokens`` in ``usage.prompt_tokens_details``,
+next to ``cached_tokens``: prompt tokens reused from an earlier answer and its prompt, and not tokenized again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Completions:
         self.token_text = lru_cache(maxsize=None)(self._read_token)
 
     def prompt(self, request: ChatRequest | TextRequest) -> Prompt:
-        """Tokenizes and checks a prompt; that of a chat is rendered by the model's chat template."""
+        """Tokenizes and checks a prompt; the model's chat template renders the messages of a chat."""
         if isinstance(request, ChatRequest):
             messages = [read_message(i, message) for i, message in enumerate(request.messages)]
             try:
@@ -97,7 +97,7 @@ class Completions:
 
 
 class Answer:
-    """The answer to one request: :meth:`whole`, or as chunks by the other methods."""
+    """The answer to one request: complete from :meth:`whole`, or in chunks from the other methods."""
 
     def __init__(self, completions: Completions, request: ChatRequest | TextRequest, prompt: Prompt) -> None:
         self._completions = completions
@@ -133,7 +133,7 @@ class Answer:
         return answer
 
     def begin(self, weight_version: int) -> Iterator[Json]:
-        """Yields the first chunk of a chat stream, with role and prompt; none for a text completion."""
+        """Yields the first chunk of a chat stream, with role and prompt; yields nothing for a text completion."""
         self._head["object"] = "chat.completion.chunk" if self._chat else "text_completion"
         self._head["weight_version"] = weight_version
         if self._request.include_usage:
@@ -146,7 +146,7 @@ class Answer:
             yield first
 
     def feed(self, index: int, tokens: Sequence[Token]) -> Json:
-        """Returns the chunk for further tokens of a choice; it has no text while that is held back."""
+        """Returns the chunk for further tokens of a choice; it has no text while the text is held back."""
         text, calls = self._readers[index].feed([token.token_id for token in tokens])
         return self._chunk([{**self._choice(index, tokens), **self._delta(index, text, calls)}])
 

@@ -1,9 +1,9 @@
 """Prompts that reuse the tokens of earlier answers instead of tokenizing them again.
 
-An agent sends the whole conversation with every call, as text. Tokenizing it again may give other tokens than those
-that were sampled: two tokens may merge into one, and the template may write a tool call with other spaces than the
+An agent sends the whole conversation with every call, as text. Tokenizing it again may give tokens other than
+the sampled ones: two tokens may merge into one, and the template may write a tool call with other spaces than the
 model did. The trainer would then see prompts that its policy never produced, and calls of one rollout could not be
-joined. So the server recognises messages that it answered itself, reuses their tokens, and tokenizes only the rest.
+joined. So the server recognises its own answers, reuses their tokens and prompts, and tokenizes only the rest.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ COUNTS: Final = (
 """Names of the counters.
 
 - ``prompts_new``: prompts without an answer of a model.
-- ``prompts_continued``: prompts that reuse sampled tokens. For the last answer in each, what tokenizing it again would
-  have given: ``drift_template``: another text; ``drift_tokens``: the same text in other tokens; ``drift_none``: the
-  same tokens.
-- ``prompts_unknown``: answers that are not this server's, were changed, or were evicted; tokenized as a whole.
-- ``prompts_rewritten``: known answers whose earlier part the template now writes differently; tokenized as a whole.
+- ``prompts_continued``: prompts that reuse sampled tokens. Tokenizing the last answer of each again would have given
+  another text (``drift_template``), the same text in other tokens (``drift_tokens``), or the same tokens
+  (``drift_none``).
+- ``prompts_unknown``: prompts with answers that are not the server's, were changed or evicted; tokenized as a whole.
+- ``prompts_rewritten``: prompts whose text up to a known answer now renders differently; tokenized as a whole.
 """
 
 
@@ -43,9 +43,9 @@ class Prompt(NamedTuple):
 
     token_ids: list[int]
     text: str = ""
-    """As the chat template renders it."""
+    """The prompt as the chat template renders it."""
     digest: bytes = b""
-    """Of tools, arguments of the template and messages; empty for a text completion."""
+    """Digest of tools, template arguments and messages; empty for a text completion."""
     continued: int = 0
     """Tokens reused from the previous answer and its prompt."""
 
@@ -53,21 +53,21 @@ class Prompt(NamedTuple):
 class _Answered(NamedTuple):
     prompt_text: str
     token_ids: array[int]
-    """Of prompt and response."""
+    """Tokens of prompt and response."""
     n_prompt: int
 
 
 _DUMP: Final = orjson.OPT_NON_STR_KEYS
 _CALL: Final = "xQ7vK2"
-"""Begins ids in place of those of tool calls: 9 letters and digits, as some templates require."""
+"""Prefix of the ids that replace those of tool calls: 9 letters and digits in all, as some templates require."""
 _TEXT_CACHE_BYTES: Final = 16 * 2**20
-"""For rendered texts, and again for tokenized ones."""
+"""Memory for rendered texts, and the same again for tokenized texts."""
 
 
 class Conversations:
-    """An LRU cache of answered conversations, whatever the order of calls.
+    """An LRU cache of answered conversations; calls may come in any order.
 
-    The rollouts of a group begin with the same messages, so rendered and tokenized texts are kept, too.
+    The rollouts of a group begin with the same messages, so rendered and tokenized texts are cached, too.
 
     Attributes:
         counts: see :data:`COUNTS`.
@@ -78,7 +78,7 @@ class Conversations:
     ) -> None:
         """Takes the tokenizer, the tokens that end a response, and the memory for answers.
 
-        An answer takes about 8 bytes a token of its conversation.
+        An answer takes about 8 bytes per token of its conversation.
         """
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._tokenizer = tokenizer
@@ -90,10 +90,10 @@ class Conversations:
         self._encoded: SizedCache[tuple[str, bool], array[int]] = SizedCache(_TEXT_CACHE_BYTES)
 
     def prompt(self, messages: Sequence[Json], tools: Sequence[Json] | None, arguments: Json | None = None) -> Prompt:
-        """Tokenizes a conversation, reusing sampled tokens where it continues a known one.
+        """Tokenizes a conversation, reusing sampled tokens if it continues a known conversation.
 
-        ``messages`` have strings as content and objects as arguments of tool calls; ``arguments`` are further ones of
-        the chat template. Errors of the template propagate.
+        ``messages`` have strings as content and objects as arguments of tool calls; ``arguments`` are further
+        arguments of the chat template. Errors of the template propagate.
         """
         text = self._render(messages, tools, arguments, generate=True)
         digests = _digests(messages, tools, arguments)
@@ -121,7 +121,7 @@ class Conversations:
         self._answered.put(key, answered, sys.getsizeof(token_ids) + sys.getsizeof(prompt.text))
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Tokenizes a text; ``special_tokens`` adds those that a tokenizer puts around a plain text."""
+        """Tokenizes a text; ``special_tokens`` adds the tokens that the tokenizer puts around a plain text."""
         key = text, special_tokens
         known = self._encoded.get(key)
         if known is None:
@@ -130,9 +130,9 @@ class Conversations:
         return list(known)
 
     def _continue(self, known: _Answered, answered: str, text: str) -> list[int] | None:
-        """Returns the known tokens and those of the rest, or None if the template rewrote the earlier part.
+        """Returns the known tokens and those of the remaining text, or None if the template rewrote the earlier part.
 
-        ``answered`` is the conversation up to and including the known answer, and ``text`` the whole, as rendered.
+        ``answered`` is the rendered conversation up to and including the known answer, ``text`` the whole one.
         """
         if not answered.startswith(known.prompt_text) or not text.startswith(answered):
             return None
@@ -162,7 +162,7 @@ class Conversations:
         # Ids of tool calls are random, and most templates do not write them. Without them, equal conversations share
         # one text.
         plain = messages if self._writes_ids else _rename_calls(messages)
-        # In the order of the client: templates write tools and arguments as they come.
+        # Not sorted by key: templates write tools and arguments in the client's order.
         key = hashlib.blake2b(orjson.dumps([plain, tools, arguments, generate], option=_DUMP), digest_size=16).digest()
         text = self._rendered.get(key)
         if text is None:
@@ -180,7 +180,7 @@ class Conversations:
 
 
 def _rename_calls(messages: Sequence[Json]) -> Sequence[Json]:
-    """Returns messages whose tool calls have ids by their order; what is not a call with an id stays as it is."""
+    """Returns messages whose tool calls have ids numbered in order; anything but a call with an id stays unchanged."""
     names: dict[str, str] = {}
     renamed = []
     for message in messages:

@@ -37,7 +37,7 @@ class TextReader:
         self._stopped = False
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Takes more tokens and returns the text that is certain."""
+        """Takes more tokens and returns the text that is final."""
         self._token_ids.extend(token_ids)
         fresh = self._decode()
         if fresh.endswith(_UNFINISHED):
@@ -146,7 +146,7 @@ class ReplyReader:
         self._call_reader = ToolCallReader() if tools else None
 
     def feed(self, token_ids: Sequence[int]) -> tuple[str, list[Json]]:
-        """Takes more tokens and returns the text and the calls that are certain."""
+        """Takes more tokens and returns the text and the calls that are final."""
         return self._add(self._reader.feed(token_ids), last=False)
 
     def finish(self) -> tuple[str, list[Json]]:
@@ -175,7 +175,7 @@ class ReplyReader:
 
 
 def restore_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message whose tool calls have their arguments as objects, as chat templates expect them."""
+    """Returns a message whose tool calls have arguments as objects, which chat templates expect."""
     calls = message.get("tool_calls")
     if not calls:
         return message

@@ -105,7 +105,7 @@ _CONSTRAINTS: Final = (
 _TEMPLATE_ARGUMENTS: Final = (
     "add_generation_prompt", "chat_template", "continue_final_message", "tokenize", "tools",
 )  # fmt: skip
-"""Arguments of ``apply_chat_template`` that the server sets, so ``chat_template_kwargs`` may not."""
+"""Arguments of ``apply_chat_template`` that the server sets; ``chat_template_kwargs`` may not contain them."""
 
 
 def parse_body(kind: type[BodyT], body: Any) -> BodyT:
@@ -127,7 +127,8 @@ def parse_request(kind: type[RequestT], body: Any, models: Collection[str]) -> R
     given = {name: getattr(request, name, None) for name in _NEUTRAL}
     unsupported = {name: value for name, value in given.items() if value not in _NEUTRAL[name]}
     unsupported |= {name: body[name] for name in _CONSTRAINTS if body.get(name)}
-    for name, value in unsupported.items():
+    if unsupported:
+        name, value = next(iter(unsupported.items()))
         raise RequestError(f"{name} = {value!r} is not supported by this server; leave it out.", param=name)
     for name in getattr(request, "chat_template_kwargs", None) or ():
         if name in _TEMPLATE_ARGUMENTS:
@@ -148,7 +149,7 @@ def read_message(index: int, message: Json) -> Json:
     elif content is not None and not isinstance(content, str):
         raise RequestError("content must be a string or a list of parts.", param=f"messages.{index}.content")
     if not _are_calls(message.get("tool_calls")):
-        raise RequestError("tool_calls must be a list of calls of functions.", param=f"messages.{index}.tool_calls")
+        raise RequestError("tool_calls must be a list of function calls.", param=f"messages.{index}.tool_calls")
     return restore_arguments({**message, "content": content or ""})
 
 

@@ -1,4 +1,4 @@
-"""A cache of limited memory that evicts what was not used for longest."""
+"""A cache of limited memory that evicts the least recently used entries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SizedCache(Generic[K, V]):
         self._lock = threading.Lock()
 
     def get(self, key: K) -> V | None:
-        """Returns the value of a key, which becomes the newest one."""
+        """Returns the value of a key, and makes its entry the most recently used."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -32,10 +32,13 @@ class SizedCache(Generic[K, V]):
             return entry[0]
 
     def put(self, key: K, value: V, size: int) -> None:
-        """Adds or replaces an entry of ``size`` bytes; one that is larger than the cache is not kept."""
+        """Adds or replaces an entry of ``size`` bytes; an entry that is larger than the cache is not kept."""
         size += _ENTRY_BYTES
         with self._lock:
-            self._size += size - self._entries.pop(key, (value, 0))[1]
+            self._size -= self._entries.pop(key, (value, 0))[1]
+            if size > self._max_bytes:
+                return
+            self._size += size
             self._entries[key] = value, size
             while self._size > self._max_bytes:
                 self._size -= self._entries.popitem(last=False)[1][1]

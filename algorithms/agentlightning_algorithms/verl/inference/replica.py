@@ -43,7 +43,7 @@ class TransformersReplica(RolloutReplica):  # type: ignore[misc] # verl's classe
 
 
 def _visible_devices(_: Any) -> str:
-    """The GPUs of the process that this runs in; empty if it has none."""
+    """Returns the GPUs of the process that runs this function; empty if it has none."""
     return os.environ.get(get_visible_devices_keyword(), "") if torch.cuda.is_available() else ""
 
 

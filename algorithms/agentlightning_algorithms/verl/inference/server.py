@@ -21,7 +21,7 @@ class TransformersServer:
     """Serves the OpenAI API on loopback, with streaming and tool calls, from weights that verl replaces."""
 
     def __init__(self, *, model: str, dtype: str, max_length: int, seed: int, visible_devices: str) -> None:
-        """Shares the trainer's GPU, ``visible_devices``, if it is not empty.
+        """Shares the trainer's GPU ``visible_devices``; an empty text selects the CPU.
 
         ``max_length`` limits the tokens of a prompt and its answer together; ``seed`` is for calls that have none.
         """
@@ -46,7 +46,7 @@ class TransformersServer:
         return str(urlsplit(self._backend.model_entry["endpoint"]).netloc)
 
     async def load_weights(self, weights: bytes, version: int | None) -> None:
-        """Replaces the weights by a safetensors file; calls in flight end with the old ones. None keeps the version."""
+        """Loads a safetensors file; calls in flight end with the old weights. ``version`` None keeps the number."""
         self._version = self._version if version is None else version
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             file = Path(folder, "model.safetensors")
@@ -54,7 +54,7 @@ class TransformersServer:
             await self._backend.load_weights(file.parent, self._version)
 
     async def nothing(self, *_: Any, **__: Any) -> None:
-        """Implements verl's calls to engines that share memory with the trainer; this one does not."""
+        """Does nothing: verl makes these calls for engines that share memory with the trainer, unlike this one."""
 
     wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = nothing
     abort_all_requests = resume_generation = start_profile = stop_profile = nothing

@@ -1,7 +1,7 @@
 """verl's agent loop: hands verl's prompts to the rollout controller.
 
 The manager has one worker, in the trainer's own process. verl's worker groups sessions and writes rows to
-TransferQueue; it computes nothing, so Ray processes, which could not reach store and gateway, would bring nothing.
+TransferQueue; it computes nothing, so Ray processes would gain nothing, and they could not reach store and gateway.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentlightning_algorithms.verl.rollout.controller import Episode, Mode, Rol
 from agentlightning_algorithms.verl.rollout.images import ImageLoader
 
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
-"""verl's worker without Ray's wrapper, found as verl's ``single_controller`` finds such classes."""
+"""verl's worker class without Ray's wrapper, found in the same way as in verl's ``single_controller``."""
 
 
 class AgentLoopWorker(_Worker):  # type: ignore[misc] # verl's classes are untyped
@@ -42,7 +42,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc] # verl's class
     controller: RolloutController
 
     async def _init_agent_loop_workers(self) -> None:
-        """``attach`` makes the only worker."""
+        """Does nothing: ``attach`` makes the only worker."""
 
     def attach(self, controller: RolloutController) -> None:
         """Makes the worker; called once, before prompts arrive."""
@@ -66,7 +66,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc] # verl's class
 
 
 def episode_to_outputs(episode: Episode, current: int) -> list[AgentLoopOutput]:
-    """Converts an episode to what verl's agent loops return; ``current`` weights are for one that sampled nothing."""
+    """Converts an episode to the outputs of verl's agent loops; ``current`` is the version if nothing was sampled."""
     oldest, newest = weight_range(episode.rows, current)
     return [
         AgentLoopOutput(

@@ -31,7 +31,7 @@ CREDIT_ESTIMATORS: Final[Mapping[str, Estimator]] = {
     "rloo": "rloo",
     "rloo_vectorized": "rloo",
 }
-"""verl's estimators that have a form for single calls, and ours for each."""
+"""verl's estimators that also exist for single calls, with our estimator for each."""
 
 
 class CallCredit(NamedTuple):
@@ -48,7 +48,7 @@ class RowCall(NamedTuple):
     """One call of a row."""
 
     name: str
-    """Its response id, or its place among the calls of the rollout."""
+    """The call's response id, or its position among the calls of the rollout."""
     start: int
     """``response_ids[start:end]`` are its tokens."""
     end: int
@@ -64,14 +64,14 @@ class BatchRow:
     response_mask: list[int]
     response_logprobs: list[float]
     calls: list[RowCall] = field(default_factory=list)
-    """Those of which the row has tokens."""
+    """The calls of which the row has tokens."""
     rewards: list[float | None] = field(default_factory=list)
-    """Rewards of each call, also of one that was cut off: assigned by the adapter's credit rule, or else emitted by the
-    agent."""
+    """Reward of each call, including calls that were cut off: assigned by the adapter's credit rule, or else emitted by
+    the agent."""
     credit: list[CallCredit] = field(default_factory=list)
-    """Of each call, where the adapter has a credit rule; empty: the calls get the advantage of their rollout."""
+    """Credit of each call, if the adapter has a credit rule; otherwise calls get the advantage of their rollout."""
     image_urls: list[str] = field(default_factory=list)
-    """Of the images of the row, in the order of their tokens."""
+    """URLs of the row's images, in the order of their tokens."""
     images: list[Image] = field(default_factory=list)
     """The images of ``image_urls``, once ``ImageLoader`` has loaded them."""
 
@@ -83,7 +83,7 @@ class BuiltRows:
     rows: list[BatchRow] = field(default_factory=list)
     calls: int = 0
     left_out: dict[str, Outcome] = field(default_factory=dict)
-    """Why a call is in no row, by its name."""
+    """Reason for each call that is in no row, by the call's name."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Calls and rows that cannot be trained on, by reason; a row that was cut to fit counts as ``response_cut``."""
     mismatches: list[Mismatch] = field(default_factory=list)
@@ -105,10 +105,10 @@ def build_rows(
     reward: float | None = None,
     failed_reward: float = 0.0,
 ) -> BuiltRows:
-    """Makes the rows of one rollout with this reward from its triplets, in the order of their calls.
+    """Makes the rows of one rollout from its triplets and its reward, in the order of the calls.
 
-    A row with more than ``max_prompt`` tokens before the first response is dropped; one with more than ``max_prompt +
-    max_response`` tokens is cut at the end, or dropped if it has images.
+    A row with more than ``max_prompt`` tokens before the first response is dropped. A row with more than ``max_prompt +
+    max_response`` tokens in total is cut at the end, or dropped if it has images.
     """
     names = {id(triplet): name for triplet, name in zip(triplets, call_keys(triplets), strict=True)}
     built = BuiltRows(calls=len(triplets), left_out={names[id(each)]: explain_unused(each) for each in triplets})
@@ -155,7 +155,7 @@ def build_rows(
 def _split_where_images_change(trajectories: Sequence[Trajectory]) -> Iterator[Trajectory]:
     """Splits trajectories whose calls continue the tokens but not the images before them.
 
-    Images of one size have the same tokens, so that a new screenshot in the place of an old one is found only here.
+    Images of one size have the same tokens, so only this comparison finds a new screenshot in place of an old one.
     """
     for trajectory in trajectories:
         images = [_image_urls(turn.triplet) for turn in trajectory.turns]
@@ -171,7 +171,7 @@ def _image_urls(call: Triplet) -> list[str]:
 
 
 def cut_row(row: BatchRow, max_response: int) -> bool:
-    """Cuts a response so that it ends with a sampled token; False when it has at most ``max_response`` tokens."""
+    """Cuts a response of more than ``max_response`` tokens after a sampled token; returns whether it was cut."""
     if len(row.response_ids) <= max_response:
         return False
     end = max_response
@@ -183,11 +183,11 @@ def cut_row(row: BatchRow, max_response: int) -> bool:
 
 
 def placeholder_row(token_id: int = 0) -> BatchRow:
-    """The row of a rollout with nothing to train on, which still counts in its group: its mask is 0."""
+    """Returns a row whose mask is 0, for a rollout that has nothing to train on and still counts in its group."""
     return BatchRow([token_id], [token_id], [0], [0.0])
 
 
 def weight_range(rows: Sequence[BatchRow], fallback: int) -> tuple[int, int]:
-    """The oldest and the newest weights that a rollout was sampled from."""
+    """Returns the oldest and the newest version of the weights that sampled a rollout."""
     versions = [call.weight_version for row in rows for call in row.calls if call.weight_version is not None]
     return min(versions, default=fallback), max(versions, default=fallback)

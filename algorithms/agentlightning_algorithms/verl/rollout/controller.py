@@ -33,10 +33,10 @@ T = TypeVar("T")
 Mode = Literal["train", "val"]
 
 MODEL_NAMES: Final[Mapping[Mode, str]] = {"train": "policy", "val": "policy-val"}
-"""The model's name by mode: the gateway forces other sampling parameters on each."""
+"""The model's name in each mode: the gateway forces different sampling parameters on each name."""
 _NO_PENALTIES: Final = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _AGENT_PARAMETERS: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-"""The sampling parameters that agents are given, because OpenAI's client takes no others; the gateway forces all."""
+"""The sampling parameters that agents receive: OpenAI's client accepts no others. The gateway forces all of them."""
 _OPEN_STATUSES: Final = ("queuing", "preparing", "running", "requeuing")
 _READY_S: Final = 600.0
 
@@ -46,12 +46,12 @@ class Episode:
     """A finished rollout, as verl trains on it."""
 
     rows: list[BatchRow]
-    """At least one."""
+    """The rows of the rollout, at least one."""
     reward: float
     calls: int
     record: dict[str, Any] = field(default_factory=dict)
-    """For its training record: ``rollout`` (arguments of ``RolloutOutcome``) and ``left_out`` (why calls are in
-    no row, by name)."""
+    """Data for the training record: ``rollout`` (arguments of ``RolloutOutcome``) and ``left_out`` (reasons why calls
+    are in no row, by name)."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class RolloutController:
     initial_resources: Mapping[str, Resource]
     settings: RolloutSettings
     config: DictConfig
-    """verl's."""
+    """verl's configuration."""
     loop: asyncio.AbstractEventLoop
     metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
     images: ImageLoader = field(default_factory=ImageLoader)
@@ -78,9 +78,9 @@ class RolloutController:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def check(self) -> None:
-        """Raises the first error that did not come from an agent: verl would go on after it."""
+        """Raises the first error that did not come from an agent: verl itself would continue."""
         if self.failure is not None:
-            message = f"a rollout could not be run, for a reason other than its agent: {self.failure}"
+            message = f"a rollout could not be run, and its agent is not the cause: {self.failure}"
             raise RuntimeError(message) from self.failure
 
     async def register(self, addresses: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ class RolloutController:
             )
 
     async def publish(self, version: int) -> None:
-        """Publishes the resources of new rollouts, and lets calls go on with new weights."""
+        """Publishes the resources for new rollouts, and lets calls continue with the new weights."""
         for mode in ("val", "train"):  # the latest resources are those for training
             sampling = {name: value for name, value in self._sampling(mode).items() if name in _AGENT_PARAMETERS}
             resource = self.gateway.as_resource(model=MODEL_NAMES[mode], sampling_parameters=sampling)
@@ -124,7 +124,7 @@ class RolloutController:
         await self.gateway.resume(version)
 
     async def roll_out(self, mode: Mode, index: int, group: str, step: int) -> Episode:
-        """Runs the agent once on a task. A failing agent gives an episode too."""
+        """Runs the agent once on a task; returns an episode even if the agent fails."""
         try:
             request = EnqueueRolloutRequest(
                 input=self.tasks[mode][index],
@@ -139,7 +139,7 @@ class RolloutController:
             rollout = await self.store.get_rollout_by_id(queued.rollout_id)
             assert rollout is not None
             return await asyncio.to_thread(self._to_episode, mode, await read_result(self.store, rollout))
-        except Exception as error:  # isolation point: of store or dataset; ``check`` raises it in the trainer
+        except Exception as error:  # isolation point: a store's or dataset's error, which ``check`` raises
             self.failure = self.failure or error
             raise
 
@@ -156,12 +156,12 @@ class RolloutController:
             error = error or "AdapterError"
         if triplets and not isinstance(triplets[0], Triplet):
             raise ConfigError(
-                f"the adapter {type(self.adapter).__name__} makes {type(triplets[0]).__name__}, and verl trains on "
+                f"the adapter {type(self.adapter).__name__} makes {type(triplets[0]).__name__}, but verl trains on "
                 "triplets: leave the trainer's adapter out"
             )
         if triplets is None:
             error, reward, triplets = error or "SpansDropped", None, []
-        # An adapter may not know which model the agent asked for.
+        # An adapter may not report which model the agent requested.
         own = {None, *MODEL_NAMES.values()}
         triplets = [triplet for triplet in triplets if triplet.metadata.get("requested_model") in own]
         data = self.config.data
@@ -235,13 +235,13 @@ def _measure_turn(triplet: Triplet) -> Turn:
 
 
 async def cancel_open(store: LightningStore) -> None:
-    """Cancels the open rollouts of a run that is resumed: the steps since its checkpoint are done again."""
+    """Cancels the open rollouts of a run that is resumed: the steps since its checkpoint are repeated."""
     left = await store.query_rollouts(status_in=_OPEN_STATUSES)
     await cancel_rollouts(store, [rollout.rollout_id for rollout in left])
 
 
 async def _fetch_model_name(address: str) -> str:
-    """The name under which an inference server serves its model; waits until it answers."""
+    """Returns the name under which an inference server serves its model; waits until the server answers."""
     timeout = aiohttp.ClientTimeout(total=_READY_S)
     async with (
         aiohttp.ClientSession(timeout=timeout) as session,

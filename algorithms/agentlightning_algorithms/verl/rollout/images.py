@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 class ImageLoader:
     """Gives rows the images from which verl computes the inputs of a vision-language model.
 
-    The trainer and the model server process an image separately. The number of its tokens is the only trace of the
-    server's result, so a row is dropped where the trainer's processor makes another number.
+    The trainer and the model server process an image separately. The number of its tokens is all that is known of
+    the server's result, so a row is dropped if the trainer's processor makes a different number.
     """
 
     def __init__(self, processor: Any = None, model: str = "", options: Mapping[str, Any] | None = None) -> None:
         """Creates a loader for one model.
 
         Args:
-            processor: verl's processor of the model; None if it has none, so that rows with images are refused.
-            model: its path, for messages.
+            processor: verl's processor of the model; None if the model has none: rows with images are refused.
+            model: the model's path, for messages.
             options: verl's ``data.mm_processor_kwargs``.
         """
         self._processor = copy.deepcopy(processor)  # verl uses its own in another thread; tokenizers do not allow that
@@ -37,7 +37,7 @@ class ImageLoader:
         self._options = options
 
     def load(self, built: BuiltRows, rollout_id: str) -> list[str]:
-        """Loads the images of all rows of a rollout, drops rows that cannot be trained on, and returns why.
+        """Loads the images of all rows of a rollout, drops rows that cannot be trained on, and returns the reasons.
 
         Raises:
             ConfigError: the model has no processor, or an image is not in the request but behind a URL.
@@ -66,15 +66,15 @@ class ImageLoader:
     def _check_supported(self, row: BatchRow, rollout_id: str) -> None:
         if self._processor is None:
             raise ConfigError(
-                f"rollout {rollout_id} sent images to the model, and {self._model or 'the model'} has no processor of "
-                "images: use a vision-language model, or agents that send text. If it is one, transformers could not "
-                "load its processor: verl's warning above says why; those of Qwen need Pillow and torchvision"
+                f"rollout {rollout_id} sent images to the model, but {self._model or 'the model'} has no processor of "
+                "images: use a vision-language model, or agents that send text. If it is such a model, transformers "
+                "could not load its processor: verl's warning above says why; Qwen's need Pillow and torchvision"
             )
         for url in row.image_urls:
             if not url.startswith("data:"):
                 raise ConfigError(
-                    f"rollout {rollout_id} sent the image {url[:80]!r} to the model by its URL, and the trainer does "
-                    "not fetch URLs, because what is behind them may have changed: send images as data URIs "
+                    f"rollout {rollout_id} sent the image {url[:80]!r} to the model by its URL, but the trainer does "
+                    "not fetch URLs, because their content may have changed: send images as data URIs "
                     "(data:image/png;base64,...)"
                 )
 
@@ -114,7 +114,7 @@ def _read(url: str) -> Image:
     """Decodes a data URI to RGB as vLLM does: transparent pixels become white.
 
     Raises:
-        ValueError: it is not base64 of an image.
+        ValueError: the data is not a base64-encoded image.
     """
     from PIL import Image
 

@@ -13,14 +13,14 @@ from agentlightning_algorithms.rollout_result import RewardCheck
 from agentlightning_algorithms.verl.rollout.batch_row import BuiltRows
 
 _MAX_TURNS: Final = 8
-"""Turns with metrics of their own; later ones count for the last."""
+"""Number of turns with separate metrics; later turns count as the last of them."""
 
 
 class Turn(NamedTuple):
     """The numbers of one model call of a rollout."""
 
     prompt_length: int
-    """In tokens."""
+    """Length of the prompt in tokens."""
     response_length: int
     is_cut_off: bool
 
@@ -30,19 +30,19 @@ class RolloutStats:
     """The numbers of one finished rollout."""
 
     reward: float
-    """``failed_reward`` when the agent failed or emitted none."""
+    """The reward; ``failed_reward`` if the agent failed or emitted no reward."""
     has_reward: bool
     error: str = ""
-    """Type of the error; empty for none."""
+    """Type of the error; empty if there is none."""
     built: BuiltRows = field(default_factory=BuiltRows)
     queue_s: float = 0.0
     run_s: float = 0.0
     call_s: Sequence[float] = ()
     """Duration of each call at the gateway, pauses for new weights included."""
     turns: Sequence[Turn] = ()
-    """Its model calls, in order."""
+    """The rollout's model calls, in order."""
     source: str | None = None
-    """The data source of its task."""
+    """The data source of the rollout's task."""
 
 
 class RolloutMetrics:
@@ -68,12 +68,12 @@ class RolloutMetrics:
             return is_first
 
     def count(self, name: str) -> None:
-        """Counts another event."""
+        """Counts an event by its name."""
         with self._lock:
             self._counts[name] += 1
 
     def take(self, mode: str) -> dict[str, float]:
-        """Returns the metrics of a mode's rollouts since the last call; without rollouts, none.
+        """Returns the metrics of a mode's rollouts, and the counts of events, since the last call.
 
         Raises:
             LightningError: none of the run's rollouts has a reward; see ``RewardCheck``.

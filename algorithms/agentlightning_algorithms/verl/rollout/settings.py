@@ -20,9 +20,9 @@ class RolloutSettings:
     rollout_timeout_s: float = 600.0
     """Seconds after which a rollout is stopped and counts as failed."""
     drain_timeout_s: float = 600.0
-    """Seconds that calls in flight may take to end before weights change; then they are aborted."""
+    """Seconds that calls in flight have to end before weights change; after that they are aborted."""
     resource_name: str = "llm"
-    """The resource that agents are given."""
+    """Name of the resource by which agents receive the model."""
 
     def __post_init__(self) -> None:
         if self.rows not in get_args(RowKind):

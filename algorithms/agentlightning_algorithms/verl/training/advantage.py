@@ -1,8 +1,8 @@
 """Advantages of rollouts, for estimators that compare the rollouts of a task, and of calls with a credit rule.
 
 Except for ``grpo``, verl's estimators treat every row as a rollout, so that a rollout with more rows weighs more in its
-group's baseline. Here the last row of each rollout that has a token to train on represents it, and all its rows get
-that row's advantage.
+group's baseline. Here each rollout is represented by its last row that has a token to train on, and all its
+rows get that row's advantage.
 
 B   rows          R   rollouts          T   tokens of the longest response
 """
@@ -28,10 +28,10 @@ OF_GROUPS: Final = frozenset(
 def last_rows(keys: Sequence[str], has_tokens: Sequence[bool]) -> tuple[list[int], list[int]]:
     """Finds the last row with tokens of each rollout, or its last one if no row has any.
 
-    ``keys`` of rows are ``{group}_{rollout}_{row}``. A row whose tokens were all rejected has none: its mask is 0.
+    ``keys`` of rows are ``{group}_{rollout}_{row}``. A row whose tokens were all rejected has no tokens: its mask is 0.
 
     Returns:
-        The position of the row of each rollout, and for every row the position of its rollout among them.
+        The position of each rollout's chosen row, and for every row the index of its rollout among the rollouts.
     """
     last: dict[str, tuple[bool, int, int]] = {}
     owners = []
@@ -65,7 +65,7 @@ def call_advantages(
     mask_BT: torch.Tensor,
     estimator: Estimator,
 ) -> torch.Tensor:
-    """Computes the advantages (B, T) of calls whose rewards a credit rule assigned; the numbers are those of ``grpo``.
+    """Computes the advantages (B, T) of calls whose rewards a credit rule assigned; the results equal ``grpo``'s.
 
     Args:
         credit_B: the calls of each row; a row without calls stands for a rollout with nothing to train on.

@@ -32,11 +32,11 @@ class GPUMonitor:
         with process.stdout:
             for line in process.stdout:
                 busy, _, used = line.partition(",")
-                with contextlib.suppress(ValueError):  # of a GPU that does not report it
+                with contextlib.suppress(ValueError):  # a GPU may not report a value
                     self._samples.append((float(busy), float(used)))
 
     def take(self) -> dict[str, float]:
-        """Mean utilization and largest memory use of a GPU since the last call."""
+        """Returns the mean utilization and the largest memory use of a GPU since the last call."""
         samples, self._samples = self._samples, []
         if not samples:
             return {}

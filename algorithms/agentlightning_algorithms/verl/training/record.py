@@ -1,4 +1,4 @@
-"""Training records of a batch: its rows, and what became of each of its rollouts."""
+"""Training records of a batch: its rows, and the outcome of each of its rollouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BatchRecord(NamedTuple):
 
     spans: list[Span]
     outcomes: Counter[Outcome]
-    """Of its rollouts."""
+    """Number of rollouts with each outcome."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class RecordedRow:
 
     rollout: RolloutOutcome
     left_out: dict[str, Outcome]
-    """Why calls of its rollout are in no row, by name."""
+    """Reasons why calls of the rollout are in no row, by the name of the call."""
     calls: list[RowCall]
     prompt_ids: list[int] = field(default_factory=list)
     response_ids: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ def read_rows(batch: Any, *, is_skipped: bool, has_trainer: bool) -> list[Record
 
     Args:
         batch: the keys and tags of the rows.
-        is_skipped: it was not trained on, so it has neither advantages nor the trainer's log-probabilities.
+        is_skipped: the batch was not trained on, so it has neither advantages nor the trainer's log-probabilities.
         has_trainer: ``old_log_probs`` are the trainer's.
     """
     fields = () if is_skipped else (*_FIELDS, *(("old_log_probs",) if has_trainer else ()))
@@ -71,10 +71,10 @@ def read_rows(batch: Any, *, is_skipped: bool, has_trainer: bool) -> list[Record
 
 
 def mean_drift(rows: Iterable[RecordedRow], current: int) -> float:
-    """Mean number of updates between the weights that sampled the calls of a batch and those that the batch updates.
+    """Returns the mean number of updates between the weights that sampled a batch and the weights that it updates.
 
     Args:
-        rows: of the batch.
+        rows: the rows of the batch.
         current: the version of the weights that the batch updates.
     """
     return _mean(current - call.weight_version for row in rows for call in row.calls if call.weight_version is not None)
@@ -87,10 +87,10 @@ class Recorder:
     texts: TokenTexts
 
     def make_spans(self, rows: Sequence[RecordedRow], step: int, *, trains_flat_groups: bool = False) -> BatchRecord:
-        """Returns the records of a batch: one of each row that was trained on, and one of each rollout.
+        """Returns the records of a batch: one for each row that was trained on, and one for each rollout.
 
         Args:
-            rows: of the batch; a rollout has at least one.
+            rows: the rows of the batch, at least one for each rollout.
             step: the version of the weights that the update made.
             trains_flat_groups: the loss has terms without advantages, so rows of advantage 0 are trained on too.
         """

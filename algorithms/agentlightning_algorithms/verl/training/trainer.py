@@ -67,7 +67,7 @@ class _AgentTrainer:
         self.controller.call(self.controller.publish(self.global_steps))
 
     def _step_once(self: Any, metrics: dict[str, Any], *args: Any) -> Any:
-        """Trains on a batch; skips one with nothing to train on, which verl cannot process."""
+        """Trains on a batch; skips a batch with nothing to train on, which verl cannot process."""
         self.is_skipped = False
         try:
             batch = super()._step_once(metrics, *args)  # type: ignore[misc] # as above
@@ -177,7 +177,7 @@ class _AgentTrainer:
 
 
 def _bypasses(config: DictConfig) -> bool:
-    """Whether the trainer takes the sampler's log-probabilities for its own."""
+    """Whether the trainer uses the sampler's log-probabilities instead of its own."""
     correction = config.algorithm.get("rollout_correction", None)
     return bool(correction and correction.get("bypass_mode", False))
 
@@ -187,11 +187,11 @@ class SyncTrainer(_AgentTrainer, PPOTrainerSync):  # type: ignore[misc] # verl's
 
 
 class ColocateAsyncTrainer(_AgentTrainer, PPOTrainerColocateAsync):  # type: ignore[misc] # as above
-    """Continues rollouts after the weights have changed: between two turns, never within one."""
+    """Continues rollouts after the weights have changed: between two turns, never within a turn."""
 
 
 _POLL_S: Final = 0.5
-"""Interval of checks whether a batch is complete; verl's 2 s are long when a step takes as long."""
+"""Seconds between checks whether a batch is complete; verl's 2 s are long compared with a short step."""
 TRAINERS: Final = {"sync": SyncTrainer, "colocate_async": ColocateAsyncTrainer}
 
 
@@ -199,8 +199,8 @@ class _OptimizerSteps:
     """Divides the rows of a batch among optimizer steps.
 
     verl pads the rows to a multiple of the rollouts of a mini batch, so that agents with more turns get more optimizer
-    steps. Here a batch gets ``train_batch_size / ppo_mini_batch_size`` steps whatever its rows, and the loss of each
-    is divided by its rollouts, as in verl (``global_batch_size``).
+    steps. Here a batch gets ``train_batch_size / ppo_mini_batch_size`` steps, however many rows it has, and the loss
+    of each step is divided by its number of rollouts, as in verl (``global_batch_size``).
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -265,7 +265,7 @@ class _WorkerGroup:
 
 
 def train(config: DictConfig, controller: RolloutController) -> None:
-    """Trains to the end; blocks. Ray must be running, and the controller's loop in another thread."""
+    """Trains to the end, and blocks meanwhile. Ray must be running, and the controller's loop in another thread."""
     transfer_queue.init(config.transfer_queue)
     trainer: Any = None
     monitor = GPUMonitor()
@@ -296,7 +296,7 @@ def train(config: DictConfig, controller: RolloutController) -> None:
 
 
 def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers among metrics, as floats."""
+    """Returns the finite numbers among metrics, as floats."""
     numbers = {}
     for name, value in metrics.items():
         with contextlib.suppress(TypeError, ValueError):

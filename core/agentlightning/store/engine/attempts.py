@@ -59,7 +59,7 @@ class Attempts:
         return await self._database.change_attempt(rollout_id, attempt_id, plan)
 
     async def add_spans(self, spans: Sequence[Span]) -> list[Span]:
-        """Stores spans; the first ones of an attempt set it running."""
+        """Stores spans; the first span of an attempt sets the attempt running."""
         spans = [span.sealed() for span in spans]
         for span in spans:
             check_span(span)
@@ -67,7 +67,7 @@ class Attempts:
         new = [attempt for attempt in attempts if not self._database.is_running(attempt)]
         backend = self._database.backend
         append = backend.append_spans(spans, self._database.now())
-        if backend.durable and len(attempts) == len(new) == 1:  # at once, so that they can share a transaction
+        if backend.durable and len(attempts) == len(new) == 1:  # concurrently, so that they can share a transaction
             stored, _ = await asyncio.gather(append, self._begin(*new[0]))
         else:
             stored = await append
@@ -75,7 +75,7 @@ class Attempts:
         return [span for span in stored if span is not None]
 
     async def take_sequence_ids(self, pairs: Sequence[tuple[str, str]]) -> Sequence[int]:
-        """Takes a number for each rollout and attempt; the attempt may be "latest"."""
+        """Reserves a span number for each pair of rollout and attempt; the attempt may be "latest"."""
         latest = {rollout: attempt for rollout, attempt in pairs if attempt == "latest"}
         for rollout_id in latest:
             latest[rollout_id] = (await self._database.attempt(rollout_id, "latest"))[1].record.attempt_id
@@ -97,7 +97,7 @@ class Attempts:
         await self._database.change_attempt(rollout_id, attempt_id, plan, is_heartbeat=True)
 
     async def lose(self, attempt: Attempt) -> bool:
-        """Ends an attempt of a dead worker; False if it has ended or changed its worker meanwhile."""
+        """Ends an attempt of a dead worker; returns False if it has ended or changed its worker meanwhile."""
         reason = f"worker {attempt.worker_id!r} was reported dead"
 
         async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[bool]:

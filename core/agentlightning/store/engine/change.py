@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Change(Generic[T]):
-    """One commit, and the result that its caller returns once it is done."""
+    """One commit, and the result that the caller returns after the commit."""
 
     result: T
     writes: list[Write] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Change(Generic[T]):
     events: list[Event] = field(default_factory=list)
 
     def insert(self, record: Record) -> None:
-        """Writes a record, provided that none has its key."""
+        """Writes a record, provided that no record has its key."""
         self.writes.append(Put(record))
         self.guards.append(Guard(type(record), key_of(record), 0))
 
@@ -66,7 +66,7 @@ class Change(Generic[T]):
         self.events += rollout_events(rollout.record, after.rollout, now)
 
     def revoke(self, rollout: Row[Rollout], attempt: Row[Attempt], after: Outcome, now: float) -> None:
-        """As ``move``, for an end that the worker did not report, with the event that makes it stop."""
+        """Like ``move``, for an end that the worker did not report, with the event that makes the worker stop."""
         self.move(rollout, attempt, after, now)
         ended = after.attempt
         reason = ended.status if ended.status in ("timeout", "unresponsive") else "cancelled"
@@ -83,7 +83,7 @@ def rollout_started(after: Outcome, now: float) -> Event:
 
 
 def rollout_events(before: Rollout, after: Rollout, now: float) -> Iterator[Event]:
-    """The event that a change of a rollout's status causes, if any."""
+    """Yields the event that a change of a rollout's status causes, if any."""
     if after.status == before.status:
         return
     if after.status in ENDED_ROLLOUT:

@@ -40,7 +40,7 @@ class Database:
         return self.backend.now()
 
     async def commit(self, plan: Callable[[], Awaitable[Change[T]]]) -> T:
-        """Commits a planned change; plans it again while other writers are faster, in the end raises ConflictError."""
+        """Commits a planned change; plans it again if another writer was faster, and finally raises ConflictError."""
         for retry in range(_MAX_RETRIES):
             change = await plan()
             if not change.writes or await self.try_commit(change):
@@ -62,10 +62,10 @@ class Database:
         *,
         is_heartbeat: bool = False,
     ) -> T:
-        """As ``commit``, for a change of an attempt (or the "latest") of a rollout; NotFoundError if it is unknown.
+        """Like ``commit``, for a change of an attempt (or the "latest") of a rollout; NotFoundError if it is unknown.
 
-        ``is_heartbeat``: the change sets ``last_heartbeat_time``. Only then may it be planned from the cache: spans
-        renew the stored time without a new revision, and an older one must not replace it.
+        ``is_heartbeat``: the change sets ``last_heartbeat_time``. Only such a change may be planned from the cache:
+        spans renew the stored time without a new revision, and an older time must not replace it.
         """
         cached = self._live.pop((rollout_id, attempt_id), None)
         if cached is not None and is_heartbeat:
@@ -120,10 +120,10 @@ class Database:
         return row
 
     async def attempt(self, rollout_id: str, attempt_id: str) -> tuple[Row[Rollout], Row[Attempt]]:
-        """A rollout and one of its attempts, or the "latest"; NotFoundError if one of them is unknown.
+        """Returns a rollout and one of its attempts, or the "latest"; NotFoundError if one of them is unknown.
 
-        A live attempt is always the latest: a commit that queues a rollout again or ends it also ends its live attempt,
-        and only then can another begin.
+        A live attempt is always the latest: a commit that requeues or ends a rollout also ends its live attempt, and
+        another attempt can begin only after that.
         """
         rollout = await self.rollout(rollout_id)
         if attempt_id == "latest":
@@ -140,7 +140,7 @@ class Database:
         return rows[0] if rows else None
 
     async def count_lost_claims(self, attempt: Attempt) -> int:
-        """How many earlier attempts of its rollout ended because a worker died; 0 while they are too few to matter."""
+        """Returns how many earlier attempts of the rollout ended because a worker died; 0 if too few to matter."""
         if attempt.status != "preparing" or attempt.sequence_id < MAX_LOST_CLAIMS:
             return 0
         rows = await self.rows(Query(Attempt, (Condition("rollout_id", "eq", attempt.rollout_id),)))
@@ -151,11 +151,11 @@ class Database:
         return [row.record for row in await self.rows(Query(Attempt, where))]
 
     async def worker(self, worker_id: str) -> Worker:
-        """The record of a worker, or a new one."""
+        """Returns the record of a worker, or a new record."""
         return await self.record(Worker, worker_id) or Worker(worker_id=worker_id)
 
     async def with_attempts(self, rollouts: Iterable[Rollout]) -> list[Rollout]:
-        """Adds to each rollout its latest attempt, where it has one."""
+        """Adds the latest attempt to each rollout that has one."""
         rollouts = list(rollouts)
         ids = [rollout.rollout_id for rollout in rollouts if rollout.status != "queuing"]
         latest: dict[str, Attempt] = {}
@@ -170,7 +170,7 @@ class Database:
         ]
 
     async def resources(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
-        """A snapshot, at a version or (None) the newest; ``resources_id`` may name the version, as in ``rs-1@3``."""
+        """Returns a version of a snapshot (None: the newest); ``resources_id`` may name it too, as in ``rs-1@3``."""
         resources_id, version = split_version_id(resources_id, version)
         if version is None:
             return await self.newest_resources(resources_id=resources_id)
@@ -181,14 +181,14 @@ class Database:
             raise NotFoundError(f"no resources {resources_id!r} in this store; publish them with add_resources")
 
     async def newest_resources(self, **where: str) -> ResourcesUpdate | None:
-        """The resources published last with these fields: a ``run_id`` or a ``resources_id``."""
+        """Returns the resources published last with these fields: a ``run_id`` or a ``resources_id``."""
         conditions = tuple([Condition(name, "eq", value) for name, value in where.items()])
         rows = await self.rows(Query(ResourcesUpdate, conditions, descending=True, limit=1))
         return rows[0].record if rows else None
 
 
 def is_in(field: str, values: Sequence[str]) -> Condition:
-    """The condition that a field has one of the values; backends look up a single one faster by ``eq``."""
+    """Returns the condition that a field has one of the values; ``eq`` is faster for a single value."""
     return Condition(field, "eq", values[0]) if len(values) == 1 else Condition(field, "in", tuple(values))
 
 

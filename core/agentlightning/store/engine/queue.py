@@ -120,7 +120,7 @@ class Queue:
             raise
 
     async def claim_now(self, run_id: str, limit: int, worker_id: str | None) -> list[AttemptedRollout]:
-        """Claims what is in the queue now."""
+        """Claims rollouts that are in the queue now, without waiting."""
         worker = (
             None if worker_id is None else assign_work(await self._database.worker(worker_id), self._database.now())
         )
@@ -142,14 +142,14 @@ class Queue:
             return writes, [rollout_started(outcome, now) for outcome in outcomes]
 
         if not await self._database.backend.claim(run_id, limit, decide):
-            return []  # also when it was decided in a transaction that was undone
+            return []  # ``decide`` may still have run, in a transaction that was undone
         for rollout, attempt in begun:
             self._database.cache(rollout, attempt)
         self._watchdog.start()
         return [join(rollout.record, attempt.record) for rollout, attempt in begun]
 
     async def _release(self, claim: asyncio.Future[list[AttemptedRollout]]) -> None:
-        """Returns to the queue what was claimed for a cancelled caller."""
+        """Puts rollouts that were claimed for a cancelled caller back into the queue."""
         await asyncio.wait([claim])
         if claim.cancelled() or claim.exception() is not None:  # nothing was claimed
             return
@@ -185,7 +185,7 @@ class Queue:
         return {row.record.rollout_id: row.record for row in rows}
 
     async def _pin_resources(self, run_id: str, wanted: Collection[str | None]) -> dict[str | None, str | None]:
-        """Maps each ``resources_id`` to the one to store, None to the run's newest; NotFoundError if one is unknown."""
+        """Maps each ``resources_id`` to the id to store, None to the run's newest; NotFoundError if one is unknown."""
         pinned: dict[str | None, str | None] = {}
         for resources_id in wanted:
             if resources_id is not None:

@@ -1,4 +1,4 @@
-"""Changes of rollouts, deleting them and waiting for their ends."""
+"""Changes and deletes rollouts, and waits for their ends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rollouts:
         return await self._change(rollout_id, lambda rollout, _: retry(rollout))
 
     async def _change(self, rollout_id: str, transition: Callable[[Rollout, float], Rollout]) -> Rollout:
-        """Applies a function of the rollout and the time. If it ends or requeues the rollout, its attempt ends too."""
+        """Applies a transition. If it ends or requeues the rollout, the rollout's live attempt ends too."""
 
         async def plan() -> Change[Rollout]:
             row = await self._database.rollout(rollout_id)
@@ -86,7 +86,7 @@ class Rollouts:
         return await self._database.commit(plan)
 
     async def wait(self, rollout_ids: Sequence[str], deadline: float) -> Sequence[Rollout]:
-        """Returns those that ended by ``deadline`` (``time.monotonic()``), in the given order."""
+        """Returns the rollouts that ended by ``deadline`` (``time.monotonic()``), in the given order."""
         ids = list(dict.fromkeys(rollout_ids))
         found = await self._find(ids)
         missing = [rollout_id for rollout_id in ids if rollout_id not in found]
@@ -99,7 +99,7 @@ class Rollouts:
             countdown = Countdown(pending)
             self._waiters.add(countdown)
             try:
-                # Read again: the countdown does not see what ended before it was added. A deleted rollout has ended.
+                # Read again: the countdown misses rollouts that ended before it was added. A deleted rollout has ended.
                 again = await self._find(pending)
                 open_ = {id_ for id_, rollout in again.items() if rollout.status not in ENDED_ROLLOUT}
                 self._waiters.discard(countdown, [id_ for id_ in pending if id_ not in open_])
@@ -107,7 +107,7 @@ class Rollouts:
                     await countdown.wait(deadline)
             finally:
                 self._waiters.discard(countdown, pending)
-            found = await self._find(ids)  # without those that were deleted after their end
+            found = await self._find(ids)  # without the rollouts that were deleted after their end
         ended = [rollout for rollout in found.values() if rollout.status in ENDED_ROLLOUT]
         by_id = {rollout.rollout_id: rollout for rollout in await self._database.with_attempts(ended)}
         return [by_id[rollout_id] for rollout_id in rollout_ids if rollout_id in by_id]

@@ -14,7 +14,7 @@ from agentlightning.types import Metrics, Run, RunStatus
 
 
 class Runs:
-    """Writes what belongs to runs."""
+    """Writes runs, metrics and resources."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -46,7 +46,7 @@ class Runs:
         return await self._database.commit(plan)
 
     async def add_metrics(self, run_id: str, step: int, values: Mapping[str, float]) -> Metrics:
-        """Adds metrics to a step. The event carries all values of the step, so its last event is complete."""
+        """Adds metrics to a step. The event carries all values of the step, so a step's last event is complete."""
         given = Metrics(run_id=run_id, step=step, time=self._database.now(), values=dict(values))
 
         async def plan() -> Change[Metrics]:
@@ -69,7 +69,7 @@ class Runs:
         if resources_id == "latest":
             raise ConfigError("resources_id='latest' means the newest resources of a run; choose another name")
         if split_version_id(resources_id)[1] is not None:
-            raise ConfigError(f"resources_id={resources_id!r} names one version, which never changes; leave the @ out")
+            raise ConfigError(f"resources_id={resources_id!r} names one version, which never changes; omit the @")
         named = FrozenDict(read_resources(resources))
 
         async def plan() -> Change[ResourcesUpdate]:

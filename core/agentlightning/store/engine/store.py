@@ -51,7 +51,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def implements(declared: F) -> Callable[[Callable[..., Any]], F]:
-    """Gives a method that passes its keyword arguments on the signature and docstring of the declared method."""
+    """Gives the declared method's signature and docstring to a method that forwards its keyword arguments."""
     return lambda method: cast(F, functools.update_wrapper(method, declared, assigned=["__doc__"], updated=()))
 
 
@@ -59,7 +59,7 @@ class BackendStore(LightningStore):
     """A store over a database. Safe to use from any thread and event loop, as the backend is.
 
     Each process that opens the database enforces timeouts, unresponsiveness and leases in a daemon thread. The thread
-    starts with the first attempt, or at once if the database is durable and may hold attempts of processes that ended.
+    starts with the first attempt, or immediately if the database is durable and may hold attempts of dead processes.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class BackendStore(LightningStore):
         return view
 
     def retain(self, retention: RetentionPolicy) -> None:
-        """Makes the watchdog, which there must be, delete ended rollouts of every run that a policy does not keep."""
+        """Makes the watchdog delete the ended rollouts, of all runs, that a policy does not keep; needs a watchdog."""
         if self._watchdog.interval_s is None:
-            raise ConfigError("watchdog_interval_s=None: this store has no watchdog; call retain on one that has")
+            raise ConfigError("watchdog_interval_s=None: this store has no watchdog; call retain on a store with one")
         self._watchdog.retention = retention
         self._watchdog.start()
 
@@ -377,7 +377,7 @@ class BackendStore(LightningStore):
 
 
 def _given(**arguments: Any) -> dict[str, Any]:
-    """The arguments that were given, with JSON frozen."""
+    """Returns the arguments that were given, with JSON frozen."""
     return {
         name: freeze(value, name) if name in ("input", "metadata", "heartbeat_stats") else value
         for name, value in arguments.items()

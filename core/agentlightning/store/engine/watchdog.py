@@ -29,7 +29,7 @@ class Watchdog:
     """Enforces timeouts, unresponsiveness and leases of one database, in a daemon thread.
 
     It reads the live attempts every ``interval_s``, so an attempt ends at most that late. Several processes may watch
-    one database, because each end is a guarded commit. The thread ends with ``stop`` or when the watchdog is garbage.
+    one database, because each end is a guarded commit. The thread ends with ``stop`` or if the watchdog is collected.
     With ``interval_s=None`` it never starts.
     """
 
@@ -44,11 +44,11 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._damaged: set[str] = set()
-        """The attempts that were reported as damaged."""
+        """Ids of the attempts whose records were reported as damaged."""
         weakref.finalize(self, self._stopped.set)
 
     def start(self) -> None:
-        """Starts the thread; does nothing when it runs, and after ``stop``."""
+        """Starts the thread; does nothing if it already runs or was stopped."""
         with self._lock:
             if self.interval_s is not None and self._thread is None and not self._stopped.is_set():
                 arguments = (weakref.ref(self), self._stopped, self.interval_s, self._lease_s)
@@ -106,7 +106,7 @@ class Watchdog:
             await self.database.try_commit(change)  # if it changed meanwhile, the next scan reads it again
 
     async def retain(self, now: float) -> None:
-        """Deletes old workers every hour, and enforces the retention policy every ten seconds at most."""
+        """Deletes old workers every hour, and enforces the retention policy at most every ten seconds."""
         if now - self._workers_deleted_at >= _WORKERS_INTERVAL_S:
             self._workers_deleted_at = now
             await delete_old_workers(self.database.backend, now)
@@ -124,7 +124,7 @@ class Watchdog:
 
 
 def _run(reference: weakref.ref[Watchdog], stopped: threading.Event, interval_s: float, lease_s: float) -> None:
-    """The thread. It references the watchdog only during a scan, so that an abandoned store can be collected."""
+    """Runs the thread, which references the watchdog only during a scan, so that an abandoned store is collected."""
     with asyncio.Runner() as runner:
         scan_after = 0.0
         next_scan = math.inf

@@ -1,4 +1,4 @@
-"""Workers: their records, and what these say together with the live attempts."""
+"""Workers: their records, and the status that follows from their live attempts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Workers:
         self._lease_s = lease_s
 
     async def query(self, query: Query[Worker]) -> PaginatedResult[Worker]:
-        """Runs a query here instead of in the database, which does not know the status."""
+        """Runs a query here instead of in the database, which does not have the current status."""
         live: dict[str | None, list[Attempt]] = {}
         rows = await self._database.rows(Query(Worker))
         # By worker, because databases index live attempts by their worker.
@@ -83,10 +83,10 @@ class Workers:
             ended += sum([await self._attempts.lose(attempt) for attempt in live])
 
     def _describe(self, worker: Worker, live: Sequence[Attempt]) -> Worker:
-        """A worker as its live attempts show it.
+        """Returns a worker with the status that follows from its live attempts.
 
-        It is busy with the newest of them, else idle, or unknown when it is dead or its last sign of life is older than
-        a lease. A status that is new since the record was written counts from that last sign of life.
+        It is busy with the newest attempt. Without one it is idle, or unknown if it is dead or its last sign of life is
+        older than a lease. A status that is new since the record was written counts from that last sign of life.
         """
         current = max(live, key=lambda attempt: attempt.start_time, default=None)
         seen = worker.last_heartbeat_time
@@ -104,7 +104,9 @@ class Workers:
 
 def _holds(worker: Worker, condition: Condition) -> bool:
     value = getattr(worker, condition.field)
-    return bool(value in condition.value if condition.op == "in" else condition.value in value)
+    if condition.op == "contains":
+        return condition.value in (value or "")
+    return bool(value in condition.value if condition.op == "in" else value == condition.value)
 
 
 def _sort_key(value: Any) -> tuple[bool, Any]:

@@ -1,4 +1,4 @@
-"""``AgentConformance``: the tests that every integration passes."""
+"""``AgentConformance``: the tests that every integration must pass."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_tool_span(span: Span) -> bool:
 
 
 async def go_on(release: asyncio.Event) -> None:
-    """Lets the model answer and gives a waiting agent time to continue, also on a busy machine."""
+    """Lets the model answer and gives a waiting agent time to continue, even on a busy machine."""
     release.set()
     for _ in range(40):
         await asyncio.sleep(0.01)
@@ -45,7 +45,7 @@ async def go_on(release: asyncio.Event) -> None:
 
 @pytest.mark.asyncio
 class AgentConformance:
-    """Every integration passes these tests.
+    """Tests that every integration must pass.
 
     Subclass it and define one fixture, ``agent``: an object of the framework with the name ``AGENT_NAME``, the
     instructions ``INSTRUCTIONS``, the tool ``add`` and a client of OpenAI's chat completions, at an address that does

@@ -19,7 +19,7 @@ from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
 AGENT_NAME: Final = "calculator"
 INSTRUCTIONS: Final = "Add the numbers with the tool, then say the sum."
 MODEL: Final = "tuned-model"
-"""The model of the rollout's endpoint."""
+"""Name of the model at the rollout's endpoint."""
 TEMPERATURE: Final = 0.625
 PATIENCE_S: Final = 60.0
 """Timeout of the tests; only a broken agent reaches it."""
@@ -69,7 +69,7 @@ class Lab:
 
     store: LightningStore
     server: ScriptedOpenAI
-    """The model; ``server.requests`` has its requests."""
+    """The scripted model; ``server.requests`` has the requests that it received."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Lab:
 
         Args:
             agent: the framework's object, or any argument of ``agl.wrap``.
-            script: of the model.
+            script: the model's answers, or a function from request to answer.
             prompts: see ``agl.wrap``.
             reward: see ``agl.wrap``.
             tracer: name of the tracer.
@@ -117,11 +117,11 @@ class Lab:
         """Runs the agent on tasks concurrently and returns the finished rollouts in the same order.
 
         Args:
-            tasks: inputs.
-            resources: in addition to the endpoint ``llm``.
-            timeout_s: of each attempt.
-            through_gateway: False: the agent calls the model directly, so that only the runner can stop it.
-            meanwhile: an async function of the rollout ids, awaited while they run.
+            tasks: inputs of the rollouts.
+            resources: resources in addition to the endpoint ``llm``.
+            timeout_s: timeout of each attempt.
+            through_gateway: if False, the agent calls the model directly, so that only the runner can stop it.
+            meanwhile: an async function of the rollout ids, awaited while the rollouts run.
         """
         llm = self._gateway.as_resource(model=MODEL, sampling_parameters={"temperature": TEMPERATURE})
         if not through_gateway:

@@ -46,7 +46,7 @@ class StoreConformance(
     FindingTests,
     RecordingTests,
 ):
-    """The tests that every store passes.
+    """The tests that every store must pass.
 
     A subclass provides a fixture ``store``: an empty store that enforces deadlines by itself, with a lease of at least
     ten seconds. The tests need ``pytest-asyncio``, in either of its modes, and ``hypothesis``.
@@ -57,7 +57,7 @@ class StoreConformance(
 
 
 class DurableStoreConformance(StoreConformance, DurableTests):
-    """The tests that durable stores pass in addition.
+    """The tests that a durable store must pass in addition.
 
     They need a second fixture, ``reopen``: a coroutine function that closes the open store, opens the same database
     again and returns the new store. A test may call it several times; the fixture closes the last store.

@@ -20,7 +20,7 @@ _numbers = itertools.count(1)
 
 
 async def soon(awaitable: Awaitable[T]) -> T:
-    """The result, or a TimeoutError after ``PATIENCE_S``."""
+    """Returns the result, or raises TimeoutError after ``PATIENCE_S``."""
     return await asyncio.wait_for(awaitable, PATIENCE_S)
 
 
@@ -40,7 +40,7 @@ async def claim(
 
 
 async def dequeue(store: LightningStore, worker_id: str | None = None, *, timeout: float = 0) -> AttemptedRollout:
-    """Takes a rollout that must be in the queue, or come within the timeout."""
+    """Claims a rollout that must be in the queue, or arrive within the timeout."""
     claimed = await store.dequeue_rollout(worker_id, timeout=timeout)
     assert claimed is not None, "a queued rollout was not handed out"
     return claimed
@@ -52,14 +52,14 @@ async def finish(store: LightningStore, claimed: AttemptedRollout, status: Attem
 
 
 async def read(store: LightningStore, rollout_id: str) -> Rollout:
-    """A rollout as it is stored now."""
+    """Returns a rollout as it is stored now."""
     rollout = await store.get_rollout_by_id(rollout_id)
-    assert rollout is not None, f"rollout {rollout_id} is gone"
+    assert rollout is not None, f"rollout {rollout_id} is not stored"
     return rollout
 
 
 async def read_attempted(store: LightningStore, rollout_id: str) -> AttemptedRollout:
-    """A rollout with its latest attempt."""
+    """Returns a rollout with its latest attempt."""
     rollout = await read(store, rollout_id)
     assert isinstance(rollout, AttemptedRollout)
     return rollout
@@ -78,7 +78,7 @@ async def get_worker(store: LightningStore, worker_id: str) -> Worker:
 
 
 def make_span(of: AttemptedRollout, name: str = "step", **attributes: Any) -> Span:
-    """A new span of an attempt, with no number yet."""
+    """Makes a new span of an attempt, without a number."""
     return Span.from_attributes(
         attributes=attributes,
         rollout_id=of.rollout_id,
@@ -89,7 +89,7 @@ def make_span(of: AttemptedRollout, name: str = "step", **attributes: Any) -> Sp
 
 
 async def subscribe(store: LightningStore, kinds: Sequence[str] | None) -> AsyncIterator[Event]:
-    """A subscription that is active: it has received a first event, of the metrics of step 0."""
+    """Returns an active subscription: one that has received a first event, for the metrics of step 0."""
     events = store.subscribe(kinds)
     first = asyncio.create_task(_first(events))
     while not first.done():
@@ -100,7 +100,7 @@ async def subscribe(store: LightningStore, kinds: Sequence[str] | None) -> Async
 
 
 async def next_event(events: AsyncIterator[Event]) -> Event:
-    """The next event."""
+    """Returns the next event."""
     return await soon(_first(events))
 
 

@@ -11,8 +11,8 @@ from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 class DurableTests:
     """Tests of closing and reopening."""
 
-    async def test_a_durable_store_says_so(self, store: LightningStore) -> None:
-        await store.statistics()  # a client asks its server
+    async def test_a_durable_store_reports_that_it_is_durable(self, store: LightningStore) -> None:
+        await store.statistics()  # a client learns it from its server
         assert store.capabilities["durable"]
 
     async def test_everything_is_there_after_reopening(self, store: LightningStore, reopen: Reopen) -> None:
@@ -48,7 +48,7 @@ class DurableTests:
         assert await store.get_run_by_id(run.run_id) == run
         assert await read(store, open_.rollout_id) == open_
 
-    async def test_the_queue_keeps_its_order_over_reopening(self, store: LightningStore, reopen: Reopen) -> None:
+    async def test_the_queue_keeps_its_order_after_reopening(self, store: LightningStore, reopen: Reopen) -> None:
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(3)])
         first = await dequeue(store)
         await finish(store, first, "failed")

@@ -46,7 +46,7 @@ class FindingTests:
         nothing = await store.query_rollouts(limit=0)
         assert (list(nothing), nothing.total) == ([], 10)
 
-    async def test_a_cursor_reads_on_where_the_page_ended(self, store: LightningStore) -> None:
+    async def test_a_cursor_continues_where_the_page_ended(self, store: LightningStore) -> None:
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(10)])
         page = await store.query_rollouts(limit=5)
         assert page.cursor is not None
@@ -156,8 +156,8 @@ class FindingTests:
             with pytest.raises(ConfigError, match="cursor"):
                 await store.query_rollouts(cursor=f"{too_large}.1.1", limit=1)
         with pytest.raises(ConfigError):
-            await store.query_rollouts(sort_order="up")  # type: ignore[arg-type] # meant
+            await store.query_rollouts(sort_order="up")  # type: ignore[arg-type] # intended
         with pytest.raises(ConfigError):
-            await store.query_rollouts(filter_logic="xor")  # type: ignore[arg-type] # meant
+            await store.query_rollouts(filter_logic="xor")  # type: ignore[arg-type] # intended
         with pytest.raises(ConfigError, match="queuing"):
-            await store.query_rollouts(status_in=["queueing"])  # type: ignore[list-item] # meant
+            await store.query_rollouts(status_in=["queueing"])  # type: ignore[list-item] # intended

@@ -32,7 +32,7 @@ class LifecycleTests:
         now = await read_attempted(store, claimed.rollout_id)
         assert (now.status, now.attempt.status) == ("running", "running")
 
-    async def test_a_worker_can_say_that_its_attempt_is_running(self, store: LightningStore) -> None:
+    async def test_a_worker_can_report_that_its_attempt_is_running(self, store: LightningStore) -> None:
         claimed = await claim(store)
         attempt = await store.update_attempt(claimed.rollout_id, "latest", status="running", worker_id="worker-1")
         assert (attempt.status, attempt.worker_id) == ("running", "worker-1")
@@ -74,7 +74,7 @@ class LifecycleTests:
         ]
 
     @pytest.mark.parametrize("status", ["timeout", "unresponsive"])
-    async def test_only_the_ends_in_the_retry_condition_are_retried(
+    async def test_only_statuses_in_the_retry_condition_are_retried(
         self, store: LightningStore, status: AttemptStatus
     ) -> None:
         claimed = await claim(store, config=RolloutConfig(max_attempts=3, retry_condition=["failed"]))
@@ -108,7 +108,7 @@ class LifecycleTests:
                 await store.update_rollout(claimed.rollout_id, status=status)
         assert await read(store, claimed.rollout_id) == before
 
-    async def test_changes_made_at_once_are_all_kept(self, store: LightningStore) -> None:
+    async def test_concurrent_changes_are_all_kept(self, store: LightningStore) -> None:
         claimed = await claim(store)
         id_ = claimed.rollout_id
         changes: list[tuple[Coroutine[Any, Any, object], Coroutine[Any, Any, object]]] = [
@@ -126,9 +126,9 @@ class LifecycleTests:
     async def test_an_unknown_status_is_refused(self, store: LightningStore) -> None:
         claimed = await claim(store)
         with pytest.raises(ConfigError):
-            await store.update_attempt(claimed.rollout_id, "latest", status="done")  # type: ignore[arg-type] # meant
+            await store.update_attempt(claimed.rollout_id, "latest", status="done")  # type: ignore[arg-type] # intended
         with pytest.raises(ConfigError):
-            await store.update_rollout(claimed.rollout_id, status="done")  # type: ignore[arg-type] # meant
+            await store.update_rollout(claimed.rollout_id, status="done")  # type: ignore[arg-type] # intended
         assert await read(store, claimed.rollout_id) == claimed
 
     async def test_a_repeated_finish_changes_nothing(self, store: LightningStore) -> None:
@@ -150,9 +150,9 @@ class LifecycleTests:
             with pytest.raises(ConfigError, match=name):
                 await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, **{name: value})
         with pytest.raises(ConfigError, match="heartbeat_stats"):
-            await store.update_worker("worker", heartbeat_stats=["x"])  # type: ignore[arg-type] # meant
+            await store.update_worker("worker", heartbeat_stats=["x"])  # type: ignore[arg-type] # intended
         with pytest.raises(ConfigError, match="attempt_ids"):
-            await store.update_worker("worker", attempt_ids=[7])  # type: ignore[list-item] # meant
+            await store.update_worker("worker", attempt_ids=[7])  # type: ignore[list-item] # intended
         assert await latest_attempt(store, claimed) == claimed.attempt
 
     async def test_a_late_result_is_kept_on_the_attempt_only(self, store: LightningStore) -> None:
@@ -171,7 +171,7 @@ class LifecycleTests:
         now = await read_attempted(store, first.rollout_id)
         assert (now.status, now.attempt.attempt_id) == ("preparing", second.attempt.attempt_id)
 
-    async def test_spans_of_an_ended_attempt_are_stored_and_revive_nothing(self, store: LightningStore) -> None:
+    async def test_spans_of_an_ended_attempt_are_stored_but_do_not_revive_it(self, store: LightningStore) -> None:
         claimed = await claim(store)
         await finish(store, claimed, "failed")
         before = await read(store, claimed.rollout_id)
@@ -210,7 +210,7 @@ class LifecycleTests:
         assert await store.dequeue_rollout() is None
         assert (await store.cancel_rollout(queued.rollout_id)).end_time == cancelled.end_time
 
-    async def test_cancelling_ends_the_attempt_at_work(self, store: LightningStore) -> None:
+    async def test_cancelling_a_rollout_ends_its_live_attempt(self, store: LightningStore) -> None:
         claimed = await claim(store)
         await store.cancel_rollout(claimed.rollout_id)
         cancelled = await read_attempted(store, claimed.rollout_id)
@@ -304,7 +304,7 @@ class LifecycleTests:
         assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [open_.rollout_id]
         assert await read(store, elsewhere.rollout_id) is not None
 
-    async def test_a_deletion_says_what_it_deletes(self, store: LightningStore) -> None:
+    async def test_a_deletion_with_invalid_arguments_is_refused(self, store: LightningStore) -> None:
         claimed = await claim(store)
         await finish(store, claimed)
         with pytest.raises(ConfigError, match="rollout_ids"):

@@ -33,7 +33,7 @@ SEARCH: Final = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-"""Takes about five seconds for a store behind HTTP."""
+"""Settings of the search, which takes about five seconds for a store behind HTTP."""
 
 _MOVES: Final[dict[str, set[str]]] = {
     "queuing": {"preparing", "cancelled"},
@@ -53,7 +53,7 @@ _CONFIGS: Final = (
 _numbers = itertools.count()
 
 picks = st.integers(0, 9)
-"""Chooses one of the rollouts or attempts of the model."""
+"""Numbers that choose a rollout or attempt of the model."""
 workers = st.sampled_from([None, "worker-1", "worker-2"])
 
 
@@ -82,7 +82,7 @@ class _Rollout:
 
 @dataclass
 class _Subject:
-    """The tested store, in all examples."""
+    """The tested store, which all examples share."""
 
     store: LightningStore
     loop: asyncio.AbstractEventLoop
@@ -341,7 +341,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert (latest and latest.attempt_id) == (attempts[-1].attempt_id if attempts else None)
 
     def teardown(self) -> None:
-        if sys.exc_info()[0] is not None:  # the failure of a step says more
+        if sys.exc_info()[0] is not None:  # the error of the failed step is more helpful
             return
         for rollout in self.rollouts.values():
             attempts = self.do(self.store.query_attempts(rollout.rollout_id))
@@ -368,11 +368,11 @@ async def compare_with_model(store: LightningStore, reopen: Reopen | None = None
         reopen: closes a durable store and opens it again.
 
     Raises:
-        AssertionError: there is one; Hypothesis prints the shortest.
+        AssertionError: there is such a sequence; Hypothesis prints the shortest.
     """
     subject = _Subject(store, asyncio.get_running_loop(), reopen)
     machine = type("StoreMachine", (StoreMachine,), {"subject": subject})
-    # Opening a store again takes as long as a hundred calls.
+    # Reopening a store takes as long as a hundred calls.
     search = SEARCH if reopen is None else settings(SEARCH, max_examples=SEARCH.max_examples // 2)
     await asyncio.to_thread(run_state_machine_as_test, machine, settings=search)
 

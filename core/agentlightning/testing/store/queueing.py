@@ -190,7 +190,7 @@ class QueueingTests:
             await store.release_attempt(claimed.rollout_id, claimed.attempt.attempt_id)
         assert await read(store, claimed.rollout_id) == before
 
-    async def test_the_attempts_of_a_dead_worker_end_at_once(self, store: LightningStore) -> None:
+    async def test_the_attempts_of_a_dead_worker_end_immediately(self, store: LightningStore) -> None:
         config = RolloutConfig(max_attempts=2, retry_condition=["unresponsive"])
         idle, busy, other = await claim(store, "dead"), await claim(store, "dead", config), await claim(store, "alive")
         await store.add_span(make_span(busy))
@@ -229,10 +229,12 @@ class QueueingTests:
         assert (await store.update_worker("worker-1")).attempt_ids == []
         given = [claimed.attempt.attempt_id for claimed in (one, two, three)]
         assert (await store.update_worker("worker-1", attempt_ids=given)).attempt_ids == [three.attempt.attempt_id]
-        assert await store.get_worker_by_id("worker-1") == await store.get_worker_by_id("worker-1")
+        found = await store.get_worker_by_id("worker-1")
+        assert found is not None
+        assert found.attempt_ids == [three.attempt.attempt_id]
         assert (await store.update_worker("worker-1", attempt_ids=None)).attempt_ids is None
 
-    async def test_an_event_says_that_the_store_ended_an_attempt(self, store: LightningStore) -> None:
+    async def test_an_event_reports_that_the_store_ended_an_attempt(self, store: LightningStore) -> None:
         events = await subscribe(store, ["step_finished", "attempt_revoked"])
         cancelled, lost = await claim(store), await claim(store, "dead")
         late = await claim(store, config=RolloutConfig(timeout_seconds=0.3))

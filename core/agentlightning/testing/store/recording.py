@@ -41,7 +41,7 @@ class RecordingTests:
         assert await store.get_resources_by_id(first.resources_id, 3) is None
         assert list(await store.query_resources(resources_id=first.resources_id)) == [first, second]
 
-    async def test_a_run_id_that_is_no_name_is_refused(self, store: LightningStore) -> None:
+    async def test_an_invalid_run_id_is_refused(self, store: LightningStore) -> None:
         for run_id in ("", "\u00e9", "a b", "a/b", "a\n", "x" * 201):
             with pytest.raises(ConfigError, match="run_id"):
                 store.with_run(run_id)
@@ -112,7 +112,7 @@ class RecordingTests:
             with pytest.raises(NotFoundError, match=unknown):
                 await store.promote(unknown)
 
-    async def test_versions_published_at_once_are_all_kept(self, store: LightningStore) -> None:
+    async def test_concurrently_published_versions_are_kept(self, store: LightningStore) -> None:
         await soon(asyncio.gather(*(store.update_resources("shared", {"prompt": f"{n}"}) for n in range(10))))
         updates = await store.query_resources(resources_id="shared")
         assert [update.version for update in updates] == list(range(1, 11))
@@ -121,7 +121,7 @@ class RecordingTests:
 
     async def test_a_value_that_is_not_a_resource_is_refused(self, store: LightningStore) -> None:
         with pytest.raises(ConfigError, match="prompt"):
-            await store.add_resources({"prompt": 3})  # type: ignore[dict-item] # meant
+            await store.add_resources({"prompt": 3})  # type: ignore[dict-item] # intended
         assert await store.get_latest_resources() is None
 
     async def test_unset_and_none_differ(self, store: LightningStore) -> None:
@@ -135,7 +135,7 @@ class RecordingTests:
         assert (cleared.config, cleared.status) == (config, "queuing")
         assert await read(store, queued.rollout_id) == cleared
 
-    async def test_an_attempt_keeps_what_is_not_given(self, store: LightningStore) -> None:
+    async def test_an_attempt_keeps_fields_that_are_not_given(self, store: LightningStore) -> None:
         claimed = await claim(store)
         await store.update_attempt(claimed.rollout_id, "latest", metadata={"a": 1}, worker_id="worker-1")
         attempt = await store.update_attempt(
@@ -178,7 +178,7 @@ class RecordingTests:
         with pytest.raises(TypeError):
             update.resources["prompt"] = PromptTemplate("changed")
         with pytest.raises(ValueError, match="frozen"):
-            rollout.status = "failed"  # type: ignore[misc] # meant
+            rollout.status = "failed"  # type: ignore[misc] # intended
 
     async def test_a_worker_is_busy_while_it_has_an_attempt(self, store: LightningStore) -> None:
         await store.enqueue_rollout("a")

@@ -96,7 +96,7 @@ class TracingTests:
             await store.add_span(lost)
         assert list(await store.query_spans(claimed.rollout_id)) == []
 
-    async def test_spans_written_at_once_are_all_stored_with_their_own_attempt(self, store: LightningStore) -> None:
+    async def test_concurrently_written_spans_are_all_stored_with_their_attempts(self, store: LightningStore) -> None:
         claims = [await claim(store) for _ in range(8)]
         spans = [make_span(claims[number % 8], owner=claims[number % 8].rollout_id) for number in range(160)]
         await soon(asyncio.gather(*(store.add_span(span) for span in spans)))
@@ -105,7 +105,7 @@ class TracingTests:
             assert sorted(span.sequence_id for span in found) == list(range(1, 21))
             assert {span.attributes["owner"] for span in found} == {claimed.rollout_id}
 
-    async def test_spans_of_attempts_are_told_apart(self, store: LightningStore) -> None:
+    async def test_spans_of_different_attempts_are_kept_separate(self, store: LightningStore) -> None:
         first = await claim(store)
         await store.add_span(make_span(first, "first"))
         await finish(store, first, "failed")

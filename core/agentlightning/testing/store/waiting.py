@@ -45,7 +45,7 @@ async def _until_asleep(task: asyncio.Task[object]) -> None:
 class WaitingTests:
     """Tests of ``dequeue`` with a timeout, ``wait_for_rollouts`` and ``subscribe``."""
 
-    async def test_a_waiting_claim_gets_the_rollout_that_comes(self, store: LightningStore) -> None:
+    async def test_a_waiting_claim_gets_a_rollout_that_arrives(self, store: LightningStore) -> None:
         waiting = await _start(store.dequeue_rollout("worker-1", timeout=PATIENCE_S))
         queued = await store.enqueue_rollout("late")
         claimed = await soon(waiting)
@@ -90,7 +90,7 @@ class WaitingTests:
             got.append(claimed)
 
         queued: list[str] = []
-        for pause in (0, 1, 2, 3, 5, 8):  # steps of the loop between the enqueue and the cancellation
+        for pause in (0, 1, 2, 3, 5, 8):  # iterations of the event loop between enqueueing and cancelling
             waiting = [asyncio.create_task(worker()) for _ in range(8)]
             await asyncio.sleep(0.03)
             queued += [(await store.enqueue_rollout(n)).rollout_id for n in range(4)]
@@ -99,7 +99,7 @@ class WaitingTests:
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-        while len(got) < len(queued):  # what was given back is there, or comes back at once
+        while len(got) < len(queued):  # released rollouts are in the queue, or return to it soon
             claimed = await soon(store.dequeue_rollout(timeout=PATIENCE_S))
             assert claimed is not None, f"{len(queued) - len(got)} of {len(queued)} rollouts were lost"
             got.append(claimed)
@@ -120,8 +120,8 @@ class WaitingTests:
         ]
         assert [rollout.rollout_id for rollout in await soon(store.wait_for_rollouts(ids))] == ids
 
-    async def test_an_end_while_a_wait_begins_is_not_missed(self, store: LightningStore) -> None:
-        for pause in range(24):  # steps of the loop between the beginning of the end and that of the wait
+    async def test_a_rollout_that_ends_while_a_wait_begins_is_not_missed(self, store: LightningStore) -> None:
+        for pause in range(24):  # iterations of the event loop between the start of the end and of the wait
             claimed = await claim(store)
             ending = asyncio.create_task(finish(store, claimed))
             for _ in range(pause):
@@ -130,7 +130,7 @@ class WaitingTests:
             assert ended.status == "succeeded"
             await ending
 
-    async def test_waiting_ends_for_an_end_in_another_thread(self, store: LightningStore) -> None:
+    async def test_a_wait_notices_an_end_in_another_thread(self, store: LightningStore) -> None:
         claimed = await claim(store)
         waiting = await _start(store.wait_for_rollouts([claimed.rollout_id]))
         await in_other_thread(lambda: finish(store, claimed))
@@ -148,7 +148,7 @@ class WaitingTests:
         await store.cancel_rollout(queued.rollout_id)
         assert [rollout.status for rollout in await soon(waiting)] == ["cancelled"]
 
-    async def test_waiting_returns_what_ended_in_time(self, store: LightningStore) -> None:
+    async def test_waiting_returns_the_rollouts_that_ended_in_time(self, store: LightningStore) -> None:
         done, open_ = await claim(store), await claim(store)
         await finish(store, done)
         ids = [open_.rollout_id, done.rollout_id]

@@ -20,7 +20,7 @@ __all__ = ["TracerConformance"]
 
 @pytest.mark.asyncio
 class TracerConformance(ShapeTests, DeliveryTests):
-    """Every tracer passes these tests.
+    """Tests that every tracer must pass.
 
     Subclass it and define one fixture, ``tracer``: a new tracer, before ``init``. Tests are asynchronous and need
     ``pytest-asyncio``, in either of its modes.

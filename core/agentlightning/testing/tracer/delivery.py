@@ -21,7 +21,7 @@ class DeliveryTests:
     stall_s: ClassVar[float] = 2.0
     """How long the store stalls while an agent records 1,000 spans."""
 
-    async def test_leaving_the_trace_context_finds_every_span_stored(self, tracer: Tracer) -> None:
+    async def test_every_span_is_stored_when_the_trace_context_ends(self, tracer: Tracer) -> None:
         async with memory_store() as store, working(tracer, store):
             rollout = await store.start_rollout(0)
             async with tracer.trace_context(**ids_of(rollout)) as trace:
@@ -60,7 +60,7 @@ class DeliveryTests:
             assert set(await by_name(store, rollout)) == {"late", semconv.SPAN_ROLLOUT}
         assert [span.name for span in trace.spans] == [semconv.SPAN_ROLLOUT]
 
-    async def test_an_agent_of_1000_spans_is_not_slowed_by_a_store_that_stalls_and_none_is_lost(
+    async def test_a_stalling_store_neither_slows_an_agent_nor_loses_any_of_its_1000_spans(
         self, tracer: Tracer
     ) -> None:
         async with memory_store(stall_s=self.stall_s) as store, working(tracer, store):

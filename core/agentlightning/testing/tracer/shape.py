@@ -112,7 +112,7 @@ class ShapeTests:
         assert find_final_reward([reward]) == 1.0
         assert {span.parent_id for span in (message, search_span, reward)} == {root.span_id}
 
-    async def test_the_last_trace_is_the_one_of_the_caller(self, tracer: Tracer) -> None:
+    async def test_each_caller_has_its_own_last_trace(self, tracer: Tracer) -> None:
         async def trace_something() -> None:
             async with tracer.trace_context("other"):
                 pass
@@ -129,7 +129,7 @@ class ShapeTests:
             async with tracer.trace_context(rollout_id="ro-1"):
                 pass
 
-    async def test_the_active_tracer_is_known_inside_only(self, tracer: Tracer) -> None:
+    async def test_the_active_tracer_is_set_only_inside_a_trace(self, tracer: Tracer) -> None:
         assert get_active_tracer() is None
         async with tracer.trace_context():
             assert get_active_tracer() is tracer

@@ -20,9 +20,9 @@ class Assistant:
     model: str = "acme-1"
     client: AsyncOpenAI | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of each model call, such as ``temperature``."""
+    """Settings of each model call, such as ``temperature``."""
     observers: list[Callable[[str, dict[str, Any]], None]] = field(default_factory=list)
-    """Told of ``tool`` calls, as frameworks tell their callbacks."""
+    """Functions that are called after each ``tool`` call, like the callbacks of frameworks."""
 
     async def ask(self, question: str) -> str:
         """Runs the loop of model calls and tool calls until the model answers."""

@@ -26,7 +26,7 @@ class AssistantAgent(FrameworkAgent[Assistant]):
         return True
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> str:
-        """Runs a copy: many rollouts go on at once, each with its own endpoint and texts."""
+        """Runs a copy: many rollouts run at the same time, each with its own endpoint and texts."""
         changes: dict[str, Any] = {"observers": [*self.agent.observers, _record]}
         changes["instructions"] = texts.get(f"{self.agent.name}.instructions", self.agent.instructions)
         if llm is None:
@@ -44,7 +44,7 @@ class AssistantAgent(FrameworkAgent[Assistant]):
 
 
 def _record(kind: str, what: dict[str, Any]) -> None:
-    """A tool call as a span, in the names that the adapter and the credit rules read."""
+    """Records a tool call as a span, with the attribute names that the adapter and the credit rules read."""
     attributes = {
         "gen_ai.operation.name": "execute_tool",
         "gen_ai.tool.name": what["name"],

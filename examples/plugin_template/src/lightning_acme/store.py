@@ -1,6 +1,6 @@
 """``folder:///path``: a store in one journal file, read whole when it is opened. For one process and small runs.
 
-Lightning keeps the meaning of rollouts, attempts and leases; a database is the nine methods of ``Backend``.
+Lightning implements rollouts, attempts and leases; a database implements only the nine methods of ``Backend``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FolderStore(BackendStore):
         """Opens the folder, and creates it if it is missing.
 
         Raises:
-            ConfigError: another process has it open.
+            ConfigError: another process has the folder open.
         """
         super().__init__(FolderBackend(Path(folder)), run_id=run_id, lease_s=lease_s)
 
@@ -174,7 +174,7 @@ class FolderBackend:
         self._journal.close()
 
     def _write(self, writes: Sequence[Write], events: Sequence[Event]) -> None:
-        """Journal first: what is acknowledged is on disk. Events go out in the order of the journal."""
+        """Writes the journal first, so that acknowledged writes are on disk; events are sent in the journal's order."""
         lines: list[dict[str, Any]] = [
             {"put": type(write.record).__name__, "record": write.record.model_dump(mode="json")}
             if isinstance(write, Put)
@@ -189,14 +189,14 @@ class FolderBackend:
                 listener(events)
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
-        """One line for each transaction: if a crash cuts a line off, its transaction was never acknowledged."""
+        """Appends one line for a transaction: if a crash cuts the line off, the transaction was never acknowledged."""
         if lines:
             self._journal.write(json.dumps(lines).encode() + b"\n")
             self._journal.flush()
             os.fsync(self._journal.fileno())
 
     def _replay_journal(self) -> None:
-        """Reads the journal, and removes a last line that a crash cut off: the next one would continue it."""
+        """Reads the journal, and removes a last line that a crash cut off: the next write would be appended to it."""
         self._journal.seek(0)
         end = 0
         for line in self._journal:
@@ -280,7 +280,7 @@ def _read(record: Record, field: str) -> Any:
 
 
 def _sort_key(value: Any) -> tuple[bool, str, Any]:
-    """None first; values of several types, which metadata may hold, by type."""
+    """Sorts None first, and values of different types, which metadata may have, by type."""
     if value is None or isinstance(value, (bool, int, float)):
         return value is not None, "", value or 0
     if isinstance(value, str):

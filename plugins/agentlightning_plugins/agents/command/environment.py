@@ -67,7 +67,7 @@ def _choose_model(resources: Mapping[str, Resource], wanted: str | None) -> LLM 
     if wanted is not None and wanted not in models:
         raise ConfigError(f"llm = {wanted!r}: no such model; models among the resources: {', '.join(models) or 'none'}")
     if wanted is None and len(models) > 1 and "llm" not in models:
-        raise ConfigError(f"{len(models)} models could be meant: {', '.join(models)}. Name one: CommandAgent(llm=...)")
+        raise ConfigError(f"{len(models)} models match: {', '.join(models)}. Name one: CommandAgent(llm=...)")
     return models[wanted or ("llm" if "llm" in models else next(iter(models)))] if models else None
 
 

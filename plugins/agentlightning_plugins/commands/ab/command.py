@@ -20,9 +20,9 @@ from agentlightning_plugins.statistics.comparison import compare_rollouts
 async def compare(store: LightningStore, control: str, treatment: str, as_json: bool) -> None:
     """Compare the rewards of two groups of rollouts.
 
-    CONTROL and TREATMENT are each the group of that name (`group` of the metadata), other metadata as in
-    `variant=b`, or resources: a snapshot or one version of it, as in `rs-1@3`. Failed rollouts count as 0; those
-    without a reward are left out.
+    CONTROL and TREATMENT each select rollouts by group name (`group` of the metadata), by other metadata, as in
+    `variant=b`, or by resources: a snapshot or one version of it, as in `rs-1@3`. Failed rollouts count as 0;
+    rollouts without a reward are excluded.
     """
     found = await compare_rollouts(store, _read(control), _read(treatment))
     sides = {"control": found.control, "treatment": found.treatment}
@@ -47,15 +47,15 @@ async def compare(store: LightningStore, control: str, treatment: str, as_json: 
     )
     how = "independent groups"
     if found.paired:
-        how = "paired by task" + (f", {found.dropped} tasks of one group left out" if found.dropped else "")
+        how = "paired by task" + (f", {found.dropped} tasks of one group excluded" if found.dropped else "")
     elif found.control.has_users or found.treatment.has_users:
         how = f"{len(found.control.rewards)} against {len(found.treatment.rewards)} users"
     interval = "no interval" if math.isinf(found.low) else f"95 % interval [{found.low:+.3f}, {found.high:+.3f}]"
     echo(f"\ndifference {found.difference:+.3f}  {interval}  p = {found.p_value:.2g}  ({how})")
-    echo("failed rollouts count as 0; those without a reward are left out")
+    echo("failed rollouts count as 0; rollouts without a reward are excluded")
 
 
 def _read(text: str) -> str | dict[str, Any]:
-    """A group as it was typed: values of metadata are JSON where they can be, so that ``step=3`` is a number."""
+    """Parses the argument for a group. Metadata values are parsed as JSON if possible: ``step=3`` is a number."""
     key, sign, value = text.partition("=")
     return {key: json_or_text(value)} if sign else text

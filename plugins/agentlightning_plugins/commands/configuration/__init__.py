@@ -1,1 +1,1 @@
-"""Library: configuration files, and the parts of a run made from them."""
+"""Library: configuration files, and the parts of a run that they describe."""

@@ -56,7 +56,7 @@ class Parts:
     val: Dataset[Any] | None
     resources: dict[str, Resource] | None
     components: dict[str, Any]
-    """By argument of ``Trainer``; contains only those that the configuration names."""
+    """Components by argument of ``Trainer``; contains only those that the configuration names."""
 
 
 def load_parts(config: TrainConfig, document: Document) -> Parts:
@@ -113,7 +113,7 @@ def compose_algorithm(config: TrainConfig, document: Document) -> Any:
 
 
 def make_trainer(config: TrainConfig, parts: Parts, directory: Path, *, resume: bool) -> Trainer:
-    """The trainer of a run in ``directory``."""
+    """Returns the trainer for a run in ``directory``."""
     components = dict(parts.components)
     return Trainer(
         algorithm=components.pop("algorithm"),
@@ -142,7 +142,7 @@ def check_setup(config: TrainConfig, parts: Parts) -> Sequence[LLM]:
         return ()
     algorithm: Algorithm = parts.components["algorithm"]
     context = RunContext(
-        # A memory store replaces a configured one, because opening that may create a file.
+        # A memory store replaces the configured store, because opening that store may create a file.
         store=None if config.store is None else create_store("memory://"),
         adapter=parts.components.get("adapter"),
         llm_proxy=parts.components.get("gateway"),
@@ -164,7 +164,7 @@ def fit(trainer: Trainer, parts: Parts) -> Run:
 
 
 def open_store(config: TrainConfig, directory: Path) -> LightningStore:
-    """Opens the store of a run. A shared store is scoped to the run by the name of its directory."""
+    """Opens the store of a run. In a shared store, the run has the name of its directory."""
     if config.store is None:
         make_directory(directory)
         return create_store(f"sqlite:///{directory}/store.db")
@@ -175,7 +175,7 @@ def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
     """Loads the agent that a configuration names.
 
     Raises:
-        ConfigError: it cannot be imported, or is not an agent.
+        ConfigError: the object cannot be imported, or is not an agent.
     """
     if isinstance(spec, str):
         return wrap(load_attribute(spec))
@@ -188,7 +188,7 @@ def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
 
 
 def _load_reward(spec: AgentConfig | CommandConfig) -> Any:
-    """Returns a function, a component, or where a command writes its reward, such as ``stdout``."""
+    """Returns a function, a component, or the place where a command reports its reward, such as ``stdout``."""
     reward = spec.reward
     if isinstance(reward, str):
         if ":" in reward:
@@ -207,7 +207,7 @@ def load_agent_argument(argument: str, reward: str | None) -> LitAgent[Any]:
     """Loads the argument AGENT of a command: ``module:attribute``, or a configuration file of ``agl train``.
 
     Raises:
-        ConfigError: it cannot be loaded, or the configuration defines the reward already.
+        ConfigError: the agent cannot be loaded, or ``reward`` is given with a configuration, which defines the reward.
     """
     if not is_config_file(argument):
         return load_agent(AgentConfig(target=argument, reward=reward))
@@ -220,7 +220,7 @@ def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
     """Loads the tasks that a configuration names.
 
     Raises:
-        ConfigError: they cannot be loaded, or there are none.
+        ConfigError: the tasks cannot be loaded, or there are none.
     """
     if isinstance(spec, str):
         return load_dataset(expand(spec))
@@ -228,10 +228,10 @@ def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
 
 
 def _load_resources(given: Mapping[str, Any]) -> dict[str, Resource]:
-    """Expands all but the secrets: the store keeps resources, so the runner resolves these (``resolve_secrets``).
+    """Expands references except secrets: the store saves resources, so runners expand secrets (``resolve_secrets``).
 
     Raises:
-        ConfigError: a resource is invalid, its variable is not set, or a URL has a password.
+        ConfigError: a resource is invalid, a variable is not set, or a URL has a password.
     """
 
     def expand_but_secrets(value: Any) -> Any:
@@ -240,17 +240,19 @@ def _load_resources(given: Mapping[str, Any]) -> dict[str, Resource]:
                 name: child if SECRET_NAME.search(str(name)) else expand_but_secrets(child)
                 for name, child in value.items()
             }
+        if isinstance(value, list):
+            return [expand_but_secrets(child) for child in value]
         if isinstance(value, str) and re.search(r"://[^/@\s]*:[^/@\s]*\$\{\w+\}[^/@\s]*@", value):
             raise ConfigError("a URL of a resource has a password, which the store would keep; use api_key")
         return expand(value)
 
     resources = read_resources(expand_but_secrets(given))
-    resolve_secrets(resources)  # the runners of this machine will need the same variables
+    resolve_secrets(resources)  # a check: runners on this machine need the same variables
     return resources
 
 
 def expand(value: Any) -> Any:
-    """Replaces ``${NAME}`` by the environment variable in all strings of a nested value.
+    """Replaces ``${NAME}`` with the environment variable's value in all strings of a nested value.
 
     Raises:
         ConfigError: the variable is not set.
@@ -275,7 +277,7 @@ def _from_environment(match: re.Match[str]) -> str:
 
 @contextlib.contextmanager
 def _located(document: Document, path: KeyPath) -> Iterator[None]:
-    """Starts the messages of our own errors with the location of the value that they are about."""
+    """Prefixes the messages of our own errors with the location of the value that caused them."""
     try:
         yield
     except LightningError as error:
@@ -285,7 +287,7 @@ def _located(document: Document, path: KeyPath) -> Iterator[None]:
 
 
 def _split(spec: ComponentSpec) -> tuple[str, dict[str, Any]]:
-    """The name of a component and its settings."""
+    """Returns the name of a component and its settings."""
     settings = {"name": spec} if isinstance(spec, str) else dict(spec)
     return settings.pop("name"), settings
 
@@ -294,7 +296,7 @@ def find_class(kind: ComponentKind, name: str) -> Any:
     """Returns the class of a component.
 
     Args:
-        kind: of the component.
+        kind: the kind of the component.
         name: a registered name, ``module:Class`` or ``file.py:Class``.
 
     Raises:

@@ -19,7 +19,7 @@ from agentlightning.errors import ConfigError, suggest
 def load_attribute(target: str) -> Any:
     """Imports ``module:attribute`` or ``path/to/file.py:attribute``.
 
-    The folder of the file, or the working directory, is the last on the import path: a file there never replaces an
+    The folder of the file, or the working directory, is appended to the import path: a file there never replaces an
     installed package that other code imports.
 
     Raises:
@@ -47,10 +47,10 @@ def load_attribute(target: str) -> Any:
 
 
 def _import_file(name: str, file: Path) -> ModuleType:
-    """Imports the module of a file, under another name if ``name`` is that of an installed module."""
+    """Imports the module of a file, under a different name if an installed module is called ``name``."""
     try:
         found = importlib.util.find_spec(name)
-    except ValueError:  # the module of this name was made by hand, as __main__
+    except ValueError:  # the module of this name has no spec, like __main__
         return importlib.import_module(name)
     if found is None or (found.origin is not None and Path(found.origin).resolve() == file):
         return importlib.import_module(name)

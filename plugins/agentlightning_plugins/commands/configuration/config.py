@@ -1,4 +1,4 @@
-"""The schema of a configuration file. Each field is an argument of ``Trainer``, or says where to load one from."""
+"""The schema of a configuration file. Each field is an argument of ``Trainer``, or the source to load it from."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from agentlightning_plugins.commands.configuration.document import Document, Key
 COMPONENTS: Final[tuple[ComponentKind, ...]] = ("algorithm", "adapter", "tracer", "strategy", "gateway")
 """The components of a run that have a key of their kind in the configuration."""
 
-# Tags of the branches of a union. They stand in the locations of pydantic's errors, and are no keys of a configuration.
+# Tags of the branches of a union. Pydantic adds them to the locations of errors; they are not keys of a configuration.
 _TEXT, _LIST, _MAPPING, _COMMAND = Tag("<text>"), Tag("<list>"), Tag("<mapping>"), Tag("<command>")
 
 
 def _check_component(value: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(value.get("name"), str):
-        raise ValueError("a component with settings needs its 'name' among them")
+        raise ValueError("a component with settings needs the key 'name'")
     return value
 
 
@@ -56,7 +56,7 @@ class AgentConfig(_Section):
     target: str
     """``module:attribute`` or ``file.py:attribute`` of a function, a LitAgent or a framework's object."""
     reward: ComponentSpec | None = None
-    """When the agent returns no reward: ``module:attribute`` of ``reward(task, output, rollout) -> float``, or a
+    """Used if the agent returns no reward: ``module:attribute`` of ``reward(task, output, rollout) -> float``, or a
     component such as ``judge``."""
     task_to_input: str | None = None
     """``module:attribute`` of ``task_to_input(task)``, for framework objects."""
@@ -71,10 +71,10 @@ class CommandConfig(_Section):
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
     command: list[str]
-    """Program and arguments. Further settings are those of ``agl.CommandAgent``."""
+    """Program and arguments. All other keys are settings of ``agl.CommandAgent``."""
     reward: ComponentSpec | None = None
-    """``module:attribute`` of ``reward(task, output, rollout) -> float``, a component such as ``judge``, or where the
-    command writes it: ``stdout``, ``file`` or ``exit_code``."""
+    """``module:attribute`` of ``reward(task, output, rollout) -> float``, a component such as ``judge``, or the place
+    where the command reports it: ``stdout``, ``file`` or ``exit_code``."""
 
 
 class DatasetConfig(_Section):
@@ -127,7 +127,7 @@ class TrainConfig(_Section):
     """Initial resources by name. A string is a prompt; other resources are mappings with
     ``resource_type``."""
     adapter: ComponentSpec | None = None
-    """Converts spans to training data; default is the algorithm's own."""
+    """Converts spans to training data; default is the algorithm's adapter."""
     tracer: ComponentSpec | None = None
     """Records spans; default ``otel``."""
     strategy: ComponentSpec | None = None
@@ -141,7 +141,7 @@ class TrainConfig(_Section):
     max_rollouts: int | None = Field(default=None, ge=1)
     """Number of rollouts after which a runner stops."""
     port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of the served store; default is a free one."""
+    """Port of the served store; default is a free port."""
     seed: int = 0
     """Random seed of algorithms that have no seed setting of their own."""
     trackers: list[ComponentSpec] | None = None
@@ -154,7 +154,7 @@ def read_config(document: Document) -> TrainConfig:
     """Checks a document against ``TrainConfig``.
 
     Raises:
-        ConfigError: names file, line, key and value, and the closest known key.
+        ConfigError: a key or value is invalid; the message has file, line, key, value and the closest known key.
     """
     try:
         return TrainConfig.model_validate(document.values)
@@ -172,7 +172,7 @@ _SECTIONS: Final[dict[KeyPath, type[_Section]]] = {
 
 
 def _explain(document: Document, error: ValidationError) -> str:
-    """Describes the first error; a missing key last, because a misspelt key is also a missing one."""
+    """Describes the first error, but missing keys last, because a misspelt key also counts as a missing key."""
     first = min(error.errors(), key=lambda problem: problem["type"] == "missing")
     path: KeyPath = tuple(part for part in first["loc"] if not str(part).startswith("<"))
     shown = ".".join(map(str, path))

@@ -24,7 +24,7 @@ def load_dataset(
     Args:
         source: a file (.jsonl, .json, .csv, .parquet), ``module:attribute`` of a sequence or of a function that returns
             one, or ``hf:name`` of a Hugging Face data set.
-        split: of a Hugging Face data set; default ``train``.
+        split: the split of a Hugging Face data set; default ``train``.
         limit: maximum number of tasks, applied after shuffling.
         shuffle_seed: seed for shuffling; None keeps the order.
 

@@ -1,4 +1,4 @@
-"""A configuration file as data: its values, the line of each, and the overrides of the command line."""
+"""A configuration file as data: its values, their line numbers, and the overrides from the command line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from agentlightning.errors import ConfigError
 from agentlightning.resources import SECRET_NAME
 
 KeyPath: TypeAlias = tuple[str | int, ...]
-"""From the root of the document, as in ``("data", "train")``."""
+"""Keys from the root of the document to a value, as in ``("data", "train")``."""
 
 _NO_SECRETS: Final = frozenset({"", "EMPTY", "none", "None", "dummy"})
 _SHORT: Final = {("agent",): "target", ("data", "train"): "source", ("data", "val"): "source"}
-"""The key of a section that a string stands for. Below ``resources`` a string is a prompt, elsewhere the ``name`` of a
-component."""
+"""For sections that may be a string: the key that the string sets. Below ``resources`` a string is a prompt, elsewhere
+the ``name`` of a component."""
 _REFERENCE: Final = re.compile(r"\$\{\w+\}|os\.environ/\w+")
 
 
@@ -57,7 +57,7 @@ class Document:
         """Applies ``a.b=value`` arguments; values are read as YAML.
 
         Raises:
-            ConfigError: an argument is not ``key=value``, or its key lies below a value that is not a mapping.
+            ConfigError: an argument is not ``key=value``, or its key is below a value that is not a mapping.
         """
         for argument in arguments:
             key, separator, text = argument.partition("=")
@@ -107,8 +107,8 @@ def read_with_overrides(path: Path, overrides: Sequence[str]) -> Document:
     """Reads a file, applies overrides, and rejects literal secrets, because a run prints and stores its configuration.
 
     Raises:
-        ConfigError: as ``read_document`` and ``Document.override``, or a key or password is not a reference to the
-            environment.
+        ConfigError: as in ``read_document`` and ``Document.override``; or a secret is not a reference to an environment
+            variable.
     """
     document = read_document(path)
     document.override(overrides)

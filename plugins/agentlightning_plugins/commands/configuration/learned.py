@@ -1,4 +1,4 @@
-"""The resources that a run learned, for commands that run its agent once more."""
+"""The resources that a run learned, for commands that run its agent again."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from agentlightning_plugins.commands.terminal import open_store
 
 @contextlib.contextmanager
 def learned_resources(where: str | None) -> Iterator[dict[str, Resource]]:
-    """Yields the latest resources of a run or store; the model whose weights a run trained is served meanwhile.
+    """Yields the latest resources of a run or store; if the run trained weights, serves the model meanwhile.
 
     Args:
-        where: a URL, or the directory of a run; None yields nothing.
+        where: a URL, or the directory of a run; None yields no resources.
 
     Raises:
         NotFoundError: the store has no resources.
@@ -36,28 +36,28 @@ def learned_resources(where: str | None) -> Iterator[dict[str, Resource]]:
             raise NotFoundError(f"{where} contains no resources")
         yield latest
         return
-    # A run whose store was in memory or elsewhere has left the model only.
+    # If the run's store was in memory or elsewhere, its directory has only the model.
     learned = asyncio.run(_read_latest(where)) if (run / "store.db").is_file() else None
     with served_model(run) as models:
         yield {**(learned or {}), **models}
 
 
 def saved_weights(run: Path) -> list[str] | None:
-    """The names of the checkpoints that a run saved; None if it does not train weights.
+    """Returns the names of the checkpoints that a run saved; None if the run does not train weights.
 
     Raises:
-        ConfigError: its record is damaged.
+        ConfigError: the run's record is damaged.
     """
     return None if read_training(run) is None else list(list_checkpoints(run))
 
 
 @contextlib.contextmanager
 def served_model(run: Path | None, checkpoint: str | None = None) -> Iterator[dict[str, Resource]]:
-    """Yields the resources of the model whose weights a run trained, while it is served; nothing for None.
+    """Serves the model that a run trained, and yields its resources.
 
     Args:
-        run: its directory.
-        checkpoint: ``best``, ``latest`` or a step; None: the first of best and latest.
+        run: directory of the run; None serves nothing and yields no resources.
+        checkpoint: ``best``, ``latest`` or a step; None selects best, or latest if there is no best.
 
     Raises:
         LightningError: the model cannot be served.

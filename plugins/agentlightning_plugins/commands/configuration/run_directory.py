@@ -8,7 +8,7 @@ from typing import Final
 from agentlightning.run.directory import make_directory
 
 CONFIG_NAME: Final = "config.yaml"
-"""The file in a run's directory that keeps the run's configuration."""
+"""The file in a run's directory that contains the run's configuration."""
 
 
 def choose_directory(named: str | None, name: str) -> Path:
@@ -16,7 +16,7 @@ def choose_directory(named: str | None, name: str) -> Path:
     if named is not None:
         return Path(named)
     root, number = Path("runs"), 1
-    # Created at once, so that two runs started together do not choose the same directory.
+    # Created immediately, so that two runs that start together do not choose the same directory.
     while not make_directory(directory := root / (name if number == 1 else f"{name}-{number}")):
         number += 1
     return directory

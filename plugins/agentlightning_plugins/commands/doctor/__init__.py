@@ -1,1 +1,1 @@
-"""``agl doctor``: runs one rollout of an agent and says which check between it and training is broken."""
+"""``agl doctor``: runs one rollout of an agent and reports which requirements of training it fails."""

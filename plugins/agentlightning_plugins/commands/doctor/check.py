@@ -11,7 +11,7 @@ NAMES: tuple[str, ...] = (
     *("environment", "agent", "endpoint", "rollout"),
     *("calls", "task", "prompts", "spans", "token ids", "logprobs", "reward", "triplets", "template"),
 )
-"""In the order in which they are checked."""
+"""Names of the checks, in the order in which they run."""
 
 
 class Check(NamedTuple):
@@ -26,17 +26,17 @@ class Check(NamedTuple):
 
 
 def ok(name: str, text: str) -> Check:
-    """A check that passed."""
+    """Returns a check that passed."""
     return Check(name, "ok", text)
 
 
 def broken(name: str, text: str, fix: str) -> Check:
-    """A check that failed."""
+    """Returns a check that failed."""
     return Check(name, "broken", text, fix)
 
 
 def unchecked(name: str, text: str) -> Check:
-    """A check that could not run, and the reason."""
+    """Returns a check that could not run, with the reason."""
     return Check(name, "unchecked", text)
 
 

@@ -19,10 +19,10 @@ from agentlightning_plugins.commands.terminal import json_option, json_or_text, 
 @click.option("--endpoint", metavar="URL", help="OpenAI-compatible model server; default is a scripted one.")
 @click.option("--model", help="Name of the model; default is the first that the server lists.")
 @click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="API key of the model server.")
-@click.option("--task", metavar="JSON|TEXT", help="The task; default is the first of CONFIG, or a greeting.")
+@click.option("--task", metavar="JSON|TEXT", help="The task; default is the first task of CONFIG, or a greeting.")
 @click.option("--reward", metavar="MODULE:FUNCTION", help="A function reward(task, output, rollout).")
 @click.option("--resource", "resources", multiple=True, metavar="NAME=TEXT", help="A prompt of the agent.")
-@click.option("--resources", "learned", metavar="RUN_DIR|URL", help="Use what that run learned, its model included.")
+@click.option("--resources", "learned", metavar="RUN_DIR|URL", help="Use the prompts and model that a run learned.")
 @click.option("--tracer", default="otel", show_default=True, help="The tracer.")
 @click.option("--agent-match", metavar="REGEX", help="Train only the agents whose name matches.")
 @click.option(
@@ -54,7 +54,7 @@ def command(
     """Run one rollout of AGENT and check that training could learn from it.
 
     AGENT is module:attribute, path/to/file.py:attribute, demo, or a configuration file of `agl train`, which supplies
-    agent, resources and first task. The exit code is 1 when a check fails.
+    the agent, the resources and the first task. The exit code is 1 if a check fails.
     """
     from agentlightning_plugins.commands.configuration.assembly import is_config_file
     from agentlightning_plugins.commands.configuration.learned import learned_resources

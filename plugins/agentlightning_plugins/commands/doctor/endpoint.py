@@ -20,10 +20,10 @@ _EXAMPLES: Final[dict[str, Any]] = {"integer": 1, "number": 1.0, "boolean": True
 
 
 async def check_endpoint(endpoint: str, model: str | None, api_key: str | None) -> tuple[Check, str | None]:
-    """Lists the models of a server, a request that costs nothing.
+    """Checks a server by listing its models, a request that costs nothing.
 
     Returns:
-        The check, and the name of the model to use; None when it failed.
+        The check and the name of the model to use, which is None if the check failed.
     """
     try:
         models = await asyncio.to_thread(_list_models, endpoint, api_key)

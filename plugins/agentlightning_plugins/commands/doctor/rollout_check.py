@@ -20,7 +20,7 @@ _USE_LLM = (
     "create the client with the rollout's endpoint: OpenAI(base_url=llm.get_base_url(), "
     "api_key=llm.api_key), where llm is a parameter of the agent"
 )
-_SEE_SERVER = "see the model server's log, or leave out --endpoint to use a scripted server"
+_SEE_SERVER = "see the model server's log, or omit --endpoint to use a scripted server"
 _SERVER = "serve the model with vLLM 0.10.2 or newer, or let Trainer(algorithm='grpo') serve it"
 
 
@@ -34,13 +34,13 @@ class RolloutChecks:
     is_scripted: bool
     """Whether the model server was the scripted one."""
     trains_weights: bool
-    """Whether token ids are needed; prompt tuning needs none."""
+    """Whether token ids are needed; prompt tuning does not need them."""
     resources: Mapping[str, Resource] = field(default_factory=dict)
-    """Of the rollout."""
+    """Resources of the rollout, by name."""
     server: str = ""
     """Model and URL of the model server."""
     has_own_task: bool = False
-    """Whether the task is the user's, so that the model should see it."""
+    """Whether the user gave the task, so that a model call should contain it."""
 
     def checks(self) -> list[Check]:
         """Runs the checks ``calls`` to ``template``."""
@@ -84,7 +84,7 @@ class RolloutChecks:
         return ok("calls", f"{_count(answered, 'model call')} went through the rollout's endpoint")
 
     def _prompt_calls(self, traced: Sequence[Span]) -> Check:
-        """For prompt tuning, calls that bypass the rollout's endpoint suffice: critics read the traced calls."""
+        """Checks the calls for prompt tuning, which may bypass the rollout's endpoint: critics read the trace."""
         if failed := [span for span in traced if span.status.status_code == "ERROR"]:
             said = (
                 f"{len(failed)} of {_count(traced, 'model call')} failed: {_describe_call(failed[-1])}: "
@@ -92,17 +92,17 @@ class RolloutChecks:
             )
             return broken("calls", said, "fix the endpoint, the model or the key in the agent")
         if traced:
-            said = f"{_count(traced, 'model call')}, none through the rollout's endpoint; prompt tuning needs none"
+            said = f"{_count(traced, 'model call')} bypassed the rollout's endpoint, which prompt tuning allows"
             return ok("calls", said)
         if any(semconv.OPERATION_OUTPUT in span.attributes for span in self.spans):
             return unchecked("calls", "the agent made no traced model call; critics read its output")
         said = "the agent made no traced model call: critics would see only tasks and rewards"
-        return broken("calls", said, f"{_USE_LLM}; or call the model by a library that the tracer knows")
+        return broken("calls", said, f"{_USE_LLM}; or call the model with a library that the tracer supports")
 
     def _texts(self) -> list[Check]:
         calls = [span for span in self.spans if semconv.is_llm_call(span)]
         prompts = {name: prompt for name, prompt in self.resources.items() if isinstance(prompt, PromptTemplate)}
-        task = unchecked("task", "it is doctor's own; give one with --task")
+        task = unchecked("task", "doctor's default task was used; give another with --task")
         return [check_task(self.rollout.input, calls) if self.has_own_task else task, check_prompts(prompts, calls)]
 
     def _spans(self) -> Check:
@@ -147,8 +147,8 @@ class RolloutChecks:
                 f"a call has {len(uneven[0].response_token_ids)} response tokens and "
                 f"{len(uneven[0].logprobs or ())} logprobs"
             )
-            return broken("logprobs", said, f"each sampled token needs one: {_SERVER}")
-        return ok("logprobs", "one for each sampled token")
+            return broken("logprobs", said, f"each sampled token needs a logprob: {_SERVER}")
+        return ok("logprobs", "each sampled token has one")
 
     def _not_needed(self, name: str) -> Check | None:
         if not self.trains_weights:
@@ -217,7 +217,7 @@ class RolloutChecks:
 
 
 def _describe_call(span: Span) -> str:
-    """The model and the URL of a call that the tracer recorded."""
+    """Returns the model and the URL of a call that the tracer recorded."""
     attributes = span.attributes
     url = attributes.get("gen_ai.openai.api_base") or attributes.get("server.address") or "an unknown URL"
     return f"{semconv.read_model(span) or 'an unknown model'} at {url}"

@@ -34,7 +34,7 @@ _SCRIPTED: Final = "scripted"
 _DEMO: Final = "demo"
 _DEMO_TASK: Final = {"question": "Tom has 3 apples and gets 4 more. How many apples has Tom now?", "answer": 7}
 NO_TASK: Final = object()
-"""The user gave no task."""
+"""Value of ``Request.task`` if the user gave no task."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Request:
     agent: str | AgentConfig | CommandConfig
     """``module:attribute``, ``path/to/file.py:attribute``, ``demo``, or the agent section of a configuration."""
     endpoint: str | None = None
-    """Base URL of an OpenAI-compatible server; None uses a scripted one."""
+    """Base URL of an OpenAI-compatible server; None uses a scripted server."""
     model: str | None = None
-    """None selects the first model that the server lists."""
+    """Name of the model; None selects the first model that the server lists."""
     api_key: str | None = field(default=None, repr=False)
     task: Any = NO_TASK
     reward: str | None = None
-    """``module:function``."""
+    """Reward function, as ``module:function``."""
     resources: Mapping[str, Resource | str] = field(default_factory=dict)
     """The agent's resources, by name; calls to any ``LLM`` go through the gateway."""
     tracer: str = "otel"
@@ -97,7 +97,7 @@ async def run_checks(request: Request) -> list[Check]:
             server=f"{model} at {endpoint}",
             has_own_task=request.task is not NO_TASK or request.agent == _DEMO,
         )
-        was_disabled, logger.disabled = logger.disabled, True  # the checks say what the log would repeat
+        was_disabled, logger.disabled = logger.disabled, True  # the log would only repeat the checks
         try:
             return checks + rollout_checks.checks()
         finally:

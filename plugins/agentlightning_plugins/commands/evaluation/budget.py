@@ -15,29 +15,29 @@ from agentlightning.types import Dataset
 
 
 class Budgeted(Algorithm):
-    """Runs another algorithm, counts its rollouts and stops it when they are more than it may use."""
+    """Runs another algorithm, counts its rollouts and stops the algorithm when they exceed the budget."""
 
     def __init__(self, algorithm: Algorithm, budget: int | None) -> None:
         """Wraps an algorithm.
 
         Args:
-            algorithm: what learns. A synchronous one cannot be stopped, only counted.
-            budget: rollouts, those in mode ``test`` left out; None counts only.
+            algorithm: the algorithm to run. A synchronous algorithm cannot be stopped; its rollouts are only counted.
+            budget: maximum number of rollouts, excluding those in mode ``test``; None only counts them.
         """
         self.algorithm = algorithm
         self.budget = budget
         self._counted: set[str] = set()
         self.was_stopped = False
         self.resources: dict[str, Resource] = {}
-        """The latest of the run when the algorithm has ended."""
+        """The run's latest resources, set when the algorithm has ended."""
 
     @property
     def rollouts(self) -> int:
-        """Number of rollouts so far, those in mode ``test`` left out."""
+        """Number of rollouts so far, excluding those in mode ``test``."""
         return len(self._counted)
 
     @property
-    def default_adapter(self) -> str | None:  # type: ignore[override] # the wrapped one's, known with the instance
+    def default_adapter(self) -> str | None:  # type: ignore[override] # depends on the wrapped algorithm
         return self.algorithm.default_adapter
 
     @property
@@ -56,7 +56,7 @@ class Budgeted(Algorithm):
         return self.algorithm.check_setup(context)
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
-        """Runs the algorithm to its end or to the end of its budget."""
+        """Runs the algorithm until it ends or exceeds its budget."""
         work = asyncio.ensure_future(self._work(train_dataset, val_dataset))
         counting = asyncio.create_task(self._count(work))
         await asyncio.sleep(0)  # lets it subscribe before the first rollout
@@ -69,7 +69,7 @@ class Budgeted(Algorithm):
         finally:
             counting.cancel()
             await asyncio.gather(counting, work, return_exceptions=True)
-        # The events of the last rollouts may come after the end; earlier rollouts may have been deleted.
+        # Events of the last rollouts may not have arrived yet; earlier rollouts may have been deleted.
         self._counted |= {each.rollout_id for each in await self.get_store().query_rollouts() if each.mode != "test"}
         latest = await self.get_store().get_latest_resources()
         self.resources = {} if latest is None else dict(latest.resources)

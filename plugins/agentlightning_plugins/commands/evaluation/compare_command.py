@@ -20,8 +20,8 @@ from agentlightning_plugins.commands.terminal import json_option, print_json
     "algorithms",
     multiple=True,
     metavar="YAML",
-    help="A name, or '{name: ..., setting: ...}', or a list of these, each of which begins with what the one before "
-    "learned; [] trains nothing. May be repeated; the first is the baseline of the comparison. An algorithm that "
+    help="A name, '{name: ..., setting: ...}', or a list of these, each of which continues from the result of the "
+    "previous one; [] trains nothing. May be repeated; the first is the baseline of the comparison. An algorithm that "
     "CONFIG configures keeps its settings from there unless they are given here.",
 )
 @click.option(
@@ -30,10 +30,10 @@ from agentlightning_plugins.commands.terminal import json_option, print_json
     "prompts",
     multiple=True,
     metavar="TEXT|@FILE",
-    help="Compare texts of the prompt instead, without training; NAME=TEXT if there are several prompts.",
+    help="Compare texts of a prompt without training; may be repeated. NAME=TEXT if CONFIG has several prompts.",
 )
 @click.option(
-    "--fail-if-worse", is_flag=True, help="Exit with 1 if one is worse than the first, with a p-value below 0.05."
+    "--fail-if-worse", is_flag=True, help="Exit with 1 if any is worse than the first, with a p-value below 0.05."
 )
 @click.option("--seeds", default="0", show_default=True, help="Comma-separated; each algorithm runs once per seed.")
 @click.option(
@@ -59,10 +59,10 @@ def command(
     """Train the agent of CONFIG with several algorithms, or run it with several prompts, and compare the results.
 
     Each algorithm learns from data.train and data.val; its published resources are evaluated on the test tasks, which
-    it does not see: without --test, every second task of data.val is held out, and test tasks are left out of
-    data.train and data.val. Differences are to the first algorithm, paired by task. With several seeds, seeds are a
-    sample too; with one, the result holds for this one training. P-values are adjusted for the number of algorithms
-    (Holm). The directory of the runs gets a report.html.
+    are not used in training: without --test, every second task of data.val is held out, and test tasks are removed from
+    data.train and data.val. Differences are relative to the first algorithm, paired by task. With several seeds, the
+    result also accounts for the variation between seeds; with one, it holds for this one training. P-values are
+    adjusted for the number of algorithms (Holm). The comparison is written to report.html in the directory of the runs.
     """
     from agentlightning_plugins.commands.configuration.assembly import check_setup
     from agentlightning_plugins.commands.configuration.dataset import load_dataset

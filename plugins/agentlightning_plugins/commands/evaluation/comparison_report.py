@@ -23,13 +23,13 @@ _COLUMNS: Final = (
     *("algorithm", "reward", "95 % interval", "difference", "95 % interval", "p"),
     *("missing", "rollouts", "seconds"),
 )
-_ONE_SEED: Final = "one seed: intervals and p-values do not say what another training would give; use --seeds"
+_ONE_SEED: Final = "one seed: intervals and p-values do not cover the variation between trainings; use --seeds"
 _ADJUSTED: Final = "p-values are adjusted for several comparisons (Holm); intervals are not"
-_FAILED: Final = "failed rollouts count as 0; those without a reward (missing) are left out"
+_FAILED: Final = "failed rollouts count as 0; rollouts without a reward (missing) are excluded"
 
 
 def compare_variants(variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Returns a row for each variant. Differences are to the first; None if no task has rewards of both."""
+    """Returns a row for each variant with its difference to the first, None if no task has rewards of both."""
     first, *others = variants
     differences = [None, *(_difference(variant, first) for variant in others)]
     p_values = iter(adjust_p_values([found.p_value for found in differences if found is not None]))
@@ -60,12 +60,12 @@ def compare_variants(variants: Sequence[Variant]) -> list[dict[str, Any]]:
 def _difference(variant: Variant, first: Variant) -> Difference | None:
     try:
         return difference_over_seeds(variant.by_task(), first.by_task())
-    except NotFoundError:  # the other results remain
+    except NotFoundError:  # the other rows are still valid
         return None
 
 
 def print_comparison(rows: Sequence[dict[str, Any]], n_seeds: int) -> None:
-    """Prints the rows as a table, with what one has to know to read it."""
+    """Prints the rows as a table, followed by notes that explain its numbers."""
     print_table(_COLUMNS, _to_table(rows))
     echo()
     for note in _notes(rows, n_seeds):
@@ -73,14 +73,14 @@ def print_comparison(rows: Sequence[dict[str, Any]], n_seeds: int) -> None:
 
 
 def _notes(rows: Sequence[dict[str, Any]], n_seeds: int) -> list[str]:
-    """The lines below the table, which explain its numbers."""
+    """Returns the lines below the table, which explain its numbers."""
     return [_FAILED, *([_ADJUSTED] if len(rows) > 2 else []), *([_ONE_SEED] if n_seeds == 1 else [])]
 
 
 def write_page(
     variants: Sequence[Variant], rows: Sequence[dict[str, Any]], seeds: Sequence[int], directory: Path
 ) -> Path:
-    """Writes the report of the comparison, which links to those of its runs.
+    """Writes the report of the comparison, which links to the reports of its runs.
 
     Raises:
         OSError: the file cannot be written.
@@ -116,7 +116,7 @@ def write_page(
 
 
 def _links(variant: Variant, directory: Path) -> list[list[str]]:
-    """The reports of the runs of each seed, relative to the directory."""
+    """Returns the paths of the run reports of each seed, relative to the directory."""
     return [
         [Path(os.path.relpath(page, directory)).as_posix() for page in sorted(place.rglob(PAGE_NAME))]
         for place in variant.places
@@ -128,7 +128,7 @@ def _to_table(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _to_cells(row: dict[str, Any], absent: str) -> tuple[str, ...]:
-    """The cells of a row; ``absent`` stands for its difference if it has none."""
+    """Returns the cells of a row; ``absent`` replaces a missing difference."""
     has_difference = row["difference"] is not None
     return (
         row["algorithm"],

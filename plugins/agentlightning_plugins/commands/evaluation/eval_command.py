@@ -33,10 +33,10 @@ from agentlightning_plugins.statistics.power import POWER, Plan, plan
     "--resources",
     "learned",
     metavar="RUN_DIR|URL",
-    help="Use what that run learned, its model included.",
+    help="Use the prompts and model that a run learned.",
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the rollouts in this directory.")
-@click.option("--fail-under", type=float, metavar="REWARD", help="Exit with 1 if the mean reward is less.")
+@click.option("--fail-under", type=float, metavar="REWARD", help="Exit with 1 if the mean reward is lower.")
 @click.option(
     "--plan",
     "difference",
@@ -60,7 +60,7 @@ def command(
 ) -> None:
     """Evaluate the agent of CONFIG: mean reward with its 95 % interval, pass@k, errors.
 
-    The exit code is 1 when no rollout succeeded, or the mean reward is less than --fail-under, else 0.
+    The exit code is 1 if no rollout succeeded or the mean reward is less than --fail-under, else 0.
     """
     from agentlightning_plugins.commands.configuration.assembly import load_parts
     from agentlightning_plugins.commands.configuration.config import read_config
@@ -127,7 +127,7 @@ def evaluate(config: Any, parts: Any, dataset: Any, directory: Path, settings: d
 
 @contextlib.contextmanager
 def failing_run() -> Iterator[None]:
-    """Makes the exit code 1 when a run fails, instead of 2, which means that a setting is wrong."""
+    """Makes the exit code of a failed run 1 instead of 2, which means that a setting is wrong."""
     try:
         yield
     except (ConfigError, PluginError):
@@ -146,9 +146,9 @@ def _print_score(metrics: dict[str, float]) -> None:
     for name, value in metrics.items():
         if name.startswith("pass@"):
             echo(f"{name:<8} {value:.3f}")
-    echo(f"{metrics['tasks']:.0f} tasks, {metrics['rollouts']:.0f} rollouts; failed ones count as 0")
+    echo(f"{metrics['tasks']:.0f} tasks, {metrics['rollouts']:.0f} rollouts; failed rollouts count as 0")
     if "missing" in metrics:
-        echo(f"{metrics['missing']:.0f} without a reward, left out")
+        echo(f"{metrics['missing']:.0f} rollouts without a reward, excluded")
     for name, value in metrics.items():
         if name.startswith("errors/"):
             echo(f"{value:.0f} failed: {name.removeprefix('errors/')}")
@@ -160,7 +160,7 @@ def _print_plan(plans: list[Plan], difference: float, *, is_repeated: bool) -> N
     echo("repetitions  same tasks  different tasks")
     for each in plans:
         echo(f"{each.repetitions:>11}  {each.same_tasks:>10}  {each.other_tasks:>15}")
-    echo("for a difference that is equal on every task; more tasks are needed where it varies")
+    echo("assuming the same difference on every task; more tasks are needed if it varies")
     if not is_repeated:
         echo(
             "with one repetition the variance within a task is unknown, so the worst case is assumed; "

@@ -25,7 +25,7 @@ def check_regression(rows: Sequence[dict[str, Any]], fail_if_worse: bool) -> Non
     for row in rows[1:] if fail_if_worse else ():
         label = row.get("algorithm", row.get("prompt"))
         if row["difference"] is None:
-            raise click.ClickException(f"{label} cannot be compared: no test task has rewards of it and of the first")
+            raise click.ClickException(f"{label} cannot be compared: no test task has rewards of both it and the first")
         if row["difference"] < 0 and row["p"] < _SIGNIFICANT:
             raise click.ClickException(f"{label} is worse by {-row['difference']:.3f}, p = {row['p']:.2g}")
 
@@ -75,11 +75,11 @@ def _evaluate_prompts(
 
     Args:
         config: the configuration.
-        parts: its loaded parts; its resources have the prompt.
-        texts: of ``--prompt``.
-        tasks: the tasks.
-        directory: of the evaluations.
-        repetitions: of each task.
+        parts: the loaded parts of the configuration, whose resources contain the prompt.
+        texts: the values of ``--prompt``.
+        tasks: the test tasks.
+        directory: directory of the evaluations.
+        repetitions: number of rollouts of each task.
         quiet: do not print progress.
 
     Returns:
@@ -110,7 +110,7 @@ def _evaluate_prompts(
 
 
 def _read_prompt(text: str, parts: Any) -> tuple[str, str, PromptTemplate]:
-    """The label of a ``--prompt``, the name of its resource, and the prompt with the engine of the configuration's."""
+    """Returns the label of a ``--prompt``, the name of its resource, and the prompt, with the configured engine."""
     from agentlightning.trainer import first_resources
 
     resources = first_resources(parts.agent, parts.resources) or {}

@@ -1,4 +1,4 @@
-"""A training with one algorithm, or with several one after another, and its evaluation on the test tasks."""
+"""Training with one algorithm or a sequence of algorithms, and the evaluation of the result on the test tasks."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ Spec = dict[str, Any]
 
 @dataclasses.dataclass
 class Variant:
-    """An algorithm, or several in a row, with the results of each seed."""
+    """An algorithm, or a sequence of algorithms, with the results of each seed."""
 
     stages: Sequence[Spec]
-    """The algorithms, each of which begins with what the one before learned; without one nothing is trained."""
+    """The algorithms, each of which continues from the result of the previous one; if empty, nothing is trained."""
     label: str
     scores: list[Score] = dataclasses.field(default_factory=list)
-    """On the test tasks after training."""
+    """Score of each seed on the test tasks after training."""
     rollouts: list[int] = dataclasses.field(default_factory=list)
-    """Of the training, validation included."""
+    """Number of rollouts of each seed's training, including validation."""
     seconds: list[float] = dataclasses.field(default_factory=list)
     prompts: list[dict[str, str]] = dataclasses.field(default_factory=list)
-    """With which the test tasks ran, by name."""
+    """Prompts that each seed used on the test tasks, by name."""
     places: list[Path] = dataclasses.field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """The names of the algorithms, as part of the name of a directory."""
+        """The names of the algorithms, in a form that fits a directory name."""
         return "-".join(_to_folder(stage["name"]) for stage in self.stages) or "none"
 
     def by_task(self) -> list[dict[int, float]]:
-        """Mean reward by seed and test task; tasks without a reward are left out."""
+        """Mean reward by seed and test task, without the tasks that have no reward."""
         return [{task: mean for task, mean in enumerate(score.by_task()) if mean is not None} for score in self.scores]
 
     def pooled(self) -> Score:
@@ -64,18 +64,18 @@ class Variant:
 
 @dataclasses.dataclass
 class _Learned:
-    """The result of the stages of a training so far."""
+    """The result of the stages that have run so far."""
 
     resources: dict[str, Resource] = dataclasses.field(default_factory=dict)
-    """The latest that were published."""
+    """The latest published resources, by name."""
     weights: Path | None = None
-    """The last run that trained weights."""
+    """Directory of the last run that trained weights."""
     checkpoint: str | None = None
-    """Of these weights; None: the best."""
+    """Checkpoint of these weights; None selects the best."""
 
     @contextlib.contextmanager
     def served(self) -> Iterator[dict[str, Resource]]:
-        """Yields what was learned, while the model whose weights were trained is served."""
+        """Serves the trained model, if there is one, and yields the learned resources."""
         with served_model(self.weights, self.checkpoint) as models:
             yield {**self.resources, **models}
 
@@ -84,8 +84,8 @@ def make_variants(texts: Sequence[str], configured: Any) -> list[Variant]:
     """Reads each ``--algorithm``: a name, a mapping with a name, or a list of these.
 
     Args:
-        texts: in YAML.
-        configured: the configuration's algorithm. Its settings hold for algorithms of its name unless given again.
+        texts: the values of ``--algorithm``, in YAML.
+        configured: the configuration's algorithm, whose settings are the defaults for algorithms of the same name.
     """
     chains = [_read_stages(text, configured) for text in texts]
     return [Variant(stages, label) for stages, label in zip(chains, _labels(chains), strict=True)]
@@ -110,7 +110,7 @@ def _read_stages(text: str, configured: Any) -> list[Spec]:
 
 
 def _labels(chains: Sequence[Sequence[Spec]]) -> list[str]:
-    """The names of the algorithms; those of equal names are told apart by settings that differ, or numbered."""
+    """Returns a label for each chain: its algorithms' names, with differing settings or a number if names repeat."""
     labels: list[str] = []
     for chain in chains:
         same = [other for other in chains if [spec["name"] for spec in other] == [spec["name"] for spec in chain]]
@@ -129,7 +129,7 @@ def _to_folder(name: str) -> str:
 
 
 def takes(spec: Spec, setting: str) -> bool:
-    """Whether an algorithm has this setting."""
+    """Returns whether an algorithm has this setting."""
     return setting in inspect.signature(find_class("algorithm", spec["name"])).parameters
 
 
@@ -144,7 +144,7 @@ def load(document: Any, spec: Spec | None, seed: int) -> tuple[Any, Any]:
 
 
 def hold_out(parts: Any, tasks: Any) -> tuple[Any, list[Any]]:
-    """Separates the tasks that algorithms learn from and select on from those that they are compared on.
+    """Separates the tasks for training and validation from the tasks on which algorithms are compared.
 
     Returns:
         The parts without test tasks in their data, and the test tasks.
@@ -167,8 +167,8 @@ def hold_out(parts: Any, tasks: Any) -> tuple[Any, list[Any]]:
         kept[name] = data and [data[n] for n in range(len(data)) if repr(data[n]) not in held_out]
         if data and not kept[name]:
             raise ConfigError(
-                f"every task of data.{name} is a test task too, so that an algorithm would be compared on what it "
-                "learned from; give --test other tasks"
+                f"every task of data.{name} is also a test task, so none is left for the algorithm; select other test "
+                "tasks with --test"
             )
     return dataclasses.replace(parts, **kept), test
 
@@ -184,16 +184,16 @@ def run_variant(
     *,
     quiet: bool,
 ) -> None:
-    """Trains with the algorithms of a variant, evaluates what they learned, and adds the results to it.
+    """Trains with the algorithms of a variant, evaluates the learned resources, and adds the results to the variant.
 
     Args:
         document: the configuration.
-        variant: what to run.
-        seed: of the algorithms.
-        place: the directory of the run, or of one for each algorithm.
-        tasks: of ``--test``.
-        repetitions: of each test task.
-        budget: rollouts that all algorithms together may use, without the test.
+        variant: the variant to run.
+        seed: seed of the algorithms.
+        place: directory of the run; for several algorithms, each run has a subdirectory.
+        tasks: the tasks of ``--test``, or None.
+        repetitions: number of rollouts of each test task.
+        budget: maximum number of rollouts of all algorithms together, without the test.
         quiet: do not print progress.
     """
     learned, rollouts, started = _Learned(), 0, time.monotonic()
@@ -221,7 +221,7 @@ def run_variant(
 def _train(
     document: Any, spec: Spec, seed: int, place: Path, tasks: Any, budget: int | None, learned: _Learned, *, quiet: bool
 ) -> int:
-    """Runs one algorithm from what was learned before, adds what it learned, and returns its number of rollouts."""
+    """Runs one algorithm from ``learned``, adds its result to ``learned``, and returns its number of rollouts."""
     trains_weights = takes(spec, "model")
     if trains_weights and learned.weights is not None:
         spec = {**spec, "model": str(learned.weights)}

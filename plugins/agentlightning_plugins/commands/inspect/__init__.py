@@ -1,1 +1,1 @@
-"""``agl rollouts``, ``agl spans``, ``agl resources`` and ``agl workers``."""
+"""Commands for the records of a store: ``agl runs``, ``agl rollouts``, ``agl spans`` and others."""

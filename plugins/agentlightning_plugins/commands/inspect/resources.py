@@ -30,14 +30,14 @@ from agentlightning_plugins.commands.terminal import (
 
 @click.group("resources")
 def resources() -> None:
-    """List, show, follow, promote, roll back and export what was published."""
+    """List, show, follow, promote, roll back and export published resources."""
 
 
 @resources.command("list")
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="Show the newest N.")
 @with_store
 async def list_resources(store: LightningStore, limit: int, as_json: bool) -> None:
-    """List snapshots in all their versions, the newest first."""
+    """List all versions of all snapshots, the newest first."""
     page = await store.query_resources(sort_by="update_time", sort_order="desc", limit=limit)
     latest = await store.get_latest_resources()
     rows = [
@@ -55,7 +55,7 @@ async def list_resources(store: LightningStore, limit: int, as_json: bool) -> No
 
 @resources.command("show")
 @click.argument("resources_id", default="latest")
-@click.option("--version", type=click.IntRange(min=1), help="Default is the newest one.")
+@click.option("--version", type=click.IntRange(min=1), help="Version; default is the newest.")
 @with_store
 async def show_resources(store: LightningStore, resources_id: str, version: int | None, as_json: bool) -> None:
     """Show a snapshot: RESOURCES_ID, or the latest."""
@@ -73,7 +73,7 @@ async def show_resources(store: LightningStore, resources_id: str, version: int 
 @resources.command("follow")
 @with_store
 async def follow_resources(store: LightningStore, as_json: bool) -> None:
-    """Print what is published as it is published, until Ctrl-C."""
+    """Print resources as they are published, until Ctrl-C."""
     async for event in store.subscribe(["resources_published"]):
         if isinstance(event, ResourcesPublished):
             update = await store.get_resources_by_id(event.resources_id, event.version)
@@ -90,7 +90,7 @@ async def follow_resources(store: LightningStore, as_json: bool) -> None:
 async def promote_resources(store: LightningStore, resources_id: str, as_json: bool) -> None:
     """Make RESOURCES_ID, a snapshot or one version of it (rs-1@3), the latest resources of the run."""
     update = await store.promote(resources_id)
-    print_result(as_json, _plain(update), f"{resources_id} is the latest now, as {update.version_id}")
+    print_result(as_json, _plain(update), f"{resources_id} is now the latest, as {update.version_id}")
 
 
 @resources.command("rollback")
@@ -98,9 +98,9 @@ async def promote_resources(store: LightningStore, resources_id: str, as_json: b
 @click.argument("version", type=click.IntRange(min=1))
 @with_store
 async def rollback_resources(store: LightningStore, resources_id: str, version: int, as_json: bool) -> None:
-    """Make an earlier VERSION of a snapshot the newest one again."""
+    """Publish an earlier VERSION of a snapshot again, as its newest version."""
     update = await store.rollback(resources_id, version)
-    print_result(as_json, _plain(update), f"{resources_id}: version {update.version} is version {version} again")
+    print_result(as_json, _plain(update), f"{resources_id}: version {update.version} equals version {version}")
 
 
 @resources.command("export")
@@ -112,7 +112,7 @@ async def export_resources(store: LightningStore, path: Path, as_json: bool) -> 
 
 
 def _without_keys(update: ResourcesUpdate) -> ResourcesUpdate:
-    """A snapshot without keys to model endpoints, which belong on no screen and in no file."""
+    """Returns a copy of a snapshot without the API keys, which must not be printed or written to a file."""
     resources = {
         name: resource.model_copy(update={"api_key": None}) if isinstance(resource, LLM) else resource
         for name, resource in update.resources.items()

@@ -103,7 +103,7 @@ async def show_rollout(store: LightningStore, rollout_id: str, as_json: bool) ->
 @rollouts.command("follow")
 @with_store
 async def follow_rollouts(store: LightningStore, as_json: bool) -> None:
-    """Print what happens to rollouts as it happens, until Ctrl-C."""
+    """Print the events of the run as they happen, until Ctrl-C."""
     async for event in store.subscribe():
         record = to_json(event)
         values = {key: value for key, value in record.items() if key not in ("run_id", "time", "kind")}
@@ -115,7 +115,7 @@ async def follow_rollouts(store: LightningStore, as_json: bool) -> None:
 @click.argument("rollout_ids", nargs=-1, required=True)
 @with_store
 async def cancel_rollouts(store: LightningStore, rollout_ids: tuple[str, ...], as_json: bool) -> None:
-    """Cancel rollouts; running ones are stopped."""
+    """Cancel rollouts; running rollouts are stopped."""
     await _each(store.cancel_rollout, rollout_ids, as_json)
 
 
@@ -136,8 +136,8 @@ async def retry_rollouts(store: LightningStore, rollout_ids: tuple[str, ...], as
     metavar="DAYS",
     help="Only rollouts that ended more than DAYS days ago.",
 )
-@click.option("--keep", type=click.IntRange(min=0), metavar="N", help="All but the newest N.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--keep", type=click.IntRange(min=0), metavar="N", help="Keep the newest N.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @with_store
 async def delete_rollouts(
     store: LightningStore,
@@ -172,7 +172,7 @@ async def delete_rollouts(
     show_default=True,
     help="openai-sft: the conversations of rollouts that succeeded, for fine-tuning.",
 )
-@click.option("--min-reward", default=1.0, show_default=True, help="With openai-sft: the least reward of a rollout.")
+@click.option("--min-reward", default=1.0, show_default=True, help="With openai-sft: minimum reward of a rollout.")
 @click.option(
     "--best-of",
     type=click.IntRange(min=1),
@@ -194,7 +194,7 @@ async def export_rollouts(
         from agentlightning_plugins.chat_history.fine_tuning import select_examples
 
         if status or path.suffix != ".jsonl":
-            raise click.UsageError("--format openai-sft takes succeeded rollouts and writes a .jsonl file")
+            raise click.UsageError("--format openai-sft accepts no --status and writes only .jsonl files")
         await export(select_examples(store, min_reward, best_of), path, "conversations", as_json)
         return
     await export(every(store.query_rollouts, status_in=status or None), path, "rollouts", as_json)

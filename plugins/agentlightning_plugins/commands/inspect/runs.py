@@ -20,7 +20,7 @@ from agentlightning_plugins.commands.terminal import (
 )
 
 _SCORES = ("best_score", "val_reward", "reward")
-"""The metrics that say how good the agent of a run is, the first that a run has."""
+"""Metrics that can be the score of a run; the first of them that the run has is its score."""
 
 
 @click.group("runs")
@@ -32,7 +32,7 @@ def runs() -> None:
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1), help="Show the oldest N.")
 @with_store
 async def list_runs(store: LightningStore, limit: int, as_json: bool) -> None:
-    """List runs, the oldest first; the score is the last best_score, val_reward or reward."""
+    """List runs, the oldest first; the score is the last value of best_score, val_reward or reward."""
     page = await store.query_runs(limit=limit)
     scored = [run.model_copy(update={"scores": await _read_scores(store, run)}) for run in page]
     rows = [] if as_json else [await _row(store, run) for run in scored]

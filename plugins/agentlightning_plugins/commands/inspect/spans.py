@@ -68,7 +68,7 @@ async def show_span(store: LightningStore, rollout_id: str, span_id: str, as_jso
 @click.argument("rollout_id", required=False)
 @with_store
 async def follow_spans(store: LightningStore, rollout_id: str | None, as_json: bool) -> None:
-    """Print the spans of each attempt as it ends, of ROLLOUT_ID or of all rollouts, until Ctrl-C."""
+    """Print the spans of each attempt of ROLLOUT_ID, or of all rollouts, when it ends, until Ctrl-C."""
     async for event in store.subscribe(["attempt_finished"]):
         if event.kind != "attempt_finished" or rollout_id not in (None, event.rollout_id):
             continue

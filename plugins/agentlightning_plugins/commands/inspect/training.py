@@ -15,10 +15,10 @@ from agentlightning_plugins.training_records.record import Outcome
 
 
 @click.command("ledger")
-@click.option("--step", type=click.IntRange(min=1), help="List each rollout of the step; default counts all steps.")
+@click.option("--step", type=click.IntRange(min=1), help="List the rollouts of one step; default: counts of all steps.")
 @with_store
 async def ledger(store: LightningStore, step: int | None, as_json: bool) -> None:
-    """Show which training rollouts were trained on, and why each of the others was not."""
+    """Show which training rollouts were trained on, and why the others were not."""
     entries = await read_ledger(store, step)
     if as_json:
         print_json([entry.to_json() for entry in entries])
@@ -45,7 +45,7 @@ async def ledger(store: LightningStore, step: int | None, as_json: bool) -> None
 @click.argument("rollout_id")
 @with_store
 async def tokens(store: LightningStore, rollout_id: str, as_json: bool) -> None:
-    """Show the tokens that ROLLOUT_ID was trained with: mask, both log-probabilities and advantage."""
+    """Show each token of the trained rows of ROLLOUT_ID: mask, both log-probabilities and advantage."""
     found(await store.get_rollout_by_id(rollout_id), "rollout", rollout_id)
     rows = await read_rows(store, rollout_id)
     if as_json:

@@ -81,7 +81,7 @@ async def follow_workers(store: LightningStore, as_json: bool) -> None:
 @click.argument("worker_id")
 @with_store
 async def end_worker(store: LightningStore, worker_id: str, as_json: bool) -> None:
-    """Declare a worker dead: its attempts end at once instead of at the end of their lease."""
+    """Declare a worker dead: its attempts end immediately instead of when their lease expires."""
     found(await store.get_worker_by_id(worker_id), "worker", worker_id)
     ended = await store.end_worker(worker_id)
     print_result(as_json, {"ended": ended}, f"{ended} attempts ended")
@@ -100,6 +100,6 @@ def _ago(instant: float | None, now: float) -> str:
 
 
 def _rollouts(worker: Worker) -> str:
-    """The newest rollout that a worker runs, and how many others it runs."""
+    """Returns the newest rollout that a worker runs, and the number of its other rollouts."""
     others = len(worker.attempt_ids or ()) - 1
     return f"{worker.current_rollout_id or ''}{f' and {others} more' if others > 0 else ''}"

@@ -35,11 +35,11 @@ def new_plugin(name: str, into: Path | None) -> None:
 @new.command("agent")
 @click.argument("name")
 @click.option("--into", type=click.Path(path_type=Path), help="Directory to create; default is the agent's name.")
-@click.option("--apo", "algorithm", flag_value="apo", help="With a configuration that tunes a prompt by `apo`.")
-@click.option("--grpo", "algorithm", flag_value="grpo", help="With a configuration that trains weights by `grpo`.")
-@click.option("--verl", "algorithm", flag_value="verl", help="With a configuration that trains weights by `verl`.")
+@click.option("--apo", "algorithm", flag_value="apo", help="Add a configuration that tunes a prompt with `apo`.")
+@click.option("--grpo", "algorithm", flag_value="grpo", help="Add a configuration that trains weights with `grpo`.")
+@click.option("--verl", "algorithm", flag_value="verl", help="Add a configuration that trains weights with `verl`.")
 def new_agent(name: str, into: Path | None, algorithm: str | None) -> None:
-    """Create an agent with tasks and a configuration, ready to run: by default one that learns nothing."""
+    """Create an agent with tasks and a configuration, ready to run; by default, it is only measured."""
     layers: dict[str | None, tuple[str, ...]] = {
         None: (),
         "apo": ("apo",),
@@ -49,7 +49,7 @@ def new_agent(name: str, into: Path | None, algorithm: str | None) -> None:
     folder = _write("agent", name, into, *layers[algorithm])
     where, install = "", ""
     if algorithm == "verl":
-        where = ", in an environment of its own (docs/verl.md)"
+        where = ", in a separate environment (docs/verl.md)"
         install = "    pip install -c constraints/verl.txt '.[verl]'    # in a checkout of Lightning\n"
     elif algorithm is not None:
         install = f"    pip install openai 'lightning[{algorithm}]'\n"
@@ -66,7 +66,7 @@ def completion(context: click.Context, shell: str) -> None:
     bash:  agl completion bash >> ~/.bashrc
     zsh:   agl completion zsh >> ~/.zshrc
     fish:  agl completion fish > ~/.config/fish/completions/agl.fish
-    """  # noqa: D301 # the backspace is click's mark for lines to leave as they are
+    """  # noqa: D301 # the backspace keeps click from wrapping the lines
     from click.shell_completion import get_completion_class
 
     cls = get_completion_class(shell)
@@ -75,7 +75,7 @@ def completion(context: click.Context, shell: str) -> None:
 
 
 def _write(kind: str, name: str, into: Path | None, *layers: str) -> Path:
-    """Fills the template ``kind`` in, whose files those of the templates ``layers`` replace; returns the directory."""
+    """Fills in the template ``kind``, whose files may be replaced by those of ``layers``; returns the directory."""
     if re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) is None:
         raise click.UsageError(f"{name!r}: a name consists of lower-case letters, digits and hyphens, as in my-{kind}")
     module = name.replace("-", "_")

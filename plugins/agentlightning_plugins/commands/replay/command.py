@@ -36,8 +36,8 @@ async def command(
     """Run AGENT on a recorded rollout's task with the recorded model responses.
 
     AGENT is module:attribute, file.py:attribute, or a configuration file of `agl train`. Nothing is written to the
-    store, and no model is called: clients that the agent makes itself get the recorded responses too. The agent runs in
-    this process, so a debugger works. The exit code is 1 when the agent's requests or its reward differ from the
+    store, and no model is called: clients that the agent creates itself get the recorded responses too. The agent runs
+    in this process, so a debugger works. The exit code is 1 if the agent's requests or its reward differ from the
     recording.
     """
     from agentlightning_plugins.commands.configuration.assembly import load_agent_argument
@@ -48,7 +48,7 @@ async def command(
     spans = (await store.query_spans(rollout_id, attempt)).items
     calls = _model_calls(spans)
     answers = iter([_to_answer(call) for call in calls])
-    one_more = Answer(status=400, error=f"the recording holds {len(calls)} model calls, and this is one more")
+    one_more = Answer(status=400, error=f"the recording has {len(calls)} model calls, and this is one more")
     update = None if rollout.resources_id is None else await store.get_resources_by_id(rollout.resources_id)
     resources = {} if update is None else update.resources
     with ScriptedOpenAI(lambda _: next(answers, one_more)) as server:
@@ -108,7 +108,7 @@ def _model_calls(spans: Sequence[Span]) -> list[Span]:
     calls = [span for span in spans if semconv.is_llm_call(span)]
     chosen = [span for span in calls if semconv.is_gateway_call(span)] or calls
     if not chosen:
-        raise ConfigError("the attempt has no recorded model calls to answer with; see `agl spans list`")
+        raise ConfigError("the attempt has no recorded model calls to replay; see `agl spans list`")
     return sorted(chosen, key=lambda span: (span.start_time or 0.0, span.sequence_id))
 
 
@@ -125,7 +125,7 @@ def _to_answer(span: Span) -> Answer:
 
 
 def _compare(calls: Sequence[Span], requests: Sequence[RecordedRequest]) -> Any:
-    """Describes how each request of the agent differs from the recorded one."""
+    """Yields the differences between the agent's requests and the recorded requests."""
     for number, (call, request) in enumerate(zip(calls, requests, strict=False), 1):
         then = [(m.get("role"), m.get("content") or "") for m in semconv.read_input_messages(call)]
         now = [(m.get("role"), _text(m.get("content")) or "") for m in _messages(request.body)]
@@ -138,7 +138,7 @@ def _compare(calls: Sequence[Span], requests: Sequence[RecordedRequest]) -> Any:
 
 
 def _messages(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The messages of a request to any of the APIs."""
+    """Returns the messages of a request to any supported API."""
     given = body.get("messages", body.get("input", ()))
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
     system = body.get("instructions") or body.get("system")
@@ -146,7 +146,7 @@ def _messages(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _text(content: Any) -> Any:
-    """Content as spans keep it: the text of its parts."""
+    """Converts content to the form that spans have: the joined text of its parts."""
     if not isinstance(content, list):
         return content
     return "".join(part.get("text", "") for part in content if isinstance(part, dict))

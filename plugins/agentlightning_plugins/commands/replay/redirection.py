@@ -1,4 +1,4 @@
-"""Sends the model calls of this process to another server, whatever client makes them."""
+"""Redirects the model calls of this process to another server, regardless of the client that makes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHER_APIS: Final = (":generateContent", ":streamGenerateContent", "/api/chat",
 
 @contextlib.contextmanager
 def redirected(endpoint: str) -> Iterator[None]:
-    """Sends model calls of httpx, requests and aiohttp to ``endpoint``; those of APIs that it does not have raise."""
+    """Redirects model calls of httpx, requests and aiohttp to ``endpoint``; calls to unsupported APIs raise."""
 
     def httpx_send(wrapped: Any, client: Any, args: Any, kwargs: Any) -> Any:
         request = args[0] if args else kwargs["request"]
@@ -57,7 +57,7 @@ def redirected(endpoint: str) -> Iterator[None]:
 
 
 def _find_url(method: str, url: str, body: Any, endpoint: str) -> str | None:
-    """Returns the URL of the same call at the endpoint; None for what is not a call of a model."""
+    """Returns the URL of the same call at the endpoint, or None if the request is not a model call."""
     path = urlsplit(url).path
     if method.upper() != "POST":
         return None

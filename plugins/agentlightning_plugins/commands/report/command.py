@@ -19,7 +19,7 @@ from agentlightning_plugins.commands.terminal import json_option, print_json
 @click.command("report")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="RUN_DIR")
 @click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write one web page instead.")
-@click.option("--png", "picture", type=click.Path(path_type=Path, dir_okay=False), help="Write the curve of rewards.")
+@click.option("--png", "picture", type=click.Path(path_type=Path, dir_okay=False), help="Write the reward curve.")
 @json_option
 def command(directory: Path, page: Path | None, picture: Path | None, as_json: bool) -> None:
     """Print the report of the run in RUN_DIR: rollouts, metrics, errors and learned resources."""
@@ -82,4 +82,4 @@ def _open_store(directory: Path) -> LightningStore:
     config = directory / CONFIG_NAME
     if config.is_file() and (checked := read_config(read_document(config))).store is not None:
         return open_store(checked, directory.resolve())
-    raise ConfigError(f"{directory} names no store; see {directory / REPORT_NAME}, written when the run ended")
+    raise ConfigError(f"{directory} has no store; see {directory / REPORT_NAME}, written when the run ended")

@@ -37,10 +37,10 @@ class Transcript:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rewards before and after a run, on the tasks that both evaluations have."""
+    """Rewards before and after a run, on the tasks that are in both evaluations."""
 
     what: str = ""
-    """The data set of the evaluations."""
+    """Name of the data set of the evaluations."""
     before: Sequence[float] = ()
     after: Sequence[float] = ()
     prompts: Sequence[tuple[str, str, Sequence[tuple[str, str]]]] = ()
@@ -129,7 +129,7 @@ async def _compare(
 
 async def _read_transcript(store: LightningStore, rollout: Rollout) -> Transcript:
     spans = (await store.query_spans(rollout.rollout_id, "latest")).items
-    call = next((span for span in reversed(spans) if semconv.is_llm_call(span)), None)  # contains the earlier ones
+    call = next((span for span in reversed(spans) if semconv.is_llm_call(span)), None)  # contains the earlier calls
     messages = [] if call is None else [*semconv.read_input_messages(call), *semconv.read_output_messages(call)]
     error = rollout.attempt.error if isinstance(rollout, AttemptedRollout) else None
     return Transcript(

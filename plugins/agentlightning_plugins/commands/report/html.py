@@ -30,7 +30,7 @@ _REWARDS: Final = {
 }
 _OTHERS: Final = (
     ("entropy", "Entropy", "nats per token"),
-    ("logprob_gap_max", "Gap of log-probabilities", "largest, sampler to trainer"),
+    ("logprob_gap_max", "Log-probability gap", "largest, between sampler and trainer"),
     ("grad_norm", "Gradient norm", "before clipping"),
     ("clip_fraction", "Clipped tokens", "share"),
     ("groups_without_spread", "Groups without spread", "share"),
@@ -46,7 +46,7 @@ _COSTS: Final = {
 }
 _CONFIRMATION: Final = ("confirmed_first", "confirmed_best", "confirmed_p")
 _MAX_INTERVALS: Final = 30
-"""Evaluations whose interval is computed from their rollouts."""
+"""Maximum number of evaluations whose intervals are computed from their rollouts."""
 _MAX_TEXT: Final = 20_000
 
 
@@ -94,7 +94,7 @@ async def write_html(store: LightningStore, directory: Path, file: Path | None =
 
 
 async def write_png(store: LightningStore, file: Path) -> Path:
-    """Writes the curve of the rewards as a picture.
+    """Writes the reward curve as a PNG picture.
 
     Raises:
         ConfigError: resvg-py is not installed.
@@ -106,7 +106,7 @@ async def write_png(store: LightningStore, file: Path) -> Path:
 
 
 def visible(value: object) -> str:
-    """Converts to text in which control characters and marks that have no width or change direction can be seen."""
+    """Converts to text that shows control characters, direction marks and characters without width."""
     text = str(value)
     cut = f"\n... {len(text) - _MAX_TEXT:,} more characters" if len(text) > _MAX_TEXT else ""
     return show_hidden(text[:_MAX_TEXT]) + cut
@@ -134,7 +134,7 @@ def _draw(metrics: Sequence[Metrics], name: str, title: str) -> Any:
 
 
 def _sum_costs(metrics: Sequence[Metrics], report: Report) -> list[tuple[str, float]]:
-    """Sums what steps report; a prompt search reports totals."""
+    """Sums the costs over all steps; for a prompt search, which reports totals, takes the last values."""
     found = []
     for name, label in _COSTS.items():
         values = [entry.values[name] for entry in metrics if name in entry.values]

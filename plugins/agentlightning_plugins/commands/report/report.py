@@ -19,11 +19,11 @@ from agentlightning_plugins.monitoring.runs import count_rollouts
 
 REPORT_NAME: Final = "report.md"
 _CANDIDATE: Final = "prompt_candidate"
-"""The resource of a snapshot that holds a candidate of a prompt search."""
+"""Name of the resource that holds a candidate of a prompt search."""
 _MAX_CRITIQUE: Final = 300
 _MAX_ERRORS: Final = 10
 _MAX_FAILED: Final = 1000
-"""Maximum number of failed rollouts, the newest, whose errors are counted."""
+"""Number of the newest failed rollouts whose errors are counted."""
 
 
 class Report(NamedTuple):
@@ -31,7 +31,7 @@ class Report(NamedTuple):
 
     run: Run
     record: Mapping[str, Any]
-    """``run.json``."""
+    """Contents of ``run.json``."""
     rollouts: Mapping[str, int]
     """Number of rollouts by status."""
     errors: Mapping[str, int]
@@ -44,7 +44,7 @@ class Report(NamedTuple):
     cached_calls: int = 0
     """Number of model calls that the gateway answered from its cache."""
     candidates: Sequence[Mapping[str, Any]] = ()
-    """The prompts that a search tried, in the order they were made: ``candidate_id``, ``round``, ``full_score``,
+    """The prompts that a search tried, in the order of creation: ``candidate_id``, ``round``, ``full_score``,
     ``batch_score``, ``parent_id``, ``edited``, ``critique`` and ``prompts``."""
 
     def to_json(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
     metrics = (await store.query_metrics()).items
     latest = await store.get_latest_resources()
     candidates: dict[str, Mapping[str, Any]] = {}
-    for update in await store.query_resources():  # the newest version is the last
+    for update in await store.query_resources():  # the newest version comes last
         if (candidate := update.resources.get(_CANDIDATE)) is not None:
             candidates[update.resources_id] = candidate.model_dump(mode="json")
     return Report(
@@ -123,10 +123,10 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
 
 
 async def write_report(store: LightningStore, directory: Path) -> Path:
-    """Writes the report into the directory of its run, and the best prompts of a search as plain files beside it.
+    """Writes the report into the directory of its run, and the best prompts of a search as plain files next to it.
 
     Returns:
-        The file of the report.
+        The path of the report.
 
     Raises:
         OSError: a file cannot be written.
@@ -141,9 +141,9 @@ async def write_report(store: LightningStore, directory: Path) -> Path:
 
 
 def find_published_prompts(report: Report) -> dict[str, str]:
-    """Returns the prompts that a search published as its best; if it ended during a trial, those with the best score.
+    """Returns the prompts that a search published as best; if it ended during a trial, the prompts that scored best.
 
-    The two differ if fresh rollouts did not confirm the best score: then the search publishes the first prompts.
+    If fresh rollouts did not confirm the best score, the search published its first prompts instead.
     """
     if not report.candidates:
         return {}

@@ -30,7 +30,7 @@ from agentlightning.cli import echo
     type=click.IntRange(min=1),
     help="Concurrent rollouts per process.",
 )
-@click.option("--max-rollouts", type=click.IntRange(min=1), help="Rollouts after which a process stops.")
+@click.option("--max-rollouts", type=click.IntRange(min=1), help="Number of rollouts after which a process stops.")
 @click.option("--tracer", default="otel", show_default=True, help="The tracer.")
 def command(
     agent: str,
@@ -69,8 +69,8 @@ def command(
             whose = f"run {opened.run_id} of {hide_password(store)}"
             echo(f"Connecting to {whose}")
             await opened.statistics()  # fails here, before processes are started, if the store is unreachable
-            echo(f"Running {agent} for {whose}: {n_runners} x {max_concurrency} rollouts at once.")
-            target = JobTarget.of_this_process(store, None, opened.run_id)  # they find the token too
+            echo(f"Running {agent} for {whose}: {n_runners} x {max_concurrency} concurrent rollouts.")
+            target = JobTarget.of_this_process(store, None, opened.run_id)  # the processes read AGL_TOKEN themselves
             await Supervisor(RunnerProcesses(job, target), opened, n_runners).run()
         finally:
             await opened.close()

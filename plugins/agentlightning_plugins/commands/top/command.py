@@ -1,4 +1,4 @@
-"""``agl top``: shows what a store does, in a terminal."""
+"""``agl top``: shows the activity of a store in a terminal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from agentlightning_plugins.commands.terminal import json_option, open_store, pr
 
 @click.command("top")
 @click.argument("where", metavar="[URL|RUN_DIR]", required=False)
-@click.option("--run", "run_id", metavar="NAME", help="Default is the newest run that is under way.")
-@click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.1), help="Seconds.")
-@click.option("--once", is_flag=True, help="Print the state once, as in a pipe.")
+@click.option("--run", "run_id", metavar="NAME", help="Name of the run; default is the newest in progress.")
+@click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.1), help="Seconds per update.")
+@click.option("--once", is_flag=True, help="Print the state once and exit, as without a terminal.")
 @json_option
 def command(where: str | None, run_id: str | None, interval: float, once: bool, as_json: bool) -> None:
     """Show queue, workers, reward, throughput and errors of a store, until Ctrl-C.

@@ -63,16 +63,16 @@ def _title(snapshot: Mapping[str, Any]) -> Text:
 def _figures(snapshot: Mapping[str, Any]) -> Table:
     table = _table(None, None)
     counts, activity = snapshot["rollouts"], snapshot["activity"]
-    waits = f", the first for {_span(snapshot['time'] - snapshot['oldest'])}" if snapshot["oldest"] else ""
+    waits = f", the oldest for {_span(snapshot['time'] - snapshot['oldest'])}" if snapshot["oldest"] else ""
     table.add_row("queue", f"{snapshot['waiting']:,} waiting{waits}; {_counts(counts, _OPEN[2:]) or '0 running'}")
-    table.add_row("rollouts", _counts(counts, _ENDED) or "none has ended")
+    table.add_row("rollouts", _counts(counts, _ENDED) or "none ended yet")
     speed = f"{60 * activity['ended'] / activity['window_s']:.0f} rollouts/min"
     if activity["ended"]:
         speed += f" ({activity['failed']} failed)"
     if snapshot["tokens_per_s"] is not None:
         speed += f", {snapshot['tokens_per_s']:,.0f} tokens/s"
     if snapshot["seconds_per_step"] is not None:
-        speed += f", {_span(snapshot['seconds_per_step'])} a step"
+        speed += f", {_span(snapshot['seconds_per_step'])} per step"
     table.add_row("throughput", speed)
     if snapshot["step"] is not None:
         progress = snapshot["progress"] or {}

@@ -16,11 +16,11 @@ _STEPS: Final = 60
 
 
 async def read_snapshot(store: LightningStore, run_id: str | None) -> dict[str, Any]:
-    """The state of a run, and the workers of its store, as plain JSON values.
+    """Reads the state of a run and the workers of its store, as plain JSON values.
 
     Args:
         store: any view of the store.
-        run_id: the run; None: the newest under way, or else the newest.
+        run_id: the run; None selects the newest run in progress, or else the newest run.
 
     Raises:
         NotFoundError: the store has no run ``run_id``.

@@ -25,10 +25,10 @@ from agentlightning.types import UNSET, AttemptedRollout, AttemptFailure, Span
 _BOOTSTRAP: Final = Path(__file__).parent / "bootstrap"
 _READ_EVERY_S: Final = 0.5
 _READ_BYTES: Final = 8 * 2**20
-"""Spans in memory; the file has those that the store does not take yet."""
+"""Size of the spans to read at a time; the rest stays in the file until the store has accepted these spans."""
 _HEARTBEAT_S: Final = 10.0
 _GRACE_S: Final = 5.0
-"""Time for a command to end by itself when its recording has failed."""
+"""Time between SIGTERM and SIGKILL for a command whose recording has failed."""
 
 
 @click.command("trace", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -44,10 +44,10 @@ _GRACE_S: Final = 5.0
 @click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
 @click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def command(store: str, run: str | None, arguments: tuple[str, ...]) -> None:
-    """Run COMMAND and record its model calls as a rollout, with no line of it changed.
+    """Run COMMAND unchanged and record its model calls as a rollout.
 
     Every Python process that COMMAND starts is recorded, if lightning is installed in its environment. The exit code
-    is the command's.
+    is that of COMMAND.
     """
     raise SystemExit(asyncio.run(_trace(store, run, list(arguments))))
 
@@ -85,18 +85,18 @@ async def _trace(url: str, run: str | None, arguments: list[str]) -> int:
     where = "" if url == "sqlite:///agl.db" else f" --store {hide_password(url)}"
     where += "" if run is None else f" --run {run}"
     if lost:
-        echo(f"{lost} spans are lost: the store did not take them, or the command wrote them incompletely", err=True)
+        echo(f"{lost} spans were lost: the store did not accept them, or they were written incompletely", err=True)
     echo(f"{spans.calls} model calls recorded: agl rollouts show {rollout.rollout_id}{where}", err=True)
     return code
 
 
 async def _record(store: LightningStore, rollout: AttemptedRollout, arguments: list[str], spans: _SpanFile) -> int:
-    """Runs the command and reads its spans until it ends; returns its exit code. It gets a SIGTERM of this process."""
+    """Runs the command, reads its spans until it exits, and returns its exit code. Forwards SIGTERM to the command."""
     loop, is_stopped = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, is_stopped.set)
     try:
         process = await _start(store, rollout, arguments, spans.name)
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which gets it as well
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the command, which handles it
         ended = asyncio.create_task(process.wait())
         beats = asyncio.create_task(_beat(store, rollout))
         try:
@@ -121,7 +121,7 @@ async def _record(store: LightningStore, rollout: AttemptedRollout, arguments: l
 
 
 async def _beat(store: LightningStore, rollout: AttemptedRollout) -> None:
-    """Renews the lease of the attempt until it is cancelled: a command may make no call for minutes."""
+    """Renews the lease of the attempt until this task is cancelled: a command may make no call for minutes."""
     while True:
         await asyncio.sleep(_HEARTBEAT_S)
         with contextlib.suppress(StoreError, OSError):  # the next heartbeat may succeed
@@ -152,19 +152,19 @@ def _terminate(process: asyncio.subprocess.Process) -> None:
 
 
 class _SpanFile:
-    """The file that the processes of the command write their spans to, a line for each."""
+    """The file to which the processes of the command write their spans, one per line."""
 
     def __init__(self, file: IO[bytes], writer: SpanWriter) -> None:
         self.writer = writer
         self.calls = 0
-        """Model calls so far."""
+        """Number of model calls read so far."""
         self.name = file.name
         self._file = file
         self._rest = b""
         self._unreadable = 0
 
     def read(self) -> bool:
-        """Gives the next spans to the writer; returns False at the end of the file."""
+        """Passes the next spans to the writer; returns False at the end of the file."""
         piece = self._file.read(_READ_BYTES)
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
@@ -178,5 +178,5 @@ class _SpanFile:
         return bool(piece)
 
     def count_unreadable(self) -> int:
-        """How many spans cannot be read; the last may be incomplete."""
+        """Returns the number of spans that cannot be read, including an incomplete last span."""
         return self._unreadable + bool(self._rest)

@@ -1,4 +1,4 @@
-"""Records a whole Python program: its spans are lines of a file, which ``agl trace`` reads."""
+"""Records a whole Python program: writes its spans, one per line, to a file that ``agl trace`` reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentlightning.types import Span
 
 
 class FileTrace(Trace):
-    """Appends each span to a file as it ends, so that a program that is killed loses only its open spans."""
+    """Appends each span to a file when the span ends, so that a killed program loses only its open spans."""
 
     def __init__(self, path: str) -> None:
         super().__init__(os.environ["AGL_ROLLOUT_ID"], os.environ["AGL_ATTEMPT_ID"])
@@ -28,7 +28,7 @@ class FileTrace(Trace):
 
 
 def start_recording(path: str) -> None:
-    """Traces this process from now on until it exits."""
+    """Traces this process until it exits."""
     tracer: Tracer = get_manager().create("tracer", "otel")
     trace = FileTrace(path)
     trace.tracer = tracer

@@ -80,7 +80,7 @@ def command(
         if not check_run(checked, parts, echo):
             raise SystemExit(2)
         return
-    check_setup(checked, parts)  # before there is a directory
+    check_setup(checked, parts)  # before the directory is created
     directory = resume or run_dir or choose_directory(checked.run_dir, checked.name or config.stem)
     if resume is None and (directory / RECORD_NAME).exists():
         raise ConfigError(f"{directory} already contains a run; continue it with: agl train --resume {directory}")
@@ -118,7 +118,7 @@ def schema_command() -> None:
 
 
 def _print_config(checked: Any, document: Any) -> None:
-    """Prints the configuration, and the settings that the algorithm resolves, if any, as a second document."""
+    """Prints the configuration, followed by the algorithm's resolved settings, if any, as a second document."""
     from agentlightning_plugins.commands.configuration.assembly import compose_algorithm
 
     echo(_dump(document.values), nl=False)

@@ -1,4 +1,4 @@
-// Adds to pages that work without it: live parts, keys, and copying.
+// Adds live updates and keys to the pages, which also work without JavaScript.
 import { startLive } from "./live.js";
 import { startKeys } from "./keys.js";
 

@@ -1,4 +1,4 @@
-// Keys: j and k move through a list, or from one rollout to the next of the list that it was opened from.
+// Keys: j and k move through a list, or from a rollout to its neighbours in the list from which it was opened.
 const KEPT = "agl-list";
 
 const rows = () => [...document.querySelectorAll("[data-rows] tbody tr, [data-rows] > article")];

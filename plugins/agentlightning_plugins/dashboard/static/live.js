@@ -1,6 +1,6 @@
 // Fetches the page again when its run has changed, and replaces the parts that are marked as live.
 
-// Opens in the fresh part what is open in the shown one, and selects its row.
+// Copies the state of the shown part to the fresh part: open details, and the selected row.
 function keepState(part, next) {
   for (const shown of part.querySelectorAll("details[open][id]")) {
     next.querySelector(`#${CSS.escape(shown.id)}`)?.setAttribute("open", "");

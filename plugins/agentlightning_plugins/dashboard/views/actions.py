@@ -30,11 +30,11 @@ async def label(visit: Visit) -> str:
     """Labels a rollout as good or bad, with a note, in its metadata; ``keep`` leaves the label as it is.
 
     Raises:
-        ConfigError: another label.
+        ConfigError: the label is not allowed.
     """
     chosen, note = visit.query.get("label", ""), visit.query.get("note", "")[:_MAX_NOTE].strip()
     if chosen not in ("good", "bad", "keep", ""):
-        raise ConfigError(f"label={chosen!r} is not a label; allowed are good, bad, keep and none")
+        raise ConfigError(f"label={chosen!r} is not a label; allowed are good, bad, keep and an empty value")
     rollout = await find_rollout(visit)
     metadata = dict(rollout.metadata or {})
     if chosen != "keep":

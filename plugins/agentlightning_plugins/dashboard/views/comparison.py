@@ -1,4 +1,4 @@
-"""Two runs side by side: curves, last values, and the difference of their configurations."""
+"""Two runs side by side: curves, last values, and the difference between their configurations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_CHOICES: Final = 100
 
 
 async def compare(visit: Visit) -> dict[str, Any]:
-    """The runs ``a`` and ``b`` of the query; the newest two without them."""
+    """Compares the runs ``a`` and ``b`` of the query, or else the newest two runs."""
     store = visit.store
     total = (await store.query_runs(limit=0)).total
     known = [run.run_id for run in await store.query_runs(offset=max(0, total - _MAX_CHOICES))][::-1]

@@ -1,4 +1,4 @@
-"""The export of what people labelled, as a dataset."""
+"""The export of labelled rollouts, as a dataset."""
 
 from __future__ import annotations
 

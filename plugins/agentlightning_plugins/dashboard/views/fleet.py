@@ -1,4 +1,4 @@
-"""The workers, and the queue and the model backends of every run that is under way."""
+"""The workers, and the queues and model backends of the runs in progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_RUNS_OF_BACKENDS: Final = 2
 
 
 async def show_fleet(visit: Visit) -> dict[str, Any]:
-    """Workers with their heartbeats, queues, backends of the gateway, and the counts of the store."""
+    """Returns workers with their heartbeats, queues, backends of the gateway, and the store's statistics."""
     store = visit.store
     workers, total = await read_workers(store)
     runs = await find_newest_runs(store)

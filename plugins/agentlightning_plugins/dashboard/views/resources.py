@@ -19,12 +19,12 @@ from agentlightning_plugins.monitoring.candidates import list_distributions
 _PAGE_SIZE: Final = 50
 _MAX_CANDIDATES: Final = 500
 _CANDIDATE: Final = "prompt_candidate"
-"""The resource of a snapshot that holds a candidate of a prompt search."""
+"""Name of the resource that holds a candidate of a prompt search."""
 _SHOWN: Final = ("candidate_id", "parent_id", "round", "full_score", "batch_score", "critique", "edited")
 
 
 async def list_resources(visit: Visit) -> dict[str, Any]:
-    """The newest versions of the resources of a run, and its candidates as a tree."""
+    """Returns the newest versions of a run's resources, and the candidates of its prompt search as trees."""
     store = visit.run_store
     offset = int(visit.query.get("offset") or 0)
     page = await store.query_resources(sort_order="desc", limit=_PAGE_SIZE, offset=offset)
@@ -53,7 +53,7 @@ async def list_resources(visit: Visit) -> dict[str, Any]:
 
 
 async def show_resources(visit: Visit) -> dict[str, Any]:
-    """One version of resources, with its difference from another: the parent of a candidate, or the version before."""
+    """Returns one version of resources and its difference from the parent candidate or the previous version."""
     store, wanted = visit.run_store, visit.names["resources_id"]
     update = await store.get_resources_by_id(wanted)
     if update is None:
@@ -106,7 +106,7 @@ async def _read_newest(store: LightningStore) -> Sequence[ResourcesUpdate]:
 
 
 def _read_candidate(update: ResourcesUpdate, base: ResourcesUpdate | None) -> dict[str, Any]:
-    """The facts of a candidate, and the scores of the candidate that it is compared with."""
+    """Returns the fields of a candidate, and the scores of the candidate that it is compared with."""
     fields = update.resources[_CANDIDATE].model_dump(mode="json")
     other = base.resources.get(_CANDIDATE) if base is not None else None
     scores = {} if other is None else other.model_dump(mode="json")
@@ -121,13 +121,13 @@ def _read_candidate(update: ResourcesUpdate, base: ResourcesUpdate | None) -> di
 
 
 def _describe(update: ResourcesUpdate) -> dict[str, dict[str, str]]:
-    """The resources as text, without secrets."""
+    """Returns the resources as text, without secrets."""
     described = {}
     for name, resource in update.resources.items():
         fields = resource.model_dump(mode="json")
         kind = str(fields.pop("resource_type"))
         if name == _CANDIDATE:
-            fields.pop("prompts", None)  # they stand beside it
+            fields.pop("prompts", None)  # the version has them as separate resources
         shown = {key: "***" if value and SECRET_NAME.search(key) else value for key, value in fields.items()}
         text = (
             resource.template
@@ -139,7 +139,7 @@ def _describe(update: ResourcesUpdate) -> dict[str, dict[str, str]]:
 
 
 def _find_candidates(updates: Sequence[ResourcesUpdate]) -> list[dict[str, Any]]:
-    """The candidates of a search by round; a search adds scores in later versions."""
+    """Returns the candidates of a search by round, each in its newest version: later versions add scores."""
     found: dict[str, dict[str, Any]] = {}
     for update in sorted(updates, key=operator.attrgetter("version")):
         candidate = update.resources.get(_CANDIDATE)
@@ -151,7 +151,7 @@ def _find_candidates(updates: Sequence[ResourcesUpdate]) -> list[dict[str, Any]]
 
 
 def _make_trees(candidates: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The candidates as trees: each has its ``children``."""
+    """Returns the candidates as trees: each candidate has ``children``."""
     nodes: dict[str, dict[str, Any]] = {str(each["candidate_id"]): {**each, "children": []} for each in candidates}
     roots: list[dict[str, Any]] = []
     for each in nodes.values():

@@ -20,14 +20,14 @@ from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN
 
 _MAX_SPANS: Final = 5_000
 _MAX_ROWS: Final = 500
-"""Spans in the waterfall; the JSON twin has all that were read."""
+"""Maximum number of spans in the waterfall and in the JSON twin."""
 _MAX_CONVERSATIONS: Final = 40
 _RECORDS: Final = (ROW_SPAN, LEDGER_SPAN)
 """Spans that training adds later; the pages about training show them."""
 
 
 async def show_rollout(visit: Visit) -> dict[str, Any]:
-    """A rollout with one of its attempts in full: the one of the query, or the latest."""
+    """Returns a rollout, with the details of the attempt in the query or of the latest attempt."""
     rollout = await find_rollout(visit)
     store = visit.run_store
     attempts = (await store.query_attempts(rollout.rollout_id)).items
@@ -46,10 +46,10 @@ async def show_rollout(visit: Visit) -> dict[str, Any]:
 
 
 async def find_rollout(visit: Visit) -> Rollout:
-    """The rollout in the path.
+    """Returns the rollout in the path.
 
     Raises:
-        NotFoundError: this run has none of this id.
+        NotFoundError: the run has no rollout with this id.
     """
     rollout_id = visit.names["rollout_id"]
     rollout = await visit.run_store.get_rollout_by_id(rollout_id)
@@ -80,9 +80,9 @@ async def _describe_attempt(visit: Visit, attempt: Attempt) -> dict[str, Any]:
 
 
 def read_conversations(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """The conversations of an attempt, each with its messages and tools."""
+    """Returns the conversations of an attempt, each with its messages and tools."""
     histories = TraceToMessages().adapt(spans)
-    if len(histories) <= 200:  # comparing all pairs
+    if len(histories) <= 200:  # all pairs are compared
         histories = drop_prefixes(histories)
     return [
         {
@@ -94,7 +94,7 @@ def read_conversations(spans: Sequence[Span]) -> list[dict[str, Any]]:
 
 
 def _describe_message(message: semconv.Message) -> dict[str, Any]:
-    """A message with its texts; everything that is not text is shown as JSON."""
+    """Returns a message with its texts; parts that are not text are shown as JSON."""
     content = thaw(message.get("content"))
     parts = content if isinstance(content, list) else [content]
     texts = []
@@ -133,13 +133,13 @@ def _pretty(arguments: Any) -> str:
 
 
 def _trained_calls(spans: Sequence[Span]) -> frozenset[str]:
-    """The response ids of the calls that are in a trained row."""
+    """Returns the response ids of the calls that are in a trained row."""
     rows = [span for span in spans if span.name == ROW_SPAN]
     return frozenset(name for row in rows for name in row.attributes.get("agentlightning.training.response_ids") or ())
 
 
 def _describe_spans(nodes: Sequence[Node], trained: Collection[str]) -> list[dict[str, Any]]:
-    """The rows of the waterfall: depth, and start and length as shares of the whole."""
+    """Returns the rows of the waterfall, with depth, and with start and length as shares of the total time."""
     if not nodes:
         return []
     begin, end = min(node.start for node in nodes), max(node.end for node in nodes)
@@ -183,7 +183,7 @@ def _kind(span: Span) -> str:
 
 
 def _count_tokens(spans: Sequence[Span]) -> dict[str, int]:
-    """Tokens of the model calls, by what the servers reported."""
+    """Sums the tokens of the model calls, as reported by the model servers."""
     keys = {"input": semconv.GEN_AI_INPUT_TOKENS, "output": semconv.GEN_AI_OUTPUT_TOKENS}
     calls: dict[str, Span] = {}
     for span in filter(semconv.is_llm_call, spans):  # agent and gateway both record a call, with the same response id

@@ -15,16 +15,16 @@ from agentlightning_plugins.dashboard.page import Visit
 PAGE_SIZE: Final = 50
 _CHUNK: Final = 200
 _BUDGET_S: Final = 0.12
-"""How long one page counts and searches where the store has no index; the next page goes on from there."""
+"""Time limit for one page to count and search without an index of the store; the next page continues from there."""
 _INDEXED: Final = ("step", "task_id", "group")
 FILTERS: Final = ("status", "mode", "label", *_INDEXED, "min", "max", "meta", "text", "messages")
 LABEL: Final = "label"
 NOTE: Final = "label_note"
-"""The keys of a rollout's metadata that keep the label that people gave it."""
+"""Keys of a rollout's metadata that contain the label and the note that people gave it."""
 
 
 def describe_rollout(rollout: Rollout) -> dict[str, Any]:
-    """A row of the list."""
+    """Returns a row of the list."""
     attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
     metadata = rollout.metadata or {}
     ended = rollout.end_time or (attempt.end_time if attempt is not None else None)
@@ -43,7 +43,7 @@ def describe_rollout(rollout: Rollout) -> dict[str, Any]:
 
 
 async def list_rollouts(visit: Visit) -> dict[str, Any]:
-    """The rollouts of a run that the filters select, the newest first."""
+    """Returns the rollouts of a run that match the filters, the newest first."""
     query = {name: visit.query[name].strip() for name in FILTERS if visit.query.get(name, "").strip()}
     before = visit.query.get("before")
     found = await select(visit.run_store, query, int(before) if before and before.isdecimal() else None)
@@ -54,12 +54,12 @@ async def select(store: LightningStore, query: Mapping[str, str], before: int | 
     """Finds a page of rollouts.
 
     Args:
-        store: as its run sees it.
+        store: the store, scoped to the run.
         query: the filters by name, as text.
-        before: the cursor: only the rollouts that were queued before this many others; None: from the newest on.
+        before: the cursor: searches only this many of the oldest rollouts; None searches all.
 
     Raises:
-        ConfigError: a filter that is not one of those allowed.
+        ConfigError: the value of a filter is not allowed.
     """
     status, mode = query.get("status"), query.get("mode")
     _check("status", status, get_args(RolloutStatus))
@@ -106,7 +106,7 @@ async def select(store: LightningStore, query: Mapping[str, str], before: int | 
 async def _read(
     store: LightningStore, total: int, position: int, size: int, conditions: Mapping[str, Any]
 ) -> Sequence[Rollout]:
-    """Reads the rollouts that were queued before ``position`` others, the newest first, from the nearer end."""
+    """Reads the newest of the ``position`` oldest rollouts, the newest first, from the nearer end of the list."""
     if position < total / 2:
         first = max(0, position - size)
         return (await store.query_rollouts(offset=first, limit=position - first, **conditions)).items[::-1]
@@ -135,7 +135,7 @@ def _to_number(query: Mapping[str, str], name: str) -> float | None:
 
 
 def _make_test(query: Mapping[str, str]) -> Callable[[Rollout], bool] | None:
-    """The test for the filters that the store has no index for; None if there are none."""
+    """Returns a test for the filters without an index in the store; None if there are no such filters."""
     tests: list[Callable[[Rollout], bool]] = []
     mode, label, meta = query.get("mode"), query.get("label"), query.get("meta")
     low, high = _to_number(query, "min"), _to_number(query, "max")
@@ -182,7 +182,7 @@ def _all_text(rollout: Rollout) -> str:
 
 
 async def _mentions(store: LightningStore, rollout: Rollout, query: Mapping[str, str]) -> bool:
-    """Whether the text that is looked for occurs in the rollout or in its messages, if these are to be searched."""
+    """Returns whether the text occurs in the rollout or its messages; True if messages are not searched."""
     if "messages" not in query or "text" not in query:
         return True
     wanted = query["text"].casefold()

@@ -20,7 +20,7 @@ _CHARTED: Final = frozenset({"reward", "val_reward", "test_reward", "train_rewar
 
 
 async def list_runs(visit: Visit) -> dict[str, Any]:
-    """The newest runs, with rollouts by status and the curve of the reward."""
+    """Returns the newest runs, with rollouts by status and the reward curve."""
     store = visit.store
     total = (await store.query_runs(limit=0)).total
     first = int(visit.query.get("before") or total)
@@ -53,7 +53,7 @@ async def list_runs(visit: Visit) -> dict[str, Any]:
 
 
 async def show_run(visit: Visit) -> dict[str, Any]:
-    """One run: reward, health, time by phase, all metrics, and the newest rollouts."""
+    """Returns one run: reward, health, time by phase, all metrics, and the newest rollouts."""
     store = visit.run_store
     run = await find_run(store) or Run(run_id=store.run_id, name=store.run_id)
     steps = await numbers.read_metrics(store)

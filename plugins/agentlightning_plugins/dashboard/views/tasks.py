@@ -1,4 +1,4 @@
-"""The tasks that two runs have both validated on: the difference of their rewards, and those that flipped."""
+"""The tasks that two runs both validated on: the difference in reward, and the tasks that flipped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from agentlightning.types import AttemptedRollout, Metrics, Rollout
 from agentlightning_plugins.statistics.significance import paired_p_value
 
 _MAX_ROLLOUTS: Final = 400
-"""The newest rollouts, among which the validation of an algorithm without steps is looked for."""
+"""Number of the newest rollouts that are searched for the validation of an algorithm without steps."""
 _MAX_FLIPPED: Final = 50
 _SOLVED: Final = 0.5
-"""A task is solved from this mean reward on; it flipped if one run solved it and the other did not."""
+"""Minimum mean reward of a solved task; a task flipped if only one of the runs solved it."""
 
 
 async def compare_tasks(sides: Sequence[tuple[LightningStore, Sequence[Metrics]]]) -> dict[str, Any] | None:
@@ -43,11 +43,11 @@ async def compare_tasks(sides: Sequence[tuple[LightningStore, Sequence[Metrics]]
 
 
 async def _read_rewards(store: LightningStore, steps: Sequence[Metrics]) -> dict[str, tuple[list[float], str]]:
-    """The rewards of each task and one of its rollouts, by the task as JSON."""
+    """Returns the rewards of each task and the id of one of its rollouts, keyed by the task as JSON."""
     step = next((each.step for each in reversed(steps) if "val_reward" in each.values), None)
     found: Iterable[Rollout] = ()
     if step is not None:
-        found = await store.query_rollouts(metadata={"step": step}, sort_order="desc")  # training rollouts among them
+        found = await store.query_rollouts(metadata={"step": step}, sort_order="desc")  # includes training rollouts
     if not any(rollout.mode == "val" for rollout in found):  # an algorithm that records no steps
         found = await store.query_rollouts(sort_order="desc", limit=_MAX_ROLLOUTS)
     rewards: dict[str, tuple[list[float], str]] = {}

@@ -19,15 +19,15 @@ _OUTCOME: Final = "outcome/"
 _MAX_GROUP: Final = 64
 _MAX_MESSAGES: Final = 40
 _PAGE: Final = 2_000
-"""Tokens of a row that one page shows."""
+"""Maximum number of tokens of a row on one page."""
 _LOW_LOGPROB: Final = 3.0
-"""A token with a log-probability of minus this has the strongest colour."""
+"""A token with a log-probability of minus this value or less has the strongest colour."""
 _LEAST_GAP: Final = 0.01
 """Smaller gaps never have the strongest colour."""
 
 
 async def show_ledger(visit: Visit) -> dict[str, Any]:
-    """The outcomes of the rollouts by step, and each rollout of one step: that of the query, or the last."""
+    """Returns the outcomes of rollouts by step, and the rollouts of one step: the step of the query, or the last."""
     store = visit.run_store
     steps: list[dict[str, Any]] = []
     for entry in await store.query_metrics():
@@ -57,10 +57,10 @@ async def show_ledger(visit: Visit) -> dict[str, Any]:
 
 
 async def show_group(visit: Visit) -> dict[str, Any]:
-    """All rollouts of one task of one step.
+    """Returns the rollouts of one task in one step.
 
     Raises:
-        NotFoundError: this run has none of this group.
+        NotFoundError: the run has no rollouts of this group.
     """
     name = visit.query.get("name", "")
     rollouts: Sequence[Rollout] = ()
@@ -105,10 +105,10 @@ def _describe_member(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
 
 
 async def show_tokens(visit: Visit) -> dict[str, Any]:
-    """The tokens that a rollout was trained with; a page has a part of each row, the JSON twin all of them.
+    """Returns the trained rows of a rollout; a page shows a part of each row, the JSON twin all tokens.
 
     Raises:
-        ConfigError: an unknown measure.
+        ConfigError: the measure is unknown.
     """
     rollout = await find_rollout(visit)
     measure = visit.query.get("by", MEASURES[0])
@@ -164,7 +164,7 @@ def describe_row(row: Mapping[str, Any], measure: str, start: int) -> dict[str, 
 
 
 def _measure(row: Mapping[str, Any], measure: str) -> list[float | None]:
-    """Returns one value per response token; None where it was not trained on, or where there is no value."""
+    """Returns one value per response token; None if the token was not trained on or has no value."""
     mask, logprobs, trainer = row["mask"], row["logprobs"], row["trainer_logprobs"] or [None] * len(row["mask"])
     if measure == "mask":
         return [float(kept) for kept in mask]

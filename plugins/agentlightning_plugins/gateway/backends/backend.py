@@ -190,14 +190,17 @@ class ModelTable:
         self._round_robin: dict[str, _RoundRobin] = {}
         known = {backend.identity: backend for backend in previous.backends} if previous is not None else {}
         seen: Counter[bytes | tuple[str, str]] = Counter()
+        labels: list[tuple[Backend, str]] = []
         for position, entry in enumerate(model_list):
             backend = _read_entry(entry, f"model_list[{position}]")
             _distinguish(backend, seen)
             same = known.get(backend.identity)
             if same is not None and same.is_like(backend):
-                same.label = backend.label  # contains the number of the entry in this list
+                labels.append((same, backend.label))  # which contains the number of the entry in this list
                 backend = same
             self._backends.setdefault(backend.model, []).append(backend)
+        for same, label in labels:  # now that all entries are valid: ``previous`` may stay in use
+            same.label = label
 
     @property
     def names(self) -> list[str]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agentlightning_plugins.stores.http.server import LightningStoreServer
 
 _CLOSE_S: Final = 3.0
-"""How long the database may take to finish what was accepted, after the requests in flight."""
+"""How long the database may take to finish accepted writes once the requests in flight have ended."""
 _READ_TOKENS_S: Final = 2.0
 
 logger = logging.getLogger("agentlightning")
@@ -34,7 +34,7 @@ logger = logging.getLogger("agentlightning")
     envvar="AGL_HOST",
     show_envvar=True,
     show_default=True,
-    help="Address to listen on; other than loopback needs a token.",
+    help="Address to listen on; any but loopback needs a token.",
 )
 @click.option(
     "--port",
@@ -43,7 +43,7 @@ logger = logging.getLogger("agentlightning")
     show_envvar=True,
     show_default=True,
     type=click.IntRange(0, 65535),
-    help="0 takes a free one.",
+    help="Port to listen on; 0 takes a free one.",
 )
 @click.option(
     "--backend",
@@ -63,7 +63,7 @@ logger = logging.getLogger("agentlightning")
     help="File with a token on each line: clients may send any, the first signs attempt tokens. A change takes effect "
     "within seconds.",
 )
-@click.option("--keep-days", type=click.FloatRange(0, min_open=True), help="Delete rollouts that ended more days ago.")
+@click.option("--keep-days", type=click.FloatRange(0, min_open=True), help="Days until ended rollouts are deleted.")
 @click.option("--keep-rollouts", type=click.IntRange(0), help="Delete the oldest ended rollouts above this number.")
 @click.option("--wait", "wait_s", default=0.0, type=click.FloatRange(0), help="Seconds to wait for the database.")
 @click.option("--log-level", default="warning", show_default=True, type=click.Choice(["debug", "info", "warning"]))
@@ -112,9 +112,9 @@ def command(
 @command.command("compact")
 @click.argument("url", default="sqlite:///agl.db", envvar="AGL_BACKEND")
 def compact_command(url: str) -> None:
-    """Make the file of a SQLite store as small as its contents.
+    """Shrink the file of a SQLite store to the size of its contents.
 
-    Programs that have it open wait until it is done; it needs as much free disk space as the file has.
+    Programs that have the file open wait until this is done. It needs as much free disk space as the file occupies.
     """
     from agentlightning.store.factory import create_store
     from agentlightning.store.url import hide_password
@@ -145,7 +145,7 @@ class _Tokens:
         """Reads the file.
 
         Raises:
-            ConfigError: it cannot be read, or has no token or a wrong one.
+            ConfigError: the file cannot be read, or has no token or an invalid one.
         """
         self._token, self._path = token, path
         self.current = self._read()
@@ -157,7 +157,7 @@ class _Tokens:
         return list(dict.fromkeys([self._token, *found] if self._token else found))
 
     async def follow(self, server: LightningStoreServer) -> None:
-        """Gives the server the tokens of the file whenever they change."""
+        """Passes the tokens of the file to the server whenever they change."""
         problem = ""
         while self._path is not None:
             await asyncio.sleep(_READ_TOKENS_S)
@@ -192,9 +192,9 @@ def _open(backend: str, wait_s: float, **settings: Any) -> LightningStore:
 
 
 def _raise_file_limit() -> None:
-    """Allows as many open files, and so connections, as the system does without further rights."""
+    """Raises the limit of open files, and so of connections, as far as the system allows without further rights."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):  # macOS calls it unlimited and refuses that
+    with contextlib.suppress(ValueError, OSError):  # macOS reports no limit, but refuses to set that
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
@@ -219,13 +219,13 @@ async def _serve(
             following = loop.create_task(tokens.follow(server))
             await stop.wait()
             following.cancel()
-            for number in (signal.SIGINT, signal.SIGTERM):  # a second signal ends the process at once
+            for number in (signal.SIGINT, signal.SIGTERM):  # a second signal ends the process immediately
                 loop.remove_signal_handler(number)
             echo("Stopping: finishing requests in flight, refusing new ones.")
     finally:
         closing = loop.create_task(store.close())
         done, _ = await asyncio.wait({closing}, timeout=_CLOSE_S)
-        if not done:  # its threads would be waited for; what was answered is on disk
+        if not done:  # a normal exit would wait for its threads; acknowledged writes are on disk
             logger.warning("the database does not answer; ending without closing it")
             os._exit(1)
         closing.result()

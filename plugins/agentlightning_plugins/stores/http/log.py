@@ -17,14 +17,14 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 request_id: Final[ContextVar[str]] = ContextVar("request_id", default="")
 """The id of the request that is being answered; empty if its client gave none."""
 access_logger: Final = logging.getLogger("agentlightning.access")
-"""One INFO record for each answered request, if ``setup_server_log`` has switched them on."""
+"""One INFO record for each answered request, if ``setup_server_log`` has enabled these records."""
 access_logger.setLevel(logging.WARNING)  # a store inside another program, such as `agl train`, writes none
 _ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 _TEXT: Final = "%(asctime)s %(levelname)s %(request_id)s%(message)s"
 
 
 def read_request_id(given: str | None) -> str:
-    """The id that a client sent, or an empty text if it sent none or one that cannot be shown."""
+    """Returns the id that a client sent; an empty string if it sent none or one that cannot be shown."""
     return given if given is not None and _ID.fullmatch(given) else ""
 
 
@@ -36,9 +36,9 @@ def setup_server_log(level: str, style: Literal["text", "json"], *, access: bool
     """Sends the log to standard error.
 
     Args:
-        level: the least level that is written.
+        level: the lowest level that is written.
         style: lines of text, or of JSON with the keys time, level, logger, message, request_id and error.
-        access: write a line for each request.
+        access: whether to write a line for each request.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_add_request_id)

@@ -10,18 +10,18 @@ from agentlightning.errors import ConfigError, ConflictError, LightningError, No
 
 PREFIX: Final = "/v1/agl"
 RUN_HEADER: Final = "agl-run"
-"""The run that a request is about; ``default`` without it."""
+"""The run that a request is about; without this header, the run is ``default``."""
 FEATURES_HEADER: Final = "agl-features"
-"""On every answer: the capabilities of the store behind the server, separated by commas."""
+"""Sent with every answer: the capabilities of the store behind the server, separated by commas."""
 TIME_HEADER: Final = "agl-time"
-"""On every answer: Unix time by the clock of the store."""
+"""Sent with every answer: Unix time by the clock of the store."""
 
 MAX_POLL_S: Final = 30.0
-"""The longest wait of one request; a client that waits longer sends another."""
+"""The longest wait of one request; a client that waits longer sends another request."""
 MAX_BODY_BYTES: Final = 64 * 2**20
-"""Of a request, after decompression."""
+"""Maximum size of a request, after decompression."""
 MAX_ITEM_BYTES: Final = 8 * 2**20
-"""Of one rollout, span, snapshot or other value in a request, as JSON."""
+"""Maximum size of one rollout, span, snapshot or other value in a request, as JSON."""
 
 # fmt: off
 ErrorCode: TypeAlias = Literal[

@@ -1,4 +1,4 @@
-"""The methods of ``LightningStore`` that are one request each: one table for client, server and OpenAPI document."""
+"""The methods of ``LightningStore`` that send one request each: one table for client, server and OpenAPI document."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METHOD_ROUTES: Final[list[Route]] = []
 
 
 def _remote(method: str, path: str, function: M, status: int = 200, **options: Any) -> M:
-    """A method that sends its arguments as a request; ``options`` are fields of ``Route``."""
+    """Makes a method that sends its arguments as a request; ``options`` are fields of ``Route``."""
     route = Route(method, path, function, status, **options)
     METHOD_ROUTES.append(route)
     signature = inspect.signature(function)
@@ -65,7 +65,7 @@ class RemoteMethods(LightningStore):
         "GET",
         "/rollouts/{rollout_id}/attempts/latest",
         _S.get_latest_attempt,
-        missing="no attempt of a rollout {rollout_id!r}",
+        missing="no attempt of rollout {rollout_id!r}",
     )
     update_attempt = _remote("POST", "/rollouts/{rollout_id}/attempts/{attempt_id}", _S.update_attempt)
     release_attempt = _remote("POST", "/rollouts/{rollout_id}/attempts/{attempt_id}/release", _S.release_attempt)

@@ -44,7 +44,7 @@ from agentlightning.types import (
 )
 
 MAX_BATCH: Final = 100_000
-"""The most rollouts, spans or ids in one request."""
+"""Maximum number of rollouts, spans or ids in one request."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,19 +58,19 @@ class Route:
 
     method: str
     path: str
-    """Below the prefix, with ``{names}``. A ``run_id`` that is no parameter is the run of the store."""
+    """Path below the prefix, with ``{names}``. A ``run_id`` that is not a parameter is the run of the store."""
     function: Callable[..., Any]
     status: int = 200
     missing: str = ""
-    """Message of the 404 that answers None, for a getter."""
+    """Message of the 404 that a getter answers instead of None."""
     result_key: str | None = None
     """The answer is an object with the result under this key; None: the answer is the result."""
     repeatable: bool = True
-    """Whether sending the request twice does what sending it once does."""
+    """Whether the request is idempotent."""
     body: Any = None
     """Type of a body that is one record, which the function takes as ``record``."""
     for_attempts: bool = False
-    """Whether the token of an attempt allows requests about this attempt."""
+    """Whether an attempt's token allows the request if it is about that attempt."""
 
     @cached_property
     def path_names(self) -> list[str]:
@@ -79,7 +79,7 @@ class Route:
 
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """The parameters of the function, without its first and with evaluated annotations."""
+        """The parameters of the function except the first, with evaluated annotations."""
         hints = get_type_hints(self.function, include_extras=True)
         _, *others = inspect.signature(self.function).parameters.values()
         return {parameter.name: parameter.replace(annotation=hints[parameter.name]) for parameter in others}
@@ -103,7 +103,7 @@ class Route:
 
     @cached_property
     def defaults(self) -> dict[str, None]:
-        """The arguments without a default in Python that a message may leave out: None."""
+        """None for each parameter that has no default in Python but may be absent from a message."""
         return {
             name: None
             for name, parameter in self.parameters.items()
@@ -118,7 +118,7 @@ class Route:
 
     @cached_property
     def read_result(self) -> Callable[[Any], Any]:
-        """Makes the result of the JSON of an answer."""
+        """The function that makes the result from the JSON of an answer."""
         read = _reader(self.result)
         return read if self.result_key is None else lambda content: read(content[self.result_key])
 
@@ -132,17 +132,17 @@ class Route:
         }
 
     def encode(self, arguments: Mapping[str, Any], run_id: str) -> tuple[str, dict[str, Any] | None]:
-        """The path with its query string, and the body, of a call with these arguments.
+        """Returns the path with its query string, and the body, for a call with these arguments.
 
         Raises:
-            ConfigError: an argument is not JSON, or a name in the path is empty. It is refused here, before it becomes
-                some other JSON, or the path of another route.
+            ConfigError: an argument is not JSON, or a name in the path is empty. It is refused here, because it would
+                be sent as different JSON, or to the path of another route.
         """
         given = {name: value for name, value in arguments.items() if value is not UNSET}
         names = {name: quote(str(given.pop(name, run_id)), safe="") for name in self.path_names}
         for name, value in names.items():
             if not value:
-                raise ConfigError(f"{name} is empty; give the id of what is meant")
+                raise ConfigError(f"{name} is empty; give an id")
         path = self.path.format(**names)
         if self.method == "GET":
             query = urlencode({name: value for name, value in given.items() if value is not None})
@@ -154,7 +154,7 @@ class Route:
 
 
 def read_rollout(content: dict[str, Any]) -> Rollout:
-    """A rollout from its JSON, with its attempt where it has one."""
+    """Makes a rollout from its JSON, with its attempt if there is one."""
     return (AttemptedRollout if "attempt" in content else Rollout).model_validate(content)
 
 
@@ -166,7 +166,7 @@ _INTEGERS: Final[dict[str, Any]] = {
     "keep": Annotated[int, Field(ge=0, le=MAX_INT)],
     "spans_dropped": Annotated[int, Field(ge=0, le=MAX_INT)],
 }
-"""The ranges of parameters by name."""
+"""Types of integer parameters with a limited range, by name."""
 
 
 def _finite(values: Mapping[str, float], name: str) -> Mapping[str, float]:
@@ -183,15 +183,15 @@ _JSON_TYPES: Final[dict[Any, tuple[Any, Callable[[Any, str], Any]]]] = {
     Mapping[str, float]: (dict[str, FiniteFloat], _finite),
     Mapping[str, Resource | str]: (dict[str, AnyResource], _dump_resources),
 }
-"""For a type of a parameter: its type in a message, and the function that encodes it."""
+"""For each type of a parameter: the type in a message, and the function that encodes a value."""
 
 
 def _list_to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value  # JSON has no tuples, and strict validation wants one
+    return tuple(value) if isinstance(value, list) else value  # JSON has no tuples, and strict validation requires one
 
 
 def _json_type(name: str, annotation: Any) -> Any:
-    """The type in a message of a parameter with this annotation."""
+    """Returns the type that a parameter with this annotation has in a message."""
     arguments, origin = get_args(annotation), get_origin(annotation)
     if annotation in _JSON_TYPES:
         return _JSON_TYPES[annotation][0]
@@ -217,7 +217,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """The function that makes a value of this type of its JSON."""
+    """Returns the function that makes a value of this type from its JSON."""
     if kind is Rollout:
         return read_rollout
     if get_origin(kind) is Sequence:

@@ -186,7 +186,7 @@ class MemoryBackend:
                 del self._queues[rollout.run_id]
 
     def _append(self, span: Span, places: dict[str, list[Positions]]) -> Span | None:
-        """Stores a span unless it is there; ``places`` are those of the rollouts of one batch."""
+        """Stores a span unless it exists; ``places`` caches the index entry of each rollout in a batch."""
         key = (span.rollout_id, span.attempt_id, span.span_id)
         if key in self._spans.positions:
             return None

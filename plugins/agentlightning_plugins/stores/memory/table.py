@@ -26,7 +26,7 @@ _CHUNK: Final = 256
 
 
 class Positions:
-    """Ascending positions. Removed ones stay until they are the majority, so readers test what they find."""
+    """Ascending positions. Removed positions stay until they are the majority, so readers check what they find."""
 
     __slots__ = ("_removed", "_sorted")
 
@@ -51,17 +51,17 @@ class Positions:
             self._sorted.insert(place, position)
 
     def remove(self) -> bool:
-        """Counts a removed position; returns whether it is time to ``keep`` the others only."""
+        """Counts a removed position; returns whether it is time to ``keep`` only the others."""
         self._removed += 1
         return self._removed * 2 > len(self._sorted) > _CHUNK
 
     def keep(self, positions: list[int]) -> None:
-        """Replaces all positions by those that are left."""
+        """Replaces all positions by the remaining ones."""
         self._sorted = positions
         self._removed = 0
 
     def chunk(self, start: float, descending: bool) -> list[int]:
-        """The next positions after ``start``, or before it if descending."""
+        """Returns the next positions after ``start``, or before it if descending."""
         if descending:
             end = bisect_left(self._sorted, start)
             return self._sorted[max(0, end - _CHUNK) : end][::-1]
@@ -70,13 +70,13 @@ class Positions:
 
 
 class Index:
-    """The positions of records by the values of some fields; None and values that cannot be a key are left out."""
+    """Positions of records by the values of some fields; records with None or an unhashable value are not indexed."""
 
     def __init__(self, *fields: str, only: frozenset[str] | None = None, constant: bool = False) -> None:
         """Makes an empty index.
 
         Args:
-            fields: of the records, looked up together.
+            fields: fields of the records, which are looked up together.
             only: the values of the last field that are indexed, to keep the index small; None: all.
             constant: the fields of a record never change.
         """
@@ -96,7 +96,7 @@ class Index:
             self._read = lambda record: (read_one(record),)
 
     def key(self, record: Record) -> Key | None:
-        """The values of a record; None if it is not indexed."""
+        """Returns the indexed values of a record; None if the record is not indexed."""
         key = self._read(record)
         if None in key or (self.only is not None and key[-1] not in self.only):
             return None
@@ -107,7 +107,7 @@ class Index:
         return key
 
     def place(self, record: Record) -> Positions | None:
-        """The positions of the records with the same values; None if it is not indexed."""
+        """Returns the positions of the records with the same values; None if the record is not indexed."""
         key = self.key(record)
         if key is None:
             return None
@@ -117,7 +117,7 @@ class Index:
         return found
 
     def remove(self, record: Record, records: Mapping[int, Record]) -> None:
-        """Removes a record that is no longer in ``records``, or is there with other values."""
+        """Removes a record that is no longer in ``records``, or has other values there."""
         key = self.key(record)
         if key is not None:
             positions = self._positions[key]
@@ -127,11 +127,11 @@ class Index:
                 positions.keep([at for at in positions if at in records and self.key(records[at]) == key])
 
     def get(self, *key: Any) -> Positions:
-        """The positions of the records with these values."""
+        """Returns the positions of the records with these values."""
         return self._positions.get(key) or Positions()
 
     def find(self, wanted: Mapping[str, Collection[Any]]) -> list[Positions] | None:
-        """The positions of the records with one of the wanted values in each field; None if a field is not wanted."""
+        """Returns the positions of the records with a wanted value in each field; None if the index does not apply."""
         if not wanted.keys() >= self._fields:
             return None
         if self.only is not None and not self.only.issuperset(wanted[self.fields[-1]]):
@@ -157,13 +157,13 @@ class Table(Generic[R]):
 
         Args:
             kind: the records' class.
-            lock: held by the callers of everything but ``select``.
-            indexes: a query uses the first one whose fields it looks up, so the most selective come first.
-            readers: how to read fields of queries that the records do not have.
+            lock: the callers of all methods but ``select`` hold it.
+            indexes: a query uses the first index whose fields it looks up, so the most selective ones come first.
+            readers: functions that read fields of queries that the records do not have.
         """
         self.records: dict[int, R] = {}
         self._revisions: dict[int, int] = {}
-        """Of the records that were replaced; the others are at revision 1."""
+        """Revisions of the records that were replaced; the others are at revision 1."""
         self.positions: dict[Key, int] = {}
         self._keys = KEYS[kind]
         self._key_fields = frozenset(self._keys)
@@ -182,11 +182,11 @@ class Table(Generic[R]):
         return len(self.records)
 
     def get(self, key: Key) -> R | None:
-        """The record with a key."""
+        """Returns the record with a key."""
         return self.records.get(self.positions.get(key, 0))
 
     def row(self, position: int) -> Row[R] | None:
-        """The record at a position, with its revision.
+        """Returns the record at a position, with its revision.
 
         The revision is read first: if the record is replaced in between, the revision is too old and its guard fails.
         """
@@ -195,17 +195,17 @@ class Table(Generic[R]):
         return None if record is None else Row(record, revision)
 
     def revision(self, key: Key) -> int:
-        """The revision that a guard compares; 0 if there is no record."""
+        """Returns the revision that a guard compares; 0 if there is no record."""
         position = self.positions.get(key)
         return 0 if position is None else self._revisions.get(position, 1)
 
     def places(self, record: R) -> list[Positions]:
-        """The index entry of a record; equal for all records with equal indexed fields."""
+        """Returns the index entry of a record; it is the same for all records with equal indexed fields."""
         found = [index.place(record) for index in self._indexes]
         return [self._all, *[positions for positions in found if positions is not None]]
 
     def insert(self, key: Key, record: R, places: Sequence[Positions]) -> None:
-        """Adds a record whose key is not there yet; ``places`` are those of a record with the same indexed fields."""
+        """Adds a record with a new key; ``places`` is the index entry of a record with the same indexed fields."""
         self._last_position = position = self._last_position + 1
         self.records[position] = record
         self.positions[key] = position
@@ -213,7 +213,7 @@ class Table(Generic[R]):
             positions.add(position)
 
     def replace(self, key: Key, record: R) -> None:
-        """Puts a record in the place of the one with its key."""
+        """Replaces the record that has the same key."""
         position = self.positions[key]
         before = self.records[position]
         self.records[position] = record  # before the revision: see `row`
@@ -227,11 +227,11 @@ class Table(Generic[R]):
                     positions.add(position)
 
     def update_in_place(self, key: Key, record: R) -> None:
-        """Replaces a record, in no indexed field, without a new revision."""
+        """Replaces a record without a new revision; its indexed fields stay the same."""
         self.records[self.positions[key]] = record
 
     def remove(self, key: Key) -> None:
-        """Removes a record, if it is there."""
+        """Removes a record, if it exists."""
         position = self.positions.pop(key, None)
         if position is not None:
             record = self.records.pop(position)
@@ -242,7 +242,7 @@ class Table(Generic[R]):
                 index.remove(record, self.records)
 
     def found(self, positions: Positions) -> list[R]:
-        """The records at the positions of a constant index."""
+        """Returns the records at the positions of a constant index."""
         return [self.records[position] for position in positions if position in self.records]
 
     def select(self, query: Query[R]) -> Page[R]:
@@ -274,7 +274,7 @@ class Table(Generic[R]):
         return Page([row for _, row in found], total if query.count else None, last)
 
     def _candidates(self, query: Query[R]) -> tuple[Iterable[int], int | None, Sequence[Condition]]:
-        """The positions to look at, how many match if an index knows it, and the conditions that are left to test."""
+        """Returns the positions to check, the number of matches if an index has it, and the conditions left to test."""
         where: Sequence[Condition] = query.where
         descending = query.descending and query.sort_by is None
         wanted = {condition.field: values for condition in where if (values := lookup_values(condition)) is not None}
@@ -298,7 +298,7 @@ class Table(Generic[R]):
         if 0 < len(chunk) < _CHUNK:
             return chunk, total, where
         walks = [self._walk(positions, start, descending) for positions in places]
-        merged = heapq.merge(*walks, reverse=descending)  # a record may still be found where it was before
+        merged = heapq.merge(*walks, reverse=descending)  # a record may still be listed under its earlier values
         return (position for position, _ in groupby(merged)), total, where
 
     def _walk(self, positions: Positions, start: float, descending: bool) -> Iterator[int]:

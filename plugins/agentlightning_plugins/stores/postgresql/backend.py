@@ -1,4 +1,4 @@
-"""The backend over a PostgreSQL database: a thread with an event loop of its own owns the connections."""
+"""The backend over a PostgreSQL database: a thread with its own event loop owns the connections."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CHUNK: Final = 500
 class PostgresBackend(DurableBackend):
     """A backend in one database, which processes on several machines can open.
 
-    A write returns when the server says that it is durable. Reads see the last commit.
+    A write returns when the server has confirmed that it is durable. Reads see the last commit.
     """
 
     def __init__(self, server: Server) -> None:
@@ -182,7 +182,7 @@ async def _fetch(connection: asyncpg.Connection, plan: Plan) -> Sequence[Sequenc
 
 
 async def _fetch_counted(connection: asyncpg.Connection, plan: Plan) -> tuple[Sequence[Sequence[Any]], int]:
-    """The rows and their total number, of one snapshot."""
+    """Returns the rows and their total number from one snapshot."""
     assert plan.count_sql is not None
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         total = await connection.fetchval(number_parameters(plan.count_sql), *plan.count_parameters)

@@ -20,7 +20,7 @@ PLANNER: Final = Planner(
             Span: {**COLUMNS[Span], "name": "label", "trace_id": "label", "parent_id": "label"},
         },
         in_list="{} = ANY (?)",
-        # The query is done first and its few positions are looked up: the planner need not guess how few they are.
+        # The query runs first and its few positions are then looked up, so the planner need not guess how few they are.
         in_query="{} = ANY (ARRAY({}))",
         contains="strpos({}, ?) > 0",
         contains_id="strpos(rollout_id, ?) > 0",
@@ -36,6 +36,6 @@ PLANNER: Final = Planner(
 
 @lru_cache(maxsize=1000)
 def number_parameters(sql: str) -> str:
-    """The same with PostgreSQL's ``$1``, ``$2`` for each ``?``."""
+    """Replaces each ``?`` by PostgreSQL's ``$1``, ``$2`` and so on."""
     first, *rest = sql.split("?")
     return first + "".join(f"${number}{part}" for number, part in enumerate(rest, 1))

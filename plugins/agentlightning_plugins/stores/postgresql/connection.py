@@ -21,8 +21,8 @@ logger = logging.getLogger("agentlightning")
 _SETTINGS: Final = {
     "application_name": "lightning",
     "client_encoding": "UTF8",
-    # Each of our queries has an index. A database that has just been filled has old statistics or none, with which the
-    # planner would read a whole table.
+    # Each of our queries has an index. In a newly filled database, statistics are old or missing, and the planner would
+    # read a whole table.
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
     "enable_hashjoin": "off",
@@ -39,14 +39,15 @@ _AWAY: Final = (
     asyncpg.CannotConnectNowError,
     asyncpg.IdleInTransactionSessionTimeoutError,
     asyncpg.TooManyConnectionsError,
+    asyncpg.TargetServerAttributeNotMatched,  # the URL asks for a primary, and there is only a standby
 )
-"""The server or the network is gone and may come back. TimeoutError is an OSError."""
+"""Errors after which the server or the network may come back. TimeoutError is an OSError."""
 
 
 ANSWER_SLACK_S: Final = 10.0
-"""A server that is this late to cancel a statement at its timeout is considered gone."""
+"""A server that cancels a timed-out statement later than this is considered lost."""
 MAX_CANCELLED: Final = 2
-"""How often a statement is repeated that the server has cancelled; a write is done once, however often it is sent."""
+"""How often a cancelled statement is repeated; a write is done once, however often its statement is sent."""
 _PARAMETERS: Final = ("connections", "statement_timeout_s")
 
 
@@ -56,10 +57,10 @@ class Server:
     def __init__(
         self, url: str, *, connections: int, statement_timeout_s: float, connect_timeout_s: float, reconnect_s: float
     ) -> None:
-        """Parses the URL, whose parameters ``agl_connections`` and ``agl_statement_timeout_s`` come before arguments.
+        """Parses the URL, whose parameters ``agl_connections`` and ``agl_statement_timeout_s`` override arguments.
 
         Raises:
-            ConfigError: PostgreSQL's libraries would not understand it, or a setting is out of range.
+            ConfigError: the URL cannot be parsed, or a setting is out of range.
         """
         url, given = _take_settings(url)
         self._url = url
@@ -80,7 +81,7 @@ class Server:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
             query = dict(parse_qsl(parts.query))
-        except ValueError:  # without its text: that may quote the password
+        except ValueError:  # from None: the text of the error may quote the password
             raise ConfigError(
                 "the URL of the PostgreSQL store cannot be read; write postgresql://user:password@host:5432/database "
                 "and percent-encode special characters of user and password"
@@ -92,7 +93,7 @@ class Server:
         """The URL without its password, for messages."""
         self.clock = ServerClock(self.shown)
         self.away_since: float | None = None
-        """When the server could first not be reached (``time.monotonic()``); None while it can."""
+        """Start of the current outage (``time.monotonic()``); None while the server can be reached."""
 
     async def connect(self) -> asyncpg.Connection:
         """Opens a connection.
@@ -121,13 +122,13 @@ class Server:
     async def reconnect(
         self, adopt: Callable[[asyncpg.Connection], Awaitable[None]] | None = None
     ) -> asyncpg.Connection:
-        """Opens a connection; waits for a server that went away to come back.
+        """Opens a connection; waits until an unreachable server comes back.
 
         Args:
             adopt: prepares the connection; if the connection is lost meanwhile, another one is opened after a pause.
 
         Raises:
-            StoreError: it did not come back in time, or refuses what ``adopt`` does.
+            StoreError: the server did not come back in time, or refuses what ``adopt`` does.
             ConfigError: as ``connect``.
         """
         deadline = time.monotonic() + self.reconnect_s
@@ -137,7 +138,8 @@ class Server:
                 connection = await self.connect()
                 if adopt is not None:
                     await adopt(connection)
-            except (*_AWAY, asyncpg.InterfaceError) as error:  # InterfaceError: it was lost between two statements
+            except (*_AWAY, asyncpg.InterfaceError, asyncpg.ReadOnlySQLTransactionError) as error:
+                # InterfaceError: it was lost between two statements. ReadOnly...: a standby that may be promoted soon.
                 self._report_outage(error)
                 if time.monotonic() + pause_s > deadline:
                     raise self.explain(error) from error
@@ -168,8 +170,8 @@ class Server:
         self.clock.set(await connection.fetchval(_TIME), sent_at)
 
     def explain(self, error: Exception) -> Exception:
-        """The error that a caller of the store gets for one of PostgreSQL or the connection; others as they are."""
-        if not isinstance(error, (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)):
+        """Converts an error of PostgreSQL or the connection to the one for the caller; returns others as they are."""
+        if not isinstance(error, (*_AWAY, asyncpg.PostgresError, asyncpg.InterfaceError)):
             return error
         if isinstance(error, _AWAY):
             meaning = "the server cannot be reached, or went away and did not come back in time"
@@ -199,7 +201,7 @@ def _take_settings(url: str) -> tuple[str, dict[str, float]]:
             except ValueError:
                 known = ", ".join(f"agl_{known}" for known in _PARAMETERS)
                 raise ConfigError(
-                    f"agl_{name}={value} in the URL of the PostgreSQL store: known are {known}, which are numbers"
+                    f"agl_{name}={value} in the URL of the PostgreSQL store: use {known}, which take numbers"
                 ) from None
         else:
             kept.append(part)
@@ -207,21 +209,21 @@ def _take_settings(url: str) -> tuple[str, dict[str, float]]:
 
 
 def is_lost(connection: asyncpg.Connection, error: Exception) -> bool:
-    """Whether an error says that the connection is gone, and nothing about the statement."""
+    """Whether an error means that the connection is lost, which says nothing about the statement."""
     return isinstance(error, _AWAY) or connection.is_closed()
 
 
 def drop_if_lost(connection: asyncpg.Connection, error: Exception) -> None:
-    """Ends a connection over which nothing more can be done, so that it is replaced."""
+    """Terminates a connection that is lost, so that it is replaced."""
     if is_lost(connection, error):
         connection.terminate()
 
 
 async def close(connection: asyncpg.Connection) -> None:
-    """Closes a connection, also one that is gone."""
+    """Closes a connection, even one that is lost."""
     try:
         await connection.close(timeout=2.0)
-    except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):  # it is gone already
+    except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):  # it is already lost
         connection.terminate()
 
 

@@ -1,4 +1,4 @@
-"""Events that were deleted before this process read them, made up from the records."""
+"""Events that were deleted before this process read them, reconstructed from the records."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from agentlightning_plugins.stores.sql.document import decode
 logger = logging.getLogger("agentlightning")
 
 _SLACK_S: Final = 60.0
-"""How far the times that other processes give to their events may lag behind."""
+"""How far the event times of other processes may lag behind."""
 _WAITING: Final = "SELECT run_id, rollout_id FROM agl.rollout WHERE queue_position IS NOT NULL"
 _ENDED: Final = "SELECT record FROM agl.rollout WHERE status IN ('succeeded', 'failed', 'cancelled')"
 
 
 async def read_missed_events(connection: asyncpg.Connection, since: float) -> list[Event]:
-    """The queue as it is, and the rollouts that ended since a time (Unix time of the server), as events.
+    """Returns events for the current queue and for the rollouts that ended since a time (Unix time of the server).
 
-    Some were published before, which wakes a waiter for nothing and does no harm.
+    Some of these events were published before, which wakes waiters needlessly but does no harm.
     """
     logger.warning("this process was away for so long that it missed events of the store; it catches up now")
     found: list[Event] = []

@@ -1,4 +1,4 @@
-"""Operations and batches: the writes of one caller, and of several as the parameters of the statement ``WRITE``."""
+"""Operations, the writes of one caller, and batches of operations as the parameters of the statement ``WRITE``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS: Final[dict[type[Record], str]] = {
     Metrics: "metrics",
 }
 _LONGEST_KEY: Final = 200
-"""Characters of a metadata value that are indexed as they are; PostgreSQL's index takes no more than 2.7 kB."""
+"""Length of the longest metadata value that is indexed as it is; PostgreSQL's index takes no more than 2.7 kB."""
 
 
 @dataclass(slots=True)
@@ -45,13 +45,13 @@ class Operation:
     appended: Sequence[Span] | None = None
     """The spans of an append, one for each of ``spans``."""
     size: int = 0
-    """Characters of JSON."""
+    """Number of characters of JSON."""
     tries: int = 0
     """How often a row was locked by another transaction."""
 
     @classmethod
     def commit(cls, writes: Sequence[Write], guards: Sequence[Guard], events: Sequence[Event]) -> Operation:
-        """Writes records, unless a guard does not hold."""
+        """Writes records if all guards hold."""
         operation = cls(events)
         for guard in guards:
             operation._row(guard.kind, guard.key)["wanted"] = guard.revision
@@ -82,7 +82,7 @@ class Operation:
         return operation
 
     def _row(self, kind: type[Record], key: Key) -> Fields:
-        """The row of a record that is guarded or written."""
+        """Returns the row of a record that is guarded or written."""
         if kind is Rollout:
             rollout_id = _plain(key[0])
             row = self.rollouts.setdefault(rollout_id, {"rollout_id": rollout_id})
@@ -104,7 +104,7 @@ class Operation:
         return self.attempts.setdefault((rollout_id, attempt_id), {"attempt_id": attempt_id})
 
     def _count_spans_of(self, rollout_id: str, attempt_id: str) -> AttemptKey:
-        """Adds an attempt that must be stored and of which the span counter moves."""
+        """Adds an attempt that must exist and whose span counter advances."""
         key = (_plain(rollout_id), _plain(attempt_id))
         row = self._attempt_row(*key)
         if row.setdefault("action", "append") != "put":
@@ -160,7 +160,7 @@ class Operation:
         }
 
     def result(self, numbers: Sequence[int | None]) -> Any:
-        """The caller's result; ``numbers`` are those of its spans."""
+        """Returns the caller's result; ``numbers`` are the numbers of its spans."""
         if self.appended is None:
             return numbers if self.spans else True
         return [
@@ -189,7 +189,7 @@ Work: TypeAlias = Operation | Claiming
 
 
 class Batch:
-    """Operations that one statement does: all that have no row in common, but for those that add to the same."""
+    """Operations that one statement does. They have no rows in common, except rows that they only add to."""
 
     def __init__(self) -> None:
         self.members: list[tuple[Item[Work], Operation]] = []
@@ -199,14 +199,14 @@ class Batch:
         self._documents: dict[DocumentKey, Fields] = {}
         self._spans: list[Fields] = []
         self._numbers: list[list[int | None]] = []
-        """For each member where its spans are in ``_spans``; None: an earlier one has the same key."""
+        """Indexes of each member's spans in ``_spans``; None if an earlier span has the same key."""
         self._known_spans: set[tuple[AttemptKey, str]] = set()
         self._index: dict[object, int] = {}
-        """The place of each rollout and attempt, from 1."""
+        """The place of each rollout and attempt in its parameter, counted from 1."""
         self._users: dict[tuple[str, int], list[Item[Work]]] = {}
 
     def add(self, item: Item[Work], operation: Operation) -> bool:
-        """Adds an operation; False if it has to wait for another batch."""
+        """Adds an operation; returns False if it has to wait for another batch."""
         if (
             _collide(self._rollouts, operation.rollouts, "append")
             or _collide(self._attempts, operation.attempts, "append")
@@ -242,18 +242,18 @@ class Batch:
 
     @property
     def parameters(self) -> tuple[str, str, str, str]:
-        """Rollouts, attempts, spans and documents."""
+        """Rollouts, attempts, spans and documents, each as JSON."""
         rows: tuple[Iterable[Fields], ...]
         rows = (self._rollouts.values(), self._attempts.values(), self._spans, self._documents.values())
         first, second, third, fourth = (orjson.dumps(list(part)).decode() for part in rows)
         return first, second, third, fourth
 
     def numbers_of(self, member: int, numbers: Sequence[int | None]) -> list[int | None]:
-        """The numbers of a member's spans, of those of the batch."""
+        """Returns the numbers of a member's spans, given the numbers of all spans in the batch."""
         return [None if place is None else numbers[place] for place in self._numbers[member]]
 
     def failures(self, failed: Sequence[tuple[str, int, str]]) -> dict[Item[Work], bool | Exception | None]:
-        """The results of members that were not applied; None if another transaction has locked one of their rows."""
+        """Returns the results of members that were not applied; None if another transaction has locked their rows."""
         found: dict[Item[Work], bool | Exception | None] = {}
         rollouts, attempts = list(self._rollouts), list(self._attempts)
         for part, place, why in sorted(failed, key=lambda failure: _PRIORITY.index(failure[2])):
@@ -284,7 +284,7 @@ def _collide(mine: dict[Any, Fields], others: dict[Any, Fields], harmless: str) 
 
 
 def index_key(value: object) -> str | None:
-    """The index key of a metadata value, equal for equal values only; None if the value is not indexed."""
+    """Returns the index key of a metadata value, equal only for equal values; None if the value is not indexed."""
     if isinstance(value, str):
         if len(value) <= _LONGEST_KEY and "\0" not in value:
             return f"s{value}"
@@ -296,17 +296,17 @@ def index_key(value: object) -> str | None:
 
 
 def _plain(value: object) -> str:
-    """An id that PostgreSQL can store.
+    """Returns an id that PostgreSQL can store.
 
     Raises:
-        ConfigError: it has a NUL, or half of a surrogate pair.
+        ConfigError: the id has a NUL, or half of a surrogate pair.
     """
     text = str(value)
     if "\0" in text or (not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text)):
-        raise ConfigError(f"the id {text!r} has a character that PostgreSQL cannot store; leave it out")
+        raise ConfigError(f"the id {text!r} has a character that PostgreSQL cannot store; remove it")
     return text
 
 
 def _shown(text: str) -> str:
-    """A name as its column stores it; the JSON has the original."""
+    """Returns a name as its column stores it; the JSON has the original."""
     return text.replace("\0", "\ufffd") if "\0" in text else text

@@ -22,6 +22,6 @@ def components() -> Iterable[Component]:
             "postgres",
             "agentlightning_plugins.stores.postgresql.store:PostgresLightningStore",
             extra="postgresql",
-            summary="other name of postgresql",
+            summary="another name for postgresql",
         ),
     ]

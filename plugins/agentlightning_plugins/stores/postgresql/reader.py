@@ -1,4 +1,4 @@
-"""Reads over a few connections of their own; small reads with the same statement share a round trip."""
+"""Reads over a few connections that only read; small reads with the same statement share a round trip."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from agentlightning_plugins.stores.sql.batch import Item, settle
 from agentlightning_plugins.stores.sql.plan import Plan
 
 Function: TypeAlias = Callable[[asyncpg.Connection], Awaitable[Any]]
-"""A read of its own; it is repeated from its beginning when the connection is lost."""
+"""A read that runs on its own; it is repeated from its beginning when the connection is lost."""
 
 _TYPES: Final = {str: "text", int: "bigint", float: "float8"}
 _CUT: Final = " LIMIT ? OFFSET ?"
 
 
 class Lookup(NamedTuple):
-    """A read of few rows. Lookups with the same statement are done together: each call costs the thread the GIL."""
+    """A read of few rows. Lookups with the same statement run together, because each call releases the GIL."""
 
     sql: str
-    """With a ``?`` for each parameter."""
+    """The statement, with a ``?`` for each parameter."""
     parameters: tuple[Any, ...]
 
 
@@ -35,7 +35,7 @@ Read: TypeAlias = Lookup | Function
 
 
 def make_lookup(plan: Plan) -> Lookup | None:
-    """The plan as a lookup; None if it has to be done alone."""
+    """Returns the plan as a lookup; None if it has to run on its own."""
     sql, parameters = plan.sql, tuple(plan.parameters)
     if "LIMIT" in sql.removesuffix(_CUT):
         return None
@@ -48,7 +48,7 @@ def make_lookup(plan: Plan) -> Lookup | None:
 
 
 class Readers:
-    """Does reads, a few at a time, for the event loop that it was made in."""
+    """Runs reads, a few at a time, for the event loop in which it was created."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -104,11 +104,11 @@ class Readers:
                 cancelled += 1
                 if cancelled > MAX_CANCELLED:
                     raise
-            except Exception as error:  # whatever it is: a connection that is gone is replaced, another error goes on
+            except Exception as error:  # a lost connection is replaced; every other error is raised
                 if not is_lost(connection, error):
                     self._connections.append(connection)
                     raise
-                for lost in (connection, *self._connections):  # the idle ones are probably gone as well
+                for lost in (connection, *self._connections):  # the idle ones are probably lost as well
                     lost.terminate()
                 self._connections.clear()
                 deadline = deadline or time.monotonic() + self._server.reconnect_s
@@ -119,7 +119,7 @@ class Readers:
                 return
 
     def _settle_soon(self, items: Sequence[Item[Read]]) -> None:
-        """Wakes the callers of all reads that end in one turn of the loop together."""
+        """Wakes the callers of all reads that end in one iteration of the loop together."""
         if not self._done:
             asyncio.get_running_loop().call_soon(self._settle)
         self._done += items
@@ -130,7 +130,7 @@ class Readers:
 
 
 async def _answer(connection: asyncpg.Connection, items: Sequence[Item[Read]]) -> None:
-    """Does one read, or several lookups with the same statement."""
+    """Runs one read, or several lookups with the same statement."""
     (first, *others), work = items, items[0].work
     if not isinstance(work, Lookup):
         first.result = await work(connection)
@@ -147,9 +147,9 @@ async def _answer(connection: asyncpg.Connection, items: Sequence[Item[Read]]) -
 
 @lru_cache(maxsize=1000)
 def _join(sql: str, types: tuple[type, ...]) -> str:
-    """A statement that answers another for several sets of parameters at once.
+    """Returns a statement that runs another statement for several sets of parameters at once.
 
-    OFFSET keeps the planner from merging the inner query with the outer one, so that the index is used for each.
+    OFFSET keeps the planner from merging the inner query with the outer one, so that the index is used for each set.
     """
     first, *rest = sql.split("?")
     inner = first + "".join(f"given.p{number}{part}" for number, part in enumerate(rest, 1))

@@ -10,17 +10,17 @@ import asyncpg
 from agentlightning.errors import ConfigError
 
 SCHEMA: Final = "agl"
-"""The PostgreSQL schema of all our tables; the database can have others."""
+"""The PostgreSQL schema of all our tables; the database can have other schemas."""
 _MIGRATING: Final = 0x41474C01
 """The advisory lock of a migration."""
 _MIGRATION_TIMEOUT_S: Final = 86_400.0
-"""How long a statement of a migration may take, which may write a large table anew, or wait for another process."""
+"""How long a statement of a migration may take: it may rewrite a large table, or wait for another process."""
 KEPT_EVENTS: Final = 100_000
-"""The events of this many commits are kept for other processes. One that is further behind reads the records."""
+"""The events of this many commits are kept for other processes. A process further behind reads the records."""
 
 # Text is compared byte by byte (COLLATE "C"), which is the order of Python's strings. Attempts refer to rollouts, and
-# spans to attempts, by position: their indexes grow at the end only. Rows that are updated all the time have room
-# beside them (fillfactor), so that an update touches no index.
+# spans to attempts, by position: their indexes grow at the end only. Rows that are updated often have free space
+# next to them (fillfactor), so that an update touches no index.
 _FIRST: Final = (
     """CREATE TABLE agl.rollout (
         position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -91,7 +91,7 @@ _FIRST: Final = (
     """CREATE VIEW agl.metrics AS
         SELECT position, id AS run_id, number AS step, revision, record
         FROM agl.document WHERE kind = 'metrics'""",
-    # How many records there are; status is '' but for rollouts.
+    # The number of records of each kind; status is '' except for rollouts.
     """CREATE TABLE agl.tally (
         name text COLLATE "C" NOT NULL, run_id text COLLATE "C" NOT NULL, status text COLLATE "C" NOT NULL,
         number bigint NOT NULL, PRIMARY KEY (name, run_id, status)
@@ -106,13 +106,13 @@ _FIRST: Final = (
         seen timestamptz NOT NULL DEFAULT now()
     ) WITH (fillfactor = 20)""",
 )
-# Versions 1 to 3 wrote through functions in the database, which went with version 4.
+# Versions 1 to 3 wrote through functions in the database, which version 4 removed.
 _FOURTH: Final = (
     "DROP FUNCTION IF EXISTS agl.write",
     "DROP FUNCTION IF EXISTS agl.claim",
     "DROP TYPE IF EXISTS agl.step",
     "DROP TYPE IF EXISTS agl.new_span",
-    # Each process counts in rows of its own, so that no two wait for each other.
+    # Each process counts in its own rows, so that no two wait for each other.
     "ALTER TABLE agl.tally ADD COLUMN slot int NOT NULL DEFAULT 0, DROP CONSTRAINT tally_pkey, "
     "ADD PRIMARY KEY (name, run_id, status, slot)",
     # The transaction that wrote the events: readers find what was committed since they last looked.
@@ -121,8 +121,8 @@ _FOURTH: Final = (
 )
 # The oldest version of Lightning, by the version of its schema, that may still write.
 _FIFTH: Final = ("ALTER TABLE agl.schema_version ADD COLUMN oldest_writer int NOT NULL DEFAULT 4",)
-# Time and a part of the id are found in indexes that hold all it takes, so that no JSON is read. Where a server of an
-# older version ends a rollout, the trigger sets the time; it is not called for those that set it themselves.
+# Searches by time or a part of the id use indexes that hold all they need, so that no JSON is read. When a server of
+# an older version ends a rollout, the trigger sets the time; it does not run for writes that set the time themselves.
 _SIXTH: Final = (
     "ALTER TABLE agl.rollout ADD COLUMN end_time double precision",
     r"""CREATE FUNCTION agl.read_end_time(record text) RETURNS double precision LANGUAGE plpgsql IMMUTABLE AS $$
@@ -146,22 +146,22 @@ _SIXTH: Final = (
     "ALTER TABLE agl.rollout DROP CONSTRAINT IF EXISTS rollout_rollout_id_key",
 )
 MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, (), (), _FOURTH, _FIFTH, _SIXTH)
-"""The statements that make each version of the schema from the one before."""
+"""The statements that upgrade the schema to each version from the previous one."""
 OLDEST_WRITER: Final = 4
 """The oldest version whose processes may write to the newest schema, so that servers can be upgraded in turn."""
 MIGRATED: Final = "migrated"
-"""The notification after a migration."""
+"""The payload of the notification after a migration."""
 
 
 async def migrate(connection: asyncpg.Connection, shown: str) -> None:
     """Creates or migrates the schema if needed.
 
     Args:
-        connection: one of the database, in no transaction.
-        shown: the database as messages name it.
+        connection: a connection to the database, outside a transaction.
+        shown: the name of the database in messages.
 
     Raises:
-        ConfigError: its schema ``agl`` is of another program, or of a newer version; it is not changed.
+        ConfigError: the schema ``agl`` belongs to another program or a newer version; it is not changed.
     """
     if await check_version(connection, shown) >= len(MIGRATIONS):
         return
@@ -186,7 +186,7 @@ async def check_version(connection: asyncpg.Connection, shown: str) -> int:
     """Returns the version of the schema; 0 if there is none.
 
     Raises:
-        ConfigError: it is of another program, or of a newer version that this one cannot write to.
+        ConfigError: it belongs to another program, or to a newer version that this one cannot write to.
     """
     there, versioned = await connection.fetchrow(
         "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1), to_regclass('agl.schema_version') IS NOT NULL",
@@ -202,7 +202,7 @@ async def check_version(connection: asyncpg.Connection, shown: str) -> int:
     version: int = row["version"]
     if version > len(MIGRATIONS) and row.get("oldest_writer", version) > len(MIGRATIONS):
         raise ConfigError(
-            f"{shown} was written by a newer version of Lightning (its schema is {version}, this one knows "
+            f"{shown} was written by a newer version of Lightning (its schema version is {version}, this one's "
             f"{len(MIGRATIONS)}); upgrade Lightning, or choose another database"
         )
     return version

@@ -1,8 +1,8 @@
 # ruff: noqa: S608 # statements are made of our own names; values are parameters
 """The SQL statements that write, claim and read events.
 
-Each is one statement in a transaction of its own, so row locks live only while the server runs it: a client that is
-slow, paused or gone holds none. Rows are locked with SKIP LOCKED, so writers never wait for each other and cannot
+Each is one statement in its own transaction, so row locks exist only while the server runs it: a client that is
+slow, paused or offline holds none. Rows are locked with SKIP LOCKED, so writers never wait for each other and cannot
 deadlock on rows; a row that another transaction has locked is reported as ``busy`` and the caller tries again.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# ``seen`` is what the statement's snapshot shows, ``position`` and ``revision`` are of the row as locked, which may be
+# ``seen`` is what the statement's snapshot shows, ``position`` and ``revision`` belong to the locked row, which may be
 # newer. Nothing is written unless every check of every caller holds (``go``).
 _LOCK: Final = """
 rollouts AS MATERIALIZED (
@@ -75,8 +75,8 @@ rollouts AS MATERIALIZED (
 )
 """
 
-# A span without a number takes the one after the greatest before it. With z spans without a number up to here, that is
-# z more than the greatest of the counter and (number - z at that place) of the numbered ones before.
+# A span without a number takes the number after the greatest one before it. If z spans up to here have no number, that
+# is z plus the greatest of the counter and (number - z at that place) of the numbered spans before it.
 _CHECK: Final = """
 numbered AS MATERIALIZED (
     SELECT *, CASE WHEN sequence_id <> 0 THEN sequence_id
@@ -202,9 +202,9 @@ updated_rollout AS (
 )
 """
 
-# An event becomes visible when its transaction commits, in another order than that of the positions or transaction
-# ids. Events of transactions below the horizon of an earlier snapshot were visible in it. Of those above, each
-# process's own become visible in order, so the last one seen of each process tells which are new.
+# An event becomes visible when its transaction commits, which is not the order of positions or transaction ids. Events
+# of transactions below the horizon of an earlier snapshot were visible in it. Above the horizon, the events of each
+# process become visible in order, so the last event seen of each process determines which ones are new.
 _EVENTS: Final = """
 SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint AS horizon,
     (SELECT json_agg(json_build_array(position, xid, origin, events) ORDER BY position) FROM agl.event
@@ -218,7 +218,7 @@ WRITE: Final = (
     + "(SELECT json_agg(json_build_array(part, ordinality, why)) FROM failed WHERE why IS NOT NULL) AS failed, "
     "(SELECT outcome FROM outcome) AS outcome"
 )
-"""Checks and writes a batch: rollouts, attempts, spans, documents, origin, batch, slot, events, horizon, seen."""
+"""Checks and writes a batch, given rollouts, attempts, spans, documents, origin, batch, slot, events, horizon, seen."""
 
 CANDIDATES: Final = """
 SELECT r.revision, (SELECT count(*) FROM agl.attempt a WHERE a.rollout = r.position), r.record,
@@ -229,8 +229,8 @@ JOIN LATERAL (
 ) free ON true
 WHERE r.run_id = $1 AND r.queue_position IS NOT NULL ORDER BY r.queue_position LIMIT $2
 """
-"""The head of a queue without what others are claiming. The locks end with this statement, which need not reach the
-disk; ``WRITE`` claims the rows only at the same revisions."""
+"""The head of a queue without the rows that others are claiming. The locks end with this statement, which need not
+reach the disk; ``WRITE`` claims the rows only if their revisions are the same."""
 
 NEW_EVENTS: Final = (
     _EVENTS.format(horizon="$1", me="$2", seen="$3") + "(SELECT coalesce(max(position), 0) FROM agl.event) AS newest"
@@ -238,8 +238,8 @@ NEW_EVENTS: Final = (
 OUTCOME: Final = "SELECT outcome FROM agl.writer WHERE origin = $1 AND batch = $2"
 FORGET: Final = (
     "DELETE FROM agl.writer WHERE seen < now() - interval '7 days'",
-    # Of another server, whose dump was restored here: transaction ids began anew.
+    # Events of another server whose dump was restored here: transaction ids have started again.
     "DELETE FROM agl.event WHERE xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint",
 )
-# Held as long as the connection, so that no two processes count in the same row.
+# The lock is held as long as the connection, so that no two processes count in the same row.
 SLOT: Final = "SELECT n FROM generate_series(1, 100000) AS n WHERE pg_try_advisory_lock(x'41474C02'::int, n) LIMIT 1"

@@ -37,10 +37,10 @@ class PostgresLightningStore(BackendStore):
             url: ``postgresql://user:password@host:5432/database``, as PostgreSQL's own tools take it; missing parts
                 come from the environment (``PGHOST``, ``PGUSER``, ``PGPASSWORD``, ``~/.pgpass``).
             run_id: the run that this object sees.
-            lease_s: an attempt without spans and heartbeats for this long is lost.
-            watchdog_interval_s: how late the end of an attempt may be enforced; None leaves it to other processes.
-            connections: how many connections to open at most: one writes, the others read. More reads queue.
-            statement_timeout_s: the server cancels a statement that takes longer. It is tried again twice.
+            lease_s: an attempt is lost after this time without a span or a heartbeat.
+            watchdog_interval_s: how late an overdue attempt may be ended; None leaves this to other processes.
+            connections: maximum number of connections: one writes, the others read. Further reads queue.
+            statement_timeout_s: the server cancels a statement that takes longer. The statement is retried twice.
             connect_timeout_s: how long one attempt to connect may take.
             reconnect_s: how long calls wait for a server that went away before they fail.
 

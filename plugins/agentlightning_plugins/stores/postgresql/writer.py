@@ -29,12 +29,12 @@ from agentlightning_plugins.stores.sql.document import decode, decode_events, en
 logger = logging.getLogger("agentlightning")
 
 MAX_BATCH: Final = 500
-"""Writes in one batch at most, so that the first of them does not wait for long."""
+"""Maximum number of writes in a batch, so that the first of them does not wait for long."""
 MAX_BATCH_CHARACTERS: Final = 16_000_000
 _MAX_LOCKED_S: Final = 60.0
 """A row that another transaction keeps locked for longer is an error."""
 _ANNOUNCE_S: Final = 0.01
-"""How long a process with more to write may put off waking the others."""
+"""How long a process with more to write may delay waking the others."""
 LOOK_EVERY_S: Final = 1.0
 """How often events are read without a notification: a process may be killed between its commit and its NOTIFY."""
 _PRUNE_EVERY: Final = 64
@@ -44,7 +44,7 @@ _PRUNE: Final = "DELETE FROM agl.event WHERE position <= $1"
 
 
 class Writer:
-    """Writes over one connection, for the event loop that it was opened in."""
+    """Writes over one connection, in the event loop in which it was opened."""
 
     def __init__(self, server: Server, publish: Callable[[Sequence[Event]], None]) -> None:
         """Makes a writer.
@@ -77,13 +77,13 @@ class Writer:
         self._must_look = False
         self._must_check_schema = False
         self.refusal: ConfigError | None = None
-        """Set when a newer version has changed the schema so that this one cannot write to it."""
+        """Set when a newer version has changed the schema so that this version cannot write to it."""
         self._stopped = False
         self.transactions = 0
-        """How many were committed."""
+        """Number of committed transactions."""
 
     async def open(self, connection: asyncpg.Connection) -> None:
-        """Starts to listen for the commits of others, over a connection that becomes the writer's."""
+        """Starts to listen for the commits of other processes, over a connection that the writer takes over."""
         await self._adopt(connection)
         for statement in FORGET:
             await connection.execute(statement)
@@ -122,7 +122,7 @@ class Writer:
             await close(self._connection)
 
     async def _write_next(self) -> None:
-        """Does as much of the work as fits into one transaction."""
+        """Writes as many items as fit into one transaction."""
         items: list[Item[Work]] = []
         while self._items and len(items) < MAX_BATCH:
             items.append(self._items.popleft())
@@ -134,7 +134,7 @@ class Writer:
             await self._write(items)
         except Exception as error:  # isolation point: every caller gets the error and this coroutine goes on
             if len(items) > 1 and not self._connection.is_closed():
-                for item in items:  # each in a transaction of its own, so that only the culprit fails
+                for item in items:  # each in its own transaction, so that only the culprit fails
                     try:
                         await self._write([item])
                     except Exception as own_error:  # isolation point: as above
@@ -165,7 +165,7 @@ class Writer:
                     if isinstance(item.work, Claiming):
                         item.result = [row.record for row, _ in item.work.candidates]
                     done.append(item)
-            # Nothing was written if one member could not be: the others are sent again without it.
+            # If one member could not be written, nothing was: the others are sent again without it.
             waiting = [member for member in batch.members if failed and member[0] not in failed]
             for item, outcome in failed.items():
                 if isinstance(item.work, Claiming):  # another process was faster: look for other candidates
@@ -175,7 +175,7 @@ class Writer:
                 else:
                     item.result, item.error = outcome, outcome if isinstance(outcome, Exception) else None
                     done.append(item)
-        self._items.extendleft(reversed(later))  # not before all that may fail: then every item is written by itself
+        self._items.extendleft(reversed(later))  # after all that may fail: a failure writes each item separately
         for item, operation in busy:
             self._retry_later(item, operation)
         settle(done)
@@ -201,7 +201,7 @@ class Writer:
     async def _find_candidates(
         self, items: Sequence[Item[Work]]
     ) -> tuple[list[tuple[Item[Work], Operation]], list[Item[Work]]]:
-        """Gives the heads of the queues to claims: the claims as operations, and those that are done already."""
+        """Gives the heads of queues to claims; returns the claims as operations, and those that are already done."""
         queues: dict[str, list[Item[Work]]] = {}
         for item in items:
             assert isinstance(item.work, Claiming)
@@ -228,7 +228,7 @@ class Writer:
         return operations, done
 
     async def _send(self, batch: Batch) -> tuple[dict[Item[Work], bool | Exception | None], Sequence[int | None]]:
-        """Writes a batch once, however often the connection is lost; or says which of its members cannot be done."""
+        """Writes a batch once, however often the connection is lost; or returns which of its members failed."""
         self._number += 1
         number = self._number
         parameters = batch.parameters
@@ -257,7 +257,7 @@ class Writer:
         return {}, outcome["numbers"] or ()
 
     async def _retry(self, work: Callable[[asyncpg.Connection], Any]) -> Any:
-        """Runs a statement that may be repeated until the server has answered it."""
+        """Runs a statement, which may be repeated, until the server has answered it."""
         tries = cancelled = 0
         deadline: float | None = None
         while True:
@@ -273,7 +273,7 @@ class Writer:
                 cancelled += 1
                 if cancelled > MAX_CANCELLED:
                     raise
-            except Exception as error:  # whatever it is: if the connection is gone, nothing is known of the statement
+            except Exception as error:  # if the connection is lost, the outcome of the statement is unknown
                 if not is_lost(self._connection, error):
                     raise
                 self._connection.terminate()
@@ -294,8 +294,8 @@ class Writer:
     async def _notify(self) -> None:
         """Wakes the other processes.
 
-        In a transaction of its own: PostgreSQL lets only one transaction with a NOTIFY commit at a time, and that one
-        need not wait for the disk.
+        This takes a separate transaction: PostgreSQL lets only one transaction with a NOTIFY commit at a time, and that
+        one need not wait for the disk.
         """
         if self._unannounced is None:
             return
@@ -305,11 +305,11 @@ class Writer:
             if position % _PRUNE_EVERY == 0:
                 await self._connection.execute(_PRUNE, position - KEPT_EVENTS)
         except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-            logger.debug("cannot wake other processes, they look by themselves: %s", error)
+            logger.debug("cannot wake other processes, which poll for events anyway: %s", error)
             drop_if_lost(self._connection, error)
 
     def _publish_new(self, horizon: int, events: str | None, *, is_new: bool = True) -> None:
-        """Publishes new events of other processes; with ``is_new=False`` it only marks them as read."""
+        """Publishes new events of other processes; with ``is_new=False``, only marks them as read."""
         for position, xid, origin, text in orjson.loads(events or "[]"):
             if position <= self._seen.get(origin, (0, 0))[0]:
                 continue
@@ -322,12 +322,12 @@ class Writer:
                 if is_new:
                     self._publish(decode_events(text))
             except ValidationError:  # of a newer version, for example; this process must go on writing
-                logger.exception("an event of another process cannot be read and is left out")
+                logger.exception("an event of another process cannot be read and is skipped")
         self._horizon = max(self._horizon, horizon)
         self._seen = {origin: last for origin, last in self._seen.items() if last[1] >= self._horizon}
 
     async def _read_events(self, horizon: int) -> tuple[int, str | None, int]:
-        """Reads the new events: the horizon of this look, the events, and the position of the newest."""
+        """Reads the new events; returns the horizon of this read, the events, and the position of the newest event."""
         seen = orjson.dumps({str(origin): position for origin, (position, _) in self._seen.items()}).decode()
         found: tuple[int, str | None, int] = await self._connection.fetchrow(NEW_EVENTS, horizon, self._origin, seen)
         return found
@@ -352,17 +352,17 @@ class Writer:
             drop_if_lost(self._connection, error)
             if self._server.away_since is None:  # else the outage was reported
                 why = self._server.explain(error)
-                logger.warning("cannot read the events of other processes, and tries again: %s", why)
+                logger.warning("cannot read the events of other processes; trying again: %s", why)
             asyncio.get_running_loop().call_later(1.0, self._look_soon)
 
     async def _check_schema(self) -> Exception | None:
-        """Why nothing can be written: for ever if a newer version has changed the schema, or for now; or None."""
-        self._must_check_schema = False  # before the check: a migration during it demands another one
+        """Returns why nothing can be written, permanently (if a newer version has changed the schema) or for now."""
+        self._must_check_schema = False  # before the check: a migration during it requires another check
         try:
             await self._retry(lambda connection: check_version(connection, self._server.shown))
         except Exception as error:  # isolation point: every caller gets the error and the writer goes on
             if isinstance(error, ConfigError) and not self._connection.is_closed():
-                logger.error("%s; this process writes no more", error)
+                logger.error("%s; this process no longer writes", error)
                 self.refusal = error
             else:  # the server is away, or refuses the connection
                 self._must_check_schema = True

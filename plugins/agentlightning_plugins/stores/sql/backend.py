@@ -20,19 +20,19 @@ class DurableBackend:
     durable = True
 
     def __init__(self, name: str, stop: Callable[..., None], *resources: object) -> None:
-        """Registers what is to be closed.
+        """Registers the resources to close.
 
         Args:
-            name: the database as messages name it.
+            name: the name of the database in messages.
             stop: called with ``resources`` when the backend is closed or no longer referenced.
-            resources: what ``stop`` needs, without a reference to this backend.
+            resources: the arguments of ``stop``, which must not refer to this backend.
         """
         self._name = name
         self._process_id = os.getpid()
         self._stop = weakref.finalize(self, _stop_here, self._process_id, stop, *resources)
 
     def now(self) -> float:
-        """Unix time by this machine's clock. Right for a local file only; a backend with a server overrides it."""
+        """Returns the Unix time by this machine's clock, for a local file; a backend with a server overrides it."""
         return time.time()
 
     async def close(self) -> None:
@@ -40,7 +40,7 @@ class DurableBackend:
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
-        """``close`` for callers without an event loop."""
+        """Closes the database, as ``close`` does, for callers without an event loop."""
         self._stop()
 
     def _check_open(self) -> None:
@@ -54,7 +54,7 @@ class DurableBackend:
 
 
 def count_all(rows: Iterable[Sequence[Any]]) -> dict[str, int]:
-    """The result of ``Backend.count`` from the rows of ``COUNT``."""
+    """Returns the result of ``Backend.count``, given the rows of ``COUNT``."""
     found = {name: int(number) for name, number in rows}
     return {name: found.get(name, 0) for name in ("rollouts", "attempts", "spans", "resources", "workers")}
 

@@ -34,8 +34,8 @@ class Item(Generic[W]):
 class Inbox(Generic[W]):
     """Takes work from any number of event loops and delivers it to the thread that does it.
 
-    Work submitted in one turn of an event loop is delivered together: waking the thread for the first item would
-    have it do that one alone, and take the GIL from the callers that are about to submit more.
+    Work submitted in one iteration of an event loop is delivered together: if the first item woke the thread, the
+    thread would do only that item, and take the GIL from the callers that are about to submit more.
     """
 
     def __init__(self, deliver: Callable[[list[Item[W]]], None]) -> None:

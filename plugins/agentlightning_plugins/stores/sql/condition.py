@@ -1,5 +1,5 @@
 # ruff: noqa: S608 # statements are made of our own names; values are parameters
-"""Conditions and orders of the backend in SQL, where SQL gives the same answer as Python."""
+"""Translates the backend's conditions and orders to SQL, where SQL gives the same answer as Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentlightning.types import LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout
 from agentlightning_plugins.stores.condition import choices
 
 ColumnType: TypeAlias = Literal["text", "label", "integer", "float"]
-"""A ``label`` is text in which the column has U+FFFD for NUL."""
+"""A ``label`` is text whose column has U+FFFD in place of NUL."""
 
 TABLES: Final[dict[type[Record], str]] = {
     Run: "run",
@@ -39,7 +39,7 @@ COLUMNS: Final[Mapping[type[Record], Mapping[str, ColumnType]]] = {
     Worker: {"worker_id": "text"},
     Metrics: {"run_id": "text", "step": "integer"},
 }
-"""The columns that every database has beside the JSON of a record."""
+"""The columns that every database has in addition to the JSON of a record."""
 _INDEXED: Final = {"metadata.task_id": "task_id", "metadata.group": "group_id", "metadata.step": "step"}
 _NULLABLE: Final = frozenset({"worker_id", "last_heartbeat_time", "parent_id", "start_time", "end_time", "mode"})
 
@@ -59,42 +59,42 @@ class Dialect:
     """Differences between the databases."""
 
     prefix: str
-    """Goes before the names of tables."""
+    """Prefix of the names of tables."""
     columns: Mapping[type[Record], Mapping[str, ColumnType]]
     in_list: str
-    """An expression ``{}`` is in the list that is one parameter."""
+    """Tests whether an expression ``{}`` is in a list that is passed as one parameter."""
     in_query: str
-    """A column ``{}`` is in the result of the query that is the second ``{}``."""
+    """Tests whether a column ``{}`` is in the result of a query, the second ``{}``."""
     contains: str
     contains_id: str
-    """The id of a rollout contains ``?``; read from an index, because the JSON beside the ids is long."""
+    """Tests whether a rollout's id contains ``?``; reads an index, because the JSON next to the ids is long."""
     finds_ids_in_order: bool
-    """Whether ``contains_id`` finds rollouts in the order of their positions, so that a page ends the search."""
+    """Whether ``contains_id`` finds rollouts in the order of their positions, so that a full page ends the search."""
     unindexed: str
-    """An expression with the value of the text ``{}`` for which no index is used."""
+    """An expression that has the value of the text ``{}`` but uses no index."""
     live: str
-    """Whether an attempt is preparing or running; there is an index of these."""
+    """Tests whether an attempt is preparing or running; there is an index of such attempts."""
     make_list: Callable[[Sequence[Any]], Any]
-    """The parameter for ``in_list``."""
+    """Makes the parameter for ``in_list``."""
     index_key: Callable[[object], object]
-    """The column value for a metadata value; None if it is not indexed."""
+    """Returns the column value for a metadata value; None if the value is not indexed."""
     no_limit: int | None
-    """The parameter of LIMIT that means none."""
+    """The parameter of LIMIT that means no limit."""
     expressions: Mapping[tuple[type[Record], str], str] = field(default_factory=dict)
-    """Of ``columns`` that are read from the JSON."""
+    """Expressions for ``columns`` that are read from the JSON."""
     orders: Mapping[tuple[type[Record], str], str] = field(default_factory=dict)
-    """Of other fields that SQL can sort by."""
+    """Expressions for other fields that SQL can sort by."""
 
     def table(self, kind: type[Record]) -> str:
         return self.prefix + TABLES[kind]
 
     def translate(self, kind: type[Record], condition: Condition, *, indexed: bool = True) -> Test | None:
-        """A condition in SQL; None if SQL could give another answer than Python.
+        """Translates a condition to SQL; returns None if SQL could give a different answer than Python.
 
         Args:
             kind: the kind of record.
             condition: the condition.
-            indexed: False if another condition of the query has a better index, so that this one's must not be used.
+            indexed: False if another condition of the query has a better index, so that this index must not be used.
         """
         name, op, value = condition
         if kind is Rollout and name in _INDEXED:
@@ -132,7 +132,7 @@ class Dialect:
         return Test(self.in_query.format(owner, f"{query} WHERE {test.sql}"), test.parameters)
 
     def order_of(self, kind: type[Record], field: str) -> str | None:
-        """An expression that SQL sorts by as Python would; None if there is none."""
+        """Returns an expression by which SQL sorts as Python would; None if there is none."""
         expression, column = self._expression(kind, field)
         return self.orders.get((kind, field)) if column in (None, "label") else expression
 
@@ -150,7 +150,7 @@ class Dialect:
         return None, None
 
     def _parents(self, kind: type[Record]) -> str:
-        """A query for the positions that attempts, or spans, refer to, by the ids of rollouts."""
+        """Returns a query for the positions that attempts or spans refer to, to be narrowed by the ids of rollouts."""
         rollout = self.table(Rollout)
         if kind is Attempt:
             return f"SELECT r.position FROM {rollout} r"
@@ -176,7 +176,7 @@ class Dialect:
 
 
 def _is_plain(text: str, column: ColumnType | None) -> bool:
-    """Whether every database takes a text, and finds by it what Python would."""
+    """Whether every database accepts a text and finds the same records by it as Python would."""
     if "\0" in text or (column == "label" and "\ufffd" in text):
         return False
     return text.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in text)

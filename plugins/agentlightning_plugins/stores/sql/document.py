@@ -37,13 +37,13 @@ _events: TypeAdapter[list[Event]] = TypeAdapter(list[Event])
 
 
 def encode(record: Record) -> str:
-    """The JSON of a record.
+    """Encodes a record as JSON.
 
     Raises:
-        ConfigError: something in it is not JSON and would not come back as it is.
+        ConfigError: a value in it is not JSON and would not be read back unchanged.
     """
     try:
-        if isinstance(record, ResourcesUpdate):  # its resources are of any class, with serializers of their own
+        if isinstance(record, ResourcesUpdate):  # its resources are of any class, with their own serializers
             text = record.model_dump_json()
             lost = None if ResourcesUpdate.model_validate_json(text) == record else "resources"
         else:
@@ -84,7 +84,7 @@ def decode_events(text: str) -> list[Event]:
 
 @cache
 def document_fields(kind: type[Record]) -> frozenset[str]:
-    """The fields of a record that may hold more than a string or a number."""
+    """Returns the fields of a record that may hold more than a string or a number."""
     return frozenset(name for name, field in kind.model_fields.items() if not _is_scalar(field.annotation))
 
 
@@ -119,7 +119,7 @@ def _is_frozen(record: Record) -> bool:
 
 
 def _first_lost(record: Record, plain: dict[str, Any]) -> str | None:
-    """The first field that does not survive JSON; None if there is none."""
+    """Returns the first field that does not survive JSON; None if there is none."""
     for field, default in _defaults(type(record)):
         value, back = getattr(record, field), plain[field]
         if value is None or value is default:
@@ -135,19 +135,19 @@ def _first_lost(record: Record, plain: dict[str, Any]) -> str | None:
             lost = _first_lost(part, part_back) if isinstance(part, Record) else "value"
             if lost is not None:
                 return f"{field}.{lost}"
-        if not parts and back != value and back != freeze(value):  # a tuple comes back as a list, and that is meant
+        if not parts and back != value and back != freeze(value):  # a tuple comes back as a list, as intended
             return field
     return None
 
 
 @cache
 def _defaults(kind: type[Record]) -> list[tuple[str, object]]:
-    """The fields to check, each with its default, which needs no check."""
+    """Returns the fields to check, each with its default, which needs no check."""
     return [(field, kind.model_fields[field].default) for field in sorted(document_fields(kind))]
 
 
 def _part(kind: type[Record], common: Record | None = None) -> Callable[[Any], Any]:
-    """Reads a record inside a record; ``common`` is what most of them are."""
+    """Returns a reader of a record inside a record; ``common`` is its most frequent value."""
     plain = None if common is None else orjson.loads(orjson.dumps(common.__dict__, default=_plain))
     return lambda value: common if value == plain else kind.model_validate(value)
 
@@ -181,7 +181,7 @@ _READERS: Final[dict[type[Record], list[tuple[str, Callable[[Any], Any]]]]] = {
         ("parent", _part(SpanContext)),
     ],
 }
-"""How to read the fields that are more than a string or a number, of the kinds that are read most."""
+"""Readers of the fields that may hold more than a string or a number, for the kinds that are read most."""
 _FIELDS: Final = {kind: frozenset(kind.model_fields) for kind in _READERS}
 
 

@@ -1,5 +1,5 @@
 # ruff: noqa: S608 # statements are made of our own names; values are parameters
-"""Plans queries of the backend in SQL and makes pages of the rows."""
+"""Plans the backend's queries in SQL and makes pages from the rows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from agentlightning_plugins.stores.sql.document import decode
 R = TypeVar("R", bound=Record)
 
 _FAR: Final = 1_000
-"""Rows to skip from which on their records are not read."""
+"""The offset from which on the records of skipped rows are not read."""
 CURRENT: Final[dict[type[Record], str]] = {Attempt: "last_heartbeat_time", Span: "sequence_id"}
-"""The field of which the column is current and the JSON may be old: it is set without writing the JSON again."""
+"""The field whose column is current but may be outdated in the JSON: it is set without rewriting the JSON."""
 
 
 class Plan(NamedTuple):
@@ -30,18 +30,18 @@ class Plan(NamedTuple):
     count_sql: str | None = None
     count_parameters: Sequence[Any] = ()
     where: str = ""
-    """The conditions in ``sql``, with ``parameters``, where it has no limit."""
+    """The conditions in ``sql``, which take ``parameters``; set only if ``sql`` has no limit."""
     is_lookup: bool = False
-    """Whether it asks for one record by its key."""
+    """Whether the query requests one record by its key."""
     is_done: bool = True
-    """Whether SQL does all of it; otherwise its rows are tested, sorted and cut in Python."""
+    """Whether SQL does all of the query; otherwise the rows are tested, sorted and cut in Python."""
 
 
 class Planner:
     """Plans the queries of one database.
 
-    Tables have the columns ``position``, ``revision`` and ``record`` (the JSON), and those that records are found by.
-    Attempts refer to rollouts, and spans to attempts, by position.
+    Tables have the columns ``position``, ``revision`` and ``record`` (the JSON), and the columns that records are found
+    by. Attempts refer to rollouts, and spans to attempts, by position.
     """
 
     def __init__(self, dialect: Dialect) -> None:
@@ -95,7 +95,7 @@ class Planner:
             found = order
             is_sorted = self._dialect.finds_ids_in_order and any(map(_finds_id, query.where))
             if _is_searched(query) and query.sort_by is None and not is_sorted:
-                # The index has another order. In that of positions, all records before the first match would be read.
+                # The index has another order. By position, all records before the first match would be read.
                 found = "position + 0 DESC" if query.descending else "position + 0"
             if found != order or query.offset >= _FAR:
                 sql = self._look_up_found(where, found, order)
@@ -103,7 +103,7 @@ class Planner:
         return Plan(f"{sql} LIMIT ? OFFSET ?", [*parameters, limit, query.offset], *count)
 
     def make_page(self, query: Query[R], rows: Sequence[Sequence[Any]], total: int | None) -> Page[R]:
-        """Makes the page of a plan that SQL does completely."""
+        """Makes the page of a query that SQL does completely."""
         if query.count and not query.limit:
             return Page([], int(rows[0][0] or 0), None)
         found = [self._row(query.kind, *values) for values in rows]
@@ -163,12 +163,12 @@ class Planner:
         return f"{' UNION ALL '.join(parts)} ORDER BY {order}", parameters
 
     def _look_up_found(self, where: str, inner_order: str, order: str) -> str:
-        """Finds the positions of a page in an index, then the records: those that are skipped are not read."""
+        """Finds the positions of a page in an index, then the records: skipped records are not read."""
         found = f"SELECT position FROM {self._dialect.table(Rollout)} {where}ORDER BY {inner_order} LIMIT ? OFFSET ?"
         return f"{self._select[Rollout]}WHERE position IN ({found}) ORDER BY {order}"
 
     def _key_of(self, query: Query[R]) -> tuple[Any, ...] | None:
-        """The key of a query that asks for one record by its key and nothing else."""
+        """Returns the key of a query that only requests one record by its key; None for any other query."""
         fields = KEYS[query.kind]
         if len(query.where) != len(fields) or query.any_of or query.after is not None or query.offset:
             return None
@@ -186,14 +186,14 @@ class Planner:
         return tuple([condition.value for condition in query.where])
 
     def _translate(self, query: Query[R]) -> tuple[list[Test], bool]:
-        """The conditions that SQL can test, and whether that is all of them."""
+        """Returns the conditions that SQL can test, and whether these are all of the conditions."""
         kind, translate = query.kind, self._dialect.translate
         unindexed: tuple[str, ...] = ()
         if any(_is_selective(kind, condition) for condition in query.where):
             unindexed = ("run_id", "status")
         elif not _has_run(query):
             unindexed = ("status",)
-        elif _is_searched(query):  # the next page goes on from a position
+        elif _is_searched(query):  # the next page continues from a position
             unindexed = ("status",) if query.after is None else ("start_time",)
         tests = [translate(kind, condition, indexed=condition.field not in unindexed) for condition in query.where]
         known = [test for test in tests if test is not None]
@@ -211,7 +211,7 @@ class Planner:
         return known, is_done
 
     def _count(self, query: Query[R], tests: Sequence[Test]) -> tuple[str, Sequence[Any]] | tuple[()]:
-        """How to count the matches: from the stored counts where possible; empty if the query needs no total."""
+        """Returns how to count the matches, from the stored counts if possible; empty if the query needs no total."""
         if not query.count:
             return ()
         name = {Rollout: "rollouts", Span: "spans"}.get(query.kind)
@@ -234,12 +234,12 @@ def _join(tests: Sequence[Test]) -> tuple[str, list[Any]]:
 
 
 def _has_run(query: Query[Any]) -> bool:
-    """Whether it is about one run: the index of statuses begins with the run."""
+    """Whether a query is about one run: the index of statuses begins with the run."""
     return any(condition.field == "run_id" for condition in query.where)
 
 
 def _is_searched(query: Query[Any]) -> bool:
-    """Whether it looks for rollouts by time, or by a part of their ids."""
+    """Whether a query searches for rollouts by time or by a part of their ids."""
     return query.kind is Rollout and any(
         condition.field == "start_time" or _finds_id(condition) for condition in query.where
     )

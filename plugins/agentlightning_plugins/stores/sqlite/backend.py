@@ -1,4 +1,4 @@
-"""The backend over an SQLite file: a thread writes, reads have connections of their own."""
+"""The backend over an SQLite file: a thread writes, and reads have their own connections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SqliteBackend(DurableBackend):
     """A backend in one file, which several processes of a machine can open.
 
     A write returns when it is on disk. Reads see the last commit. Short reads run in the caller's thread, because
-    handing them to another costs more than they do; the others run in a small pool.
+    handing them to another thread costs more than the read; all others run in a small pool.
     """
 
     def __init__(self, path: Path, *, busy_timeout_s: float = 30.0) -> None:
@@ -91,7 +91,7 @@ class SqliteBackend(DurableBackend):
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        """A connection for one reader."""
+        """Yields a connection for one reader."""
         try:
             try:
                 connection = self._idle.pop()

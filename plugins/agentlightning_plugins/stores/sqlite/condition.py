@@ -14,7 +14,7 @@ from agentlightning_plugins.stores.sql.plan import Planner
 
 
 def index_key(value: object) -> str | int | float | None:
-    """The value itself: columns have no types. None: it is not indexed, and found by its JSON."""
+    """Returns the value itself, because columns have no types; None if it is not indexed but found by its JSON."""
     if isinstance(value, str):
         return None if any("\ud800" <= sign <= "\udfff" for sign in value) else value
     if isinstance(value, int):
@@ -23,7 +23,7 @@ def index_key(value: object) -> str | int | float | None:
 
 
 def _make_list(values: Sequence[Any]) -> str:
-    """One parameter, however many there are."""
+    """Encodes any number of values as one parameter."""
     return orjson.dumps(list(values)).decode()
 
 
@@ -51,7 +51,7 @@ PLANNER: Final = Planner(
         expressions={
             (kind, name): f"json_extract(record, '$.{name}')" for kind, names in _JSON_TEXTS.items() for name in names
         },
-        # Only to sort by: SQLite's floats of decimal text are in the right order, but not all are Python's.
+        # Only for sorting: floats that SQLite reads from decimal text sort correctly, but may differ from Python's.
         orders={(Rollout, "end_time"): "json_extract(record, '$.end_time')"},
     )
 )

@@ -33,7 +33,7 @@ class EventReader:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.origin = int.from_bytes(os.urandom(7))
-        """Tells our events from those of others."""
+        """Distinguishes our events from those of other processes."""
         self._execute = connection.execute
         self._version = self._data_version()
         self.has_moved = False
@@ -42,9 +42,9 @@ class EventReader:
         self._up_to_date_at = time.time()
 
     def read(self) -> list[list[Event]]:
-        """The events that others committed since the last call, a list for each transaction.
+        """Returns the events that others committed since the last call, a list for each transaction.
 
-        Costs one read of shared memory when there are none.
+        If there are none, the call costs one read of shared memory.
         """
         version = self._data_version()
         self.has_moved = version != self._version
@@ -59,20 +59,20 @@ class EventReader:
                 try:
                     commits.append(decode_events(text))
                 except ValidationError:  # of a newer version, say; it must not keep this process from writing
-                    logger.exception("an event of another process cannot be read and is left out")
+                    logger.exception("an event of another process cannot be read and is skipped")
             self._position = position
         self._version = version
         self._up_to_date_at = time.time()
         return commits
 
     def skip(self, position: int) -> None:
-        """Skips this process's own events; all before them were read in the same transaction."""
+        """Skips this process's own events; all earlier events were read in the same transaction."""
         self._position = position
 
     def _reconstruct(self) -> Iterable[Event]:
-        """Makes up for events that were deleted: the queue as it is, and the rollouts that ended since.
+        """Replaces deleted events: yields events for the current queue and for the rollouts that ended since.
 
-        Some were published before, which wakes a waiter for nothing and does no harm.
+        Some of these events were published before, which wakes waiters needlessly but does no harm.
         """
         logger.warning("this process was away for so long that it missed events of the store; it catches up now")
         for run_id, rollout_id in self._execute(_WAITING):
@@ -81,6 +81,6 @@ class EventReader:
             yield RolloutFinished(run_id=run_id, time=end_time, rollout_id=rollout_id, status=status, mode=mode)
 
     def _data_version(self) -> int:
-        """Changes with every commit of another connection, and not with ours."""
+        """Returns a number that changes with every commit of another connection, but not with ours."""
         version: int = self._execute("PRAGMA data_version").fetchone()[0]
         return version

@@ -14,11 +14,11 @@ from agentlightning.errors import ConfigError, StoreError
 APPLICATION_ID: Final = 0x41474C53
 """Marks our files in the header ("AGLS")."""
 _SMALLEST_BYTES: Final = 512
-"""The size of the smallest database; SQLite would take a smaller file for an empty one and overwrite it."""
+"""The size of the smallest database; SQLite would mistake a smaller file for an empty one and overwrite it."""
 
-# Columns have no type, because a typed column converts what it is compared with: TEXT would find '1' for 1. Those that
-# hold positions are INTEGER as these are, without which their indexes would not be used. Positions are AUTOINCREMENT:
-# no number is given twice, so reading on after a position never misses a newcomer.
+# Columns have no type, because a typed column converts the values it is compared with: TEXT would find '1' for 1.
+# Columns that refer to positions are INTEGER, as positions are; otherwise their indexes would not be used. Positions
+# are AUTOINCREMENT: no number is used twice, so reading on after a position never misses a new record.
 MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     (
         """CREATE TABLE run (
@@ -62,7 +62,7 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
             position INTEGER PRIMARY KEY AUTOINCREMENT, run_id NOT NULL, step NOT NULL, revision NOT NULL,
             record NOT NULL, UNIQUE (run_id, step)
         )""",
-        # How many records there are; status is '' but for rollouts.
+        # The number of records of each kind; status is '' except for rollouts.
         """CREATE TABLE tally (
             name NOT NULL, run_id NOT NULL, status NOT NULL, number NOT NULL, PRIMARY KEY (name, run_id, status)
         ) WITHOUT ROWID""",
@@ -79,15 +79,15 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         "CREATE INDEX rollout_task ON rollout (task_id, position, run_id, status) WHERE task_id IS NOT NULL",
     ),
 )
-"""The statements that make each version of the file from the one before. A released one is never changed."""
+"""The statements that upgrade the file to each version from the previous one. Released ones are never changed."""
 
 
 def open_file(path: Path, busy_timeout_s: float) -> None:
-    """Creates or migrates the file if needed. Only its user may read a new one and its new folder.
+    """Creates or migrates the file if needed. Only its owner may read a new file and its new folder.
 
     Raises:
-        ConfigError: it is not a store, or is of a newer version; it is not changed.
-        StoreError: it cannot be opened or written.
+        ConfigError: the file is not a store, or is of a newer version; it is not changed.
+        StoreError: the file cannot be opened or written.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -97,8 +97,8 @@ def open_file(path: Path, busy_timeout_s: float) -> None:
         if 0 < size < _SMALLEST_BYTES:
             raise _no_database(path)
         if size:
-            # Through SQLite and not with open(): closing a file drops all locks of this process on it, those of another
-            # connection too.
+            # Through SQLite and not with open(): closing a file drops all of this process's locks on it, even those
+            # of another connection.
             check = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=busy_timeout_s)
             try:
                 _read_version(check, path)
@@ -125,7 +125,7 @@ def connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
         cached_statements=256,
     )
     try:
-        connection.execute("PRAGMA synchronous = FULL")  # a commit returns when the disk has it, not the system
+        connection.execute("PRAGMA synchronous = FULL")  # a commit returns when it is on disk, not in a cache
         connection.execute("PRAGMA temp_store = MEMORY")
         connection.execute("PRAGMA cache_size = -32768")  # KiB
         connection.execute("PRAGMA journal_size_limit = 67108864")
@@ -136,15 +136,15 @@ def connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
 
 
 def explain(error: sqlite3.Error, path: Path) -> StoreError:
-    """The error that a caller of the store gets for one of SQLite."""
+    """Converts an error of SQLite to the one that a caller of the store gets."""
     name = getattr(error, "sqlite_errorname", "")
     meaning = {
         "SQLITE_FULL": "the disk is full; this write was not stored. Free some space and try again",
         "SQLITE_READONLY": "the file or its folder is read-only; nothing was written",
-        "SQLITE_BUSY": "other processes kept it locked for too long; nothing was written, try again",
-        "SQLITE_CANTOPEN": "the file cannot be opened; check that its folder is there and may be written",
-        "SQLITE_TOOBIG": "a record is larger than SQLite takes (1 GB); nothing was written",
-        "SQLITE_CORRUPT": "the file is damaged; restore a copy of it",
+        "SQLITE_BUSY": "other processes kept the file locked for too long; nothing was written, try again",
+        "SQLITE_CANTOPEN": "the file cannot be opened; check that its folder exists and is writable",
+        "SQLITE_TOOBIG": "a record is larger than SQLite allows (1 GB); nothing was written",
+        "SQLITE_CORRUPT": "the file is damaged; restore it from a copy",
         "SQLITE_NOTADB": "the file is not an SQLite database; choose another path",
     }.get("_".join(name.split("_")[:2]))
     return StoreError(f"{path}: {meaning or 'the database failed'} ({name or type(error).__name__}: {error})")
@@ -155,15 +155,15 @@ def _no_database(path: Path) -> ConfigError:
 
 
 def _read_version(connection: sqlite3.Connection, path: Path) -> int:
-    """The version of the file; 0 if it is empty.
+    """Returns the version of the file; 0 if it is empty.
 
     Raises:
-        ConfigError: it is not a store, or one of a newer version.
+        ConfigError: the file is not a store, or is of a newer version.
     """
     reads_alone = not connection.in_transaction
     try:
         if reads_alone:
-            connection.execute("BEGIN")  # all three of one moment: another process may be creating the tables
+            connection.execute("BEGIN")  # reads all three in one snapshot: another process may be creating the tables
         ((application_id,),) = connection.execute("PRAGMA application_id").fetchall()
         ((version,),) = connection.execute("PRAGMA user_version").fetchall()
         ((tables,),) = connection.execute("SELECT count(*) FROM sqlite_master").fetchall()
@@ -180,7 +180,7 @@ def _read_version(connection: sqlite3.Connection, path: Path) -> int:
         raise ConfigError(f"{path} is the database of another program; choose another path for the store")
     if version > len(MIGRATIONS):
         raise ConfigError(
-            f"{path} was written by a newer version of Lightning (its schema is {version}, this one knows "
+            f"{path} was written by a newer version of Lightning (its schema version is {version}, this one's "
             f"{len(MIGRATIONS)}); upgrade Lightning, or choose another path"
         )
     return int(version)
@@ -188,10 +188,10 @@ def _read_version(connection: sqlite3.Connection, path: Path) -> int:
 
 def _migrate(connection: sqlite3.Connection, path: Path, busy_timeout_s: float) -> None:
     deadline = time.monotonic() + busy_timeout_s
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new file; in others it changes nothing
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # for a new file; it does not change existing files
     while True:
         try:
-            # Readers do not wait for the writer, and a commit is one append and one fsync. It stays set in the file.
+            # Readers do not wait for the writer, and a commit is one append and one fsync. The file keeps the mode.
             connection.execute("PRAGMA journal_mode = WAL")
             break
         except sqlite3.OperationalError as error:  # changing the mode does not wait for its lock

@@ -12,27 +12,27 @@ from agentlightning_plugins.stores.sqlite.schema import connect, explain
 _KEPT_PAGES: Final = 1024
 """Free pages that stay in the file, for the next records: 4 MiB."""
 _STEP_PAGES: Final = 256
-"""Pages that one step returns: a few milliseconds, for which writes wait."""
+"""Number of pages that one step returns; writes wait a few milliseconds for it."""
 _INCREMENTAL: Final = 2
 
 
 def shrinks(connection: sqlite3.Connection) -> bool:
-    """Whether free pages of this file can be returned in steps, as in those created or compacted by this version."""
+    """Whether free pages of this file can be returned in steps, as in files created or compacted by this version."""
     return int(connection.execute("PRAGMA auto_vacuum").fetchone()[0]) == _INCREMENTAL
 
 
 def shrink(connection: sqlite3.Connection) -> None:
-    """Returns some of the free pages beyond those that are kept."""
+    """Returns some of the excess free pages to the file system."""
     free = connection.execute("PRAGMA freelist_count").fetchone()[0] - _KEPT_PAGES
     if free > 0:
         connection.executescript(f"PRAGMA incremental_vacuum({min(free, _STEP_PAGES)})")  # execute() does one page
 
 
 def compact(path: Path, busy_timeout_s: float) -> tuple[int, int]:
-    """Writes the file anew without free pages; returns its size before and after, in bytes.
+    """Rewrites the file without free pages; returns its size before and after, in bytes.
 
     Raises:
-        StoreError: the disk is full, or other processes keep the file locked; it is not changed.
+        StoreError: the disk is full, or other processes keep the file locked; the file is not changed.
     """
     before = _size(path)
     try:

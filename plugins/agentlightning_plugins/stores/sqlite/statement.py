@@ -19,9 +19,9 @@ COLUMNS: Final[dict[type[Record], tuple[str, ...]]] = {
     Worker: ("worker_id",),
     Metrics: ("run_id", "step"),
 }
-"""The columns beside the JSON of a record; those in ``FIXED`` come first.
+"""The columns in addition to the JSON of a record; the first ones, counted in ``FIXED``, never change.
 
-For an attempt's heartbeat and a span's number only the column is current: both are set without writing the JSON again.
+For an attempt's heartbeat and a span's number only the column is current: both are set without rewriting the JSON.
 """
 
 
@@ -34,7 +34,7 @@ FIXED: Final[dict[type[Record], int]] = {
     Worker: 1,
     Metrics: 2,
 }
-"""How many of the columns never change. They are left out of updates, which would write their indexes again."""
+"""How many of the columns never change. Updates omit them, so that their indexes are not written again."""
 
 
 def _insert(kind: type[Record]) -> str:

@@ -34,10 +34,10 @@ class SqliteLightningStore(BackendStore):
         """Opens the file, or creates it with its folders. A file of an older version is migrated.
 
         Args:
-            path: the file; SQLite keeps two more beside it (``-wal`` and ``-shm``) while it is open.
+            path: the file; SQLite keeps two more next to it (``-wal`` and ``-shm``) while it is open.
             run_id: the run that this object sees.
-            lease_s: an attempt without spans and heartbeats for this long is lost.
-            watchdog_interval_s: how late the end of an attempt may be enforced; None leaves it to other processes.
+            lease_s: an attempt is lost after this time without a span or a heartbeat.
+            watchdog_interval_s: how late an overdue attempt may be ended; None leaves this to other processes.
             busy_timeout_s: how long a write waits for other processes before it fails.
 
         Raises:
@@ -55,12 +55,12 @@ class SqliteLightningStore(BackendStore):
             raise
 
     async def compact(self) -> tuple[int, int]:
-        """Writes the file anew without the space of deleted records; returns its size before and after, in bytes.
+        """Rewrites the file without the space of deleted records; returns its size before and after, in bytes.
 
-        Other writers wait meanwhile, and as much free disk space is needed as the file has.
+        Other writers wait meanwhile. The call needs as much free disk space as the file occupies.
 
         Raises:
-            StoreError: the disk is full, or other processes keep the file locked; it is not changed.
+            StoreError: the disk is full, or other processes keep the file locked; the file is not changed.
         """
         return await asyncio.to_thread(compact, self._path, self._busy_timeout_s)
 

@@ -43,13 +43,13 @@ _BEAT: Final = "UPDATE attempt SET last_span = ?, last_heartbeat_time = ? WHERE 
 _NUMBER: Final = "UPDATE attempt SET last_span = ? WHERE position = ?"
 _COUNT: Final = "INSERT INTO tally VALUES {} ON CONFLICT DO UPDATE SET number = number + excluded.number"
 _MAX_ROWS: Final = 32
-"""Rows that one statement inserts at most. Each call of SQLite releases the GIL and has to win it back."""
+"""Maximum number of rows that one statement inserts. Each SQLite call releases the GIL and has to reacquire it."""
 _TELL: Final = "INSERT INTO event (origin, events) VALUES (?, ?)"
 _DELETE_SPANS_OF_ROLLOUT: Final = "DELETE FROM span WHERE attempt IN (SELECT position FROM attempt WHERE rollout = ?)"
 _MAX_KNOWN: Final = 20_000
 _PRUNED_EVERY: Final = 64
 KEPT_EVENTS: Final = 100_000
-"""The events of this many transactions are kept for other processes. One that is further behind reads the records."""
+"""The events of this many transactions are kept for other processes. A process further behind reads the records."""
 
 
 class Document(NamedTuple):
@@ -102,7 +102,7 @@ class Transaction:
         self._queue_ends = known.queue_ends
         self._counts: Counter[tuple[str, str, str]] = Counter()
         self._workers: dict[Key, Document] = {}
-        """Puts for ``finish``: most changes of a worker's rollouts write its record; once is enough."""
+        """Puts that ``finish`` writes: most changes of a worker's rollouts put its record, but one write is enough."""
         self.events: list[Event] = []
         """The events to publish, in order."""
 
@@ -213,11 +213,11 @@ class Transaction:
     def _find_spans(
         self, spans: Sequence[tuple[Span, str]], attempts: Mapping[tuple[str, str], tuple[State, State]]
     ) -> set[tuple[int, str]]:
-        """Those that are stored already, by the positions of their attempts and their ids."""
+        """Returns the spans that are already stored, by the positions of their attempts and their ids."""
         ids: dict[int, list[str]] = {}
         for span, _ in spans:
             attempt = attempts[_attempt_of(span)][1]
-            if attempt.last_span:  # it has spans, and all of them have numbers
+            if attempt.last_span:  # above 0: the attempt has spans, which all have numbers
                 ids.setdefault(attempt.position, []).append(span.span_id)
         found: set[tuple[int, str]] = set()
         for position, span_ids in ids.items():
@@ -225,7 +225,7 @@ class Transaction:
         return found
 
     def _state(self, kind: type[Record], key: Key) -> State | None:
-        """The state of a record, from the cache or the file; None if it is not stored."""
+        """Returns the state of a record, from the cache or the file; None if it is not stored."""
         try:
             return self._states[kind, key]
         except KeyError:
@@ -246,7 +246,7 @@ class Transaction:
         return State(*row)
 
     def _find_attempts(self, keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], tuple[State, State]]:
-        """The rollout and the attempt of each key.
+        """Returns the rollout and the attempt of each key.
 
         Raises:
             NotFoundError: one of them is not stored.
@@ -279,7 +279,7 @@ class Transaction:
                 self._counts[count[0], count[1], before.status] -= 1
 
     def _describe(self, record: Record, before: State | None) -> tuple[tuple[Any, ...], State, tuple[str, str, str]]:
-        """The columns of a record, its state without position and revision, and the key of its count."""
+        """Returns the columns of a record, its state without position and revision, and the key of its count."""
         match record:
             case Rollout():
                 queue_position = self._queue(record, before)
@@ -305,7 +305,7 @@ class Transaction:
                 return columns, state, ("attempts", rollout.run_id, "")
             case Span():
                 ((rollout, attempt),) = self._find_attempts([_attempt_of(record)]).values()
-                if not attempt.last_span:  # says that there are spans
+                if not attempt.last_span:  # a number above 0 marks an attempt with spans
                     self._count_to(_attempt_of(record), attempt, max(record.sequence_id, 1))
                 columns = (attempt.position, record.span_id, record.sequence_id, rollout.run_id, record.start_time)
                 return columns, State(0, 0), ("spans", rollout.run_id, "")
@@ -314,7 +314,7 @@ class Transaction:
                 return columns, State(0, 0), (_PLURALS[type(record)], "", "")
 
     def _queue(self, rollout: Rollout, before: State | None) -> int | None:
-        """The position in the queue of a rollout that is put."""
+        """Returns the position in the queue of a rollout that is put; None if it is not queued."""
         if rollout.status not in _QUEUED:
             return None
         if before is not None and before.queue_position is not None:
@@ -336,7 +336,7 @@ class Transaction:
             self._counts["spans", state.run_id, ""] -= spans
             self._counts["attempts", state.run_id, ""] -= attempts
             self._counts["rollouts", state.run_id, state.status] -= 1
-            self._states.clear()  # with those of its attempts and spans
+            self._states.clear()  # including the states of its attempts and spans
         elif write.kind is Attempt or write.kind is Span:
             rollout = self._state(*_rollout_of(write.key))
             run_id = "" if rollout is None else rollout.run_id
@@ -355,10 +355,10 @@ def _attempt_of(span: Span) -> tuple[str, str]:
 
 
 def _rollout_of(key: Key) -> tuple[type[Rollout], Key]:
-    """The kind and key of the rollout of an attempt or span."""
+    """Returns the kind and key of the rollout of an attempt or span."""
     return Rollout, key[:1]
 
 
 def _indexed(value: object) -> str | int | float | None:
-    """A metadata value as its column stores it; others are found by their JSON."""
+    """Returns a metadata value as its column stores it; None for others, which are found by their JSON."""
     return value if isinstance(value, (str, int, float)) else None

@@ -28,9 +28,9 @@ T = TypeVar("T")
 Work: TypeAlias = Callable[[Transaction], Any]
 
 MAX_BATCH: Final = 500
-"""Writes in one transaction at most, so that the first of them does not wait for long."""
+"""Maximum number of writes in a transaction, so that the first of them does not wait for long."""
 _SHRINK_EVERY: Final = 32
-"""Transactions between two looks for free pages."""
+"""Number of transactions between two checks for free pages."""
 LOOK_EVERY_S: Final = 0.01
 """How often an idle writer with watchers looks for commits of other processes."""
 
@@ -70,7 +70,7 @@ class Writer:
 
     def watch(self, listener: Listener) -> Callable[[], None]:
         remove = self._watchers.add(listener)
-        self._items.put([])  # from now on it looks for commits of others
+        self._items.put([])  # from now on, the thread looks for commits of others
         return remove
 
     def stop(self) -> None:
@@ -107,7 +107,7 @@ class Writer:
         """Does the work in one transaction; if that fails, each item in its own, so that only the culprit fails."""
         try:
             events = self._try(batch)
-        except Exception as error:  # isolation point: whatever it is, this thread goes on and every caller is told
+        except Exception as error:  # isolation point: every caller gets the error and this thread goes on
             if len(batch) > 1 and not _concerns_all(error):
                 for item in batch:
                     self._write([item])
@@ -120,17 +120,17 @@ class Writer:
             self._watchers.publish(events)
         settle(batch)
         if self._shrinks and self.transactions % _SHRINK_EVERY == 0:
-            with contextlib.suppress(sqlite3.Error):  # another process writes at this moment: the next time will do
+            with contextlib.suppress(sqlite3.Error):  # another process is writing: the next time will do
                 shrink(self._connection)
 
     def _try(self, batch: Sequence[Item[Work]]) -> Sequence[Event]:
         """Commits a batch completely or not at all; returns its events."""
         connection = self._connection
-        # IMMEDIATE takes the lock that writers share before the first read. A transaction that begins by reading and
-        # finds another process writing can neither wait (its snapshot is old by then) nor go on: it would fail.
+        # IMMEDIATE takes the writers' lock before the first read. A transaction that begins by reading and then finds
+        # another process writing can neither wait (its snapshot would be old) nor go on: it would fail.
         connection.execute("BEGIN IMMEDIATE")
         try:
-            self._publish_others()  # before ours, which come after them
+            self._publish_others()  # before our events, which come after them
             self._known.shrink()
             transaction = Transaction(connection, self._known)
             for item in batch:
@@ -142,7 +142,7 @@ class Writer:
                     raise
                 except Exception as error:  # isolation point: one caller's failure is not the others'
                     if connection.total_changes != before:
-                        raise  # the transaction is of no use to the others
+                        raise  # the others cannot use the transaction
                     item.error = error
             position = transaction.finish(self._events.origin)
             connection.execute("COMMIT")
@@ -169,7 +169,7 @@ class Writer:
             self._publish_others()
         except Exception as error:  # isolation point: a file that is away for a while must not end the thread
             cause = explain(error, self._path) if isinstance(error, sqlite3.Error) else error
-            logger.warning("cannot look for events of other processes, and tries again: %s", cause)
+            logger.warning("cannot look for events of other processes; trying again: %s", cause)
             time.sleep(1.0)
 
 

@@ -36,14 +36,14 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         """Sets the role of this process. Arguments that are None are read from the environment.
 
         Args:
-            role: ``both``, or the half that runs here if a run is split over machines; AGL_CURRENT_ROLE, default both.
+            role: ``both``, or the half that runs here if machines share a run; AGL_CURRENT_ROLE, default both.
             server_host: address on which the store is served; AGL_SERVER_HOST, default 127.0.0.1. Any other than
                 loopback needs a token: AGL_TOKEN or AGL_TOKEN_FILE.
             server_port: port of the served store; AGL_SERVER_PORT, default a free one if ``both`` serves it, else 4747.
             n_runners: number of runner processes.
             main_process: ``runner`` runs the only runner in this process, where debuggers work, and the algorithm in a
                 child process.
-            managed_store: serve the store, rather than use the one that is served at that address already;
+            managed_store: whether to serve the store, rather than use one that is already served at that address;
                 AGL_MANAGED_STORE, default true. A trainer with an ``http://`` store always uses that store.
 
         Raises:

@@ -15,7 +15,7 @@ _free: Final[list[_AgentLoop]] = []
 
 
 class _AgentLoop(asyncio.SelectorEventLoop):
-    """Knows its client connections, so that they can be closed when a run ends."""
+    """An event loop that tracks its client connections, so that they can be closed when a run ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,19 +27,19 @@ class _AgentLoop(asyncio.SelectorEventLoop):
         return transport, protocol
 
     async def close_connections(self) -> None:
-        """Closes what a run has opened: another loop, such as that of a notebook, cannot use these connections.
+        """Closes the connections that a run has opened: another loop, such as a notebook's, cannot use them.
 
-        Clients open new ones, in the loop of their next call.
+        Clients open new connections in the loop of their next call.
         """
         for transport in list(self._connections):
             transport.close()
         await self.shutdown_asyncgens()
-        self._asyncgens_shutdown_called = False  # the loop goes on
+        self._asyncgens_shutdown_called = False  # the loop is used again
         await asyncio.sleep(0)  # closes the sockets
 
 
 def run_with_agents(main: Coroutine[Any, Any, T]) -> T:
-    """As ``asyncio.run``, in a loop that the next call uses again.
+    """Runs a coroutine as ``asyncio.run`` does, but in a loop that the next call reuses.
 
     Clients, locks and graphs that agents keep in global variables belong to a loop, and would fail in another one.
     """

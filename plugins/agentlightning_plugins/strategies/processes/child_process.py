@@ -31,8 +31,8 @@ _NEEDED_AT_START: Final = (
     *("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*", "VIRTUAL_ENV", "CONDA_PREFIX"),
     *("PYTHON*", "COVERAGE_*", "LD_*", "DYLD_*", "MALLOC_*", "GLIBC_TUNABLES"),
 )
-"""The variables that an interpreter needs to start. The others may be secrets and arrive through the pipe: the system
-shows the variables that a process was started with to other programs of the same user."""
+"""The variables that an interpreter needs to start. The others may be secrets and arrive through the pipe: the user's
+other programs can read the variables that a process was started with."""
 
 
 class ChildProcesses:
@@ -157,7 +157,7 @@ def _finish(pumps: list[_Pump]) -> None:
 
 
 def _write_all(fd: int, *parts: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(fd), "wb") as pipe:  # it broke: see wait()
+    with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(fd), "wb") as pipe:  # the process died: see wait()
         for part in parts:
             pipe.write(len(part).to_bytes(8, "big") + part)
 

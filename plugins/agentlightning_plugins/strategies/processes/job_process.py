@@ -60,7 +60,7 @@ class JobTarget(NamedTuple):
     token: str | None
     run_id: str
     log_level: int | None
-    """None if logging is not set up."""
+    """Level of Lightning's logger; None if logging is not set up."""
 
     @classmethod
     def of_this_process(cls, url: str, token: str | None, run_id: str) -> JobTarget:
@@ -71,7 +71,7 @@ class JobTarget(NamedTuple):
 
 
 def load_job(pickled: bytes, target: JobTarget) -> Any:
-    """Unpickles a job from our own parent, and sets up logging as in the parent.
+    """Unpickles a job from the parent process, and sets up logging as in the parent.
 
     Raises:
         Exception: importing the user's modules failed.

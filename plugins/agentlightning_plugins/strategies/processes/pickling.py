@@ -1,4 +1,4 @@
-"""Sends jobs to other processes, with the globals of the user's script that pickle does not know."""
+"""Pickles jobs for other processes, including globals of the user's script that pickle cannot handle."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class _Global(NamedTuple):
     name: str
     value: Any
     function: Any
-    """A ``types.FunctionType``, which mypy takes for a method of this class."""
+    """A ``types.FunctionType``, which mypy would mistake for a method of this class."""
 
 
 def dump_job(job: Any) -> bytes:
     """Pickles a job.
 
     A global of the user's script that cannot be pickled, such as ``client = OpenAI()``, is created again in the other
-    process by the expression that is assigned to it in the script.
+    process by evaluating the expression that the script assigns to it.
 
     Raises:
         ConfigError: a global cannot be pickled, and no such expression is found.
@@ -60,7 +60,7 @@ def dump_job(job: Any) -> bytes:
 
 
 def load_job(data: bytes) -> Any:
-    """Reads what ``dump_job`` has written in a process that trusts this one."""
+    """Unpickles a job that ``dump_job`` pickled in a trusted process."""
     return _JobUnpickler(io.BytesIO(data)).load()
 
 
@@ -68,7 +68,7 @@ class _JobPickler(cloudpickle.Pickler):  # type: ignore[misc] # has no type info
     def __init__(self, file: io.BytesIO, expressions: dict[int, tuple[str, str]]) -> None:
         super().__init__(file)
         self.functions: list[types.FunctionType] = []
-        """Those that are pickled by value."""
+        """Functions that are pickled by value."""
         self._expressions = expressions
 
     def reducer_override(self, obj: Any) -> Any:
@@ -98,7 +98,7 @@ class _JobUnpickler(pickle.Unpickler):
 
 
 def _find_cause(functions: list[types.FunctionType], known: dict[int, tuple[str, str]]) -> _Global | None:
-    """The global that cannot be pickled; of several, one that only depends on itself."""
+    """Returns the global that cannot be pickled; of several, one of the function that was reached last."""
     for function in reversed(functions):
         for name in _names_in(function.__code__):
             if name in function.__globals__ and id(value := function.__globals__[name]) not in known:
@@ -116,7 +116,7 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 def _find_expression(variable: _Global) -> str | None:
-    """The expression of ``name = expression`` at the top of the user's script; None if there is none, or several."""
+    """Returns the expression that the user's script assigns to a global; None unless there is exactly one."""
     script = sys.modules["__main__"]
     path = getattr(script, "__file__", None)
     if path is None or variable.function.__globals__ is not vars(script):
@@ -144,6 +144,6 @@ def _explain(variable: _Global, error: Exception) -> str:
     return (
         f"the global {variable.name!r} ({type(variable.value).__name__}) that {function.__qualname__} in "
         f"{function.__code__.co_filename} uses cannot be sent to runner processes ({error}); create it in the "
-        "function, or move it with the agent to a module of their own and import the agent from there (each runner "
-        "imports the module anew), or use strategy='shm'"
+        "function, or move it and the agent to a separate module and import the agent from there (each runner "
+        "imports that module itself), or use strategy='shm'"
     )

@@ -16,15 +16,15 @@ from agentlightning_plugins.strategies.processes.job_process import JobTarget
 async def served(
     store: LightningStore, host: str, port: int, *, is_private: bool, share_environment: bool = False
 ) -> AsyncIterator[JobTarget]:
-    """Serves a store during the context, unless it is served already; yields the settings of processes that use it.
+    """Serves a store during the context, unless it is served already; yields settings for processes that use it.
 
     Args:
         store: the store that runners use.
         host: address to bind.
         port: port to bind; 0 selects a free one.
         is_private: only our own runners use the store, so it gets a random token when the environment has none.
-        share_environment: the processes have this one's environment, so those of a store that is served already take
-            the token from there as this one does, and follow a file that changes.
+        share_environment: the processes have this process's environment. If the store is already served, they take the
+            token from the environment, as this process does, and follow changes of the token file.
     """
     from agentlightning.store import LightningStoreClient, LightningStoreServer
 

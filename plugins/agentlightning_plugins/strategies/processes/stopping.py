@@ -54,7 +54,7 @@ async def until_sigterm(work: Coroutine[Any, Any, None]) -> None:
     stop_on_interrupt(stop)
     try:
         try:
-            await asyncio.shield(task)  # so that Ctrl-C is handled before the work has
+            await asyncio.shield(task)  # so that Ctrl-C is handled here before it cancels the work
         except asyncio.CancelledError:
             stop()
             await asyncio.wait([task])

@@ -23,13 +23,14 @@ logger = logging.getLogger("agentlightning")
 
 _QUICK_DEATH_S: Final = 10.0
 _QUICK_DEATHS: Final = 3
-"""Limit for a runner that dies soon after its start, without a rollout."""
+"""Maximum number of consecutive deaths of a runner soon after its start and without a rollout."""
 _DEATHS: Final = 12
-"""Limit for other deaths in a row: two tasks that end the process of the agent are not the runner's fault."""
+"""Maximum number of other consecutive deaths: two tasks that crash the agent's process are not the runner's fault."""
 _LONG_LIFE_S: Final = 600.0
 _LONGEST_PAUSE_S: Final = 2.0
 _PID_NAMESPACE: Final = Path("/proc/self/ns/pid") if sys.platform == "linux" else None
-"""The file whose inode is that of this process's namespace of process ids."""
+_UNKNOWN_NAMESPACE: Final = f"-{secrets.token_hex(4)}"
+"""The file whose inode identifies this process's PID namespace."""
 _active: Final[set[str]] = set()
 """Keys of the supervisors that run in this process."""
 
@@ -40,14 +41,14 @@ class Ending(NamedTuple):
     how: Literal["done", "worn out", "unloadable", "died"]
     """``unloadable``: the job cannot be loaded, so a restart would fail too."""
     reason: str = ""
-    """Why it died, or why the job cannot be loaded."""
+    """Why the runner died, or why the job cannot be loaded."""
 
 
 class Runners(Protocol):
-    """A place that runs runners of one job: processes, or Ray actors."""
+    """Runners of one job, as processes or Ray actors."""
 
     async def run(self, worker_id: str) -> Ending:
-        """Runs one runner to its end. Cancelling once lets rollouts in flight finish; a second time stops them."""
+        """Runs one runner to its end. Cancelling once lets rollouts in flight finish; cancelling again stops them."""
         ...
 
 
@@ -110,7 +111,7 @@ class Supervisor:
             await asyncio.sleep(min(0.1 * 2**deaths, _LONGEST_PAUSE_S))
 
     async def _count_succeeded(self) -> int:
-        """How many rollouts of the run have succeeded; 0 if the store cannot be reached."""
+        """Returns how many rollouts of the run have succeeded; 0 if the store cannot be reached."""
         with contextlib.suppress(StoreError, OSError):
             return (await self._store.query_rollouts(status_in=["succeeded"], limit=1)).total
         return 0
@@ -122,7 +123,7 @@ class Supervisor:
         return 0
 
     async def _end_previous_workers(self) -> None:
-        """Ends the workers of a supervisor on this machine that was killed before it could."""
+        """Ends the workers of supervisors on this machine that were killed before they could do so."""
         with contextlib.suppress(StoreError, OSError):
             for worker in (await self._store.query_workers()).items:
                 match = re.fullmatch(re.escape(_family()) + r"-(\d+)-(\w+)-\d+-\d+", worker.worker_id)
@@ -151,14 +152,14 @@ async def run_both(algorithm: AlgorithmJob, store: LightningStore, supervisor: S
 
 
 def _family() -> str:
-    """The beginning of the ids of workers of which this process can see whether they run.
+    """Returns the beginning of the ids of workers whose processes are visible to this process.
 
-    Containers can share a host name; the namespace of process ids tells them apart.
+    Containers can share a host name; the PID namespace tells them apart.
     """
     try:
         namespace = "" if _PID_NAMESPACE is None else f"-{_PID_NAMESPACE.stat().st_ino:x}"
-    except OSError:  # a sandbox hides /proc
-        namespace = ""
+    except OSError:  # a sandbox hides /proc: only this process knows the state of its runners
+        namespace = _UNKNOWN_NAMESPACE
     return f"runner-{socket.gethostname()}{namespace}"
 
 

@@ -26,7 +26,7 @@ from agentlightning_plugins.strategies.processes.supervisor import Ending, Super
 
 _QUIET: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",  # print every line of an agent at once
+    "RAY_DEDUP_LOGS": "0",  # print every line of an agent immediately
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default, without its warning
 }
 for _name, _value in _QUIET.items():
@@ -47,7 +47,7 @@ _RESOURCES: Final = ("num_cpus", "num_gpus", "memory", "resources", "accelerator
 
 
 _FOLDERS: Final = ("working_dir", "py_modules")
-"""The entries of a ``runtime_env`` that may be folders of this machine."""
+"""The entries of a ``runtime_env`` that may be folders on this machine."""
 
 
 class RayExecutionStrategy(ExecutionStrategy):
@@ -70,16 +70,16 @@ class RayExecutionStrategy(ExecutionStrategy):
 
         Args:
             n_runners: number of actors.
-            address: address of a running cluster, as ``auto`` or ``host:6379``; default is RAY_ADDRESS, else a
-                cluster on this machine for the duration of the run. A program that has called ``ray.init`` keeps its
-                cluster.
+            address: address of a running cluster, such as ``auto`` or ``host:6379``; default is RAY_ADDRESS, else a
+                new cluster on this machine for the duration of the run. A program that has called ``ray.init`` keeps
+                its cluster.
             resources_per_runner: ``num_cpus`` (default 1), ``num_gpus``, ``memory``, ``resources``,
                 ``accelerator_type``, ``label_selector`` as Ray's actors take them.
-            runtime_env: Ray's, as ``{"env_vars": {...}, "working_dir": ..., "pip": [...]}``. Nodes receive only the
+            runtime_env: as in Ray, ``{"env_vars": {...}, "working_dir": ..., "pip": [...]}``. Nodes receive only the
                 environment variables and files that are listed here. ``working_dir`` and ``py_modules`` may be local
                 folders; in a program that has called ``ray.init``, that call has to name them.
-            server_host: where this process serves the store to runners; default is 127.0.0.1 for a cluster of our
-                own, else this node's address in the cluster. Runners need a token: AGL_TOKEN, or a random one.
+            server_host: address at which this process serves the store to runners; default is 127.0.0.1 for a cluster
+                started here, else this node's address in the cluster. Runners need a token: AGL_TOKEN, or a random one.
             server_port: default is a free one.
 
         Raises:
@@ -120,7 +120,7 @@ class RayExecutionStrategy(ExecutionStrategy):
             if self.folders:
                 raise ConfigError(
                     f"runtime_env has local folders, which Ray sends only for a whole program; give them to ray.init("
-                    f"runtime_env={self.folders}) in this program, or leave that call out"
+                    f"runtime_env={self.folders}) in this program, or remove that call"
                 )
             yield self.server_host or ray.util.get_node_ip_address()
             return
@@ -233,7 +233,7 @@ def _is_local(value: object) -> bool:
 
 
 def _knock(address: str | None) -> None:
-    """Raises OSError at once if the address does not accept connections; Ray would retry for minutes."""
+    """Raises OSError immediately if the address does not accept connections; Ray would retry for minutes."""
     host, _, port = (address or "").rpartition("://")[2].rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
@@ -246,6 +246,6 @@ def _awaitable(reference: Any) -> asyncio.Future[Any]:
 
 
 def _in_short(error: RayError) -> str:
-    """The informative line of Ray's multi-line error messages."""
+    """Returns the informative line of Ray's multi-line error messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines and isinstance(error, RayActorError) else " ".join(lines)[:500]

@@ -69,7 +69,7 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
         """Sets up the threads.
 
         Args:
-            n_runners: number of runners. They share one event loop, which the next run uses again.
+            n_runners: number of runners. They share one event loop, which the next run reuses.
             main_thread: the half that runs in the calling thread, where debuggers and signal handlers work.
 
         Raises:
@@ -117,7 +117,7 @@ async def _run_all(runner: RunnerJob, store: LightningStore, n_runners: int, sto
     if len(failed) == n_runners:
         raise failed[0]
     for error in failed:
-        logger.error("a runner failed, the others went on: %s", error, exc_info=error)
+        logger.error("a runner failed; the others continued: %s", error, exc_info=error)
 
 
 async def _run_with_algorithm(runner: RunnerJob, store: LightningStore, stop: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""Jinja templates that reach the values they are given and nothing else, with a limit on their work."""
+"""Jinja templates that can access only the values they are given, with a limit on their work."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jinja2.utils import Namespace
 from agentlightning.errors import ConfigError
 
 MAX_WORK: Final = 2_000_000
-"""Characters and items that a template may make, with its loops and calls: about a second."""
+"""Maximum number of characters, items, loop turns and calls that a template may cost: about a second."""
 _TURN: Final = 5
-"""The work of a turn of a loop, in items."""
+"""Cost of one loop iteration, in items."""
 _CALL: Final = 50
 _MAX_BITS: Final = 10_000
 _MAX_INDENT: Final = 100
 _MAX_DIGITS: Final = 3
-"""Of the width of a format."""
+"""Maximum number of digits in the width of a format."""
 _WIDTH: Final = re.compile(r"([%)])[#0\- +]*(\d*)\.?(\*|\d*)")
-"""The begin of a placeholder such as ``%5.2f``, or the end of its name as in ``%(price)5.2f``."""
+"""Matches the width of a placeholder such as ``%5.2f``, or of a named one such as ``%(price)5.2f``."""
 _FILTERS: Final = (
     "abs capitalize count d default dictsort e escape first float format groupby indent int items join last length "
     "list lower map max min reject rejectattr replace reverse round select selectattr sort string sum title tojson "
@@ -33,11 +33,11 @@ _FILTERS: Final = (
 ).split()
 _TEXT_METHODS: Final = frozenset("capitalize endswith lower split splitlines startswith strip title upper".split())
 _MAPPING_METHODS: Final = frozenset("get items keys values".split())
-"""Other attributes of values are refused."""
+"""Access to all other attributes of strings and mappings is refused."""
 
 
 class JinjaEngine:
-    """A template reaches the values that it is given and nothing else, and its work is limited."""
+    """Renders templates that can access only the values they are given, with a limit on their work."""
 
     def render(self, template: str, values: Mapping[str, Any]) -> str:
         """Returns the text; raises ConfigError for a wrong template, a missing value or too much work."""
@@ -97,9 +97,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         return MAX_WORK - self._work
 
     def _check(self, work: int) -> None:
-        """Refuses work that the template has not left."""
+        """Raises SecurityError if the work exceeds what the template has left."""
         if work > self._left:
-            raise SecurityError(f"it makes more than {MAX_WORK:,} characters, items, and turns of loops")
+            raise SecurityError(f"it produces more than {MAX_WORK:,} characters, items and loop turns")
 
     def _spend(self, work: int) -> None:
         self._check(work)
@@ -122,7 +122,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         def metered(*args: Any, **kwargs: Any) -> Any:
             args = tuple(list(self._counted(each)) if isinstance(each, (range, Iterator)) else each for each in args)
             given = [*args, *kwargs.values()]
-            options = given[2 if name == "tojson" else 1 :]  # tojson gets a context, too
+            options = given[2 if name == "tojson" else 1 :]  # tojson also receives a context
             if name in ("indent", "round", "tojson") and any(map(_is_long, options)):
                 raise SecurityError(f"{name} takes at most {_MAX_INDENT}")
             if name == "format":
@@ -136,7 +136,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _limit(tree: nodes.Template) -> nodes.Template:
-    """Has loops counted, and variables, comparisons and joined texts measured."""
+    """Makes a template count its loops, and measure its variables, comparisons and joined texts."""
 
     def through(name: str, node: Any) -> nodes.Filter:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
@@ -159,7 +159,7 @@ def _limit(tree: nodes.Template) -> nodes.Template:
 
 
 def _size(value: Any, limit: int) -> int:
-    """Returns the characters and items of a value; counts no further than a little over the limit."""
+    """Returns the number of characters and items in a value; stops counting soon after the limit."""
     size, stack = 0, [value]
     while stack and size <= limit:
         each = stack.pop()
@@ -178,12 +178,12 @@ def _size(value: Any, limit: int) -> int:
 
 
 def _is_long(option: Any) -> bool:
-    """Whether an indent, or a number of digits, is beyond the maximum."""
+    """Whether an indent, or a number of digits, exceeds the maximum."""
     return isinstance(option, int) and abs(option) > _MAX_INDENT
 
 
 def _size_format(template: str, values: Iterable[Any], limit: int) -> int:
-    """Returns at least the characters that a format makes of its placeholders.
+    """Returns an upper bound of the number of characters that a format produces for its placeholders.
 
     Refuses a width such as ``%999999d``, and ``%*d``, whose width is a value.
     """
@@ -196,7 +196,7 @@ def _size_format(template: str, values: Iterable[Any], limit: int) -> int:
             raise SecurityError(f"the widths of a format have at most {_MAX_DIGITS} digits")
         widest = max(widest, int(width or 0) + int(precision or 0))
     sizes, places = [_size_printed(value, limit) for value in values], template.count("%")
-    # A value is printed once, or in any place by its name.
+    # A value is printed once or, if placeholders have names, at any of them.
     return places * widest + (places * max(sizes, default=0) if has_names else sum(sizes))
 
 

@@ -1,4 +1,4 @@
-"""Renders POML with the package ``poml``, in a child process without our environment variables."""
+"""Renders POML with the package ``poml``, in a child process without this process's environment variables."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ pathlib.Path("result.json").write_text(text, encoding="utf-8")
 
 
 class PomlEngine:
-    """Renders a template in a child process without our environment variables.
+    """Renders a template in a child process without this process's environment variables.
 
-    POML can read files and run JavaScript: use templates of trusted authors only. Each rendering starts Node.js, which
-    takes about a second.
+    POML can read files and run JavaScript: use only templates from trusted authors. Each rendering starts Node.js,
+    which takes about a second.
     """
 
     def render(self, template: str, values: Mapping[str, Any]) -> str:
@@ -55,7 +55,7 @@ class PomlEngine:
 
 
 def _run(command: list[str], folder: Path, env: Mapping[str, str]) -> tuple[int, str]:
-    """Returns the exit code and stderr. On a timeout, Node.js, which the child starts, is ended as well."""
+    """Returns the exit code and stderr. A timeout also kills Node.js, which the child starts."""
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=folder, env=env, start_new_session=True, **pipes) as process:
         try:

@@ -1,4 +1,4 @@
-"""Python imports this before a program that ``agl trace`` runs, because its folder is the first of PYTHONPATH."""
+"""Python imports this before a program that ``agl trace`` runs, because its folder is first in PYTHONPATH."""
 
 import contextlib
 import importlib
@@ -10,7 +10,7 @@ if __name__ == "sitecustomize":
     own = sys.modules.pop("sitecustomize")
     with contextlib.suppress(ImportError):
         importlib.import_module("sitecustomize")  # the environment's own
-    sys.modules.setdefault("sitecustomize", own)  # the import of this file ends with an error without an entry
+    sys.modules.setdefault("sitecustomize", own)  # without an entry, the import of this file fails
 if os.environ.get("AGL_TRACE_FILE"):
     try:
         from agentlightning_plugins.commands.trace.recording import start_recording

@@ -42,10 +42,10 @@ U = TypeVar("U", ResourcesUpdate, ResourcesUpdate | None)
 
 
 class LightningStoreClient(RemoteMethods):
-    """A store that a server on this or another machine serves.
+    """A store that is served by this or another machine.
 
     May be used from several threads, event loops and processes: it pickles as URL, token and run. A request whose
-    answer was lost is repeated where that is harmless; the others raise StoreError, as does an unreachable server.
+    answer was lost is repeated if that is harmless, and raises StoreError otherwise, as does an unreachable server.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class LightningStoreClient(RemoteMethods):
         """Connects at the first request.
 
         Args:
-            url: of the server, as in ``http://127.0.0.1:4747``; or of several servers of the same store, separated by
-                commas: when one fails, the next is used.
+            url: URL of the server, such as ``http://127.0.0.1:4747``, or URLs of several servers of the same store,
+                separated by commas: when one fails, the next is used.
             token: the token that the server was started with; None takes AGL_TOKEN, or the first line of the
-                file AGL_TOKEN_FILE, from the environment. The file may change meanwhile.
+                file AGL_TOKEN_FILE, from the environment. The file may change at any time.
             run_id: the run whose queue, latest resources and metrics this object sees.
-            retry_s: how long a server may be unreachable, as while it restarts, before a call raises StoreError.
+            retry_s: how long a server may be unreachable, such as during a restart, before a call raises StoreError.
 
         Raises:
             ConfigError: not an http(s) URL.
@@ -81,14 +81,14 @@ class LightningStoreClient(RemoteMethods):
         return connect, (self.urls, connection.token)
 
     def with_run(self, run_id: str) -> LightningStoreClient:
-        """The same store as seen from another run; the two share their connections."""
+        """Returns the same store as seen from another run; both objects share their connections."""
         view = copy.copy(self)
         view.run_id = check_run_id(run_id)
         return view
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        """Those of the store behind the server; ``durable`` is False until the server has answered once."""
+        """Capabilities of the store behind the server; ``durable`` is False until the server has answered once."""
         features = self._connection.features or frozenset()
         return {"thread_safe": True, "durable": "durable" in features, "otlp_traces": True}
 
@@ -108,7 +108,7 @@ class LightningStoreClient(RemoteMethods):
 
     @property
     def given_token(self) -> str | None:
-        """The token that this object was made with; None: it follows the environment."""
+        """The token that was given to the constructor; None: the token follows the environment."""
         return self._connection.given_token
 
     @property
@@ -120,18 +120,18 @@ class LightningStoreClient(RemoteMethods):
         return self._connection.clock.now()
 
     def otlp_traces_endpoint(self) -> str:
-        """The URL of the server that takes OTLP/HTTP traces, with the token of the store or of an attempt."""
+        """Returns the server's URL for OTLP/HTTP traces, to be sent with the token of the store or of an attempt."""
         return f"{self.url}/v1/traces"
 
     def attempt_token(
         self, rollout_id: str, attempt_id: str, *, lifetime_s: float = attempt_token.DEFAULT_LIFETIME_S
     ) -> str | None:
-        """A token for an agent that allows writing the spans of this attempt and nothing else; makes no request.
+        """Makes a token with which an agent can only write this attempt's spans and read its rollout.
 
-        None when the store has no token, and the agent needs none either.
+        Sends no request. Returns None if the store has no token; then the agent needs none either.
         """
         if self.token is None or self.token.startswith(attempt_token.PREFIX):
-            return self.token  # the token of an attempt cannot sign others
+            return self.token  # an attempt's token cannot sign other tokens
         secret = attempt_token.derive_secret(self.token)
         return attempt_token.mint(secret, rollout_id, attempt_id, self.now() + lifetime_s)
 
@@ -195,7 +195,7 @@ class LightningStoreClient(RemoteMethods):
             except NotFoundError:
                 if not known:
                     raise
-                # The store has deleted rollouts that ended: they were there at the request before.
+                # The store has deleted rollouts that ended: they existed at the previous request.
                 stored = {rollout.rollout_id for rollout in await self.query_rollouts(rollout_id_in=known)}
                 stored |= {other for other in set(known) - stored if await self.get_rollout_by_id(other)}  # of any run
                 rollout_ids = known = [rollout_id for rollout_id in known if rollout_id in stored]
@@ -228,9 +228,9 @@ class LightningStoreClient(RemoteMethods):
         return self._versions.add(await super().update_resources(resources_id, resources))
 
     async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
-        """A snapshot at a version; versions never change, so a cached one costs no request.
+        """Returns a snapshot at a version; versions never change, so a cached one costs no request.
 
-        Many rollouts begin with a new version at once; the first one asks the server, and the others wait for it.
+        Many rollouts may begin with a new version at the same time: the first one requests it, and the others wait.
         """
         resources_id, version = split_version_id(resources_id, version)
         if version is None:
@@ -242,11 +242,11 @@ class LightningStoreClient(RemoteMethods):
             return cached or self._versions.add(await super().get_resources_by_id(resources_id, version))
 
     async def _read_newest(self, resources_id: str) -> ResourcesUpdate | None:
-        """The newest version of a snapshot. Callers of one turn of the event loop share a request, sent after it."""
+        """Returns the newest version of a snapshot. Callers in one iteration of the event loop share a request."""
         key = (asyncio.get_running_loop(), resources_id)
 
         async def read() -> ResourcesUpdate | None:
-            del self._reads[key]  # later callers may mean a version that is published from now on
+            del self._reads[key]  # later callers may expect a version that is published from now on
             return self._versions.add(await RemoteMethods.get_resources_by_id(self, resources_id, None))
 
         task = self._reads.get(key)
@@ -260,9 +260,9 @@ class LightningStoreClient(RemoteMethods):
     # --- events ---
 
     async def subscribe(self, kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:
-        """Yields the events of this run, from the moment the first ``anext`` has reached the server.
+        """Yields the events of this run that happen after the first ``anext`` has reached the server.
 
-        The stream survives a restart of the server; events of the time in between are not seen.
+        The stream survives a restart of the server, but misses the events that happen during the restart.
         """
         query = urlencode([("kinds", kind) for kind in kinds or ()])
         async for data in self._connection.events(f"/events?{query}", run_id=self.run_id):
@@ -270,7 +270,7 @@ class LightningStoreClient(RemoteMethods):
 
 
 class _VersionCache:
-    """The versions of resources that were received last."""
+    """The versions of resources that were received most recently."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -278,7 +278,7 @@ class _VersionCache:
         self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
     def turn(self) -> asyncio.Lock:
-        """The lock to hold while a version is read, one for each event loop."""
+        """Returns the lock to hold while a version is read, one for each event loop."""
         with self._lock:
             return self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 

@@ -1,4 +1,4 @@
-"""HTTP to one store server: a pooled session for each event loop, retries, and errors as exceptions."""
+"""HTTP requests to the servers of a store: a pooled session for each event loop, retries, and errors as exceptions."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from agentlightning_plugins.stores.token import check_token, find_token
 logger = logging.getLogger("agentlightning")
 
 _ANSWER_S: Final = 60.0
-"""The longest time until an answer, without the wait that the request asks for."""
+"""Time limit for an answer, in addition to the wait that the request asks for."""
 _CONNECT_S: Final = 5.0
 _KEEPALIVE_S: Final = 30.0
 _POLL_S: Final = 20.0
 _SILENCE_S: Final = 10.0
-"""A stream that brings neither events nor comments for this long is held back by a proxy or broken; the server sends a
+"""A stream without events and comments for this long is broken or held back by a proxy, because the server sends a
 comment every 4 s."""
 _LARGE_BODY_BYTES: Final = 2**20
-"""Larger bodies are sent in pieces, because sending them at once would block the loop."""
+"""Larger bodies are sent in pieces, because sending them in one piece would block the loop."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _TOKEN_S: Final = 5.0
-"""How often the file of the token is read again."""
+"""How often the token file is read again."""
 _LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 _NOT_SENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
@@ -54,7 +54,7 @@ _CONNECTION_ERRORS: Final = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class StoreConnection:
-    """The connections to one store, which one or several servers offer: to one of them at a time.
+    """Connections to one store, which has one or several servers; only one of the servers is used at a time.
 
     May be used from several threads and event loops, and after a fork.
     """
@@ -64,11 +64,11 @@ class StoreConnection:
 
         Args:
             urls: URLs of servers of the same store, separated by commas. When one fails, the next is tried.
-            token: the token of all of them; None takes that of the environment, and follows a file that changes.
-            retry_s: how long a request is tried when none of them can be reached.
+            token: the token of all servers; None takes the token of the environment and follows changes of its file.
+            retry_s: how long a request is retried when none of the servers can be reached.
 
         Raises:
-            ConfigError: not http(s) URLs, one with a password, or a token that cannot be sent.
+            ConfigError: a URL is not http(s) or has a password, or the token cannot be sent.
         """
         self.given_token = token or None
         self._reads_token_at = 0.0
@@ -80,11 +80,11 @@ class StoreConnection:
         self.token = token
         self.retry_s = retry_s
         self.features: frozenset[str] | None = None
-        """Capabilities of the store behind the server; None until it has answered once."""
+        """Capabilities of the store behind the server; None until the server has answered once."""
         self.clock = ServerClock(urls)
         self._is_unreachable = False
         self._polls_events = False
-        """Whether events are read by long polling, because a stream does not arrive."""
+        """Whether events are read by long polling, because event streams do not arrive."""
         self._opening: set[asyncio.Future[None]] = set()
         headers = {}
         if all(urlsplit(url).hostname in _LOOPBACK_HOSTS for url in self.urls):
@@ -103,12 +103,12 @@ class StoreConnection:
 
         Args:
             method: GET or POST.
-            path: below the prefix, its parts quoted.
+            path: path below the prefix, with quoted parts.
             body: anything pydantic can write as JSON; None for no body.
             run_id: the run that the request is about.
-            repeatable: whether sending it twice does what sending it once does. Only then is a request repeated whose
-                answer was lost; one that was not sent is always repeated.
-            wait_s: how long the request asks the server to wait.
+            repeatable: whether the request is idempotent. A request whose answer was lost is repeated only if it is
+                idempotent; a request that was not sent is always repeated.
+            wait_s: how long the server may wait, as requested, before it answers.
 
         Raises:
             NotFoundError, ConflictError, ConfigError: the error that the store raised.
@@ -159,8 +159,8 @@ class StoreConnection:
     async def events(self, path: str, *, run_id: str) -> AsyncGenerator[bytes]:
         """Yields the data of server-sent events; reconnects when the stream ends, and resumes where it ended.
 
-        Later requests of the same loop wait until the stream is open, so that the stream includes their events. Where a
-        proxy holds the stream back, it is read by long polling.
+        Later requests of the same loop wait until the stream is open, so that the stream includes their events. If a
+        proxy holds the stream back, events are read by long polling.
 
         Raises:
             StoreError: as ``request``; or the reader was too slow and events were lost.
@@ -205,14 +205,14 @@ class StoreConnection:
     def _get_events(
         self, url: URL, headers: dict[str, str], poll_s: float | None
     ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """Asks for a stream of events (None), or for the next events within ``poll_s``."""
+        """Requests a stream of events (``poll_s`` is None), or the next events within ``poll_s``."""
         silence_s = _SILENCE_S if poll_s is None else poll_s + _ANSWER_S
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s)
         target = url if poll_s is None else url.update_query(poll_s=poll_s)
         return self._pool.session().get(target, headers=headers, timeout=timeout)
 
     async def _can_poll(self, url: URL, headers: dict[str, str]) -> bool:
-        """Polls events from now on if a poll is answered where a stream was not."""
+        """Switches to polling if a poll is answered although a stream was not; returns whether events are polled."""
         with contextlib.suppress(*_CONNECTION_ERRORS):
             async with self._get_events(url, {**headers, "last-event-id": ""}, poll_s=0.0) as response:
                 await response.read()
@@ -249,14 +249,14 @@ class StoreConnection:
         return {"authorization": f"Bearer {self.token}"} if self.token else {}
 
     def _renew_token(self, headers: dict[str, str]) -> bool:
-        """Puts a newer token of the environment into the headers of a request that was refused, if there is one."""
+        """Puts a newer token of the environment into a refused request's headers; returns whether there is one."""
         self._reads_token_at = 0.0
         sent, headers["authorization"] = headers.get("authorization"), ""
         headers |= self._authorization()
         return headers["authorization"] not in (sent, "")
 
     def _leave(self, server: str) -> None:
-        """Uses the next server, unless another request has left this one already."""
+        """Switches to the next server, unless another request has already done so."""
         if len(self.urls) > 1 and server == self.url:
             self._current = (self._current + 1) % len(self.urls)
             logger.warning("the store server %s fails; trying %s", server, self.url)
@@ -313,7 +313,7 @@ class _SessionPool:
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
     def session(self) -> aiohttp.ClientSession:
-        """The session of the running loop."""
+        """Returns the session of the running loop."""
         if self._process_id != os.getpid():  # forked: the sockets and the lock belong to the parent
             self._lock = threading.Lock()
             self._process_id = os.getpid()
@@ -349,7 +349,7 @@ class _SessionPool:
 
 
 def _close_with_loop(session: aiohttp.ClientSession) -> None:
-    """Makes the running loop close the session when it ends, by a generator that the loop shuts down."""
+    """Makes the running loop close the session when the loop ends, by a generator that the loop shuts down."""
 
     async def hold() -> AsyncGenerator[None]:
         try:
@@ -391,7 +391,7 @@ def _describe(error: BaseException) -> str:
 
 
 async def _read_events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, bytes]]:
-    """The fields of each server-sent event."""
+    """Yields the fields of each server-sent event."""
     buffer = b""
     async for chunk in content.iter_any():
         *events, buffer = (buffer + chunk).split(b"\n\n")

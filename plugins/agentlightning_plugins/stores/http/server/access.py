@@ -19,12 +19,12 @@ from agentlightning_plugins.stores.http.server.attempt_spans import find_reserve
 
 HEALTH_PATH: Final = PREFIX + "/health"
 OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
-"""Probes: open to everybody, because their answers are a word."""
+"""Probes, which need no token because their answers contain no records."""
 _BEARER: Final = "Bearer "
 
 
 class Access:
-    """Checks tokens. Without a token, programs on this machine are admitted and pages in a browser are not."""
+    """Checks tokens. If there are none, programs on this machine are admitted, but pages in a browser are not."""
 
     def __init__(self, tokens: Sequence[str], now: Callable[[], float]) -> None:
         """Accepts any of the tokens, so that one can replace another; the first signs attempt tokens."""
@@ -72,7 +72,7 @@ class Access:
             ConflictError: the store has no token.
         """
         if not self._secrets:
-            raise ConflictError("this store has no token, so it has none to sign others with; start it with --token")
+            raise ConflictError("this store has no token to sign attempt tokens with; start it with --token")
         expires_at = self._now() + lifetime_s
         return attempt_token.mint(self._secrets[0], rollout_id, attempt_id, expires_at), expires_at
 
@@ -99,13 +99,13 @@ def check_attempt(token: AttemptToken, arguments: Mapping[str, Any] | None) -> N
 
 
 def spans_of(arguments: Mapping[str, Any]) -> Sequence[Span] | None:
-    """The spans in the arguments of a request, if it stores spans."""
+    """Returns the spans in the arguments of a request; None if it stores no spans."""
     spans: Sequence[Span] | None = arguments.get("spans", [arguments["record"]] if "record" in arguments else None)
     return spans
 
 
 def _attempts_of(arguments: Mapping[str, Any]) -> Iterable[tuple[str, str | None]]:
-    """The rollout and attempt ids in the arguments of a request; without an attempt id it is about the rollout."""
+    """Returns the rollout and attempt ids in a request's arguments; an attempt id of None stands for the rollout."""
     if "rollout_attempt_ids" in arguments:
         return set(arguments["rollout_attempt_ids"])
     spans = spans_of(arguments)

@@ -32,7 +32,7 @@ class RefusedError(Exception):
 
 
 def encode(result: Any) -> bytes:
-    """The result of a store method as JSON."""
+    """Encodes the result of a store method as JSON."""
     if isinstance(result, Record):
         return result.__pydantic_serializer__.to_json(result)
     if isinstance(result, PaginatedResult):
@@ -41,7 +41,7 @@ def encode(result: Any) -> bytes:
 
 
 def json_response(body: bytes, status: int = 200) -> web.Response:
-    """An answer whose body is JSON already."""
+    """Makes an answer whose body is already JSON."""
     response = web.Response(body=body, status=status, headers=_JSON)
     if len(body) >= _COMPRESS_FROM_BYTES:
         response.enable_compression()  # if the client accepts it
@@ -49,7 +49,7 @@ def json_response(body: bytes, status: int = 200) -> web.Response:
 
 
 def describe_error(request: web.Request, error: Exception) -> tuple[ErrorCode, str, int]:
-    """The code, message and HTTP status of an exception. Logs the server's own faults."""
+    """Returns the code, message and HTTP status of an exception. Logs the server's own faults."""
     code, message = _explain(request, error)
     message = message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + "..."  # it may quote the request
     status = error.status if code == "no_route" and isinstance(error, web.HTTPException) else ERRORS[code][0]
@@ -57,7 +57,7 @@ def describe_error(request: web.Request, error: Exception) -> tuple[ErrorCode, s
 
 
 def error_response(request: web.Request, error: Exception) -> web.Response:
-    """The answer to a request that raised ``error``."""
+    """Makes the answer to a request that raised ``error``."""
     code, message, status = describe_error(request, error)
     response = json_response(to_json({"code": code, "message": message}), status)
     if isinstance(error, web.HTTPMethodNotAllowed):
@@ -73,7 +73,7 @@ def _explain(request: web.Request, error: Exception) -> tuple[ErrorCode, str]:
             return ("too_large" if error.status == 413 else "malformed"), str(error)
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
-            return "no_route", f"{request.method} {request.path}: allowed are {allowed}"
+            return "no_route", f"{request.method} {request.path}: allowed methods are {allowed}"
         case web.HTTPException():
             return "no_route", f"{request.method} {request.path}: {error.reason}"
         case web.RequestPayloadError() | BadHttpMessage():
@@ -83,7 +83,7 @@ def _explain(request: web.Request, error: Exception) -> tuple[ErrorCode, str]:
         case ConflictError():
             return "conflict", str(error)
         case StoreError():  # the database is full, locked or unreachable; nothing was written
-            # The backend reports an outage once; its client is told at each request.
+            # The backend logs an outage once; its client gets the error at each request.
             logger.info("%s %s: %s", request.method, request.path, error)
             return "store_failed", str(error)
         case ValidationError():
@@ -98,10 +98,10 @@ def _explain(request: web.Request, error: Exception) -> tuple[ErrorCode, str]:
 
 
 def _explain_invalid(error: ValidationError) -> tuple[ErrorCode, str]:
-    """The first three problems, each with its place: ``rollouts.0.mode: Input should be ...``."""
+    """Returns the first three problems, each with its place: ``rollouts.0.mode: Input should be ...``."""
     number = error.error_count()
     if number > _MAX_EXPLAINED:
-        return "invalid", f"the message has {number} problems; send fewer items to be told what they are"
+        return "invalid", f"the message has {number} problems; send fewer items to see them"
     problems: list[Mapping[str, Any]] = [*error.errors(include_url=False, include_context=False, include_input=False)]
     if problems[0]["type"] == "json_invalid":
         return "malformed", f"the body is not JSON: {problems[0]['msg']}. {JSON_RULES}"
@@ -110,5 +110,5 @@ def _explain_invalid(error: ValidationError) -> tuple[ErrorCode, str]:
 
 
 _MAX_EXPLAINED: Final = 1000
-"""Describing a problem takes memory."""
+"""Maximum number of problems that are described: each description takes memory."""
 JSON_RULES: Final = "JSON is UTF-8 and has no NaN and no Infinity"

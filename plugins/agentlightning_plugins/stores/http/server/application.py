@@ -51,9 +51,9 @@ from agentlightning_plugins.stores.http.server.routes import ROUTES, Context, ma
 OTLP_PATH: Final = "/v1/traces"
 
 _LINGER_S: Final = 1.0
-"""How long a client that sends a body that is not read has time to read the answer."""
+"""Time that a client has to read the answer while it is still sending a body that the server does not read."""
 _ARRIVAL_S: Final = 0.1
-"""How long a request sent before the end may take to arrive."""
+"""How long a request that was sent before the server stops may take to arrive."""
 _TOKEN: Final[Any] = web.RequestKey("token", AttemptToken) if hasattr(web, "RequestKey") else "token"  # new in 3.14
 """The attempt token of a request; absent if the request may do everything."""
 
@@ -66,8 +66,8 @@ class StoreApplication:
 
         Args:
             store: its ``with_run`` gives the view of each run.
-            tokens: clients send one of them as ``Authorization: Bearer``; none admits programs on this machine.
-            pages: the pages that are served beside the API.
+            tokens: clients send one as ``Authorization: Bearer``; without any, programs on this machine need none.
+            pages: the pages that are served in addition to the API.
         """
         self._view = functools.lru_cache(maxsize=128)(store.with_run)
         self._polls = Polls()
@@ -75,7 +75,7 @@ class StoreApplication:
         self._metrics = ServerMetrics(store, self._polls, self._streams)
         self._access = Access(tokens, store.now)
         self.connections: Connections | None = None
-        """The limits of connections, once the server listens."""
+        """The connection limits, once the server listens."""
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._stopping = False
@@ -97,9 +97,9 @@ class StoreApplication:
             pages.replace_tokens(tokens)
 
     async def stop(self, timeout_s: float) -> None:
-        """Ends waiting requests with what they have and the streams of events, and waits until the others are answered.
+        """Ends waiting requests with their results so far, ends event streams, and waits until the others are answered.
 
-        aiohttp waits for handlers too, but does not read meanwhile, so a request whose body is under way would be lost.
+        aiohttp also waits for handlers, but does not read meanwhile, so a request whose body is still arriving is lost.
         """
         self._stopping = True
         self._polls.stop()
@@ -113,7 +113,7 @@ class StoreApplication:
                     await self._idle.wait()
 
     def forget(self) -> None:
-        """Drops the store and all else: aiohttp caches handlers beyond the end of their server, and these hold this."""
+        """Drops all references: aiohttp caches handlers longer than the server runs, and they refer to this object."""
         vars(self).clear()
 
     def _others(self) -> dict[tuple[str, str], tuple[Handler, openapi.Operation]]:
@@ -182,7 +182,7 @@ class StoreApplication:
         return to_json(openapi.describe(ROUTES, {key: operation for key, (_, operation) in self._others().items()}))
 
     def _guard(self, features: str) -> Middleware:
-        """The middleware around every request: checks access, counts, and turns exceptions into answers."""
+        """Makes the middleware that checks access, counts requests, and turns exceptions into answers."""
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -231,9 +231,9 @@ class StoreApplication:
 
 
 async def _close_after(request: web.Request, response: web.StreamResponse) -> None:
-    """Sends the answer to a request whose body is not read to its end; the connection is closed then.
+    """Answers a request whose body is not read to its end; the connection is closed a moment later.
 
-    A moment later, because a client that is still sending would lose the answer.
+    If it were closed immediately, a client that is still sending would lose the answer.
     """
     response.force_close()
     await response.prepare(request)
@@ -291,7 +291,7 @@ _OTLP: Final[openapi.Operation] = {
     "requestBody": {"required": True, "content": {otlp.PROTOBUF: _TEXT, otlp.JSON: _OBJECT}},
     "responses": {
         "200": {
-            "description": "Stored, except those that `partialSuccess` counts.",
+            "description": "The spans are stored, except those that `partialSuccess` counts.",
             "content": {otlp.PROTOBUF: _TEXT, otlp.JSON: _OBJECT},
         },
         "400": {"description": "Error: malformed.", **_ERROR},
@@ -313,7 +313,7 @@ _READY: Final[openapi.Operation] = {
     "tags": ["health"],
     "responses": {
         "200": {"description": "Ready.", "content": {"text/plain": _TEXT}},
-        "503": {"description": "Not ready; the body says why.", "content": {"text/plain": _TEXT}},
+        "503": {"description": "Not ready; the body has the reason.", "content": {"text/plain": _TEXT}},
     },
 }
 _OPENAPI: Final[openapi.Operation] = {

@@ -15,7 +15,7 @@ _RESERVED_PREFIX: Final = "agentlightning.gateway."
 
 
 def find_reserved(attributes: Mapping[str, Any]) -> str | None:
-    """The first attribute that only the gateway or the store may write."""
+    """Returns the first attribute that only the gateway or the store may write; None if there is none."""
     for name in attributes:
         if name.startswith(_RESERVED_PREFIX) or name in _RESERVED:
             return name
@@ -26,8 +26,8 @@ async def mark_late(store: LightningStore, token: AttemptToken, spans: Sequence[
     """Marks spans of an attempt that has ended, so that they cannot change its reward.
 
     Args:
-        store: has the attempt.
-        token: its token.
+        store: the store that has the attempt.
+        token: the attempt's token.
         spans: new spans of this attempt.
     """
     attempts = await store.query_attempts(token.rollout_id) if spans else ()

@@ -20,21 +20,21 @@ T = TypeVar("T")
 
 
 class Limits(NamedTuple):
-    """The largest request that is read."""
+    """Limits of the size of a request."""
 
     body_bytes: int
-    """Before and after inflating."""
+    """Maximum number of bytes, both before and after inflating."""
     values: int
-    """In JSON, roughly."""
+    """Approximate maximum number of values in JSON."""
     messages: int
-    """Inside messages of protobuf."""
+    """Maximum number of nested messages in protobuf."""
     batch: int
-    """Items in one list of the message."""
+    """Maximum number of items in one list of the message."""
 
 
 STORE_LIMITS: Final = Limits(MAX_BODY_BYTES, MAX_BODY_BYTES, MAX_BODY_BYTES, MAX_BATCH)
 ATTEMPT_LIMITS: Final = Limits(16 * 2**20, 200_000, 50_000, 2_000)
-"""For the token of an attempt, which an agent has: a request must not occupy the store for long."""
+"""Limits for the token of an attempt, which agents have: their requests must not occupy the store for long."""
 
 Reader = Callable[[web.Request, Limits], Awaitable[dict[str, Any]]]
 
@@ -43,7 +43,7 @@ LARGE_BODY_BYTES: Final = 256 * 1024
 _MAX_DEPTH: Final = 1000
 """So high that it never applies: validation allows ``frozen.MAX_DEPTH`` levels and gives the better message."""
 _UNREAD_BODY_BYTES: Final = 64 * 1024
-"""The largest body of a request that needs none."""
+"""Maximum size of the body of a request that needs none."""
 _LIST_KEYS: Final = frozenset({"status_in", "rollout_id_in", "kinds"})
 """Keys that may be repeated in a query string."""
 _JSON_KEYS: Final = frozenset({"metadata"})
@@ -52,10 +52,10 @@ _DIGITS_TO_ZERO: Final = bytes.maketrans(b"123456789", b"0" * 9)
 
 
 def make_reader(route: Route) -> Reader:
-    """The function that reads the validated arguments of a request of this route.
+    """Returns the function that reads and validates the arguments of a request to this route.
 
-    It raises ValidationError, RefusedError or RequestError for a body that is not JSON, not the message of the route,
-    or too large.
+    That function raises ValidationError, RefusedError or RequestError if the body is not JSON, is not a message of the
+    route, or is too large.
     """
     if route.message is None:
         return _read_nothing
@@ -101,7 +101,7 @@ async def _read_nothing(request: web.Request, limits: Limits) -> dict[str, Any]:
 
 
 def read_query(query: MultiMapping[str]) -> dict[str, Any]:
-    """A query string as a mapping; the values are not validated yet.
+    """Returns a query string as a mapping of values that are not validated yet.
 
     Raises:
         RefusedError: a value that has to be JSON is not.
@@ -121,10 +121,10 @@ def _query_value(query: MultiMapping[str], key: str) -> Any:
 
 
 def _parse(body: bytes) -> Any:
-    """The JSON of a body.
+    """Parses the JSON of a body.
 
     orjson is several times as fast as pydantic's parser and refuses NaN and numbers that overflow a float. But it turns
-    integers of more than 64 bits, which have 20 digits or more, into floats; these bodies go to pydantic's parser.
+    integers of more than 64 bits, which have 20 digits or more, into floats; such bodies go to pydantic's parser.
 
     Raises:
         ValueError: it is not JSON.
@@ -133,7 +133,7 @@ def _parse(body: bytes) -> Any:
         content = orjson.loads(body)
     except ValueError as error:
         raise ValueError(f"{error}. {JSON_RULES}") from error
-    # 20 digits in a row contain 4 in a row of every fifth character, which is quicker to search.
+    # Every fifth character of 20 digits in a row is 4 digits in a row, which are faster to search for.
     is_suspect = b"0000" in body[::5].translate(_DIGITS_TO_ZERO) and b"0" * 20 in body.translate(_DIGITS_TO_ZERO)
     return from_json(body) if is_suspect else content
 

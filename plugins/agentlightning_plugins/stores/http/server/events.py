@@ -20,12 +20,12 @@ from agentlightning.store.protocol import LightningStore
 logger = logging.getLogger("agentlightning")
 
 MAX_UNREAD_EVENTS: Final = 10_000
-"""A reader that is further behind gets an event ``overflow``, and its stream ends."""
+"""A reader with more unread events gets an event ``overflow``, and its stream ends."""
 KEPT_EVENTS: Final = 4096
 """The number of events of a run that can be replayed."""
 KEEPALIVE_S: Final = 4.0
 _STUCK_S: Final = 60.0
-"""The time after which a reader that takes no data is disconnected."""
+"""The time after which a reader that reads no data is disconnected."""
 _DRAIN_S: Final = 0.5
 """The time a reader has for its remaining events when the server stops."""
 _LINGER_S: Final = 60.0
@@ -33,15 +33,15 @@ _LINGER_S: Final = 60.0
 _HEADERS: Final = {
     "content-type": "text/event-stream",
     "cache-control": "no-store, no-transform",
-    "x-accel-buffering": "no",  # nginx passes events on at once
+    "x-accel-buffering": "no",  # nginx passes events on immediately
 }
 
 
 class EventStreams:
-    """The streams of all runs. Call everything in the event loop of the server."""
+    """The event streams of all runs. Call all methods in the event loop of the server."""
 
     def __init__(self, view: Callable[[str], LightningStore]) -> None:
-        """Creates the streams; a subscription begins with its first reader.
+        """Creates the streams; the events of a run are subscribed to when its first reader joins.
 
         Args:
             view: returns the store as seen from a run.
@@ -51,7 +51,7 @@ class EventStreams:
         """Called with each event before it is delivered."""
         self._hubs: dict[str, _Hub] = {}
         self._open: dict[asyncio.Future[None], web.Request] = {}
-        """The requests that are being answered, by the future that is set at their end."""
+        """The requests that are being answered, by the future that is set when the answer ends."""
         self._stopped = False
 
     @property
@@ -67,7 +67,7 @@ class EventStreams:
         last_event_id: str | None,
         poll_s: float | None = None,
     ) -> web.StreamResponse:
-        """Answers with the events of a run: ``id`` is the number, ``event`` the kind, ``data`` the event as JSON.
+        """Answers with the events of a run: ``id`` is the event's id, ``event`` the kind, ``data`` the event as JSON.
 
         The headers are sent after subscribing, so a client that has received them gets every later event. A client that
         sends the id of its last event gets the events since then, or an event ``gap`` if they are no longer kept. A
@@ -78,9 +78,9 @@ class EventStreams:
             run_id: the run.
             kinds: the kinds of events that are sent; None sends all.
             last_event_id: the id of the client's last event.
-            poll_s: ends the answer after the first events, and after this time without events; for clients behind a
-                proxy that passes answers on only when they are complete. Without ``last_event_id`` it ends at once,
-                with the id to go on from.
+            poll_s: ends the answer after the first events, or after this time without events; for clients behind a
+                proxy that passes answers on only when they are complete. Without ``last_event_id``, the answer ends
+                immediately, with the id to continue from.
 
         Raises:
             ConfigError: an unknown kind.
@@ -176,7 +176,7 @@ class _Reader:
         self.changed.set()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Waits for events or the end of the stream; False if there were none in time."""
+        """Waits for events or the end of the stream; returns False if neither comes in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.changed.wait()
@@ -194,14 +194,14 @@ class _Reader:
 
 
 class _Hub:
-    """Numbers the events of one run, keeps the last of them, and hands them to the readers."""
+    """Numbers the events of one run, keeps the latest of them, and hands them to the readers."""
 
     def __init__(self, store: LightningStore, streams: EventStreams) -> None:
         self._streams = streams
         self.readers: set[_Reader] = set()
         self.ended = False
         self._name = os.urandom(4).hex()
-        """Distinguishes these ids from those of another server or an earlier process, which count differently."""
+        """Distinguishes the ids of these events from those of another server or an earlier process."""
         self._number = 0
         self._kept: deque[tuple[str, bytes]] = deque(maxlen=KEPT_EVENTS)
         self._store = store

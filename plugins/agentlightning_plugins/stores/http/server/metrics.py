@@ -43,13 +43,13 @@ class ServerMetrics:
         settings: dict[str, Any] = {"registry": registry, "buckets": _LATENCY_BUCKETS_S}
         self._latency = Histogram(
             "agl_store_request_seconds",
-            "Time to answer a request, long polls left out.",
+            "Time to answer a request, without long polls.",
             ["method", "route"],
             **settings,
         )
         self._polling = Histogram(
             "agl_store_long_poll_seconds",
-            "Time of a request that may wait for something.",
+            "Time to answer a long poll, including its wait.",
             ["method", "route"],
             **settings,
         )
@@ -69,7 +69,7 @@ class ServerMetrics:
         histogram.labels(method, route).observe(seconds)
 
     async def render(self) -> bytes:
-        """All metrics in Prometheus' text format, which a thread writes; without the store's if it does not answer."""
+        """Renders all metrics in Prometheus' text format, in a thread; without the store's if it does not answer."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_store())
             # Retrieves an error that comes after the answer, so that asyncio does not log it as never retrieved.
@@ -98,7 +98,7 @@ class ServerMetrics:
         return [*gauges, GaugeMetricFamily("agl_store_database_seconds", "Time to read these numbers.", seconds)]
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics; ``generate_latest`` calls it."""
+        """Yields all metrics; ``generate_latest`` calls this method."""
         for metric in self._registry.collect():
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric
@@ -138,7 +138,7 @@ class ServerMetrics:
         )
 
     async def _run_ids(self) -> Iterable[str]:
-        """The default run and the newest of the others."""
+        """Returns the ids of the default run and of the newest runs."""
         total = (await self._store.query_runs(limit=0)).total
         newest = await self._store.query_runs(limit=MAX_RUNS, offset=max(0, total - MAX_RUNS))
         return dict.fromkeys([DEFAULT_RUN_ID, *(run.run_id for run in newest)])
@@ -147,7 +147,7 @@ class ServerMetrics:
         return (await self._store.query_rollouts(run_id=run_id, status_in=[status], limit=0)).total
 
     async def _oldest_queued_s(self, run_id: str) -> float:
-        """The time since the oldest queued rollout was created, earlier attempts included."""
+        """Returns the time since the oldest queued rollout was created, which includes its earlier attempts."""
         first = [await self._store.query_rollouts(run_id=run_id, status_in=[status], limit=1) for status in _QUEUED]
         since = min([page[0].start_time for page in first if page], default=None)
         return 0.0 if since is None else max(0.0, self._store.now() - since)

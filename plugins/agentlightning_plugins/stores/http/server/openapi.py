@@ -24,7 +24,7 @@ Operation = dict[str, Any]
 
 class _Generator(GenerateJsonSchema):
     def emit_warning(self, kind: JsonSchemaWarningKind, detail: str) -> None:
-        """Leaves out defaults that are not plain JSON, such as frozen lists, without a warning."""
+        """Omits defaults that are not plain JSON, such as frozen lists, without a warning."""
 
 
 def describe(routes: Sequence[Route], others: Mapping[tuple[str, str], Operation]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _operation(route: Route, message: Any, answer: Any, named: Mapping[str, Any]
             {
                 "name": RUN_HEADER,
                 "in": "header",
-                "description": "The run that the request is about; `default` without it.",
+                "description": "The run that the request is about; without this header, the run is `default`.",
                 "schema": {"type": "string", "pattern": f"^{RUN_ID.pattern}$"},
             },
         ],

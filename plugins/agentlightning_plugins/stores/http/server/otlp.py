@@ -1,7 +1,7 @@
 """OTLP/HTTP, the export protocol of OpenTelemetry, as protobuf and as JSON.
 
 See https://opentelemetry.io/docs/specs/otlp/#otlphttp: an answer has the encoding of its request, a malformed request
-is 400, and ``partial_success`` counts the spans that were refused.
+gets a 400, and ``partial_success`` counts the spans that were refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ JSON: Final = "application/json"
 _STATUS_CODES: Final = {0: "UNSET", 1: "OK", 2: "ERROR"}
 _IS_REMOTE: Final = 0x200
 _RPC_CODES: Final[dict[ErrorCode, int]] = {"unauthorized": 16, "forbidden": 7, "too_large": 8, "store_failed": 14}
-"""google.rpc.Code by our own; 3 (invalid argument) and 13 (internal) for the others."""
+"""``google.rpc.Code`` for each of our codes; all others are 3 (invalid argument) or 13 (internal)."""
 _ID_KEYS: Final = frozenset({"traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id"})
 
 
@@ -84,10 +84,10 @@ async def export_spans(
     Args:
         request: the attributes of a span or its resource name its rollout and attempt.
         store: stores the spans of any run.
-        token: the only attempt that is allowed, and the default for spans that name none; None allows any.
+        token: the only attempt that is allowed, and the default for spans that name none; None allows all attempts.
 
     Raises:
-        RefusedError: a span belongs to another attempt than the token; none is stored.
+        RefusedError: a span belongs to a different attempt than the token; no span is stored.
     """
     convert: Callable[[], list[Span | str]] = functools.partial(list, _convert(request, token))
     converted = await http_request.in_thread(convert) if request.ByteSize() > LARGE_BODY_BYTES else convert()
@@ -106,13 +106,13 @@ async def export_spans(
 
 
 def write_response(response: ExportTraceServiceResponse, content_type: str) -> bytes:
-    """The answer in the encoding of its request."""
+    """Encodes the answer in the encoding of its request."""
     content = MessageToJson(response, indent=None).encode() if content_type == JSON else response.SerializeToString()
     return bytes(content)
 
 
 def write_status(code: ErrorCode, message: str, status: int) -> bytes:
-    """The ``google.rpc.Status`` that answers a protobuf request with 4xx or 5xx."""
+    """Encodes the ``google.rpc.Status`` that answers a protobuf request with 4xx or 5xx."""
     text = message.encode()
     rpc_code = _RPC_CODES.get(code, 13 if status >= 500 else 3)
     return bytes([0x08, rpc_code, 0x12]) + _varint(len(text)) + text
@@ -145,7 +145,7 @@ async def _store(spans: list[Span], store: LightningStore) -> list[str]:
 
 
 def _ids_to_base64(value: Any) -> Any:
-    """Re-encodes ids: hex in OTLP's JSON, base64 in protobuf's. Attributes cannot have these keys."""
+    """Re-encodes ids from OTLP's hex to the base64 of protobuf's JSON. Attributes cannot have these keys."""
     if isinstance(value, list):
         return [_ids_to_base64(item) for item in value]
     if isinstance(value, dict):

@@ -12,7 +12,7 @@ class Pages(Protocol):
     """HTML pages. They check access themselves, because a browser sends a cookie and not the store's token."""
 
     def routes(self) -> Iterable[web.RouteDef]:
-        """Returns the routes, outside of ``/v1``. Their handlers answer requests that are not admitted, too."""
+        """Returns the routes, outside of ``/v1``. Their handlers also answer requests that are not admitted."""
         ...
 
     def admits(self, request: web.Request) -> bool:
@@ -24,5 +24,5 @@ class Pages(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Ends the answers that would go on, such as streams."""
+        """Ends open-ended answers, such as streams."""
         ...

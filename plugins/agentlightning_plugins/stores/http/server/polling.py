@@ -31,7 +31,7 @@ class Polls:
         return len(self._waiting)
 
     def stop(self) -> None:
-        """Ends all waiting, now and from now on."""
+        """Ends all waits, and every later wait immediately."""
         self._stopping = True
         for work in self._waiting:
             work.cancel()
@@ -55,7 +55,7 @@ class Polls:
     ) -> Sequence[AttemptedRollout]:
         """Runs ``dequeue`` once for each ``request_id``, even if the client repeats the request.
 
-        Otherwise a claim whose answer was lost would stay with a worker that does not know of it, but whose heartbeats
+        Otherwise a claim whose answer was lost would stay with a worker that never received it, but whose heartbeats
         renew its lease.
         """
         if request_id is None:
@@ -66,7 +66,7 @@ class Polls:
         return await self.wait(self._claims[request_id][1]) or ()
 
     async def release(self, request_id: str) -> Sequence[AttemptedRollout]:
-        """Makes ``claim`` return nothing for this id from now on, and returns the rollouts it has claimed already."""
+        """Makes ``claim`` return nothing for this id from now on, and returns the rollouts already claimed."""
         nothing: asyncio.Future[Sequence[AttemptedRollout]] = asyncio.get_running_loop().create_future()
         nothing.set_result(())
         self._forget()
@@ -82,4 +82,4 @@ class Polls:
             request_id, (asked_at, work) = next(iter(self._claims.items()))
             if len(self._claims) < _REMEMBER_AT_MOST and (not work.done() or asked_at > oldest_allowed):
                 return
-            del self._claims[request_id]  # of a dequeue that still waits: its request holds it
+            del self._claims[request_id]  # a dequeue that still waits goes on: its request holds it

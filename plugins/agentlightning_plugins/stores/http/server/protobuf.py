@@ -10,12 +10,12 @@ _VARINT, _FIXED_64, _BYTES, _FIXED_32 = 0, 1, 2, 5
 
 
 def has_more_messages(body: bytes, kind: Any, limit: int) -> bool:
-    """Whether a body holds more than ``limit`` messages inside messages; an empty one takes 2 bytes but much memory.
+    """Whether a body has more than ``limit`` nested messages; an empty one takes 2 bytes, but much memory when decoded.
 
     Args:
         body: the encoded message.
-        kind: its descriptor.
-        limit: counting ends here.
+        kind: the message's descriptor.
+        limit: the number of messages at which counting ends.
 
     Raises:
         ValueError: the body is not protobuf.
@@ -53,7 +53,7 @@ def has_more_messages(body: bytes, kind: Any, limit: int) -> bool:
 
 @functools.cache
 def _inner(kind: Any) -> dict[int, Any]:
-    """The descriptors of the fields that are messages, by number."""
+    """Returns the descriptors of the fields that are messages, by number."""
     return {field.number: field.message_type for field in kind.fields if field.message_type is not None}
 
 

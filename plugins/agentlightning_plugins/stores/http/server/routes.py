@@ -38,13 +38,13 @@ class Context(NamedTuple):
     """State that handlers share."""
 
     store: LightningStore
-    """As seen from the run that the request names."""
+    """The store as seen from the run that the request names."""
     polls: Polls
     access: Access
 
 
 def make_handler(route: Route) -> Callable[[Context, dict[str, Any]], Awaitable[Any]]:
-    """The function that answers a route, given the validated arguments of a request.
+    """Returns the function that answers a route, given the validated arguments of a request.
 
     Raises:
         NotFoundError: a getter has found nothing.
@@ -72,13 +72,13 @@ class Health(TypedDict):
 
 
 async def _health(context: Context) -> Health:
-    """Tells that the server answers, and the capabilities of its store; needs no token."""
+    """Reports that the server answers and which capabilities its store has; needs no token."""
     able = {name: bool(value) for name, value in context.store.capabilities.items()}
     return {"status": "ok", "capabilities": {**able, "otlp_traces": True}}
 
 
 async def enqueue_rollouts(context: Context, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
-    """Queues rollouts in order, all or none; a known ``rollout_id`` gives the rollout that is there."""
+    """Queues rollouts in order, all or none; an existing ``rollout_id`` returns the existing rollout."""
     return await context.store.enqueue_many_rollouts(rollouts)
 
 
@@ -91,7 +91,7 @@ async def dequeue_rollouts(
 ) -> Sequence[AttemptedRollout]:
     """Takes up to ``limit`` queued rollouts; waits up to ``timeout``, at most 30 s, for the first.
 
-    Within a minute, the same ``request_id`` (chosen by the client) gives the same rollouts again.
+    Within a minute, the same ``request_id`` (chosen by the client) returns the same rollouts again.
     """
 
     async def dequeue() -> Sequence[AttemptedRollout]:
@@ -114,7 +114,7 @@ async def release_rollouts(context: Context, request_id: _RequestId) -> dict[str
 async def wait_for_rollouts(
     context: Context, rollout_ids: Sequence[str], timeout: _Seconds | None = None
 ) -> Sequence[Rollout]:
-    """Returns those that ended within ``timeout``, at most 30 s, in the order asked for."""
+    """Returns the rollouts that end within ``timeout``, at most 30 s, in the requested order."""
     timeout = MAX_POLL_S if timeout is None else min(timeout, MAX_POLL_S)
     work = context.store.wait_for_rollouts(rollout_ids, timeout)
     return await context.polls.wait(asyncio.ensure_future(work)) or ()
@@ -128,7 +128,7 @@ async def search_attempts(
     limit: int = -1,
     offset: int = 0,
 ) -> PaginatedResult[Attempt]:
-    """The attempts of a rollout, as the client of Agent Lightning 0.3 asks for them."""
+    """Returns the attempts of a rollout, as the client of Agent Lightning 0.3 requests them."""
     return await context.store.query_attempts(
         rollout_id, sort_by=sort_by or "sequence_id", sort_order=sort_order, limit=limit, offset=offset
     )
@@ -149,7 +149,7 @@ async def add_spans(context: Context, spans: Sequence[Span]) -> dict[str, list[i
 
 
 class MintedToken(TypedDict):
-    """A token that is good for the spans of one attempt."""
+    """A token that is valid for one attempt."""
 
     token: str
     rollout_id: str
@@ -163,7 +163,7 @@ async def mint_token(
     attempt_id: str,
     lifetime_s: Annotated[float, Field(gt=0, le=31_536_000)] = DEFAULT_LIFETIME_S,
 ) -> MintedToken:
-    """Makes a token with which an agent writes the spans and the reward of one attempt, and does nothing else."""
+    """Makes a token with which an agent can only write one attempt's spans and reward, and read its rollout."""
     attempts = [attempt.attempt_id for attempt in await context.store.query_attempts(rollout_id)]
     if attempt_id == "latest" and attempts:
         attempt_id = attempts[-1]
@@ -174,7 +174,7 @@ async def mint_token(
 
 
 ROUTES: Final = (
-    Route("POST", "/rollouts/{rollout_id}/attempts/search", search_attempts),  # before that of any attempt
+    Route("POST", "/rollouts/{rollout_id}/attempts/search", search_attempts),  # before the route of any attempt
     *METHOD_ROUTES,
     Route("GET", "/health", _health),
     Route("POST", "/queues/rollouts/enqueue", enqueue_rollouts, 201),

@@ -25,9 +25,9 @@ _KEEPALIVE_S: Final = 75.0
 
 
 class LightningStoreServer:
-    """Serves a store over HTTP from a thread of its own, so that a blocked event loop of the caller stalls no runner.
+    """Serves a store over HTTP from its own thread, so that runners do not stall if the caller's event loop is blocked.
 
-    The caller keeps the store: it may use it beside the server, and closes it.
+    The caller still owns the store: it may use the store while the server runs, and closes it.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class LightningStoreServer:
         Args:
             store: must be thread-safe. Requests choose their run by the header ``agl-run``.
             host: address to listen on. Anything but loopback needs a token.
-            port: 0 takes a free one, which ``endpoint`` shows.
-            token: the token that clients must send; None admits programs on this machine. Of several, clients may
-                send any, and the first signs attempt tokens, so that a token can be replaced without an interruption.
-            pages: pages that are served beside the API, such as the dashboard.
+            port: port to listen on; 0 takes a free one, which ``endpoint`` shows.
+            token: the token that clients must send; None admits programs on this machine. If there are several,
+                clients may send any, and the first signs attempt tokens: a token can be replaced without interruption.
+            pages: pages that are served in addition to the API, such as the dashboard.
 
         Raises:
-            ConfigError: a store that is not thread-safe, or an address beyond loopback without a token.
+            ConfigError: a store that is not thread-safe, or an address other than loopback without a token.
         """
         if not store.capabilities["thread_safe"]:
             raise ConfigError(f"{type(store).__name__} is not thread-safe and cannot be served; use a store that is")
@@ -78,7 +78,7 @@ class LightningStoreServer:
         """Accepts these tokens from now on; the first signs attempt tokens.
 
         Raises:
-            ConfigError: one cannot be sent, or none is left where there were some; nothing has changed.
+            ConfigError: a token cannot be sent, or the server runs and no token is given; nothing has changed.
         """
         for token in tokens:
             check_token(token)
@@ -86,12 +86,12 @@ class LightningStoreServer:
             raise ConfigError("a running server keeps at least one token")
         self._tokens = tuple(tokens)
         if tokens:
-            self._store.token = tokens[0]  # a gateway beside the server verifies attempt tokens with it
+            self._store.token = tokens[0]  # a gateway next to the server verifies attempt tokens with it
         if self._served is not None:
             self._served.replace_tokens(tokens)
 
     def otlp_traces_endpoint(self) -> str:
-        """The URL that takes OTLP/HTTP traces."""
+        """Returns the URL that takes OTLP/HTTP traces."""
         return self.endpoint + OTLP_PATH
 
     async def start(self) -> None:
@@ -107,7 +107,7 @@ class LightningStoreServer:
         listening: concurrent.futures.Future[int] = concurrent.futures.Future()
 
         def serve() -> None:
-            listening.set_running_or_notify_cancel()  # the caller's task may be cancelled, but not this
+            listening.set_running_or_notify_cancel()  # the caller's task may be cancelled, but not this future
             try:
                 with asyncio.Runner(loop_factory=lambda: loop) as runner:
                     runner.run(self._serve(listening, stopping))
@@ -130,7 +130,7 @@ class LightningStoreServer:
             raise
 
     async def stop(self) -> None:
-        """Stops listening, ends waiting requests with what they have, and finishes the others. May be called twice."""
+        """Stops listening, ends waiting requests with their results so far, and finishes the rest. Can be repeated."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._stop()
