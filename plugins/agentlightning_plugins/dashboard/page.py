@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
+from agentlightning.errors import ConfigError
 from agentlightning.store.check import check_run_id
 from agentlightning.store.protocol import LightningStore
+
+_MAX_DIGITS: Final = 15
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,17 @@ class Visit:
     def run_store(self) -> LightningStore:
         """The store, scoped to the run in the path."""
         return self.store.with_run(self.run_id)
+
+    def number(self, name: str, default: int) -> int:
+        """Returns a parameter of the query as a number that is not negative.
+
+        Raises:
+            ConfigError: the parameter is not a whole number, or too large.
+        """
+        text = self.query.get(name, "").strip()
+        if text and not (text.isdecimal() and len(text) <= _MAX_DIGITS):
+            raise ConfigError(f"{name}={text[:40]!r} is not a whole number, or too large; write one such as 3")
+        return int(text) if text else default
 
 
 View: TypeAlias = Callable[[Visit], Awaitable[dict[str, Any]]]

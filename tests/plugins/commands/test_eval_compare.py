@@ -304,8 +304,12 @@ def test_two_texts_of_a_prompt_are_compared_in_one_command(folder: Path) -> None
     assert (second["prompt"], second["reward"], second["difference"]) == ("@better.txt", 1.0, 0.75)
     assert second["p"] < 0.05
     assert second["low"] > 0
+    texts = ("bad {n}", "@better.txt", "good {n}")
+    several = run_here(folder, "compare", "config.yaml", *(part for text in texts for part in ("-p", text)), "--json")
+    assert [row["p"] for row in json.loads(several.stdout)[1:]] == pytest.approx([2 * second["p"]] * 2)
     shown = run_here(folder, "compare", "config.yaml", "-p", "bad {n}", "-p", "good {n}")
     assert "+0.750" in shown.stdout
+    assert "adjusted" not in shown.stdout
     wrong = run_here(folder, "compare", "config.yaml", "-p", "@no.txt")
     assert (wrong.code, "no.txt: the file cannot be read" in wrong.stderr) == (2, True)
     assert run_here(folder, "compare", "config.yaml").code == 2

@@ -144,6 +144,16 @@ async def test_an_unknown_filter_value_run_or_rollout_is_named() -> None:
         async with client.get(f"{server.endpoint}/runs/default/rollouts.json?status=done") as answer:
             assert answer.status == 422
             assert "succeeded" in (await answer.json())["message"]
+        huge = "9" * 5000
+        for page, name in (
+            ("/index", "before"),
+            ("/runs/default/rollouts", "before"),
+            ("/runs/default/resources", "offset"),
+        ):
+            for wrong in ("x", "-1", huge):
+                async with client.get(f"{server.endpoint}{page}.json", params={name: wrong}) as answer:
+                    assert answer.status == 422
+                    assert f"{name}='{wrong[:40]}' is not a whole number" in (await answer.json())["message"]
         async with client.get(f"{server.endpoint}/runs/default/rollouts/nothing") as answer:
             assert answer.status == 404
         for page in ("", "/rollouts", "/ledger", "/resources"):

@@ -24,7 +24,7 @@ _COLUMNS: Final = (
     *("missing", "rollouts", "seconds"),
 )
 _ONE_SEED: Final = "one seed: intervals and p-values do not cover the variation between trainings; use --seeds"
-_ADJUSTED: Final = "p-values are adjusted for several comparisons (Holm); intervals are not"
+ADJUSTED: Final = "p-values are adjusted for several comparisons (Holm); intervals are not"
 _FAILED: Final = "failed rollouts count as 0; rollouts without a reward (missing) are excluded"
 
 
@@ -74,7 +74,7 @@ def print_comparison(rows: Sequence[dict[str, Any]], n_seeds: int) -> None:
 
 def _notes(rows: Sequence[dict[str, Any]], n_seeds: int) -> list[str]:
     """Returns the lines below the table, which explain its numbers."""
-    return [_FAILED, *([_ADJUSTED] if len(rows) > 2 else []), *([_ONE_SEED] if n_seeds == 1 else [])]
+    return [_FAILED, *([ADJUSTED] if len(rows) > 2 else []), *([_ONE_SEED] if n_seeds == 1 else [])]
 
 
 def write_page(

@@ -13,8 +13,10 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
+from agentlightning_plugins.commands.evaluation.comparison_report import ADJUSTED
 from agentlightning_plugins.commands.terminal import print_json, print_table
 from agentlightning_plugins.statistics.comparison import Group, compare_groups
+from agentlightning_plugins.statistics.significance import adjust_p_values
 
 _SIGNIFICANT: Final = 0.05
 """A p-value below this counts for ``--fail-if-worse``."""
@@ -65,6 +67,8 @@ def compare_prompts(
                 for row in rows
             ],
         )
+        if len(rows) > 2:
+            echo(ADJUSTED)
     return rows
 
 
@@ -106,6 +110,8 @@ def _evaluate_prompts(
             low, high = (value if math.isfinite(value) else None for value in (found.low, found.high))
             row |= {"difference": found.difference, "low": low, "high": high, "p": found.p_value}
         rows.append(row)
+    for row, p in zip(rows[1:], adjust_p_values([row["p"] for row in rows[1:]]), strict=True):
+        row["p"] = p
     return rows
 
 

@@ -26,7 +26,7 @@ _SHOWN: Final = ("candidate_id", "parent_id", "round", "full_score", "batch_scor
 async def list_resources(visit: Visit) -> dict[str, Any]:
     """Returns the newest versions of a run's resources, and the candidates of its prompt search as trees."""
     store = visit.run_store
-    offset = int(visit.query.get("offset") or 0)
+    offset = visit.number("offset", 0)
     page = await store.query_resources(sort_order="desc", limit=_PAGE_SIZE, offset=offset)
     latest = await store.get_latest_resources()
     updates: Sequence[ResourcesUpdate] = page.items

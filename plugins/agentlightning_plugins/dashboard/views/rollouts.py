@@ -45,8 +45,8 @@ def describe_rollout(rollout: Rollout) -> dict[str, Any]:
 async def list_rollouts(visit: Visit) -> dict[str, Any]:
     """Returns the rollouts of a run that match the filters, the newest first."""
     query = {name: visit.query[name].strip() for name in FILTERS if visit.query.get(name, "").strip()}
-    before = visit.query.get("before")
-    found = await select(visit.run_store, query, int(before) if before and before.isdecimal() else None)
+    before = visit.number("before", -1)
+    found = await select(visit.run_store, query, None if before < 0 else before)
     return {"filters": {name: query.get(name, "") for name in FILTERS}, **found}
 
 

@@ -23,7 +23,7 @@ async def list_runs(visit: Visit) -> dict[str, Any]:
     """Returns the newest runs, with rollouts by status and the reward curve."""
     store = visit.store
     total = (await store.query_runs(limit=0)).total
-    first = int(visit.query.get("before") or total)
+    first = visit.number("before", total)
     start = max(0, first - _RUNS_OF_PAGE)
     runs = list(await store.query_runs(offset=start, limit=min(first, total) - start))[::-1] if first > 0 else []
     if first >= total and all(run.run_id != store.run_id for run in runs):

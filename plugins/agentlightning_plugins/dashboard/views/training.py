@@ -36,7 +36,7 @@ async def show_ledger(visit: Visit) -> dict[str, Any]:
             total = sum(counts.values())
             ordered = dict(sorted(counts.items(), key=lambda item: (item[0] != "trained", -item[1])))
             steps.append({"step": entry.step, "total": total, "outcomes": ordered})
-    wanted = _read_number(visit.query, "step", steps[-1]["step"] if steps else 0)
+    wanted = visit.number("step", steps[-1]["step"] if steps else 0)
     entries = await read_ledger(store, wanted) if steps else []
     rewards: dict[str, set[float | None]] = {}
     for each in entries:
@@ -123,7 +123,7 @@ async def show_tokens(visit: Visit) -> dict[str, Any]:
         "calls": {} if entry is None else dict(entry.calls),
         "by": measure,
         "measures": MEASURES,
-        "start": _read_number(visit.query, "start", 0),
+        "start": visit.number("start", 0),
         "rows": [row.to_json() for row in rows],
     }
 
@@ -174,10 +174,3 @@ def _measure(row: Mapping[str, Any], measure: str) -> list[float | None]:
     else:
         values = {"logprob": logprobs, "trainer": trainer, "advantage": row["advantages"]}[measure]
     return [value if kept else None for value, kept in zip(values, mask, strict=True)]
-
-
-def _read_number(query: Mapping[str, str], name: str, default: int) -> int:
-    text = query.get(name, "").strip()
-    if text and not text.isdecimal():
-        raise ConfigError(f"{name}={text!r} is not a whole number; write one such as 3")
-    return int(text) if text else default
