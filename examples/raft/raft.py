@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import agentlightning as agl
-from agentlightning_algorithms.grpo.setting import GRPOSettings, UpdateSettings
+from agentlightning_algorithms.grpo.settings import GRPOSettings, UpdateSettings
 from agentlightning_algorithms.grpo.training_session import TrainingSession
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems

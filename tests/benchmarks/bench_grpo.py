@@ -27,7 +27,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import Policy
-from agentlightning_algorithms.grpo.setting import UpdateSettings
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 VOCABULARY = 8192

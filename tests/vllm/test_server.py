@@ -18,7 +18,7 @@ import agentlightning as agl
 from agentlightning_algorithms.grpo.backend.vllm import VLLMBackend
 from agentlightning_algorithms.grpo.learning.served_teacher import ServedTeacher
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy, open_adapter
-from agentlightning_algorithms.grpo.setting import TeacherSettings
+from agentlightning_algorithms.grpo.settings.teacher import TeacherSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 MESSAGES: Any = [{"role": "user", "content": "Add 2 and 3."}]

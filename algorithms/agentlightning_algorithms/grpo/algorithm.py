@@ -21,13 +21,13 @@ from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.errors import ConfigError
 from agentlightning.types import Dataset
 from agentlightning_algorithms.grpo.batches import make_batches
-from agentlightning_algorithms.grpo.checkpoint_clock import CheckpointClock
-from agentlightning_algorithms.grpo.checkpoint_writer import CheckpointWriter
+from agentlightning_algorithms.grpo.checkpoints.clock import CheckpointClock
+from agentlightning_algorithms.grpo.checkpoints.training_files import write_record
+from agentlightning_algorithms.grpo.checkpoints.writer import CheckpointWriter
 from agentlightning_algorithms.grpo.model.checkpoint import recover_directory
 from agentlightning_algorithms.grpo.opening import open_session
 from agentlightning_algorithms.grpo.session import Session
-from agentlightning_algorithms.grpo.setting import GRPOSettings
-from agentlightning_algorithms.grpo.training_files import write_record
+from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings
 
 logger = logging.getLogger("agentlightning")
 
@@ -40,7 +40,7 @@ class GRPO(GRPOSettings, Algorithm):
     advantage. Rollouts that fail count as ``failed_reward`` and do not stop the run, unless
     all rollouts of the first validation, or of the first two steps, fail or have no reward.
 
-    The arguments are those of :class:`~agentlightning_algorithms.grpo.setting.GRPOSettings`.
+    The arguments are those of :class:`~agentlightning_algorithms.grpo.settings.GRPOSettings`.
     """
 
     default_adapter: ClassVar[str | None] = "triplet"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from agentlightning.types import Triplet
 from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.setting import GRPOSettings, flatten
+from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings, flatten
 
 
 def shuffled(size: int, count: int, position: int, *, seed: int, rewards: Mapping[int, float]) -> list[int]:

@@ -19,7 +19,7 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError
-from agentlightning_algorithms.grpo.model_card import write_model_card
+from agentlightning_algorithms.grpo.checkpoints.model_card import write_model_card
 from agentlightning_algorithms.trained_model.checkpoint import find_checkpoint, has_adapters, list_policies, readable
 from agentlightning_algorithms.trained_model.serving import ServedModel, open_model, serve_model
 

@@ -18,7 +18,8 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Triplet
 from agentlightning_algorithms.grpo.learning.teacher import Teacher
 from agentlightning_algorithms.grpo.session import Session
-from agentlightning_algorithms.grpo.setting import PENALTIES, GRPOSettings, UpdateSettings, distribution
+from agentlightning_algorithms.grpo.settings.grpo import PENALTIES, GRPOSettings, distribution
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 from agentlightning_algorithms.grpo.trained_policy import MODEL_NAMES, PolicySet
 from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, serve_models
 

@@ -25,7 +25,7 @@ from agentlightning_algorithms.grpo.learning.record import training_spans
 from agentlightning_algorithms.grpo.learning.teacher import Teacher
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
-from agentlightning_algorithms.grpo.setting import GRPOSettings, agent_sampling
+from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings, agent_sampling
 from agentlightning_algorithms.grpo.trained_policy import PolicySet, join_experience
 from agentlightning_algorithms.policy_backend import PolicyBackend, publish_weights
 from agentlightning_algorithms.rollout_result import RewardCheck

@@ -19,7 +19,9 @@ from agentlightning_algorithms.grpo.learning.teacher import Teacher
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.setting import GRPOSettings, PolicySettings, UpdateSettings
+from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings
+from agentlightning_algorithms.grpo.settings.policy import PolicySettings
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 logger = logging.getLogger("agentlightning")

@@ -16,13 +16,13 @@ from agentlightning.algorithm.context import RunContext
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Dataset, RolloutMode
-from agentlightning_algorithms.grpo.checkpoint_clock import CheckpointClock
+from agentlightning_algorithms.grpo.checkpoints.clock import CheckpointClock
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.updater import Objective
 from agentlightning_algorithms.grpo.model.checkpoint import recover_directory
 from agentlightning_algorithms.grpo.opening import open_session
 from agentlightning_algorithms.grpo.session import Session
-from agentlightning_algorithms.grpo.setting import GRPOSettings, distribution, flatten
+from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings, distribution, flatten
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 from agentlightning_plugins.trajectories.trajectory import build_trajectories
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from agentlightning_algorithms.grpo.checkpoint_clock import CheckpointClock
-from agentlightning_algorithms.grpo.checkpoint_writer import CheckpointWriter
+from agentlightning_algorithms.grpo.checkpoints.clock import CheckpointClock
+from agentlightning_algorithms.grpo.checkpoints.writer import CheckpointWriter
 from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
 
 
@@ -36,7 +36,7 @@ def test_checkpoints_are_due_by_steps_or_by_time(
 ) -> None:
     """A step takes a minute."""
     now = [0.0]
-    clock_module = "agentlightning_algorithms.grpo.checkpoint_clock"
+    clock_module = "agentlightning_algorithms.grpo.checkpoints.clock"
     monkeypatch.setattr(f"{clock_module}.time", SimpleNamespace(monotonic=lambda: now[0]))
     clock, found = CheckpointClock(every), []
     for step in range(1, 5):

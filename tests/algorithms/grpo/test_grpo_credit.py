@@ -18,7 +18,7 @@ from agentlightning_algorithms.advantage import Scored, compute_advantages, flat
 from agentlightning_algorithms.grpo.algorithm import GRPO
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
-from agentlightning_algorithms.grpo.setting import ExperienceSettings
+from agentlightning_algorithms.grpo.settings.grpo import ExperienceSettings
 from agentlightning_plugins.credit.intermediate.rule import IntermediateCredit
 from agentlightning_plugins.credit.standard.rule import DiscountedCredit, IdenticalCredit, NearestCredit
 from agentlightning_plugins.demo.training import CHECKPOINT
@@ -193,7 +193,7 @@ def _learn(model: Path, rule: CreditRule, seed: int, steps: int) -> list[float]:
 
     from agentlightning_algorithms.grpo.learning.updater import Updater
     from agentlightning_algorithms.grpo.model.policy import load_policy
-    from agentlightning_algorithms.grpo.setting import UpdateSettings
+    from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 
     torch.manual_seed(seed)
     policy = load_policy(model)

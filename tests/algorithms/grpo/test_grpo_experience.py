@@ -15,7 +15,8 @@ from agentlightning_algorithms.grpo.choice import finished, pass_at_k, shuffled,
 from agentlightning_algorithms.grpo.learning.episode import Episode, count_staleness, describe_episodes, read_episode
 from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
 from agentlightning_algorithms.grpo.learning.record import training_spans
-from agentlightning_algorithms.grpo.setting import ExperienceSettings, UpdateSettings, distribution
+from agentlightning_algorithms.grpo.settings.grpo import ExperienceSettings, distribution
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 
 

@@ -21,12 +21,7 @@ from agentlightning_algorithms.grpo.learning.loss import (
     loss_normalizer,
     sequence_surrogate,
 )
-from agentlightning_algorithms.grpo.setting import (
-    Aggregation,
-    KlEstimator,
-    MaskLevel,
-    WeightLevel,
-)
+from agentlightning_algorithms.grpo.settings.update import Aggregation, KlEstimator, MaskLevel, WeightLevel
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "verl_golden.json").read_text())
 VERL = GOLDEN["verl_0.9.1"]

@@ -25,7 +25,10 @@ from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.metrics import join_metrics
 from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.opening import model_entries
-from agentlightning_algorithms.grpo.setting import GRPOSettings, LoraSettings, PolicySettings, UpdateSettings
+from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings
+from agentlightning_algorithms.grpo.settings.lora import LoraSettings
+from agentlightning_algorithms.grpo.settings.policy import PolicySettings
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 from agentlightning_algorithms.grpo.training_session import TrainingSession

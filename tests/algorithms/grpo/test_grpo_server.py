@@ -18,9 +18,9 @@ from openai import AsyncOpenAI, BadRequestError, InternalServerError, NotFoundEr
 
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
+from agentlightning_algorithms.grpo.checkpoints.digest import digest_weights
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
 from agentlightning_algorithms.grpo.training_row import TrainingRow
-from agentlightning_algorithms.grpo.weights_digest import digest_weights
 from agentlightning_algorithms.policy_backend import PolicySetup
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

@@ -15,7 +15,8 @@ from agentlightning.types import Attempt, AttemptedRollout, Rollout, Span, Tripl
 from agentlightning_algorithms.grpo import opening
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.session import Batch, Session
-from agentlightning_algorithms.grpo.setting import GRPOSettings, TeacherSettings
+from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings
+from agentlightning_algorithms.grpo.settings.teacher import TeacherSettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 from agentlightning_algorithms.grpo.training_session import TrainingSession

@@ -20,7 +20,8 @@ from agentlightning_algorithms.grpo.learning.served_teacher import ServedTeacher
 from agentlightning_algorithms.grpo.learning.teacher import Teacher
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.setting import TeacherSettings, UpdateSettings
+from agentlightning_algorithms.grpo.settings.teacher import TeacherSettings
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_algorithms.trained_model.serving import serve_model
 from agentlightning_plugins.demo.agent import calculator_agent

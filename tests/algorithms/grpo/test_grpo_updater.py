@@ -27,7 +27,8 @@ from agentlightning_algorithms.grpo.algorithm import GRPO
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.lora import add_lora
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.setting import Aggregation, LoraSettings, UpdateSettings
+from agentlightning_algorithms.grpo.settings.lora import LoraSettings
+from agentlightning_algorithms.grpo.settings.update import Aggregation, UpdateSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 

@@ -15,7 +15,7 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
 from agentlightning_algorithms.grpo.offline import example
 from agentlightning_algorithms.grpo.offline.example import make_rows, read_examples
-from agentlightning_algorithms.grpo.setting import UpdateSettings
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 from agentlightning_plugins.chat_history.fine_tuning import FineTuningExample
 from agentlightning_plugins.demo.agent import calculate, calculator_agent
 from agentlightning_plugins.demo.task import make_problems

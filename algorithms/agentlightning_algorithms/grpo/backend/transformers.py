@@ -16,8 +16,8 @@ import aiohttp
 
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.settings import require_least
+from agentlightning_algorithms.grpo.checkpoints.digest import digest_weights
 from agentlightning_algorithms.grpo.server import API_KEY_VARIABLE
-from agentlightning_algorithms.grpo.weights_digest import digest_weights
 from agentlightning_algorithms.policy_backend import PolicySetup
 from agentlightning_plugins.http_request import is_loopback
 

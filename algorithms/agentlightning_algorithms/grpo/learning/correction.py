@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentlightning_algorithms.grpo.setting import MaskLevel, WeightLevel
+from agentlightning_algorithms.grpo.settings.update import MaskLevel, WeightLevel
 
 _MAX_LOG_RATIO = 20.0
 

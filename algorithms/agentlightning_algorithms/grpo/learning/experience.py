@@ -15,7 +15,7 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Triplet
 from agentlightning_algorithms.advantage import Scored, flat_groups, read_credit
 from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.setting import ExperienceSettings
+from agentlightning_algorithms.grpo.settings.grpo import ExperienceSettings
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 from agentlightning_plugins.training_records.record import Outcome
 from agentlightning_plugins.trajectories.trajectory import Decode, Turn, build_trajectories

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentlightning_algorithms.grpo.learning.correction import importance_weights, trusted_tokens
-from agentlightning_algorithms.grpo.setting import UpdateSettings
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_plugins.training_records.record import Outcome
 

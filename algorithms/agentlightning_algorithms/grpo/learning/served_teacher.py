@@ -12,7 +12,7 @@ import orjson
 
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning_algorithms.grpo.model.policy import Policy
-from agentlightning_algorithms.grpo.teacher_setting import TeacherSettings
+from agentlightning_algorithms.grpo.settings.teacher import TeacherSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 _AT_ONCE: Final = 32

@@ -10,7 +10,7 @@ from typing import Protocol
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.learning.served_teacher import ServedTeacher
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.teacher_setting import TeacherSettings
+from agentlightning_algorithms.grpo.settings.teacher import TeacherSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 _MAX_GAP = 10.0

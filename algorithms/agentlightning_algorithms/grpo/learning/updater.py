@@ -31,7 +31,7 @@ from agentlightning_algorithms.grpo.model.checkpoint import (
 )
 from agentlightning_algorithms.grpo.model.policy import Policy, batch_by_tokens, collate
 from agentlightning_algorithms.grpo.model.reference import Reference
-from agentlightning_algorithms.grpo.setting import UpdateSettings
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow, check_rows
 
 logger = logging.getLogger("agentlightning")

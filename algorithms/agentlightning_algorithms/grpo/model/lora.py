@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.grpo.setting import LoraSettings
+from agentlightning_algorithms.grpo.settings.lora import LoraSettings
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

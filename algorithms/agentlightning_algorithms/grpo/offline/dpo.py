@@ -19,7 +19,7 @@ from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.offline.example import make_rows, open_source, read_lines
 from agentlightning_algorithms.grpo.offline.preference import LossName, pair_loss
 from agentlightning_algorithms.grpo.offline.training import OfflineTraining, mean_metrics
-from agentlightning_algorithms.grpo.setting import UpdateSettings
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_plugins.chat_history.fine_tuning import FineTuningExample, PreferencePair, select_pairs
 

@@ -14,7 +14,7 @@ from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.offline.example import make_rows, read_examples
 from agentlightning_algorithms.grpo.offline.training import OfflineTraining, mean_metrics
-from agentlightning_algorithms.grpo.setting import UpdateSettings
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_plugins.chat_history.fine_tuning import FineTuningExample
 

@@ -19,7 +19,8 @@ from agentlightning.types import Dataset
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.checkpoint import recover_directory
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.setting import LoraSettings, UpdateSettings
+from agentlightning_algorithms.grpo.settings.lora import LoraSettings
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 from agentlightning_algorithms.trained_model.checkpoint import find_model
 from agentlightning_algorithms.trained_model.record import TrainingRecord
 

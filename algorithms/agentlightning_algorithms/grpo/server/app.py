@@ -18,6 +18,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ConfigDict
 
+from agentlightning_algorithms.grpo.checkpoints.digest import digest_weights
 from agentlightning_algorithms.grpo.model.policy import Policy, open_adapter
 from agentlightning_algorithms.grpo.sampling.draw import SamplingParams, Token
 from agentlightning_algorithms.grpo.sampling.sampler import Sampler
@@ -32,7 +33,6 @@ from agentlightning_algorithms.grpo.server.request import (
     parse_request,
 )
 from agentlightning_algorithms.grpo.training_row import TrainingRow
-from agentlightning_algorithms.grpo.weights_digest import digest_weights
 from agentlightning_plugins.http_connections import Connections
 from agentlightning_plugins.http_request import RequestError as BodyError
 from agentlightning_plugins.http_request import answer_expect, is_local_request, parse_json, read_body

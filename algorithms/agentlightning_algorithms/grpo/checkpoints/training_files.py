@@ -6,7 +6,7 @@ from collections.abc import Sized
 from dataclasses import fields
 from pathlib import Path
 
-from agentlightning_algorithms.grpo.setting import GRPOSettings, agent_sampling
+from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings, agent_sampling
 from agentlightning_algorithms.trained_model.record import TrainingRecord
 
 

@@ -9,8 +9,8 @@ from typing import ClassVar, Final
 from pydantic import ConfigDict
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.grpo.lora_setting import LoraSettings
-from agentlightning_algorithms.grpo.update_setting import UpdateSettings
+from agentlightning_algorithms.grpo.settings.lora import LoraSettings
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings
 
 _RESERVED: Final = (
     "policy", "drift", "errors", "outcome", "resources", "reward", "rewards", "rollout", "sampler", "staleness",

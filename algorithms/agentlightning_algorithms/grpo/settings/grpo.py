@@ -10,17 +10,17 @@ from agentlightning.errors import ConfigError, suggest
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
 from agentlightning_algorithms.advantage import STD_FLOOR
-from agentlightning_algorithms.grpo.checkpoint_clock import CheckpointClock
-from agentlightning_algorithms.grpo.lora_setting import LoraSettings as LoraSettings
-from agentlightning_algorithms.grpo.policy_setting import PolicySettings as PolicySettings
-from agentlightning_algorithms.grpo.policy_setting import complete_policies
-from agentlightning_algorithms.grpo.teacher_setting import TeacherSettings as TeacherSettings
+from agentlightning_algorithms.grpo.checkpoints.clock import CheckpointClock
+from agentlightning_algorithms.grpo.settings.lora import LoraSettings as LoraSettings
+from agentlightning_algorithms.grpo.settings.policy import PolicySettings as PolicySettings
+from agentlightning_algorithms.grpo.settings.policy import complete_policies
+from agentlightning_algorithms.grpo.settings.teacher import TeacherSettings as TeacherSettings
+from agentlightning_algorithms.grpo.settings.update import Aggregation as Aggregation
+from agentlightning_algorithms.grpo.settings.update import KlEstimator as KlEstimator
+from agentlightning_algorithms.grpo.settings.update import MaskLevel as MaskLevel
+from agentlightning_algorithms.grpo.settings.update import UpdateSettings as UpdateSettings
+from agentlightning_algorithms.grpo.settings.update import WeightLevel as WeightLevel
 from agentlightning_algorithms.grpo.training_row import Distribution
-from agentlightning_algorithms.grpo.update_setting import Aggregation as Aggregation
-from agentlightning_algorithms.grpo.update_setting import KlEstimator as KlEstimator
-from agentlightning_algorithms.grpo.update_setting import MaskLevel as MaskLevel
-from agentlightning_algorithms.grpo.update_setting import UpdateSettings as UpdateSettings
-from agentlightning_algorithms.grpo.update_setting import WeightLevel as WeightLevel
 from agentlightning_algorithms.trained_model.checkpoint import find_model
 
 SAMPLING_KEYS: Final = (
