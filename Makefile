@@ -5,19 +5,19 @@ PYTHON := $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 endif
 
-# Installed first, so that nothing else chooses the build. It may carry options for pip, as in
+# Installed first, so that no other requirement chooses the build. It may contain options of pip, as in
 # `make demo TORCH='torch==2.13.0 --index-url <index of CPU builds>'`.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-# A test that fails is run once more, and then named.
+# Runs a failing test a second time, and names it at the end.
 RERUN := --reruns 1 --rerun-show-tracebacks
-# uv reads no pip configuration; this much it should know.
+# uv does not read the configuration of pip, so it gets the setting that offline installations need.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 comma := ,
 SOURCES := $(wildcard core plugins integrations algorithms examples)
 
-# An environment is named after everything it was made from, and is complete when its stamp is there.
+# The name of an environment has a hash of everything it is made from. It is complete once its stamp file exists.
 HASH := $(shell { pwd; echo '$(TORCH)'; $(PYTHON) --version; cat Makefile pyproject.toml constraints/*.txt; } 2>/dev/null | cksum | cut -d' ' -f1)
 MAIN := .venvs/main-$(HASH)
 NEWEST := .venvs/newest-$(HASH)
@@ -31,7 +31,7 @@ ENVIRONMENTS := $(MAIN)/.complete-$(HASH) $(NEWEST)/.complete-$(HASH) $(VERL)/.c
 .PHONY: help demo test test-newest test-oldest test-verl test-vllm lint format soak bench clean
 
 # $(call environment,folder,extras,constraints,installed first,requirements installed next without resolving): make deletes
-# and recreates an environment that it created itself; into any other that exists it only installs packages.
+# and recreates an environment that it created itself; into any other existing environment it only installs packages.
 define environment
 	@$(if $(PYTHON),,$(error Python 3.11 or newer was not found; name it: make PYTHON=/path/to/python3.11))
 	@echo "Installing .[$(2)] in $(1) (once)"
