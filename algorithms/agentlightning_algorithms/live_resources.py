@@ -29,7 +29,7 @@ logger = logging.getLogger("agentlightning")
 STATE_NAME: Final = "live"
 KEY_HASH: Final = "key_hash"
 """Metadata of a rollout whose version was chosen by a key: a hash of the key."""
-LivePhase: TypeAlias = Literal["watching", "checking", "trial"]
+LivePhase: TypeAlias = Literal["watching", "checking", "trial", "closing"]
 
 
 class LiveState(Resource):
@@ -37,7 +37,8 @@ class LiveState(Resource):
 
     resource_type: Literal["live_state"] = "live_state"
     phase: LivePhase
-    """Collecting rewards of the stable version, running a candidate on recorded tasks, or serving it."""
+    """Collecting rewards of the stable version, running a candidate on recorded tasks, serving it, or ending
+    its trial: it gets no more traffic, and waits for its last rewards or is published."""
     since: float
     """Unix time at which the phase began."""
     stable: str

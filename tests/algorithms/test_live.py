@@ -89,11 +89,11 @@ async def learn(service: Service, algorithm: agl.LiveLearning, timeout_s: float 
 async def test_a_better_version_is_checked_tried_on_a_share_and_promoted(store: agl.LightningStore) -> None:
     async with serving(store) as service:
         states = await learn(service, learner(store, GOOD))
-        assert [state.phase for state in states] == ["watching", "checking", "trial", "watching"]
+        assert [state.phase for state in states] == ["watching", "checking", "trial", "closing", "watching"]
         assert states[2].share == 0.4
         latest = await store.get_latest_resources()
         assert latest is not None
-        assert (latest.version_id, await latest_prompt(store), states[3].stable) == ("tuned@2", GOOD, "tuned@2")
+        assert (latest.version_id, await latest_prompt(store), states[-1].stable) == ("tuned@2", GOOD, "tuned@2")
         await until(lambda: service.live.stable == "tuned@2")
         given = service.served.copy()
         await service.serve(20)
@@ -205,7 +205,7 @@ async def test_results_of_both_groups_are_read_in_the_order_in_which_they_ended(
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
     with runner.run_context(agent=answer, store=store):
         served = [await runner.step({"n": 1}, metadata={"group": group, "step": 1}) for group in groups]
-    reader = ResultReader(store, EventFeed(store), {"treatment", "control"}, 0.0, 60.0, 1)
+    reader = ResultReader(store, EventFeed(store), {"treatment", "control"}, 0.0, 60.0, 60.0, step=1)
     found = await reader.read_new()
     assert [each.rollout.rollout_id for each in found] == [each.rollout_id for each in served]
 
@@ -218,7 +218,7 @@ async def test_the_horizon_is_the_start_of_the_first_rollout_that_may_still_get_
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
     with runner.run_context(agent=answer, store=store):
         await runner.step({"n": 1}, metadata=metadata)
-        reader = ResultReader(store, EventFeed(store), {"treatment", "control"}, 0.0, 0.3, 1)
+        reader = ResultReader(store, EventFeed(store), {"treatment", "control"}, 0.0, 0.3, 0.3, step=1)
         results, horizon = await reader.read_new_and_horizon()
         assert (len(results), horizon) == (1, running.start_time)
         unrated = await runner.step({"n": 1, "late": True}, metadata={"group": "control", "step": 1})
@@ -228,11 +228,18 @@ async def test_the_horizon_is_the_start_of_the_first_rollout_that_may_still_get_
         assert [result.rollout.rollout_id for result in results] == [running.rollout_id]
         assert horizon == unrated.start_time
         await store.start_rollout({"n": 1}, metadata={"group": "control", "step": 2})  # of another trial
-        await store.start_rollout({"n": 1}, metadata=metadata)
-    await asyncio.sleep(0.4)  # longer than reward_timeout_s: the unrated one and the one that runs are given up
+        hanging = await store.start_rollout({"n": 1}, metadata=metadata)
+        assert [reader.count(group) for group in ("treatment", "control")] == [2, 1]
+    await asyncio.sleep(0.4)  # longer than both timeouts: the rating is too late, and the running rollout has failed
     began = store.now()
     results, horizon = await reader.read_new_and_horizon()
-    assert results == []
+    assert [(result.rollout.rollout_id, result.reward) for result in results] == [(hanging.rollout_id, 0.0)]
+    assert [reader.count(group) for group in ("treatment", "control")] == [3, 1]
+    await store.update_attempt(hanging.rollout_id, hanging.attempt.attempt_id, status="succeeded", reward=1.0)
+    reader.feed.gaps += 1
+    assert (await reader.read_new_and_horizon())[0] == []
+    began = store.now()
+    results, horizon = await reader.read_new_and_horizon()
     assert began <= horizon <= store.now()
 
 
@@ -271,6 +278,66 @@ async def test_a_candidate_that_hangs_instead_of_failing_is_not_promoted(store: 
     assert (await latest_prompt(store)) == BEGIN
 
 
+async def rate_never(service: Service) -> None:
+    """Users who never rate their answers."""
+    while True:
+        await service.serve(1, late=True)
+        await asyncio.sleep(0.1)
+
+
+async def test_a_candidate_gets_at_most_max_treated_rollouts_while_rewards_are_missing(
+    store: agl.LightningStore,
+) -> None:
+    async with serving(store) as service, running(rate_never(service)):
+        algorithm = learner(store, "quality 0.6 again", margin=0.0, max_treated=30, reward_timeout_s=1.5)
+        states = await learn(service, algorithm)
+    assert [state.phase for state in states] == ["watching", "checking", "trial", "closing", "watching"]
+    assert states[-1].note.endswith("undecided; the stable version stays")
+    treated = await store.query_rollouts(metadata={"step": 1, "group": "treatment"})
+    assert 30 <= len(treated) < 60
+
+
+async def test_a_candidate_can_be_promoted_after_max_trial_s_by_rewards_that_arrive_later(
+    store: agl.LightningStore,
+) -> None:
+    async with serving(store) as service, running(rate_never(service)):
+        states = await learn(service, learner(store, GOOD, margin=0.0, max_trial_s=1.5, reward_timeout_s=2.0))
+    assert "gets no more traffic" in states[3].note
+    assert "promoted as tuned@2 because it is better" in states[-1].note
+
+
+async def test_a_rollout_that_takes_longer_than_rollout_timeout_s_has_the_lowest_reward(
+    store: agl.LightningStore,
+) -> None:
+    """The candidate is as good, but hangs where the stable version earns 0. Users rate within ``reward_timeout_s``."""
+
+    @agl.rollout
+    async def hanging(task: dict[str, int], prompt: agl.PromptTemplate) -> float:
+        reward = float(task["n"] * GOLDEN % 1 < 0.6)
+        if not reward and "candidate" in prompt.template:
+            await asyncio.sleep(1.5)
+        return reward
+
+    async def serve(live: agl.LiveResources) -> None:
+        runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
+        with runner.run_context(agent=hanging, store=store):
+            for n in numbers:
+                choice = live.pick()
+                await runner.step({"n": n}, resources_id=choice.resources_id, metadata=choice.metadata)
+                await asyncio.sleep(0.02)
+
+    numbers = iter(range(100_000))
+    settings: dict[str, Any] = {"max_treated": 100, "reward_timeout_s": 0.2, "rollout_timeout_s": 1.0}
+    algorithm = learner(store, "candidate", check_tasks=0, margin=0.0, **settings)
+    async with (
+        agl.LiveResources(store, refresh_s=0.2, seed=1) as live,
+        running(*(serve(live) for _ in range(40)), algorithm.run()) as tasks,
+    ):
+        await asyncio.wait_for(tasks[-1], 60)
+    assert "undecided" in (await read_live_history(store))[-1].note
+    assert (await latest_prompt(store)) == BEGIN
+
+
 async def test_late_rewards_count(store: agl.LightningStore) -> None:
     async def rate(service: Service) -> None:
         """The users, who rate each answer later."""
@@ -293,7 +360,7 @@ async def test_a_promotion_waits_reward_timeout_s_for_users_who_never_rate(
         states = await learn(service, learner(store, GOOD, reward_timeout_s=2.0))
     assert "promoted as tuned@2" in states[-1].note
     assert 2.0 <= states[-1].since - states[-2].since < 20.0
-    assert caplog.text.count("candidate 1 waits for earlier rollouts, at most reward_timeout_s = 2 s") == 1
+    assert caplog.text.count("candidate 1 waits for earlier rollouts (reward_timeout_s, rollout_timeout_s)") == 1
 
 
 async def test_a_proposer_that_fails_or_changes_nothing_is_called_again_after_more_evidence(
@@ -353,7 +420,7 @@ async def test_a_restarted_learner_continues_the_same_trial(store: agl.Lightning
         await asyncio.wait_for(second.run(), 60)
         states = await read_live_history(store)
         assert states[: len(in_trial)] == in_trial
-        assert [state.phase for state in states[len(in_trial) :]] == ["watching"]
+        assert [state.phase for state in states[len(in_trial) :]] == ["closing", "watching"]
         assert await latest_prompt(store) == GOOD
         metrics = (await store.query_metrics())[0].values
         assert metrics["live/treated"] >= 8
@@ -533,7 +600,7 @@ def test_a_setting_out_of_range_is_refused_by_name(wrong: dict[str, Any], messag
 
 async def test_each_result_is_read_once_even_if_its_event_was_missed(store: agl.LightningStore) -> None:
     feed = EventFeed(store)
-    results = ResultReader(store, feed, groups={"stable"}, since=0.0, reward_timeout_s=0.3)
+    results = ResultReader(store, feed, groups={"stable"}, since=0.0, reward_timeout_s=0.3, rollout_timeout_s=60.0)
     async with serving(store) as service:
         first = await service.serve(3)
         assert [r.rollout.rollout_id for r in await results.read_new()] == [r.rollout_id for r in first]

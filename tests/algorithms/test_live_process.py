@@ -64,7 +64,7 @@ async def test_a_killed_learner_continues_after_a_restart_and_the_service_never_
             assert await asyncio.wait_for(second.wait(), 90) == 0
         after = await read_live_history(store)
         assert after[: len(in_trial)] == in_trial
-        assert [state.phase for state in after[len(in_trial) :]] == ["watching"]
+        assert [state.phase for state in after[len(in_trial) :]] == ["closing", "watching"]
         await until(lambda: service.served["tuned@2"] >= 5)
         assert not work.done()
         latest = await store.get_latest_resources()

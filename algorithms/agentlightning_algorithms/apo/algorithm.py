@@ -174,7 +174,7 @@ class APO(PromptSearch):
             ConfigError: the service uses none of the prompts to tune.
             LightningError: a model call failed.
         """
-        parent = Candidate.of(choose_prompts(experience.resources, self.prompts))
+        parent = Candidate.of(choose_prompts(experience.resources, self.prompts, skip_untunable=self.prompts is None))
         number = len(experience.notes)
         random = self.random_for("live", number)
         served = sorted(random.sample(experience.results, len(experience.results)), key=lambda result: result.reward)

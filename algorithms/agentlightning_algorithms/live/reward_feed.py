@@ -7,9 +7,9 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from agentlightning.errors import StoreError
 from agentlightning.event import RolloutFinished
@@ -28,6 +28,8 @@ _DEBOUNCE_S: Final = 0.2
 """How long events are collected before they are read, to limit queries to the store that serves users too."""
 _MAX_UNRATED: Final = 200
 """Rollouts without a reward that are read again in one round."""
+_FEW: Final = 500
+"""Rollouts in one page of a query."""
 _UNFINISHED: Final = ("queuing", "preparing", "running", "requeuing")
 
 
@@ -93,14 +95,20 @@ class ResultReader:
     """Unix time at which the phase began."""
     reward_timeout_s: float
     """Seconds after the end of a rollout in which its reward may arrive."""
+    rollout_timeout_s: float
+    """Seconds after the start of a rollout after which it counts as failed."""
     step: int | None = None
     """Value of ``step`` in the metadata; None means any."""
     failure_reward: float = 0.0
     """The reward of a rollout that failed."""
     unrated: Counter[str] = field(default_factory=Counter)
     """Rollouts whose reward did not arrive in time, by group."""
+    read_at: float = 0.0
+    """Time of the last call of ``read_new_and_horizon``, by the store's clock."""
+    _n_results: Counter[str] = field(default_factory=Counter)
+    """Results so far, by group."""
     _known: set[str] = field(default_factory=set)
-    _unfinished: dict[str, float] = field(default_factory=dict)
+    _unfinished: dict[str, Rollout] = field(default_factory=dict)
     _waiting: dict[str, Rollout] = field(default_factory=dict)
     _gaps: int = -1
     _synced_at: float = 0.0
@@ -126,28 +134,49 @@ class ResultReader:
         self._known.update(new)
         waiting = list(self._waiting.values())[:_MAX_UNRATED]
         found = [*await self._read(unread), *await self._read(waiting)]
+        return self._counted(found)
+
+    def count(self, group: str) -> int:
+        """Returns the number of rollouts of a group that have started, as of the last reading."""
+        missing = sum(_group(rollout) == group for rollout in (*self._unfinished.values(), *self._waiting.values()))
+        return self._n_results[group] + self.unrated[group] + missing
+
+    def _counted(self, found: Iterable[Result]) -> list[Result]:
+        """Counts results, and returns them in the order in which their rollouts ended."""
+        self._n_results.update(_group(result.rollout) for result in found)
         return sorted(found, key=lambda result: (result.rollout.end_time or 0.0, result.rollout.rollout_id))
 
     async def read_new_and_horizon(self) -> tuple[list[Result], float]:
         """The results since the last call, and the horizon.
 
-        The horizon is a Unix time: each rollout that started before it has a result or will not get one. A rollout that
-        has not ended ``reward_timeout_s`` after its start does not count.
+        The horizon is a Unix time: each rollout that started before it has a result or will not get one.
         """
-        now = self.store.now()  # rollouts that start from now on may be missing in both queries
+        self.read_at = self.store.now()  # rollouts that start from now on may be missing in both queries
         unfinished = await self._query_unfinished()  # before the results; one that ends in between still counts
         ended = self._unfinished.keys() - unfinished.keys()
-        self._unfinished = unfinished
-        results = await self.read_new(ended)
-        waiting = [rollout.start_time for rollout in self._waiting.values()]
-        return results, min([now, *unfinished.values(), *waiting])
+        late = [each for each in unfinished.values() if self.read_at - each.start_time > self.rollout_timeout_s]
+        self._unfinished = {key: each for key, each in unfinished.items() if each not in late}
+        self._known.update(each.rollout_id for each in late)
+        results = self._counted([Result(each, self.failure_reward) for each in late])
+        results += await self.read_new(ended)
+        missing = [*self._unfinished.values(), *self._waiting.values()]
+        return results, min([self.read_at, *(rollout.start_time for rollout in missing)])
 
-    async def _query_unfinished(self) -> dict[str, float]:
-        """The start times of rollouts that may end in time, by id."""
-        since = max(self.since, self.store.now() - self.reward_timeout_s)
-        # Without a filter of metadata: they are few, and each store finds them by their status.
-        page = await self.store.query_rollouts(status_in=_UNFINISHED, start_after=since)
-        return {rollout.rollout_id: rollout.start_time for rollout in page if self._is_of_phase(rollout)}
+    async def _query_unfinished(self) -> dict[str, Rollout]:
+        """The rollouts of the phase that have not ended, by id, without those that count as failed."""
+        filters: Mapping[str, Any] = {"status_in": _UNFINISHED, "start_after": self.since}
+        # A memory store finds a status faster than metadata; but the run may also have a long queue.
+        found = await self.store.query_rollouts(**filters, limit=_FEW)
+        rollouts = list(found)
+        if found.total > _FEW:
+            rollouts = []
+            for metadata in self._metadata():
+                rollouts += await self._select(**filters, metadata=metadata)
+        return {
+            rollout.rollout_id: rollout
+            for rollout in rollouts
+            if rollout.rollout_id not in self._known and self._is_of_phase(rollout)
+        }
 
     def _is_of_phase(self, rollout: Rollout) -> bool:
         metadata = rollout.metadata or {}
@@ -161,29 +190,42 @@ class ResultReader:
         is_first, gaps, now = self._gaps < 0, self.feed.gaps, time.monotonic()
         since = self.since if is_first else max(self.since, self.store.now() - _OVERLAP_S)
         found: list[Rollout] = []
-        for group in self.groups:
-            metadata = {"group": group} if self.step is None else {"group": group, "step": self.step}
-            cursor = None
-            while True:
-                page = await self.store.query_rollouts(
-                    status_in=["succeeded", "failed"], metadata=metadata, start_after=since, limit=500, cursor=cursor
-                )
-                found += page
-                cursor = page.cursor
-                if cursor is None:
-                    break
+        for metadata in self._metadata():
+            found += await self._select(status_in=["succeeded", "failed"], metadata=metadata, start_after=since)
         self._gaps, self._synced_at = gaps, now
         return found
+
+    def _metadata(self) -> list[dict[str, Any]]:
+        """The metadata of the phase's rollouts, one mapping for each group."""
+        step = {} if self.step is None else {"step": self.step}
+        return [{"group": group, **step} for group in self.groups]
+
+    async def _select(self, **filters: Any) -> list[Rollout]:
+        found: list[Rollout] = []
+        cursor = None
+        while True:
+            page = await self.store.query_rollouts(**filters, limit=_FEW, cursor=cursor)
+            found += page
+            cursor = page.cursor
+            if cursor is None:
+                return found
 
     async def _read(self, rollouts: Iterable[Rollout]) -> list[Result]:
         results = []
         for rollout in rollouts:
             self._waiting.pop(rollout.rollout_id, None)  # rollouts still without a reward move to the end
             reward = await read_reward(self.store, rollout, self.failure_reward)
+            ended_at = rollout.end_time or rollout.start_time
+            if ended_at - rollout.start_time > self.rollout_timeout_s:
+                reward = self.failure_reward
             if reward is not None:
                 results.append(Result(rollout, reward))
-            elif self.store.now() - (rollout.end_time or rollout.start_time) < self.reward_timeout_s:
+            elif self.store.now() - ended_at < self.reward_timeout_s:
                 self._waiting[rollout.rollout_id] = rollout
             else:
-                self.unrated[(rollout.metadata or {})["group"]] += 1
+                self.unrated[_group(rollout)] += 1
         return results
+
+
+def _group(rollout: Rollout) -> str:
+    return str((rollout.metadata or {}).get("group"))

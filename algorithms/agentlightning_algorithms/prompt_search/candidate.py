@@ -88,8 +88,12 @@ class Candidate(Resource):
         return "\n".join(changes)
 
 
-def choose_prompts(resources: Mapping[str, Resource], wanted: Sequence[str] | None) -> dict[str, PromptTemplate]:
+def choose_prompts(
+    resources: Mapping[str, Resource], wanted: Sequence[str] | None, *, skip_untunable: bool = False
+) -> dict[str, PromptTemplate]:
     """Returns the prompts to tune: all prompts, or those named in ``wanted``.
+
+    With ``skip_untunable``, prompts that cannot be tuned are skipped if others remain.
 
     Raises:
         ConfigError: there is no prompt, a wanted prompt does not exist, or a prompt cannot be tuned.
@@ -103,9 +107,13 @@ def choose_prompts(resources: Mapping[str, Resource], wanted: Sequence[str] | No
     if wanted is not None and (not wanted or any(name not in known for name in wanted)):
         raise ConfigError(f"prompts = {list(wanted)}: the prompts of this run are {', '.join(sorted(known))}")
     chosen = {name: known[name] for name in (sorted(known) if wanted is None else wanted)}
+    errors: dict[str, ConfigError] = {}
     for name, prompt in chosen.items():
         try:
             find_placeholders(prompt)
         except ConfigError as error:
-            raise ConfigError(f"prompt {name!r}: {error}") from error
-    return chosen
+            errors[name] = error
+    if errors and (not skip_untunable or len(errors) == len(chosen)):
+        name, cause = next(iter(errors.items()))
+        raise ConfigError(f"prompt {name!r}: {cause}") from cause
+    return {name: prompt for name, prompt in chosen.items() if name not in errors}

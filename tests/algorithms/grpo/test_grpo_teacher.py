@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,11 @@ def test_a_server_without_prompt_logprobs_and_another_temperature_are_refused(ti
 
 @contextlib.contextmanager
 def scoring_server(statuses: list[int]) -> Iterator[TeacherSettings]:
-    """A server that answers completions with these statuses, the last of them from then on; 0: no answer."""
+    """A server that answers completions with these statuses, the last of them from then on.
+
+    At 0 it closes the connection without an answer; at -1 it does not answer until the server closes.
+    """
+    closing = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -180,7 +185,9 @@ def scoring_server(statuses: list[int]) -> Iterator[TeacherSettings]:
             prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
             status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
             told = [None, *({str(token): {"logprob": -0.5}} for token in prompt[1:])]
-            if status:
+            if status < 0:
+                closing.wait(60)
+            elif status:
                 self.reply(status, {"choices": [{"prompt_logprobs": told}]})
 
         def reply(self, status: int, body: Any) -> None:
@@ -194,6 +201,7 @@ def scoring_server(statuses: list[int]) -> Iterator[TeacherSettings]:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield TeacherSettings(model="large", endpoint=f"http://127.0.0.1:{server.server_address[1]}/v1")
+        closing.set()
         server.shutdown()
         thread.join()
 
@@ -209,6 +217,37 @@ def test_requests_to_a_served_teacher_are_repeated(tiny_policy: Policy, monkeypa
             with pytest.raises(agl.LightningError, match=f"answered {said}"):
                 teacher.score(rows)
             assert statuses == [200]
+
+
+def test_each_repetition_of_a_request_to_a_teacher_is_logged_without_the_password(
+    tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served_teacher, "_DELAYS_S", (0.01, 0.02, 0.03))
+    rows = [TrainingRow([1, 2], [3, 4], [-1.0, -1.0], 0.0)]
+    with scoring_server([200, 503, 0, 429, 500]) as settings:
+        assert settings.endpoint is not None
+        shown = settings.endpoint.replace("://", "://***@") + "/completions"
+        hidden = replace(settings, endpoint=settings.endpoint.replace("://", "://user:secret@"))
+        teacher = ServedTeacher.connect(hidden, tiny_policy)
+        with pytest.raises(agl.LightningError, match="answered 500") as caught:
+            teacher.score(rows)
+    logged = [record.getMessage() for record in caplog.records if record.name == "agentlightning"]
+    assert len(logged) == 3
+    assert f"try 1 of 4 failed, the next is in 0.01 s: {shown} answered 503" in logged[0]
+    assert f"try 2 of 4 failed, the next is in 0.02 s: {shown} does not answer (Server" in logged[1]
+    assert f"try 3 of 4 failed, the next is in 0.03 s: {shown} answered 429" in logged[2]
+    assert "secret" not in f"{logged} {caught.value}"
+
+
+def test_a_request_to_a_teacher_that_timed_out_is_not_repeated(
+    tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_teacher, "_DELAYS_S", (0.0, 0.0, 0.0))
+    with scoring_server([200, -1, 200]) as settings:
+        teacher = ServedTeacher.connect(settings, tiny_policy)
+        teacher._settings = replace(settings, timeout_s=0.2)
+        with pytest.raises(agl.LightningError, match=r"/completions did not answer within timeout_s = 0.2 s"):
+            teacher.score([TrainingRow([1, 2], [3, 4], [-1.0, -1.0], 0.0)])
 
 
 def test_a_teacher_that_does_not_answer_at_first_is_refused_at_once(

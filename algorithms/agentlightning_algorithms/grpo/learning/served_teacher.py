@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -11,16 +12,19 @@ import aiohttp
 import orjson
 
 from agentlightning.errors import ConfigError, LightningError
+from agentlightning.store.url import hide_password
 from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.settings.teacher import TeacherSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
+
+logger = logging.getLogger("agentlightning")
 
 _AT_ONCE: Final = 32
 """Number of requests sent at the same time."""
 _RETRIED: Final = (429, 502, 503, 504)
 """Statuses of a server that is busy or restarts."""
-_DELAYS_S: Final = (1.0, 2.0, 4.0)
-"""Delays between the tries of a request."""
+_DELAYS_S: Final = (2.0, 10.0, 30.0, 60.0)
+"""Pauses between the tries of a request: 102 s together, because a restart of vLLM may take more than a minute."""
 _PROBE: Final = 32
 """Number of tokens whose texts are compared with those of the policy's tokenizer."""
 
@@ -32,13 +36,15 @@ class ServedTeacher:
         self.max_length = max_length
         self._settings = settings
         self._url = str(settings.endpoint).rstrip("/")
+        self._shown_url = hide_password(self._url)
         self._delays_s: Sequence[float] = ()
 
     @classmethod
     def connect(cls, settings: TeacherSettings, student: Policy) -> ServedTeacher:
         """Finds the model at the endpoint, and checks that the server scores tokens and reads them as the policy does.
 
-        These requests are tried once, so that a wrong address fails immediately; later requests are retried.
+        These requests are tried once, so that a wrong address fails immediately. Later requests are repeated if the
+        connection fails or the server is busy, but not after a timeout.
 
         Raises:
             ConfigError: the server does not have the model, ``prompt_logprobs`` or the policy's vocabulary.
@@ -92,7 +98,7 @@ class ServedTeacher:
         models = {str(model["id"]): model for model in answer.get("data", ())}
         if self._settings.model not in models:
             raise ConfigError(
-                f"teacher: the server at {self._url} has no model {self._settings.model!r}; it has: "
+                f"teacher: the server at {self._shown_url} has no model {self._settings.model!r}; it has: "
                 f"{', '.join(models) or 'none'}"
             )
         return dict(models[self._settings.model])
@@ -110,12 +116,12 @@ class ServedTeacher:
             told = choice.get("prompt_logprobs") or answer.get("prompt_logprobs")
             if not told or len(told) != len(tokens):
                 raise ConfigError(
-                    f"teacher: the server at {self._url} returns no prompt_logprobs; use vLLM, or `agl serve`."
+                    f"teacher: the server at {self._shown_url} returns no prompt_logprobs; use vLLM, or `agl serve`."
                 )
             for token, entry in zip(tokens[1:], told[1:], strict=True):
                 if not math.isfinite(float(entry[str(token)]["logprob"])):
                     raise LightningError(
-                        f"teacher: the server at {self._url} returned a log-probability that is not finite"
+                        f"teacher: the server at {self._shown_url} returned a log-probability that is not finite"
                     )
             return [entry or {} for entry in told]
 
@@ -128,18 +134,27 @@ class ServedTeacher:
         return aiohttp.ClientSession(timeout=timeout, headers={"Authorization": f"Bearer {key}"} if key else {})
 
     async def _request(self, session: aiohttp.ClientSession, method: str, path: str, body: Any = None) -> Any:
-        url = f"{self._url}{path}"
-        for delay_s in (*self._delays_s, None):
+        shown = f"{self._shown_url}{path}"
+        tries = len(self._delays_s) + 1
+        for number, delay_s in enumerate((*self._delays_s, None), 1):
+            failure: aiohttp.ClientError | None = None
             try:
-                async with session.request(method, url, json=body) as response:
+                async with session.request(method, f"{self._url}{path}", json=body) as response:
                     text = await response.read()
-            except (aiohttp.ClientError, TimeoutError) as error:
-                if delay_s is None:
-                    raise LightningError(f"teacher: {url} does not answer ({type(error).__name__}: {error})") from error
+            except TimeoutError as error:
+                # A repetition would probably time out too, and each one blocks the training for timeout_s.
+                raise LightningError(
+                    f"teacher: {shown} did not answer within timeout_s = {self._settings.timeout_s:g} s; raise "
+                    "timeout_s if the server needs more time for a request"
+                ) from error
+            except aiohttp.ClientError as error:
+                failure = error
+                problem = f"{shown} does not answer ({hide_password(f'{type(error).__name__}: {error}')})"
             else:
                 if response.status == 200:
                     return orjson.loads(text)
-                if delay_s is None or response.status not in _RETRIED:
-                    said = text.decode(errors="replace")[:500]
-                    raise LightningError(f"teacher: {url} answered {response.status}: {said}")
+                problem = f"{shown} answered {response.status}: {text.decode(errors='replace')[:500]}"
+            if delay_s is None or (failure is None and response.status not in _RETRIED):
+                raise LightningError(f"teacher: {problem}") from failure
+            logger.warning("teacher: try %d of %d failed, the next is in %g s: %s", number, tries, delay_s, problem)
             await asyncio.sleep(delay_s)

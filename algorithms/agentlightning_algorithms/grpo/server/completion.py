@@ -9,6 +9,7 @@ next to ``cached_tokens``: prompt tokens reused from an earlier answer and its p
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ from agentlightning_algorithms.grpo.server.request import (
     read_message,
 )
 
+logger = logging.getLogger("agentlightning")
+
 # JSON has no infinity; OpenAI and vLLM report this for tokens of probability 0.
 _LOWEST = -9999.0
 
@@ -41,22 +44,43 @@ class Completions:
         self.conversations = Conversations(policy.tokenizer, policy.stop_ids)
         self.tokenizer = policy.tokenizer
         self._vocabulary = int(policy.model.config.vocab_size)
+        self._effort_logged = False
+        """Whether the log says that the chat template does not read ``reasoning_effort``."""
         self.token_text = lru_cache(maxsize=None)(self._read_token)
 
     def prompt(self, request: ChatRequest | TextRequest) -> Prompt:
         """Tokenizes and checks a prompt; the model's chat template renders the messages of a chat."""
         if isinstance(request, ChatRequest):
-            messages = [read_message(i, message) for i, message in enumerate(request.messages)]
-            try:
-                return self.conversations.prompt(messages, request.offered_tools, request.chat_template_kwargs)
-            except (TemplateError, ValueError, TypeError, KeyError) as error:
-                raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+            return self._chat_prompt(request)
         if isinstance(request.prompt, str):
             return Prompt(self.conversations.encode(request.prompt, special_tokens=True))
         for token in request.prompt:
             if not 0 <= token < self._vocabulary:
                 raise RequestError(f"token id {token} is not in 0 to {self._vocabulary - 1}.", param="prompt")
         return Prompt(request.prompt)
+
+    def _chat_prompt(self, request: ChatRequest) -> Prompt:
+        messages = [read_message(i, message) for i, message in enumerate(request.messages)]
+        own = request.chat_template_kwargs or {}
+        arguments = request.template_arguments(self._read_template(request))
+        try:
+            return self.conversations.prompt(messages, request.offered_tools, arguments or None)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            fields = [*(["chat_template_kwargs"] if own else []), *(["reasoning_effort"] if arguments != own else [])]
+            refused = " and ".join(["these messages", *fields])
+            param = fields[0] if fields else "messages"
+            raise RequestError(f"the chat template refuses {refused}: {error}", param=param) from error
+
+    def _read_template(self, request: ChatRequest) -> str:
+        """Returns the template, or all templates as one text; logs once that it does not read ``reasoning_effort``."""
+        template = str(self.tokenizer.chat_template)
+        if request.reasoning_effort is not None and "reasoning_effort" not in template and not self._effort_logged:
+            self._effort_logged = True
+            does = "passes enable_thinking instead" if "enable_thinking" in template else "ignores this field"
+            logger.warning(
+                "the chat template of %r does not read reasoning_effort, so the server %s", self.model_name, does
+            )
+        return template
 
     def sampling_params(self, request: ChatRequest | TextRequest, prompt_length: int) -> list[SamplingParams]:
         """Returns the sampling parameters of each of the ``n`` responses, and checks that they fit after the prompt."""

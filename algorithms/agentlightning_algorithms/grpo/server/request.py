@@ -34,13 +34,14 @@ class CompletionRequest(BaseModel):
     stream: bool | None = None
     stream_options: Json | None = None
     return_token_ids: bool | None = None
-    # Not supported, and refused because ignoring them would change the distribution or the form of the answer.
+    # Not supported, and refused because ignoring them would change the prompt, the distribution or the answer's form.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: Json | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     typical_p: float | None = None
+    truncate_prompt_tokens: int | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -62,10 +63,28 @@ class ChatRequest(CompletionRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: Json | None = None
     chat_template_kwargs: Json | None = None
+    reasoning_effort: str | None = None
+    # Not supported, and refused.
+    add_generation_prompt: bool | None = None
+    chat_template: str | None = None
+    documents: list[Json] | None = None
 
     @property
     def offered_tools(self) -> list[Json] | None:
         return self.tools if self.tools and self.tool_choice != "none" else None
+
+    def template_arguments(self, template: str) -> Json:
+        """Returns the arguments for a chat template: ``chat_template_kwargs``, and those from ``reasoning_effort``.
+
+        As in vLLM, a template that reads ``reasoning_effort`` gets the field, and a template that reads
+        ``enable_thinking`` gets whether the field is other than "none", unless ``chat_template_kwargs`` sets it.
+        """
+        arguments = self.chat_template_kwargs or {}
+        if self.reasoning_effort is None:
+            return arguments
+        given = {"enable_thinking": self.reasoning_effort != "none", **arguments}
+        given["reasoning_effort"] = self.reasoning_effort
+        return {name: value for name, value in given.items() if name in arguments or name in template}
 
 
 class TextRequest(CompletionRequest):
@@ -90,6 +109,11 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "min_p": (None, 0),
     "repetition_penalty": (None, 1),
     "typical_p": (None, 0, 1),
+    # -1 would shorten only a prompt that leaves no room for the answer, and the server refuses such a prompt.
+    "truncate_prompt_tokens": (None, -1),
+    "add_generation_prompt": (None, True),
+    "chat_template": (None, ""),
+    "documents": (None, []),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
     "echo": (None, False),
@@ -98,14 +122,15 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 _CONSTRAINTS: Final = (
     "allowed_token_ids", "bad_words", "continue_final_message", "ebnf", "grammar", "guided_choice", "guided_grammar",
-    "guided_json", "guided_regex", "guided_whitespace_pattern", "ignore_eos", "json_schema", "min_tokens", "regex",
-    "stop_token_ids", "structural_tag", "structured_outputs", "top_a", "use_beam_search",
+    "guided_json", "guided_regex", "guided_whitespace_pattern", "ignore_eos", "json_schema", "logits_processors",
+    "min_tokens", "regex", "stop_regex", "stop_token_ids", "structural_tag", "structured_outputs", "top_a",
+    "use_beam_search",
 )  # fmt: skip
 """Further unsupported fields, of vLLM and SGLang; they have no effect where they are empty, 0 or false."""
 _TEMPLATE_ARGUMENTS: Final = (
-    "add_generation_prompt", "chat_template", "continue_final_message", "tokenize", "tools",
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages", "tokenize", "tools",
 )  # fmt: skip
-"""Arguments of ``apply_chat_template`` that the server sets; ``chat_template_kwargs`` may not contain them."""
+"""Arguments that the server or ``apply_chat_template`` sets; ``chat_template_kwargs`` may not contain them."""
 
 
 def parse_body(kind: type[BodyT], body: Any) -> BodyT:
@@ -129,7 +154,7 @@ def parse_request(kind: type[RequestT], body: Any, models: Collection[str]) -> R
     unsupported |= {name: body[name] for name in _CONSTRAINTS if body.get(name)}
     if unsupported:
         name, value = next(iter(unsupported.items()))
-        raise RequestError(f"{name} = {value!r} is not supported by this server; leave it out.", param=name)
+        raise RequestError(f"{name} = {value!r:.200} is not supported by this server; leave it out.", param=name)
     for name in getattr(request, "chat_template_kwargs", None) or ():
         if name in _TEMPLATE_ARGUMENTS:
             raise RequestError(f"chat_template_kwargs may not have {name}.", param="chat_template_kwargs")

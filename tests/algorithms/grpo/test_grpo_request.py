@@ -1,0 +1,226 @@
+"""What the policy server accepts in a request, and what the chat template gets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agentlightning_algorithms.grpo.model.policy import Policy
+from agentlightning_algorithms.grpo.server.completion import Completions
+from agentlightning_algorithms.grpo.server.request import ChatRequest, RequestError, TextRequest, parse_request
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+HELLO = [{"role": "user", "content": "hello"}]
+EFFORT = "{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}"
+THINKING = "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
+
+
+@pytest.fixture
+def completions(tiny_policy: Policy) -> Completions:
+    return Completions(tiny_policy, "policy", 100)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_request(ChatRequest, {"messages": HELLO, **fields}, ["policy"])
+
+
+def test_the_prompt_is_what_the_chat_template_renders(completions: Completions, tiny_policy: Policy) -> None:
+    messages = [
+        *HELLO,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+        },
+        {
+            "role": "tool",
+            "tool_call_id": "1",
+            "content": [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}],
+        },
+    ]
+    text = tiny_policy.tokenizer.decode(completions.prompt(chat(messages=messages, tools=[TOOL])).token_ids)
+    assert text == (
+        f"<|im_start|>system\n{json.dumps(TOOL)}\n<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>tool\none<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_tools_are_hidden_from_the_model_when_the_choice_is_none(completions: Completions) -> None:
+    hidden = completions.prompt(chat(tools=[TOOL], tool_choice="none"))
+    assert hidden.token_ids == completions.prompt(chat()).token_ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role", "has no role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "must be a string"),
+        ({"messages": [{"role": "user", "tool_calls": 1.5}]}, "messages.0.tool_calls", "list of function calls"),
+        (
+            {"messages": [{"role": "user", "tool_calls": [{"function": 1}]}]},
+            "messages.0.tool_calls",
+            "list of function calls",
+        ),
+        ({"messages": [{"role": "user", "tool_calls": ["x"]}]}, "messages.0.tool_calls", "list of function calls"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "only text"),
+        ({"messages": [{"role": "refused", "content": ""}]}, "messages", "no such role"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"n": 1000}, "n", "less than or equal to 128"),
+        ({"stop": ""}, "stop", "empty string"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"typical_p": 0.9}, "typical_p", "not supported"),
+        ({"min_tokens": 5}, "min_tokens", "not supported"),
+        ({"stop_token_ids": [65]}, "stop_token_ids", "not supported"),
+        ({"ignore_eos": True}, "ignore_eos", "not supported"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "not supported"),
+        ({"chat_template": "{{ messages }}"}, "chat_template", "not supported"),
+        ({"documents": [{"title": "a", "text": "b"}]}, "documents", "not supported"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
+        ({"stop_regex": "a+"}, "stop_regex", "not supported"),
+        ({"logits_processors": ["module.Processor"]}, "logits_processors", "not supported"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "not supported"),
+        ({"truncate_prompt_tokens": 8}, "truncate_prompt_tokens", "not supported"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "may not have tools"),
+        (
+            {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs",
+            "chat_template_kwargs may not have messages",
+        ),
+        (
+            {"chat_template_kwargs": {"documents": 3}},
+            "chat_template_kwargs",
+            "refuses these messages and chat_template_kwargs: .*not iterable",
+        ),
+        ({"max_tokens": 90}, "messages", "room for 100 together"),
+    ],
+)
+def test_an_invalid_field_is_named_in_the_error(
+    completions: Completions, fields: dict[str, Any], param: str, message: str
+) -> None:
+    def serve() -> None:
+        request = chat(**fields)
+        completions.sampling_params(request, len(completions.prompt(request).token_ids))
+
+    with pytest.raises(RequestError, match=message) as caught:
+        serve()
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_fields_of_vllm_are_accepted_at_values_without_effect(completions: Completions) -> None:
+    fields = {"min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "guided_json": None, "typical_p": 1.0}
+    fields |= {"chat_template": "", "documents": [], "stop_regex": "", "logits_processors": []}
+    fields |= {"add_generation_prompt": True, "truncate_prompt_tokens": -1}
+    assert completions.sampling_params(chat(**fields), 10) == completions.sampling_params(chat(), 10)
+    assert completions.prompt(chat(**fields)) == completions.prompt(chat(**dict.fromkeys(fields)))
+
+
+def test_fields_of_the_chat_template_have_no_effect_on_a_text(completions: Completions) -> None:
+    fields = {"chat_template": "x", "documents": [{}], "add_generation_prompt": False, "reasoning_effort": "low"}
+    parse_request(TextRequest, {"prompt": "x", **fields}, ["policy"])
+    with pytest.raises(RequestError, match="truncate_prompt_tokens = 1 is not supported"):
+        parse_request(TextRequest, {"prompt": "x", "truncate_prompt_tokens": 1}, ["policy"])
+
+
+def test_arguments_of_the_chat_template_are_passed_on(completions: Completions) -> None:
+    completions.tokenizer.chat_template += "{% if enable_thinking is false %}<think></think>{% endif %}"
+    request = chat(chat_template_kwargs={"enable_thinking": False})
+    assert completions.tokenizer.decode(completions.prompt(request).token_ids).endswith("<think></think>")
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "arguments", "rendered"),
+    [
+        (EFFORT, "low", None, "[low]"),
+        (EFFORT, "low", {"reasoning_effort": "high"}, "[low]"),
+        (EFFORT, None, {"reasoning_effort": "high"}, "[high]"),
+        (EFFORT, None, None, ""),
+        (EFFORT + THINKING, "low", None, "[low][True]"),
+        (EFFORT + THINKING, "none", None, "[none][False]"),
+        (EFFORT + THINKING, "none", {"enable_thinking": True}, "[none][True]"),
+        (THINKING, None, None, ""),
+    ],
+)
+def test_reasoning_effort_reaches_a_chat_template_that_reads_it(
+    completions: Completions,
+    caplog: pytest.LogCaptureFixture,
+    template: str,
+    effort: str | None,
+    arguments: dict[str, Any] | None,
+    rendered: str,
+) -> None:
+    plain = completions.prompt(chat()).text
+    completions.tokenizer.chat_template += template
+    request = chat(reasoning_effort=effort, chat_template_kwargs=arguments)
+    assert completions.prompt(request).text == plain + rendered
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "rendered", "said"),
+    [("", "", "the server ignores this field"), (THINKING, "[True]", "the server passes enable_thinking instead")],
+)
+def test_one_log_line_says_that_the_chat_template_does_not_read_reasoning_effort(
+    completions: Completions, caplog: pytest.LogCaptureFixture, template: str, rendered: str, said: str
+) -> None:
+    plain = completions.prompt(chat())
+    completions.tokenizer.chat_template += template
+    for effort in ("low", "high"):
+        prompt = completions.prompt(chat(reasoning_effort=effort))
+        assert prompt.text == plain.text + rendered
+    (record,) = caplog.records
+    assert f"of 'policy' does not read reasoning_effort, so {said}" in record.getMessage()
+    assert (prompt.digest == plain.digest) == (not template), "an ignored field does not separate conversations"
+
+
+def test_the_error_of_a_chat_template_names_the_fields_that_it_got(completions: Completions) -> None:
+    completions.tokenizer.chat_template += "{% if reasoning_effort %}{{ raise_exception('no effort') }}{% endif %}"
+    for fields, said in (
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"reasoning_effort": "low"}}, "chat_template_kwargs"),
+        (
+            {"chat_template_kwargs": {"a": 1}, "reasoning_effort": "low"},
+            "chat_template_kwargs and reasoning_effort",
+        ),
+    ):
+        with pytest.raises(RequestError, match=f"the chat template refuses these messages and {said}: no ") as caught:
+            completions.prompt(chat(**fields))
+        assert caught.value.param == said.split()[0]
+
+
+def test_an_unknown_model_is_not_found() -> None:
+    with pytest.raises(RequestError, match="'gpt-5' does not exist; this server has 'policy'") as caught:
+        chat(model="gpt-5")
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+
+def test_a_body_that_is_no_object_is_refused() -> None:
+    with pytest.raises(RequestError, match="body: Input should be a valid dictionary"):
+        parse_request(ChatRequest, ["{"], ["policy"])
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(completions: Completions) -> None:
+    assert completions.prompt(TextRequest(prompt=[0, 258])).token_ids == [0, 258]
+    with pytest.raises(RequestError, match="token id 259 is not in 0 to 258"):
+        completions.prompt(TextRequest(prompt=[259]))
+
+
+def test_null_and_absent_fields_mean_the_defaults(completions: Completions) -> None:
+    null = dict.fromkeys(("temperature", "top_p", "top_k", "stop", "seed", "n", "max_tokens", "logprobs", "tools"))
+    assert completions.sampling_params(chat(**null), 10) == completions.sampling_params(chat(), 10)
+    (params,) = completions.sampling_params(chat(), 10)
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, 90)
+
+
+def test_every_choice_has_its_own_seed(completions: Completions) -> None:
+    params = completions.sampling_params(chat(n=3, seed=5, top_k=-1, stop="x", max_completion_tokens=7), 10)
+    assert len({p.seed for p in params}) == 3
+    assert {(p.top_k, p.stop, p.max_tokens) for p in params} == {(0, ("x",), 7)}
