@@ -166,7 +166,7 @@ async def test_a_runner_with_the_base_install_and_old_versions_works_for_this_tr
     async with LightningStoreServer(store, port=0) as server, ScriptedOpenAI([Answer("5")]) as model:
         runner = start_runner(python, server.endpoint, tmp_path, log)
         try:
-            await asyncio.to_thread(wait_for, lambda: b"rollouts at once" in log.read_bytes(), runner, log)
+            await asyncio.to_thread(wait_for, lambda: b"concurrent rollouts" in log.read_bytes(), runner, log)
             proxy = agl.LLMProxy(model_list=[{"model": "m", "endpoint": model.endpoint, "api_key": "any"}], store=store)
             await proxy.start()
             await store.add_resources({"llm": proxy.as_resource(model="m")})

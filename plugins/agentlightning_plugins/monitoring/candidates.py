@@ -37,7 +37,8 @@ def list_distributions(candidates: Sequence[Mapping[str, Any]]) -> list[dict[str
     scores = [_score(each) for each in candidates]
     found = [{"name": "scores of the candidates", "values": [score for score in scores if score is not None]}]
     tested = [each for each in candidates if each.get("task_scores")]
-    best = find_best(tested, published={}) if tested else None
+    scored = [each for each in tested if each.get("full_score") is not None]
+    best = max(scored, key=lambda each: float(each["full_score"]), default=tested[0] if tested else None)
     seed = next((each for each in tested if not each.get("parent_id")), None)
     if seed is not None and seed is not best:
         found.append({"name": "task rewards of the seed", "values": list(seed["task_scores"])})

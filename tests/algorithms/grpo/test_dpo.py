@@ -36,7 +36,7 @@ def line(preferred: str, other: str) -> str:
     )
 
 
-def test_a_model_learns_to_prefer_and_resumes(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_model_learns_the_preferred_answer_and_training_resumes(tmp_path: Path, tiny_model: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join([line("moo", "quack")] * 4))
     run = tmp_path / "runs" / "dpo"
@@ -55,7 +55,7 @@ def test_a_model_learns_to_prefer_and_resumes(tmp_path: Path, tiny_model: Path) 
 
 
 @pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.1), ("ipo", 0.0), ("hinge", 0.0)])
-def test_the_gradient_equals_that_of_the_published_loss(
+def test_the_gradient_equals_the_gradient_of_the_published_loss(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, loss: LossName, smoothing: float
 ) -> None:
     beta = 0.2
@@ -106,7 +106,7 @@ def prepare_line(policy: Policy, model: Path, text: str, **settings: Any) -> tup
     return algorithm, Updater(policy, prepared, autocast=algorithm.dtype != "float32")
 
 
-def test_the_answers_in_the_input_of_a_pair_are_not_compared(tiny_model: Path) -> None:
+def test_assistant_messages_in_the_input_of_a_pair_are_not_compared(tiny_model: Path) -> None:
     policy = load_policy(tiny_model)
     pair = json.loads(line("moo", "quack"))
     pair["input"]["messages"] += [{"role": "assistant", "content": "why?"}, {"role": "user", "content": "say it"}]
@@ -140,7 +140,7 @@ def flat_gradient(policy: Policy) -> torch.Tensor:
 def published_gradient(
     policy: Policy, reference: Policy, pairs: Sequence[PreferencePair], loss: LossName, beta: float, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient and the value of the loss as the papers write it, by autograd over whole answers."""
+    """Returns the gradient and the value of the loss as written in the papers, by autograd over whole answers."""
 
     def log_ratio(examples: Sequence[FineTuningExample]) -> torch.Tensor:
         rows, _ = make_rows(policy, examples)
@@ -171,7 +171,7 @@ def published_gradient(
 
 def test_pairs_are_the_best_and_the_worst_rollouts_of_a_task(tmp_path: Path, tiny_model: Path) -> None:
     rewards = {"aaa": 0.9, "bbb": 0.8, "ccc": 0.2, "ddd": 0.7, "eee": 0.7, "fff": 0.3, "ggg": 0.5}
-    rewards |= {"hhh": 1.0, "iii": 0.0}  # of the validation tasks
+    rewards |= {"hhh": 1.0, "iii": 0.0}  # rewards of the validation tasks
     answers = iter(rewards)
 
     def model(request: RecordedRequest) -> Answer:
@@ -222,7 +222,7 @@ def test_pairs_are_the_best_and_the_worst_rollouts_of_a_task(tmp_path: Path, tin
         ({"source": "bad.jsonl"}, r"bad.jsonl:1 is not of the form .*preferred_output"),
     ],
 )
-def test_a_wrong_setting_or_line_is_an_error(
+def test_an_invalid_setting_or_line_of_a_file_is_refused(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], complaint: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

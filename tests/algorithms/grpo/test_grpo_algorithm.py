@@ -35,7 +35,7 @@ N_TASKS = 8
 
 
 def unreliable_agent(task: dict[str, Any], llm: agl.LLM) -> Any:
-    """The demo's agent, which fails on three of four tasks, each in its way. With seed 5, each step has a fourth."""
+    """Fails on three of every four tasks in different ways. With seed 5, each step has one task that succeeds."""
     calculator_agent(task, llm)
     if task["index"] % 4 == 0:
         raise LookupError("the tool is down")
@@ -87,7 +87,7 @@ def test_without_rewards_the_run_ends_with_the_reason() -> None:
 
 
 def unrewarded_agent(task: dict[str, Any], llm: agl.LLM) -> None:
-    """An agent without rewards."""
+    """Returns no reward."""
 
 
 def criticised_agent(task: dict[str, Any], llm: agl.LLM, request: agl.PromptTemplate) -> float:
@@ -104,7 +104,7 @@ def criticised_agent(task: dict[str, Any], llm: agl.LLM, request: agl.PromptTemp
 
 
 async def check_ledger(store: agl.LightningStore) -> None:
-    """The ledger accounts for each rollout of each step once, and the rows say what the weights were trained with."""
+    """Checks that the ledger has each rollout of each step once and that the rows record what was trained on."""
     rollouts = [rollout for rollout in (await store.query_rollouts()).items if rollout.mode == "train"]
     for step in (1, 2):
         entries = await read_ledger(store, step)
@@ -134,7 +134,7 @@ async def check_ledger(store: agl.LightningStore) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_step_publishes_weights_and_trains_on_the_calls_of_one_agent(tmp_path: Path) -> None:
+def test_every_step_publishes_weights_and_trains_only_on_calls_of_the_matching_agent(tmp_path: Path) -> None:
     store = agl.create_store("memory://")
     gateway = agl.LLMProxy(model_list=[{"model": "other", "endpoint": "http://127.0.0.1:9/v1"}])
     trainer = agl.Trainer(
@@ -187,7 +187,7 @@ def test_every_step_publishes_weights_and_trains_on_the_calls_of_one_agent(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_lora_on_merged_rows_one_step_off_trains_and_exports(tmp_path: Path) -> None:
+def test_lora_with_merged_rows_and_staleness_1_trains_and_exports(tmp_path: Path) -> None:
     """Together: LoRA, merged rows, sampling during training, bfloat16, KL in the reward, refilling."""
     store = agl.create_store("memory://")
     run = tmp_path / "run"
@@ -224,7 +224,7 @@ def test_lora_on_merged_rows_one_step_off_trains_and_exports(tmp_path: Path) -> 
             phases = sum(values[f"{name}_s"] for name in ("wait", "prepare", "train", "record", "publish"))
             assert phases + values.get("checkpoint_wait_s", 0.0) == pytest.approx(values["seconds"], rel=0.1)
             assert 0 < values["importance_weight"] <= values["importance_weight_max"] <= 2.0
-            # A turn that goes on from the one before is not a row of its own.
+            # A turn that continues the previous turn is merged into its row.
             assert values["rows"] < values["calls"] or values["rows"] == 0
             assert {"reward", "success_rate", "reward_penalty", "advantage_std", "entropy", "clip_fraction", "ratio",
                     "response_length", "calls_per_rollout", "queue_wait_s", "sample_s", "train_s", "publish_s",

@@ -1,4 +1,4 @@
-"""Rollouts that go on while the weights change: ``staleness`` of at least 2."""
+"""Rollouts that continue while the weights change (``staleness`` of at least 2)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ straggler_ended = threading.Event()
 
 
 async def uneven_agent(task: str, llm: agl.LLM, rollout: agl.AttemptedRollout) -> float:
-    """Group 0 ends after a later step has begun, group 1 never; the others end at once or after group 0."""
+    """Ends group 0 after a later step has begun, group 1 never, and other groups immediately or after group 0."""
     place = rollout.metadata or {}
     async with AsyncOpenAI(base_url=llm.get_base_url(), api_key=llm.api_key or "unused", max_retries=0) as client:
 
@@ -56,13 +56,13 @@ async def uneven_agent(task: str, llm: agl.LLM, rollout: agl.AttemptedRollout) -
         elif place["step"]:
             later_step_began.set()
             await asyncio.to_thread(straggler_ended.wait, 120)
-            await asyncio.sleep(0.5)  # until the store has the end of group 0
+            await asyncio.sleep(0.5)  # until the store has recorded the end of group 0
     return float(len(text) % 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_step_takes_the_first_complete_groups_and_groups_that_are_too_old_are_dropped(tmp_path: Path) -> None:
+def test_a_step_takes_the_first_complete_groups_and_drops_groups_that_are_too_old(tmp_path: Path) -> None:
     later_step_began.clear()
     straggler_ended.clear()
     store = agl.create_store("memory://")
@@ -102,8 +102,8 @@ def test_a_step_takes_the_first_complete_groups_and_groups_that_are_too_old_are_
     asyncio.run(check())
 
 
-def test_the_version_of_each_token_is_recorded_if_the_weights_change_during_an_answer(tiny_policy: Policy) -> None:
-    """From the policy server through the gateway to the training record, whole and streamed."""
+def test_the_weight_version_of_each_token_is_recorded_if_weights_change_during_an_answer(tiny_policy: Policy) -> None:
+    """Follows whole and streamed answers from the policy server through the gateway to the training record."""
     completions, recorded = Completions(tiny_policy, "policy", 100), [Completion(), Completion()]
     fields = {"messages": [{"role": "user", "content": "hi"}], "return_token_ids": True, "logprobs": True}
     request = parse_request(ChatRequest, fields, ["policy"])
@@ -135,7 +135,7 @@ def test_the_version_of_each_token_is_recorded_if_the_weights_change_during_an_a
 
 
 class FakeSession:
-    """A session whose rollouts end as ``rewards`` says, by group; a group that it lacks is still running."""
+    """A session whose rollouts end with the rewards of their group; a group without rewards is still running."""
 
     def __init__(self, rewards: dict[int, list[float]], cancelled: tuple[int, ...] = (), **settings: Any) -> None:
         named = {"tasks_per_step": 2, "steps": 9, "staleness": 2, "refill_rounds": 0, "failed_reward": 0.0}
@@ -171,7 +171,7 @@ class FakeSession:
         ]
 
     async def get_rollout_by_id(self, rollout_id: str) -> None:
-        """The ledger has no entry of a rollout without an attempt."""
+        """Returns no attempt, so the ledger gets no entry for the rollout."""
 
     async def add_many_spans(self, spans: list[Any]) -> None:
         assert not spans
@@ -196,10 +196,10 @@ def groups_of(batch: Batch) -> list[int]:
     [
         ({}, (), [0, 2]),
         ({}, (2,), [0, 3]),  # the run was resumed from a checkpoint before the group was dropped
-        ({"refill_rounds": 1}, (), [0, 2, 3]),  # 2 has no spread
+        ({"refill_rounds": 1}, (), [0, 2, 3]),  # group 2 has no spread
     ],
 )
-def test_a_step_takes_complete_groups_in_order_and_bounds_those_that_are_open(
+def test_a_step_takes_complete_groups_in_order_and_bounds_the_number_of_open_groups(
     settings: dict[str, Any], cancelled: tuple[int, ...], taken: list[int]
 ) -> None:
     rewards = {0: [0.0, 1.0], 2: [1.0, 1.0], 3: [0.0, 1.0]}
@@ -212,7 +212,7 @@ def test_a_step_takes_complete_groups_in_order_and_bounds_those_that_are_open(
         assert 1 not in taken
         assert len(session.open_groups) <= 6
         await pool.begin_next(batch)
-        assert len(session.open_groups) == 4, "those of two steps run during the update"
+        assert len(session.open_groups) == 4, "the groups of two steps run during the update"
         assert batch.metrics["groups_dropped"] == len(cancelled)
         await pool.close(has_ended=False)
 
@@ -230,7 +230,7 @@ def test_a_group_without_a_reward_is_replaced() -> None:
     asyncio.run(check())
 
 
-def test_a_resumed_run_goes_on_with_its_open_groups_and_begins_no_number_twice() -> None:
+def test_a_resumed_run_continues_its_open_groups_and_reuses_no_group_number() -> None:
     async def check() -> None:
         session: Any = FakeSession({number: [0.0, 1.0] for number in range(20)})
         session.step, session.position, session.open_groups = 3, 8, [(1, 1, 2), (9, 1, 3)]

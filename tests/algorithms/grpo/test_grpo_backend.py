@@ -162,7 +162,7 @@ async def test_a_vllm_server_that_was_left_paused_is_resumed(setup: PolicySetup)
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tokens_and_logprobs_of_a_vllm_tool_call_are_recorded(stream: bool) -> None:
-    """In the stream most of them are in chunks without text, because the tool parser is still waiting."""
+    """Most tokens of the stream are in chunks without text, because the tool parser is still waiting."""
     store = agl.InMemoryLightningStore()
     async with FakeVLLM() as server, AsyncOpenAI(api_key="x", base_url="http://unused", max_retries=0) as client:
         model = {"model_name": "policy", "model": "policy", "endpoint": server.endpoint, "provider": "vllm"}

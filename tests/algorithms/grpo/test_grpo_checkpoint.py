@@ -16,7 +16,7 @@ from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
 
 
 class Policies:
-    """Writes when it is told to."""
+    """Policies whose writes wait until ``may_write`` is set."""
 
     def __init__(self) -> None:
         self.may_write = threading.Event()
@@ -60,7 +60,7 @@ def test_a_checkpoint_is_written_in_the_background_and_awaited_before_the_weight
         waiting = asyncio.create_task(writer.wait())
         await asyncio.wait([waiting], timeout=0.05)
         assert not waiting.done()
-        assert (tmp_path / "checkpoint" / "state").read_text() == "1", "a kill now leaves the one before"
+        assert (tmp_path / "checkpoint" / "state").read_text() == "1", "a kill now leaves the previous checkpoint"
         policies.may_write.set()
         await waiting
         assert (tmp_path / "checkpoint" / "state").read_text() == "2"
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_written_in_the_background_and_awaited_before_the_weight
     asyncio.run(check())
 
 
-def test_an_error_of_writing_ends_the_training(tmp_path: Path) -> None:
+def test_an_error_while_writing_a_checkpoint_ends_the_training(tmp_path: Path) -> None:
     policies = Policies()
     policies.may_write.set()
     (tmp_path / "file").touch()
@@ -86,7 +86,7 @@ def test_an_error_of_writing_ends_the_training(tmp_path: Path) -> None:
     ("every", "last", "kept"),
     [(0, 0, []), (3, 0, ["3", "6"]), (0, 2, ["6", "8"]), (3, 2, ["3", "6", "8"])],
 )
-def test_weights_are_kept_of_every_nth_step_and_of_the_last_checkpoints(
+def test_weights_of_every_nth_step_and_of_the_last_checkpoints_are_kept(
     tmp_path: Path, every: int, last: int, kept: list[str]
 ) -> None:
     policies = Policies()

@@ -38,7 +38,7 @@ def whole(completions: Completions, request: ChatRequest | TextRequest, said: li
 def streamed(
     completions: Completions, request: ChatRequest | TextRequest, said: list[Generation], step: int
 ) -> list[dict[str, Any]]:
-    """The chunks when ``step`` tokens become known at a time."""
+    """Returns the chunks of answers that are sampled ``step`` tokens at a time."""
     answer = Answer(completions, request, Prompt([1, 2]))
     chunks = [*answer.begin(3)]
     for index, one in enumerate(said):
@@ -96,7 +96,7 @@ def test_invalid_tool_calls_stay_in_the_text(block: str) -> None:
     assert len(found) == 1
 
 
-def test_an_open_block_stays_in_the_text() -> None:
+def test_an_unclosed_tool_call_stays_in_the_text() -> None:
     text = '<tool_call>\n{"name": "add", "arguments": {}}'
     assert parse_tool_calls(text) == (text, [])
 
@@ -106,7 +106,7 @@ def test_an_open_block_stays_in_the_text() -> None:
     "text",
     [f"I add.\n{CALL}\n{CALL} so ", "<tool_call>no</tool_call>  <tool_call", f"a < b <tool {CALL}", " \n x \n"],
 )
-def test_calls_are_found_however_the_text_is_split(text: str, step: int) -> None:
+def test_tool_calls_are_found_however_the_text_is_split(text: str, step: int) -> None:
     reader = ToolCallReader()
     pieces = [reader.feed(text[at : at + step]) for at in range(0, len(text), step)]
     said = "".join(said for said, _ in pieces) + reader.finish()
@@ -138,7 +138,7 @@ def test_an_answer_with_a_tool_call_has_openais_format(completions: Completions)
     }
 
 
-def test_without_tools_a_call_is_text(completions: Completions) -> None:
+def test_a_tool_call_stays_text_if_the_request_has_no_tools(completions: Completions) -> None:
     answer = whole(completions, chat(), [generation(completions, CALL)])
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": CALL}
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -177,14 +177,14 @@ def test_a_stream_has_the_same_content_as_the_whole_answer(completions: Completi
         assert [call["function"] for call in calls] == functions
 
 
-def test_text_is_held_back_only_while_it_is_uncertain(completions: Completions) -> None:
+def test_a_stream_holds_text_back_only_while_the_text_may_still_change(completions: Completions) -> None:
     said = generation(completions, "ab stoap üz")
     chunks = streamed(completions, chat(stop="stop"), [said], 1)[1:]
     deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
     assert deltas == ["a", "b", " ", "", "", "", "stoa", "p", " ", "", "ü", "z", "", ""]
 
 
-def test_text_completions_carry_ids_on_each_choice(completions: Completions) -> None:
+def test_text_completions_carry_token_ids_on_each_choice(completions: Completions) -> None:
     request = TextRequest(prompt="x", logprobs=0, return_token_ids=True)
     said = generation(completions, "héllo")
     answer = whole(completions, request, [said])

@@ -28,7 +28,7 @@ def call(arguments: str) -> dict[str, Any]:
 
 
 def sent(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as a client sends it back, and the server reads it."""
+    """Returns a message in the form in which the server reads it when a client sends it back."""
     calls = [
         {**c, "function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}}
         for c in message.get("tool_calls") or []
@@ -39,7 +39,7 @@ def sent(message: dict[str, Any]) -> dict[str, Any]:
 def answer(
     conversations: Conversations, prompt: Prompt, message: dict[str, Any], text: str, *, end: bool = True
 ) -> list[int]:
-    """Remembers an answer that was sampled as ``text``; returns its tokens and its prompt's."""
+    """Remembers an answer that was sampled as ``text``; returns the tokens of its prompt and of the answer."""
     response = [*conversations.encode(text), *([END] if end else [])]
     conversations.remember(prompt, message, response)
     return [*prompt.token_ids, *response]
@@ -88,7 +88,7 @@ def test_a_cut_off_answer_gets_the_end_that_the_template_writes(conversations: C
     assert conversations.counts["drift_none"] == 1
 
 
-def test_every_turn_continues_the_one_before(conversations: Conversations) -> None:
+def test_every_turn_continues_the_tokens_of_the_previous_turn(conversations: Conversations) -> None:
     messages: list[dict[str, Any]] = []
     known: list[int] = []
     for turn in range(5):
@@ -116,7 +116,7 @@ def test_a_changed_history_is_tokenized_as_a_whole(conversations: Conversations,
     assert (prompt.continued, conversations.counts["prompts_unknown"]) == (0, 1)
 
 
-def test_arguments_of_the_chat_template_reach_it_and_keep_conversations_apart(
+def test_chat_template_arguments_reach_the_template_and_separate_conversations(
     conversations: Conversations, tiny_policy: Policy
 ) -> None:
     template = tiny_policy.tokenizer.chat_template
@@ -130,7 +130,7 @@ def test_arguments_of_the_chat_template_reach_it_and_keep_conversations_apart(
     assert (other.continued, conversations.counts["prompts_unknown"]) == (0, 1)
 
 
-def test_a_message_that_the_server_did_not_answer_keeps_the_tokens_before_it(conversations: Conversations) -> None:
+def test_an_assistant_message_added_by_the_agent_keeps_the_tokens_before_it(conversations: Conversations) -> None:
     first = conversations.prompt([ASK], None)
     known = answer(conversations, first, {"role": "assistant", "content": "three"}, "three ")
     own = {"role": "assistant", "content": "I said so."}
@@ -142,7 +142,7 @@ def test_a_message_that_the_server_did_not_answer_keeps_the_tokens_before_it(con
 def test_a_template_that_rewrites_earlier_messages_is_detected(
     conversations: Conversations, tiny_policy: Policy
 ) -> None:
-    # As templates do that drop the thoughts of earlier turns.
+    # Like templates that drop the thoughts of earlier turns.
     tiny_policy.tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{{ m.content if loop.last or m.role != 'assistant' else m.content.split('</think>')[-1] }}<|im_end|>\n"
@@ -156,7 +156,7 @@ def test_a_template_that_rewrites_earlier_messages_is_detected(
     assert conversations.counts["prompts_rewritten"] == 1
 
 
-def test_other_tools_make_another_conversation(conversations: Conversations) -> None:
+def test_a_prompt_with_other_tools_does_not_continue_a_conversation(conversations: Conversations) -> None:
     message = {"role": "assistant", "content": "three"}
     answer(conversations, conversations.prompt([ASK], [TOOL]), message, "three")
     assert conversations.prompt([ASK, message, ASK], None).continued == 0
@@ -193,7 +193,7 @@ def test_the_rollouts_of_a_group_share_the_rendering_and_tokenization_of_their_p
     assert conversations.counts["prompts_new"] == 9
 
 
-def test_a_tool_whose_fields_come_in_another_order_is_rendered_in_that_order(conversations: Conversations) -> None:
+def test_the_fields_of_a_tool_are_rendered_in_the_order_of_the_request(conversations: Conversations) -> None:
     function: Any = TOOL["function"]
     turned = {"type": "function", "function": dict(reversed(function.items()))}
     assert turned == TOOL
@@ -226,7 +226,7 @@ def test_conversations_that_differ_only_in_the_ids_of_their_calls_are_rendered_o
     assert conversations.counts["prompts_continued"] == 8
 
 
-def test_a_template_that_writes_the_ids_of_calls_gets_those_of_the_agent(
+def test_a_template_that_writes_ids_of_tool_calls_gets_the_ids_from_the_agent(
     conversations: Conversations, tiny_policy: Policy
 ) -> None:
     template = str(tiny_policy.tokenizer.chat_template)

@@ -41,7 +41,7 @@ def call(agent: str = "", prompt: str = "?", finish_reason: str = "stop") -> agl
 def assign(
     rule: CreditRule, index: int, rewards: Sequence[float | None], calls: Sequence[agl.Triplet] = (), final: Any = ...
 ) -> Episode:
-    """A rollout of group ``g`` whose calls got ``rewards``, with the credit that a rule assigns to them."""
+    """Returns a rollout of group ``g`` whose calls got ``rewards``, with the credit that a rule assigns to the calls."""
     calls = calls or [call(prompt=str(turn)) for turn in range(len(rewards))]
     steps = [Step([triplet], reward, ()) for triplet, reward in zip(calls, rewards, strict=True)]
     final = next((r for r in reversed(rewards) if r is not None), None) if final is ... else final
@@ -57,7 +57,7 @@ def assign(
 
 
 def outcome(rule: CreditRule, rewards: Sequence[float], turns: Sequence[int]) -> list[Episode]:
-    """Rollouts that got a reward after their last call only."""
+    """Returns rollouts that got a reward only after their last call."""
     return [
         assign(rule, i, [*[None] * (n - 1), reward]) for i, (reward, n) in enumerate(zip(rewards, turns, strict=True))
     ]
@@ -90,7 +90,7 @@ def test_the_spread_of_advantages_does_not_grow_with_the_number_of_calls(rule: C
 
 
 def test_discounted_credit_is_compared_with_the_return_to_go_of_the_same_turn() -> None:
-    """Rewards on the way, the same in both rollouts at the first turn, do not count against the later turns."""
+    """A reward that both rollouts get at the first turn does not lower the advantages of later turns."""
     rule = DiscountedCredit(1.0)
     better, worse = advantages([assign(rule, 0, [5.0, 1.0]), assign(rule, 1, [5.0, 0.0])])
     assert better == pytest.approx([-value for value in worse])
@@ -107,7 +107,7 @@ def test_a_flat_or_nearly_flat_group_gives_flat_advantages(rule: CreditRule, dif
     assert (len(build(episodes).rows) == 0) == (difference < 1e-9)
 
 
-def test_intermediate_credit_where_all_succeed_stays_small() -> None:
+def test_intermediate_credit_stays_small_if_all_rollouts_succeed() -> None:
     rule = IntermediateCredit(invalid_output=-0.1)
     cut_off = [call(), call(prompt="b", finish_reason="length"), call(prompt="c")]
     episodes = [*outcome(rule, [1.0] * 7, [3] * 7), assign(rule, 7, [None, None, 1.0], cut_off)]
@@ -135,7 +135,7 @@ def test_a_turn_that_only_one_rollout_reached_is_compared_with_its_group() -> No
     assert max(map(abs, long + short)) < 2
 
 
-def test_every_agent_of_a_rollout_has_turns_of_its_own() -> None:
+def test_the_turns_of_each_agent_of_a_rollout_are_compared_separately() -> None:
     rule = NearestCredit()
     first = [call("writer"), call("critic"), call("writer")]
     second = [call("critic"), call("writer"), call("writer")]
@@ -145,7 +145,7 @@ def test_every_agent_of_a_rollout_has_turns_of_its_own() -> None:
     assert one[2] == two[2] == 0
 
 
-def test_the_calls_of_a_failed_rollout_count_as_its_reward() -> None:
+def test_every_call_of_a_failed_rollout_gets_the_failed_reward() -> None:
     rule = NearestCredit()
     failed = assign(rule, 1, [0.7, None], final=None)
     won, lost = advantages([assign(rule, 0, [1.0, 1.0]), failed], failed_reward=-1.0, estimator="dr_grpo")
@@ -224,7 +224,7 @@ def _learn(model: Path, rule: CreditRule, seed: int, steps: int) -> list[float]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_credit_of_single_calls_learns_a_game_of_several_turns_at_least_as_fast(tiny_model: Path) -> None:
+def test_credit_per_call_learns_a_game_of_several_turns_at_least_as_fast_as_identical_credit(tiny_model: Path) -> None:
     """Mean share of right answers over training, for five seeds; docs/benchmarks.md has the figures."""
     import torch
 
@@ -239,7 +239,7 @@ def test_credit_of_single_calls_learns_a_game_of_several_turns_at_least_as_fast(
         assert statistics.fmean(areas[name]) >= statistics.fmean(identical), areas
 
 
-async def test_a_change_of_rewards_that_a_credit_rule_would_leave_without_effect_is_refused() -> None:
+async def test_reward_shaping_that_a_credit_rule_would_ignore_is_refused() -> None:
     algorithm = GRPO(model=str(CHECKPOINT), reward_shaping="soft_overlong", sampling={"max_tokens": 20})
     adapter = get_manager().create("adapter", {"name": "triplet", "credit": "identical"})
     algorithm.context = agl.RunContext(store=agl.InMemoryLightningStore(), adapter=adapter)

@@ -57,7 +57,7 @@ def test_every_call_of_a_rollout_gets_the_advantage_of_its_rollout() -> None:
     assert [row.advantage for row in experience.rows] == pytest.approx([expected, expected, -expected, -expected])
 
 
-def test_a_reward_that_was_emitted_after_a_call_is_not_credit() -> None:
+def test_without_a_credit_rule_a_reward_emitted_after_a_call_does_not_change_its_advantage() -> None:
     batch = episodes("a", [1.0, 0.0])
     batch[0] = Episode(batch[0].rollout, 1.0, [triplet(), triplet().model_copy(update={"reward": 9.0})])
     rows = build(batch).rows
@@ -85,7 +85,7 @@ def test_advantages_are_whitened_over_the_groups_that_are_trained_on() -> None:
     assert build(flat, white).rows == []
 
 
-def test_a_failed_rollout_counts_as_zero_or_is_left_out_by_setting() -> None:
+def test_a_failed_rollout_counts_as_zero_or_is_excluded_by_a_setting() -> None:
     failed = Episode(rollout("a", 2, error=AttemptFailure(type="KeyError", message="x")), None, [], "KeyError")
     batch = [*episodes("a", [1.0, 1.0]), failed]
     counted = build(batch)
@@ -100,7 +100,7 @@ def test_a_failed_rollout_counts_as_zero_or_is_left_out_by_setting() -> None:
     assert described["reward"] == described["success_rate"] == pytest.approx(2 / 3)
 
 
-def test_metrics_count_a_failed_rollout_as_its_failed_reward() -> None:
+def test_metrics_count_a_failed_rollout_with_the_failed_reward() -> None:
     batch = episodes("a", [1.0, None])
     described = describe_episodes(batch, failed_reward=-1.0)
     assert (described["reward"], described["success_rate"], described["failure_rate"]) == (0.0, 0.5, 0.5)
@@ -110,7 +110,7 @@ def test_metrics_count_a_failed_rollout_as_its_failed_reward() -> None:
     assert "reward" not in describe_episodes(batch[1:], failed_reward=None)
 
 
-def test_calls_without_tokens_and_calls_too_long_are_left_out_after_the_advantages() -> None:
+def test_calls_that_are_too_long_or_lack_tokens_are_dropped_after_advantages_are_computed() -> None:
     batch = episodes("a", [1.0, 0.0])
     batch[0] = Episode(batch[0].rollout, 1.0, [triplet(n_prompt=99), triplet(token_ids=[]), triplet()])
     experience = build(batch)
@@ -129,7 +129,7 @@ def test_an_attempt_that_lost_spans_is_not_trained_on(caplog: pytest.LogCaptureF
 
 
 def conversation(turns: int, **metadata: Any) -> list[agl.Triplet]:
-    """Calls whose tokens go on from each other: each is given one token more and answers with two."""
+    """Returns calls whose tokens continue each other: each prompt adds one token and each answer has two."""
     ids = [0, 1, 2]
     calls = []
     for turn in range(turns):
@@ -149,7 +149,7 @@ def merged(batch: list[Episode], **options: Any) -> list[TrainingRow]:
     return build(batch, ExperienceSettings(rows="trajectories"), **options).rows
 
 
-def test_calls_that_extend_each_other_are_one_row() -> None:
+def test_calls_whose_tokens_continue_each_other_become_one_row() -> None:
     batch = [Episode(rollout("a", i), reward, conversation(2)) for i, reward in enumerate([1.0, 0.0])]
     row, other = merged(batch)
     assert (row.prompt_ids, row.response_ids, row.mask) == ([0, 1, 2], [10, 20, 99, 11, 21], [1, 1, 0, 1, 1])
@@ -187,7 +187,7 @@ def test_a_merged_row_that_is_too_long_loses_its_last_calls_only() -> None:
     assert merged(batch, max_length=4) == []
 
 
-def test_answers_that_were_cut_off_or_are_too_old_are_left_out_after_the_advantages() -> None:
+def test_cut_off_and_stale_answers_are_dropped_after_advantages_are_computed() -> None:
     whole = Episode(rollout("a", 0), 1.0, conversation(1, finish_reason="stop", weight_version=4))
     cut_off = Episode(rollout("a", 1), 0.0, conversation(1, finish_reason="length", weight_version=3))
     experience = build([whole, cut_off], ExperienceSettings(drop_cut_off=True))
@@ -199,7 +199,7 @@ def test_answers_that_were_cut_off_or_are_too_old_are_left_out_after_the_advanta
     assert describe_episodes([whole, cut_off])["responses_cut_off"] == 0.5
 
 
-def test_a_penalty_is_taken_from_the_reward_before_it_is_compared() -> None:
+def test_a_penalty_is_subtracted_from_a_reward_before_rewards_are_compared() -> None:
     batch = episodes("a", [1.0, 0.0])
     experience = build(
         batch,
@@ -211,7 +211,7 @@ def test_a_penalty_is_taken_from_the_reward_before_it_is_compared() -> None:
     assert experience.metrics["reward_penalty"] == pytest.approx(0.2)
 
 
-def test_a_row_has_the_distribution_of_its_calls_unless_one_is_forced() -> None:
+def test_a_row_has_the_sampling_distribution_of_its_calls_unless_one_is_forced() -> None:
     same, cold = Distribution(0.7), Distribution(0.1, 0.9, 3)
     batch = [
         Episode(rollout("a", i), reward, conversation(2), "", {"chatcmpl-0": same, "chatcmpl-1": second})
@@ -223,7 +223,7 @@ def test_a_row_has_the_distribution_of_its_calls_unless_one_is_forced() -> None:
     assert forced.metrics["calls_of_other_sampling"] == 1
 
 
-def test_calls_that_do_not_extend_the_one_before_are_counted_by_kind() -> None:
+def test_calls_that_do_not_continue_the_previous_call_are_counted_by_kind() -> None:
     first, second = conversation(2)
     messages = [{"role": "user", "content": "q"}]
     answer = [{"role": "assistant", "content": "a"}]
@@ -264,17 +264,17 @@ def test_lengths_and_durations_are_reported_with_their_percentiles() -> None:
     assert describe_episodes([])["response_length_p95"] == 0.0
 
 
-def test_each_row_is_recorded_by_a_span_in_its_own_attempt() -> None:
+def test_each_row_is_recorded_as_a_span_of_its_attempt() -> None:
     experience = build(episodes("a", [1.0, 0.0], calls=1))
     spans = training_spans(experience, step=7)
     assert [span.span_id for span in spans] == [span.span_id for span in training_spans(experience, step=7)]
     assert [(span.rollout_id, span.attempt_id) for span in spans] == [("ro-a0", "at-a0"), ("ro-a1", "at-a1")]
     assert spans[0].attributes["agentlightning.training.step"] == 7
-    assert not any(map(agl.semconv.is_llm_call, spans)), "a step that is done again reads them with the calls"
+    assert not any(map(agl.semconv.is_llm_call, spans)), "a repeated step reads these spans together with the calls"
     assert spans[0].attributes["gen_ai.response.id"] == "chatcmpl-1"
 
 
-def test_tasks_are_drawn_without_repetition_and_as_a_function_of_the_position() -> None:
+def test_tasks_are_drawn_without_repetition_and_depend_only_on_position_and_seed() -> None:
     drawn = [task for step in range(4) for task in shuffled(8, 2, 2 * step, seed=1, rewards={})]
     assert sorted(drawn) == list(range(8))
     assert shuffled(8, 2, 6, seed=1, rewards={}) == shuffled(8, 2, 6, seed=1, rewards={})
@@ -292,7 +292,7 @@ def test_undecided_tasks_are_drawn_before_those_that_always_or_never_succeed() -
 
 
 @pytest.mark.parametrize("sampling", [{"max_tokens": 100}, {"extra_body": {"max_tokens": 100}, "top_p": None}])
-def test_answers_near_the_limit_lose_reward_and_cut_off_ones_are_filtered(sampling: dict[str, Any]) -> None:
+def test_answers_near_max_tokens_lose_reward_and_cut_off_answers_are_filtered(sampling: dict[str, Any]) -> None:
     settings = GRPO(model="nowhere", sampling=sampling)
     lengths = (50, 80, 90, 100)
     episodes = [Episode(rollout("g", n), 1.0, [triplet(3, n)]) for n in lengths]
@@ -302,7 +302,7 @@ def test_answers_near_the_limit_lose_reward_and_cut_off_ones_are_filtered(sampli
     assert list(finished(mixed, settings)) == [episodes[0]]
 
 
-def test_named_rewards_and_the_age_of_weights_are_metrics() -> None:
+def test_named_rewards_and_the_age_of_weights_are_reported_as_metrics() -> None:
     spans = []
     for values in ([("win", 0.0), ("fast", 0.5)], [("win", 1.0), ("fast", 0.2)]):
         attributes = {
@@ -377,7 +377,7 @@ def test_the_schedule_spans_the_steps_and_the_temperature_comes_from_sampling() 
     assert algorithm.eval_sampling["temperature"] == 0.0
 
 
-def test_a_temperature_in_extra_body_is_that_of_sampler_and_trainer() -> None:
+def test_sampler_and_trainer_use_a_temperature_in_extra_body() -> None:
     sampling = {"temperature": 1.0, "extra_body": {"temperature": 0.7, "top_k": -1}}
     algorithm = GRPO(model="nowhere", sampling=sampling, eval_sampling={"extra_body": {"temperature": 0.2}})
     assert distribution(algorithm.sampling)["temperature"] == algorithm.update.temperature == 0.7
@@ -389,7 +389,7 @@ def test_a_temperature_in_extra_body_is_that_of_sampler_and_trainer() -> None:
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, 7), (0, 0), (3, 3)])
-async def test_the_seed_is_the_runs_unless_the_algorithm_has_one(
+async def test_the_seed_of_the_run_is_used_unless_the_algorithm_has_one(
     own: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened_with: list[Any] = []

@@ -1,4 +1,4 @@
-"""Other settings than the demo's also learn the demo's task."""
+"""Settings other than the demo's that also learn the demo's task."""
 
 from __future__ import annotations
 

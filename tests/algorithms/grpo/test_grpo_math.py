@@ -62,7 +62,7 @@ def group_advantages(
         ("opo", "adv_opo"),
     ],
 )
-def test_advantages_equal_verls(estimator: Estimator, golden: str) -> None:
+def test_advantages_agree_with_verl(estimator: Estimator, golden: str) -> None:
     tokens_R = [int(n) for n in given_tensor("mask").sum(-1)]
     advantages = group_advantages(REWARDS, GROUPS, estimator, tokens_R=tokens_R)
     advantage_B = torch.tensor(advantages, dtype=torch.float64)
@@ -74,7 +74,7 @@ def test_advantages_equal_verls(estimator: Estimator, golden: str) -> None:
     st.sampled_from(get_args(Estimator)),
     st.randoms(use_true_random=False),
 )
-def test_an_advantage_depends_on_its_group_and_not_on_the_order(
+def test_an_advantage_depends_on_its_group_and_not_on_the_order_of_rollouts(
     rollouts: list[tuple[float, str]], estimator: Estimator, random: Any
 ) -> None:
     order = random.sample(range(len(rollouts)), len(rollouts))
@@ -110,7 +110,7 @@ def test_groups_without_spread_are_found() -> None:
     assert group_advantages([0.1, 0.1, 0.1], ["flat"] * 3) == pytest.approx([0, 0, 0], abs=1e-9)
 
 
-def test_a_rollout_alone_in_its_group_keeps_its_reward_as_in_verl() -> None:
+def test_the_only_rollout_of_a_group_keeps_its_reward_as_in_verl() -> None:
     assert group_advantages([0.7], ["a"], "rloo") == [0.7]
     assert group_advantages([0.7], ["a"], "grpo") == pytest.approx([0.7 / (1 + 1e-6)])
 
@@ -124,7 +124,7 @@ def test_a_reward_that_is_not_finite_is_refused_with_its_rollout(reward: float) 
 # Loss
 
 
-def test_the_clipped_loss_and_its_gradient_and_metrics_equal_verls() -> None:
+def test_the_clipped_loss_and_its_gradient_and_metrics_agree_with_verl() -> None:
     logprob_BT = given_tensor("new").requires_grad_()
     mask_BT = given_tensor("mask")
     advantage_B = torch.tensor(group_advantages(REWARDS, GROUPS), dtype=torch.float64)
@@ -145,13 +145,13 @@ def test_the_clipped_loss_and_its_gradient_and_metrics_equal_verls() -> None:
     ("surrogate", "golden"),
     [(sequence_surrogate, "gspo"), (clipped_weight_surrogate, "cispo")],
 )
-def test_gspo_and_cispo_and_their_gradients_equal_verls(surrogate: Any, golden: str) -> None:
+def test_gspo_and_cispo_and_their_gradients_agree_with_verl(surrogate: Any, golden: str) -> None:
     logprob_BT = given_tensor("new").requires_grad_()
     mask_BT = given_tensor("mask")
     advantage_B = torch.tensor(group_advantages(REWARDS, GROUPS), dtype=torch.float64)
     given_masks = (mask_BT,) if golden == "gspo" else ()
     found = surrogate(logprob_BT, given_tensor("old"), advantage_B[:, None], *given_masks, clip_low=0.2, clip_high=0.28)
-    loss = aggregate(found.loss_BT, mask_BT, "seq-mean-token-mean")  # which verl was asked for
+    loss = aggregate(found.loss_BT, mask_BT, "seq-mean-token-mean")  # as in verl's golden values
     loss.backward()
     assert_equal(loss.detach(), VERL[f"loss_{golden}"])
     assert logprob_BT.grad is not None
@@ -162,7 +162,7 @@ def test_gspo_and_cispo_and_their_gradients_equal_verls(surrogate: Any, golden: 
     ("level", "lower", "golden"),
     [("token", None, "is_token_2.0"), ("sequence", None, "is_sequence_2.0"), ("token", 0.5, "is_token_0.5_2.0")],
 )
-def test_importance_weights_equal_verls(level: WeightLevel, lower: float | None, golden: str) -> None:
+def test_importance_weights_agree_with_verl(level: WeightLevel, lower: float | None, golden: str) -> None:
     log_ratio_BT = given_tensor("old") - given_tensor("rollout")
     assert_equal(importance_weights(log_ratio_BT, given_tensor("mask"), level, upper=2.0, lower=lower), VERL[golden])
 
@@ -175,7 +175,7 @@ def test_importance_weights_equal_verls(level: WeightLevel, lower: float | None,
         ("sequence-mean", 0.8, 1.25, "rs_seq_mean_k1_0.8_1.25"),
     ],
 )
-def test_trust_masks_equal_verls(level: MaskLevel, lower: float, upper: float, golden: str) -> None:
+def test_trust_masks_agree_with_verl(level: MaskLevel, lower: float, upper: float, golden: str) -> None:
     log_ratio_BT = given_tensor("old") - given_tensor("rollout")
     assert_equal(trusted_tokens(log_ratio_BT, given_tensor("mask"), level, lower=lower, upper=upper), VERL[golden])
 
@@ -230,11 +230,11 @@ def test_without_dual_clip_the_loss_is_unbounded() -> None:
 
 
 @pytest.mark.parametrize("estimator", get_args(KlEstimator))
-def test_kl_estimates_equal_verls(estimator: KlEstimator) -> None:
+def test_kl_estimates_agree_with_verl(estimator: KlEstimator) -> None:
     assert_equal(kl_penalty(given_tensor("new"), given_tensor("ref"), estimator), VERL[f"kl_{estimator}"])
 
 
-def test_gradients_of_kl_estimates_are_those_of_their_formulas() -> None:
+def test_gradients_of_kl_estimates_agree_with_their_formulas() -> None:
     new_BT, ref_BT = given_tensor("new"), given_tensor("ref")
     slopes = {"k1": torch.ones_like(new_BT), "k2": new_BT - ref_BT, "k3": 1.0 - (ref_BT - new_BT).exp()}
     for estimator in get_args(KlEstimator):
@@ -244,7 +244,7 @@ def test_gradients_of_kl_estimates_are_those_of_their_formulas() -> None:
         assert_equal(logprob_BT.grad, slopes[estimator].tolist())
 
 
-def test_estimators_in_a_loss_have_the_gradients_that_are_documented() -> None:
+def test_kl_estimators_in_a_loss_have_the_documented_gradients() -> None:
     free = torch.tensor([0.3, -1.2, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
     q = torch.tensor([-0.5, 0.2, 0.4, -0.9], dtype=torch.float64).log_softmax(0)
     p = free.log_softmax(0)
@@ -263,7 +263,7 @@ def test_k1_and_k3_average_to_the_kl_divergence() -> None:
 
 
 @pytest.mark.parametrize("aggregation", [name for name in AGGREGATIONS if name != "rollout-mean"])
-def test_aggregations_equal_verls(aggregation: Aggregation) -> None:
+def test_aggregations_agree_with_verl(aggregation: Aggregation) -> None:
     ours = aggregate(given_tensor("new"), given_tensor("mask"), aggregation, horizon=5)
     assert_equal(ours, VERL[f"agg_{aggregation}"])
 
@@ -287,13 +287,13 @@ def random_batch(row_lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def rollout_lengths(row_lengths: list[int], copies: list[int] | None = None) -> Tensor:
-    """Rows 2k and 2k + 1 are of one rollout."""
+    """Returns the length of each row's rollout; rows 2k and 2k + 1 belong to one rollout."""
     counted = [n * c for n, c in zip(row_lengths, copies or [1] * len(row_lengths), strict=True)]
     return torch.tensor([sum(counted[i - i % 2 : i - i % 2 + 2]) for i in range(len(counted))]).double()
 
 
 @given(lengths, st.integers(0, 6), st.sampled_from(AGGREGATIONS))
-def test_the_shares_of_a_batch_add_up_to_the_whole(row_lengths: list[int], cut: int, aggregation: Aggregation) -> None:
+def test_the_losses_of_the_parts_of_a_batch_add_up_to_the_loss_of_the_batch(row_lengths: list[int], cut: int, aggregation: Aggregation) -> None:
     value_BT, mask_BT = random_batch(row_lengths)
     lengths_B = rollout_lengths(row_lengths)
     whole = loss_normalizer(mask_BT, aggregation, rollout_length_B=lengths_B, horizon=7)
@@ -306,7 +306,7 @@ def test_the_shares_of_a_batch_add_up_to_the_whole(row_lengths: list[int], cut: 
 
 
 @given(lengths, st.data(), st.sampled_from(AGGREGATIONS))
-def test_a_weight_counts_as_that_many_copies_of_the_row(
+def test_a_row_of_weight_n_counts_as_n_copies_of_the_row(
     row_lengths: list[int], data: st.DataObject, aggregation: Aggregation
 ) -> None:
     value_BT, mask_BT = random_batch(row_lengths)

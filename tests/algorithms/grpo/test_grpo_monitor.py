@@ -33,7 +33,7 @@ def watched(*steps: dict[str, float]) -> list[list[str]]:
         ),
     ],
 )
-def test_a_warning_is_returned_once_when_it_begins_to_hold(step: dict[str, float], words: str) -> None:
+def test_a_warning_is_returned_once_when_its_condition_begins_to_hold(step: dict[str, float], words: str) -> None:
     first, again, healthy, relapse = watched(step, step, {}, step)
     assert words in first[0]
     assert (len(first), again, healthy) == (1, [], [])
@@ -44,9 +44,9 @@ def test_a_warning_is_returned_once_when_it_begins_to_hold(step: dict[str, float
     "step",
     [
         {},
-        {"entropy": 0.05, "success_rate": 0.95, "reward": 0.95},  # has learned
-        {"response_length": 120.0, "reward": 0.6},  # earns more
-        {"logprob_gap_max": 2.0, "staleness": 1.0},  # older weights sampled
+        {"entropy": 0.05, "success_rate": 0.95, "reward": 0.95},  # the task is learned
+        {"response_length": 120.0, "reward": 0.6},  # longer answers earn more
+        {"logprob_gap_max": 2.0, "staleness": 1.0},  # sampled with older weights
     ],
 )
 def test_normal_steps_cause_no_warning(step: dict[str, float]) -> None:

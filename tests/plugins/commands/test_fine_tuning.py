@@ -115,5 +115,5 @@ def test_a_format_that_does_not_go_with_the_rest_is_refused(place: Path, tmp_pat
         ("x.jsonl", "--format", "openai-sft", "--status", "failed"),
     ):
         file = tmp_path / arguments[0]
-        assert "writes a .jsonl file" in export(place, file, *arguments[1:], code=2).output
+        assert "writes only .jsonl files" in export(place, file, *arguments[1:], code=2).output
         assert not file.exists()

@@ -16,10 +16,10 @@ _NEEDED_BYTES = 2**31
 
 
 def _find_quick_parent() -> Path:
-    """A folder in memory where available, so that fsync is free; files there survive killed processes."""
-    memory = Path("/dev/shm")  # its folders have random names
+    """Returns a folder in memory if available, where fsync is free and files survive killed processes."""
+    memory = Path("/dev/shm")  # safe to share: the folders made in it have random names
     has_room = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > _NEEDED_BYTES
-    return memory if has_room else Path("/tmp")  # the same
+    return memory if has_room else Path("/tmp")  # safe for the same reason
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +42,7 @@ def postgresql_server(quick_parent: Path) -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def make_database(postgresql_server: PostgresServer) -> Iterator[Callable[..., str]]:
-    """Makes databases, and gives their URLs. Those of tests that kill nothing need not wait for the disk."""
+    """Creates a database and returns its URL. Tests that do not kill the server need no ``durable`` database."""
     made: list[str] = []
 
     def make(*, durable: bool = False) -> str:

@@ -19,7 +19,7 @@ from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 
 @asynccontextmanager
 async def serve(token: str | None = None) -> AsyncIterator[tuple[LightningStoreServer, LightningStore]]:
-    """A server over a fresh memory store, and that store."""
+    """Starts a server over a new memory store and yields the server and the store."""
     store = InMemoryLightningStore()
     async with LightningStoreServer(store, port=0, token=token) as server:
         yield server, store
@@ -27,7 +27,7 @@ async def serve(token: str | None = None) -> AsyncIterator[tuple[LightningStoreS
 
 
 async def claim(store: LightningStore, task: Any = "task") -> AttemptedRollout:
-    """A rollout that a worker has just taken."""
+    """Enqueues a rollout and returns it as a worker has claimed it."""
     await store.enqueue_rollout(task)
     claimed = await store.dequeue_rollout("worker")
     assert claimed is not None
@@ -43,7 +43,7 @@ async def ask(
     token: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, Any]:
-    """Status and decoded answer of one request; ``path`` is a full one, ``body`` JSON or bytes as they are."""
+    """Sends a request to a full path and returns the status and decoded answer; a body of bytes is sent as it is."""
     content = None if body is None else io.BytesIO(body if isinstance(body, bytes) else to_json(body))
     shown = {"content-type": "application/json", **(headers or {})}
     if token is not None:

@@ -37,7 +37,7 @@ async def work():
     store = PostgresLightningStore(sys.argv[2], watchdog_interval_s=0.05)
     claimed = await store.dequeue_rollout(f"worker {shift:g}")
     print("claimed", flush=True)
-    await asyncio.to_thread(sys.stdin.readline)  # the other processes' watchdogs look at this attempt meanwhile
+    await asyncio.to_thread(sys.stdin.readline)  # meanwhile the other processes' watchdogs check this attempt
     attempt = await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded", reward=1.0)
     print(attempt.status, attempt.late_status, attempt.start_time, attempt.end_time, flush=True)
     await store.close()
@@ -65,7 +65,7 @@ asyncio.run(work())
 
 @asynccontextmanager
 async def started(program: str, *arguments: Any) -> AsyncIterator[list[asyncio.subprocess.Process]]:
-    """A process of the program for each wrong clock."""
+    """Starts one process of the program for each wrong clock."""
     pipe = asyncio.subprocess.PIPE
     found = []
     try:
@@ -94,7 +94,7 @@ async def end(process: asyncio.subprocess.Process) -> str:
     return errors.decode()
 
 
-async def test_attempts_survive_processes_with_wrong_clocks(database: str) -> None:
+async def test_an_attempt_is_not_ended_by_watchdogs_of_processes_with_wrong_clocks(database: str) -> None:
     store = PostgresLightningStore(database, watchdog_interval_s=0.05)
     config = RolloutConfig(timeout_seconds=60, unresponsive_seconds=60)
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n, config=config) for n in range(5)])
@@ -131,7 +131,9 @@ async def test_a_client_with_a_wrong_clock_signs_attempt_tokens_that_the_server_
                 assert status == 200, shift_s
 
 
-def test_the_servers_clock_goes_on_when_this_machines_clock_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_of_the_server_does_not_follow_a_change_of_this_machines_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = ServerClock("https://store")
     assert clock.is_due
     clock.set(1000.0, since_boot())
@@ -140,7 +142,7 @@ def test_the_servers_clock_goes_on_when_this_machines_clock_is_set(monkeypatch: 
     assert 1000.0 <= clock.now() < 1010.0
 
 
-def test_a_slow_answer_is_no_reason_to_warn_of_a_wrong_clock(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_answer_causes_no_warning_about_a_wrong_clock(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "agentlightning")
     ServerClock("https://store").set(time.time(), since_boot() - 5)  # the answer took up to 5 s
     assert not caplog.records

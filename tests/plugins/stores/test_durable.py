@@ -1,4 +1,4 @@
-"""Tests of both durable stores: survival of kills, several processes, queries."""
+"""Both durable stores: killed processes, several processes, group commit and queries."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
     return process
 
 
-# --- what survives ---
+# --- killed processes ---
 
 
 WRITER = """
@@ -96,8 +96,8 @@ asyncio.run(main())
 """
 
 
-async def test_a_killed_writer_loses_nothing_that_it_acknowledged(url: str) -> None:
-    for _ in range(2):  # into an empty database, and into what the first left behind
+async def test_no_acknowledged_write_is_lost_when_the_writing_process_is_killed(url: str) -> None:
+    for _ in range(2):  # into an empty database, then into the one that the first process left behind
         writer = start(WRITER, url)
         assert writer.stdout is not None
         lines = [writer.stdout.readline() for _ in range(40)]
@@ -123,7 +123,7 @@ async def test_a_killed_writer_loses_nothing_that_it_acknowledged(url: str) -> N
         await store.close()
 
 
-async def test_a_closed_store_says_so(url: str) -> None:
+async def test_calls_of_a_closed_store_raise_an_error(url: str) -> None:
     store = open_store(url)
     await store.close()
     await store.close()
@@ -141,14 +141,14 @@ import agentlightning as agl
 
 async def main():
     store = agl.create_store(sys.argv[1])
-    first = await store.dequeue_rollout()  # each has one, however slow it is then
+    first = await store.dequeue_rollout()  # each process claims one, however slow it is afterwards
     print("ready", flush=True)
     sys.stdin.readline()
     print(first.rollout_id, flush=True)
     async def claim_all():
         while (claimed := await store.dequeue_rollout(timeout=0.2)) is not None:
             print(claimed.rollout_id, flush=True)
-            await asyncio.sleep(0.005)  # leaves most to others
+            await asyncio.sleep(0.005)  # leaves most rollouts to others
     await asyncio.gather(*(claim_all() for _ in range(4)))
     await store.close()
 
@@ -183,7 +183,7 @@ asyncio.run(main())
 """
 
 
-async def test_an_enqueue_and_a_finish_wake_who_waits_in_another_process(url: str) -> None:
+async def test_an_enqueue_and_a_finish_wake_waiters_in_another_process(url: str) -> None:
     store = open_store(url)
     events: list[Event] = []
     store._database.backend.watch(events.extend)
@@ -196,14 +196,14 @@ async def test_an_enqueue_and_a_finish_wake_who_waits_in_another_process(url: st
         (done,) = await store.wait_for_rollouts([queued.rollout_id], timeout=20)
         round_trips.append(time.perf_counter() - begun)
         assert done.status == "succeeded"
-    assert sorted(round_trips)[5] < 1.0, "five commits and two looks of 10 ms at most, on a machine at work"
+    assert sorted(round_trips)[5] < 1.0, "expected five commits and two polls of 10 ms each, on a loaded machine"
     other.communicate()
     kinds = [event.kind for event in events]
     assert kinds == ["rollout_enqueued", "rollout_started", "attempt_finished", "rollout_finished"] * 10
     await store.close()
 
 
-async def test_events_of_two_writers_reach_both_in_commit_order(url: str) -> None:
+async def test_the_events_of_two_stores_reach_both_stores_in_commit_order(url: str) -> None:
     backends = [open_backend(url) for _ in range(2)]
     seen: list[list[str]] = [[], []]
     for backend, mine in zip(backends, seen, strict=True):
@@ -215,7 +215,7 @@ async def test_events_of_two_writers_reach_both_in_commit_order(url: str) -> Non
 
     async def count_up(backend: DurableBackend) -> None:
         for _ in range(40):
-            while True:  # the revision of one record says who was when
+            while True:  # the revision of one record gives the order of the commits
                 page = await backend.select(Query(Rollout))
                 revision = page.rows[0].revision if page.rows else 0
                 put = Put(Rollout(rollout_id="ro-1", input=revision, start_time=0.0))
@@ -250,8 +250,8 @@ asyncio.run(store.close())
 """
 
 
-def test_a_forked_child_is_told_to_open_its_own(url: str) -> None:
-    """The parent is a process of its own, because one with threads should not fork."""
+def test_a_store_that_was_opened_before_a_fork_is_refused_in_the_child(url: str) -> None:
+    """The parent is a separate process, because a process with threads should not fork."""
     assert "was opened before this process was forked" in run_python("-c", FORKING_PROGRAM, url)
 
 
@@ -266,7 +266,7 @@ async def test_concurrent_writes_share_transactions(backend: DurableBackend) -> 
     assert (await backend.count())["rollouts"] == 400
 
 
-async def test_in_a_shared_transaction_only_the_culprit_fails(backend: DurableBackend) -> None:
+async def test_an_operation_that_fails_does_not_fail_the_others_in_its_transaction(backend: DurableBackend) -> None:
     one = Rollout(rollout_id="ro-1", input=1, start_time=0.0)
     attempt = Attempt(rollout_id="ro-1", attempt_id="at-1", sequence_id=1, start_time=0.0)
     stray = Attempt(rollout_id="ro-unknown", attempt_id="at-1", sequence_id=1, start_time=0.0)
@@ -300,7 +300,7 @@ async def test_in_a_shared_transaction_only_the_culprit_fails(backend: DurableBa
     assert (counts["rollouts"], counts["attempts"], counts["spans"], counts["workers"]) == (2, 1, 1, 1)
 
 
-# --- what is stored ---
+# --- records and queries ---
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ async def test_an_input_that_is_not_json_is_refused(url: str, task: object) -> N
     await store.close()
 
 
-async def test_deleting_takes_everything_along(backend: DurableBackend) -> None:
+async def test_deleting_a_rollout_deletes_its_attempts_and_spans(backend: DurableBackend) -> None:
     writes: list[Put | Delete] = []
     for n in range(4):
         writes.append(Put(Rollout(rollout_id=f"ro-{n}", input=n, start_time=0.0, run_id="ab"[n % 2])))
@@ -381,7 +381,7 @@ QUESTIONS: list[tuple[Condition, ...]] = [
 ]  # fmt: skip
 
 
-async def test_every_question_has_the_answer_that_memory_gives(backend: DurableBackend) -> None:
+async def test_queries_of_rollouts_give_the_same_results_as_the_memory_backend(backend: DurableBackend) -> None:
     memory = MemoryBackend()
     rollouts = [
         Rollout(
@@ -419,7 +419,9 @@ async def test_every_question_has_the_answer_that_memory_gives(backend: DurableB
             assert found.total == expected.total, query
 
 
-async def test_attempts_and_spans_are_found_as_in_memory(backend: DurableBackend) -> None:
+async def test_queries_of_attempts_and_spans_give_the_same_results_as_the_memory_backend(
+    backend: DurableBackend,
+) -> None:
     memory = MemoryBackend()
     for store in (memory, backend):
         for n in range(4):
@@ -479,7 +481,7 @@ async def test_attempts_and_spans_are_found_as_in_memory(backend: DurableBackend
         assert not query.count or found.total == expected.total, query
 
 
-async def test_reading_on_after_a_position_misses_nobody(backend: DurableBackend) -> None:
+async def test_reading_on_after_a_deleted_position_skips_no_rollout(backend: DurableBackend) -> None:
     await backend.commit([Put(Rollout(rollout_id=f"ro-{n}", input=n, start_time=0.0)) for n in range(3)])
     page = await backend.select(Query(Rollout))
     await backend.commit([Delete(Rollout, ("ro-2",))])

@@ -1,4 +1,4 @@
-"""Durable stores with a million rollouts and a million spans: minutes each, run by ``make soak``."""
+"""Durable stores with a million rollouts and a million spans; each test takes minutes and is run by ``make soak``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SqlitePlace | PostgresPlace]:
-    """The URL of a new store; PostgreSQL runs as a server of its own, with every commit on disk."""
+    """A place for new stores; PostgreSQL runs as a separate server, with every commit on disk."""
     if request.param == "sqlite":
         yield SqlitePlace(tmp_path)
         return
@@ -27,13 +27,15 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SqlitePlac
         yield PostgresPlace(server)
 
 
-async def test_steps_cost_the_same_with_a_thousand_and_a_million_rollouts(place: SqlitePlace | PostgresPlace) -> None:
+async def test_store_operations_take_as_long_with_a_million_rollouts_as_with_a_thousand(
+    place: SqlitePlace | PostgresPlace,
+) -> None:
     steps: list[dict[str, float]] = []
     for stored in (1000, 1_000_000):
         store = place.open()
         await fill(store, stored)
         best = await measure_steps(store)
-        for _ in range(2):  # the best of three: what else the machine does is not the store's
+        for _ in range(2):  # the best of three excludes the other load of the machine
             again = await measure_steps(store)
             best = {step: min(ms, again[step]) for step, ms in best.items()}
         steps.append(best)
@@ -42,10 +44,10 @@ async def test_steps_cost_the_same_with_a_thousand_and_a_million_rollouts(place:
     few, many = steps
     print({step: (round(few[step], 3), round(many[step], 3)) for step in few})
     slower = {step: (few[step], many[step]) for step in few if many[step] > 2 * few[step] + 1.0}
-    assert slower == {}, "milliseconds with few and with many"
+    assert slower == {}, "milliseconds with a thousand and with a million rollouts"
 
 
-async def test_a_million_spans_stream_through_in_bounded_memory(place: SqlitePlace | PostgresPlace) -> None:
+async def test_a_million_spans_are_written_and_read_in_bounded_memory(place: SqlitePlace | PostgresPlace) -> None:
     total, batch = 1_000_000, 1000
     store = place.open()
     claimed = await claim(store)

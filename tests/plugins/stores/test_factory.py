@@ -30,7 +30,7 @@ def test_an_unknown_scheme_names_similar_and_known_schemes() -> None:
         create_store("memroy://")
 
 
-async def test_the_directory_of_a_run_stands_for_its_store(tmp_path: Path) -> None:
+async def test_the_directory_of_a_run_opens_its_store(tmp_path: Path) -> None:
     first = create_store(f"sqlite:///{tmp_path}/store.db")
     rollout = await first.enqueue_rollout("task")
     await first.close()
@@ -52,7 +52,7 @@ def test_an_invalid_store_url_is_refused_with_the_fix(
     url: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "store.db").touch()  # an empty URL does not mean this one
+    (tmp_path / "store.db").touch()  # an empty URL does not open this file
     with pytest.raises(ConfigError, match=says):
         create_store(url)
 

@@ -1,4 +1,4 @@
-"""Faults of real processes around a served store: killed, paused, out of disk."""
+"""Faults of real processes around a served store: processes killed or paused, and a full disk."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ RUNNER = """
 
 @contextlib.contextmanager
 def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python process whose output can be read; killed at the end."""
+    """Starts a Python process whose output can be read, and kills it at the end."""
     started = subprocess.Popen(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
     )
@@ -109,7 +109,7 @@ def check_integrity(path: Path) -> None:
 
 
 class Load:
-    """Workers that write all the time, and a record of all acknowledged writes."""
+    """Workers that write continuously, and a record of all acknowledged writes."""
 
     def __init__(self, client: LightningStoreClient) -> None:
         self.client = client
@@ -163,7 +163,7 @@ async def kill_under_load(server: Server, kills: int, between_s: tuple[float, fl
     rollouts = {rollout.rollout_id: rollout for rollout in await client.query_rollouts()}
     assert set(load.enqueued) <= set(rollouts), "an acknowledged rollout is lost"
     assert {rollout.status for rollout in rollouts.values()} == {"succeeded"}, "a rollout was never done"
-    assert len(load.claims) == len(set(load.claims)), "one attempt was handed out twice"
+    assert len(load.claims) == len(set(load.claims)), "an attempt was handed out twice"
     assert sorted(load.finished) == sorted(set(load.finished)), "a rollout was done twice"
     stored = [(span.rollout_id, span.span_id) for span in await client.query_spans(None)]
     assert len(stored) == len(set(stored))
@@ -174,16 +174,16 @@ async def kill_under_load(server: Server, kills: int, between_s: tuple[float, fl
 
 
 @pytest.mark.slow
-async def test_a_server_killed_in_the_middle_of_writes_keeps_what_it_acknowledged(server: Server) -> None:
+async def test_a_server_killed_during_writes_loses_no_acknowledged_write(server: Server) -> None:
     await kill_under_load(server, kills=3, between_s=(0.3, 0.8))
 
 
 @pytest.mark.soak
-async def test_a_server_killed_again_and_again_keeps_what_it_acknowledged(server: Server) -> None:
+async def test_a_server_killed_repeatedly_loses_no_acknowledged_write(server: Server) -> None:
     await kill_under_load(server, kills=40, between_s=(0.1, 3.0))
 
 
-async def test_a_stream_of_spans_survives_a_server_that_is_killed(server: Server) -> None:
+async def test_a_span_writer_loses_no_span_when_the_server_is_killed(server: Server) -> None:
     client = LightningStoreClient(server.url)
     await client.enqueue_rollout("task")
     claimed = await client.dequeue_rollout("worker")
@@ -197,7 +197,7 @@ async def test_a_stream_of_spans_survives_a_server_that_is_killed(server: Server
         assert writer.put(span)
         put.append(span.span_id)
         await asyncio.sleep(0.001)
-        if number in (150, 400):  # it continues without a server
+        if number in (150, 400):  # the writer continues without a server
             await restarting
             await server.stop(signal.SIGKILL)
             restarting = asyncio.create_task(server.start())
@@ -212,7 +212,7 @@ async def test_a_stream_of_spans_survives_a_server_that_is_killed(server: Server
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_stopped_server_answers_waiting_calls_and_finishes_running_ones(
+async def test_a_stopped_server_answers_waiting_requests_and_finishes_running_requests(
     number: signal.Signals, server: Server
 ) -> None:
     client = LightningStoreClient(server.url, retry_s=0)
@@ -279,7 +279,7 @@ async def begun(runner_process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.slow
-async def test_the_rollout_of_a_killed_runner_is_run_by_another_within_the_lease(tmp_path: Path) -> None:
+async def test_when_a_lease_has_run_out_another_runner_runs_the_rollout_of_a_killed_runner(tmp_path: Path) -> None:
     lease_s = 2.0
     async with served_with_lease(tmp_path / "store.db", lease_s) as (url, store):
         config = RolloutConfig(max_attempts=2, retry_condition=["unresponsive"])
@@ -364,7 +364,7 @@ async def test_a_client_waits_for_a_paused_server(server: Server) -> None:
     await client.close()
 
 
-async def test_a_full_disk_is_reported_to_the_client_at_once_and_harms_nothing(tmp_path: Path) -> None:
+async def test_a_full_disk_is_reported_to_the_client_immediately_and_damages_no_data(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteLightningStore(path)
     async with LightningStoreServer(store, port=0) as server:

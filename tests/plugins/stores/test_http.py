@@ -67,7 +67,7 @@ async def client(server: LightningStoreServer) -> AsyncIterator[LightningStoreCl
 
 
 class TestStoreOverHttp(StoreConformance):
-    """A served memory store is a store like any other."""
+    """A served memory store passes the conformance kit too."""
 
     @pytest.fixture
     def store(self, client: LightningStoreClient) -> LightningStoreClient:
@@ -104,9 +104,11 @@ async def test_an_unexpected_exception_is_a_500_without_a_traceback(
     assert "an internal secret" in caplog.text
 
 
-async def test_the_error_names_a_stored_value_not_in_json(store: LightningStore, client: LightningStoreClient) -> None:
+async def test_the_error_names_a_stored_value_that_is_not_json(
+    store: LightningStore, client: LightningStoreClient
+) -> None:
     rollout = await store.enqueue_rollout("a")
-    smuggled = rollout.model_copy(update={"input": {"picture": object()}})  # as by a store plugin with a bug
+    smuggled = rollout.model_copy(update={"input": {"picture": object()}})  # as a store plugin with a bug might
     await store._database.backend.commit([Put(smuggled)])
     with pytest.raises(StoreError, match="not JSON.*object"):
         await client.get_rollout_by_id(rollout.rollout_id)
@@ -183,7 +185,7 @@ async def test_a_client_takes_the_token_from_the_environment(
 @pytest.mark.parametrize(
     "headers", [{"origin": "http://pages.example"}, {"host": "rebound.example:4747"}, {"origin": "null"}]
 )
-async def test_without_a_token_pages_in_a_browser_are_refused(
+async def test_requests_from_web_pages_are_refused_when_no_token_is_set(
     headers: dict[str, str], server: LightningStoreServer, store: LightningStore
 ) -> None:
     status, answer = await _ask(server, "POST", "/rollouts", {"input": 1}, headers)
@@ -255,7 +257,7 @@ async def test_an_absent_key_keeps_the_value_and_null_erases_it(client: Lightnin
     assert (erased.input, erased.mode, erased.metadata) == ("other", None, None)
 
 
-async def test_a_cached_version_costs_no_request(store: LightningStore) -> None:
+async def test_a_cached_resource_version_is_read_without_a_request(store: LightningStore) -> None:
     server = LightningStoreServer(store, port=0)
     await server.start()
     client = LightningStoreClient(server.endpoint, retry_s=0)
@@ -267,7 +269,7 @@ async def test_a_cached_version_costs_no_request(store: LightningStore) -> None:
     await client.close()
 
 
-async def test_rollouts_that_begin_with_a_new_version_at_once_cost_one_request(
+async def test_concurrent_reads_of_a_new_resource_version_send_one_request(
     served: InMemoryLightningStore, client: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = await served.add_resources({"prompt": "Say {word}"})
@@ -286,7 +288,7 @@ async def test_rollouts_that_begin_with_a_new_version_at_once_cost_one_request(
     assert await asyncio.to_thread(asyncio.run, client.get_resources_by_id("rs-unknown@1")) is None
 
 
-async def test_callers_of_one_turn_of_the_loop_share_a_read_of_the_newest_resources_and_later_ones_do_not(
+async def test_reads_of_the_newest_resources_share_a_request_only_within_one_turn_of_the_event_loop(
     served: InMemoryLightningStore, client: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await served.update_resources("rs-1", {"prompt": "one"})
@@ -324,7 +326,7 @@ async def test_callers_of_one_turn_of_the_loop_share_a_read_of_the_newest_resour
     assert await client.get_resources_by_id("rs-1") == second
 
 
-async def test_the_client_knows_the_capabilities_of_the_served_store(client: LightningStoreClient) -> None:
+async def test_the_client_has_the_capabilities_of_the_served_store(client: LightningStoreClient) -> None:
     await client.statistics()
     assert client.capabilities == {"thread_safe": True, "durable": False, "otlp_traces": True}
     assert client.otlp_traces_endpoint() == f"{client.url}/v1/traces"
@@ -354,7 +356,7 @@ async def test_waiting_clients_survive_a_restart_of_the_server(store: LightningS
 
 
 @pytest.mark.parametrize("run_id", ["default", "other"])
-async def test_waiting_goes_on_when_a_rollout_that_ended_is_deleted(
+async def test_waiting_continues_when_a_finished_rollout_is_deleted(
     run_id: str, store: LightningStore, client: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "MAX_POLL_S", 0.2)
@@ -371,14 +373,14 @@ async def test_waiting_goes_on_when_a_rollout_that_ended_is_deleted(
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-async def test_resources_cannot_be_named_as_the_path_of_the_latest_ones(
+async def test_resources_cannot_have_the_id_latest(
     is_remote: bool, store: LightningStore, client: LightningStoreClient
 ) -> None:
     with pytest.raises(ConfigError, match="means the newest resources"):
         await (client if is_remote else store).update_resources("latest", {"prompt": "Hi"})
 
 
-async def test_an_empty_id_is_not_the_path_of_another_request(client: LightningStoreClient) -> None:
+async def test_an_empty_id_is_refused(client: LightningStoreClient) -> None:
     await client.start_rollout("task")
     with pytest.raises(ConfigError, match="rollout_id is empty"):
         await client.get_rollout_by_id("")
@@ -400,7 +402,7 @@ async def test_an_unreachable_server_is_an_error_after_the_retries() -> None:
 
 
 class BadConnection:
-    """Forwards TCP to a server; delays requests and loses or holds answers, as many as the counters say."""
+    """Forwards TCP to a server; the counters give how many requests to delay and answers to lose or hold."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -518,7 +520,7 @@ async def test_a_client_that_dies_while_waiting_claims_nothing(
     assert claimed.attempt.sequence_id == 1
 
 
-async def test_a_claim_of_a_cancelled_caller_is_released_at_once(
+async def test_a_claim_of_a_cancelled_caller_is_released_immediately(
     server: LightningStoreServer, store: LightningStore
 ) -> None:
     await store.enqueue_rollout("task")
@@ -536,8 +538,8 @@ async def test_a_claim_of_a_cancelled_caller_is_released_at_once(
         await client.close()
 
 
-async def test_stopping_answers_waiting_requests_at_once(store: LightningStore) -> None:
-    """Also beside a reader of events that has stopped reading: its connection is full, and it cannot be told."""
+async def test_stopping_the_server_answers_waiting_requests_immediately(store: LightningStore) -> None:
+    """Another client's event stream does not prevent this, although that client no longer reads its full connection."""
     server = LightningStoreServer(store, port=0)
     await server.start()
     with socket.socket() as stuck:
@@ -559,7 +561,9 @@ async def test_stopping_answers_waiting_requests_at_once(store: LightningStore) 
     assert time.monotonic() - began < 15
 
 
-async def test_stopping_finishes_the_requests_in_flight(store: LightningStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopping_the_server_finishes_requests_in_flight(
+    store: LightningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -582,7 +586,7 @@ async def _read_events(server: LightningStoreServer) -> bytes:
         return await response.read()
 
 
-async def test_a_subscriber_gets_the_events_of_later_calls_of_its_client(server: LightningStoreServer) -> None:
+async def test_a_subscriber_gets_the_events_of_later_calls_by_the_same_client(server: LightningStoreServer) -> None:
     proxy = BadConnection(server.port)
     async with proxy.listen() as url:
         client = LightningStoreClient(url)
@@ -606,7 +610,7 @@ async def test_a_subscription_survives_a_restart_of_the_server(store: LightningS
             await first.stop()
             await server.start()
         coming = asyncio.ensure_future(anext(events))
-        while not coming.done():  # until the subscription is open, there are no events
+        while not coming.done():  # events arrive once the subscription is open
             rollout = await client.enqueue_rollout("task")
             await asyncio.wait([coming], timeout=0.05)
         event = coming.result()
@@ -672,7 +676,7 @@ async def main():
     client = LightningStoreClient(sys.argv[1])
     await client.statistics()  # opens a connection that the child must not share
     child = os.fork()
-    if child == 0:  # its only thread still believes that it runs the parent's event loop
+    if child == 0:  # its only thread is still marked as running the parent's event loop
         thread = threading.Thread(target=enqueue, args=(client,))
         thread.start()
         thread.join()
@@ -688,14 +692,14 @@ asyncio.run(main())
 
 
 async def test_a_client_works_in_a_forked_process(server: LightningStoreServer, store: LightningStore) -> None:
-    """The parent is a process of its own, because one with threads should not fork."""
+    """The parent is a separate process, because a process with threads should not fork."""
     await asyncio.to_thread(run_python, "-c", FORKING_PROGRAM, server.endpoint)
     assert [rollout.input for rollout in await store.query_rollouts()] == ["from elsewhere"]
 
 
 @contextlib.contextmanager
 def agl_store(folder: Path, *options: str) -> Iterator[str]:
-    """``agl store`` in a working directory; gives the line it says first, and stops it with SIGTERM."""
+    """Runs ``agl store`` in a working directory, yields its first line of output and stops it with SIGTERM."""
     process = subprocess.Popen(
         [sys.executable, "-m", "agentlightning", "store", "--port", "0", *options],
         stdout=subprocess.PIPE,
@@ -722,7 +726,7 @@ async def test_agl_store_prints_its_address_and_whether_it_is_durable(tmp_path: 
     assert "not durable" in line
 
 
-async def test_agl_store_serves_a_file_in_its_folder_and_applies_retention(tmp_path: Path) -> None:
+async def test_agl_store_serves_a_file_in_its_working_directory_and_applies_retention(tmp_path: Path) -> None:
     now, day = time.time(), 86_400
     puts = [Put(Rollout(rollout_id="ro-queued", input=0, start_time=now - 3 * day))]
     for number, age_s in enumerate([2 * day, 2 * day, 3600, 3600, 60, 60]):
@@ -755,7 +759,7 @@ async def test_a_store_is_freed_after_its_server_has_stopped() -> None:
         await client.close()
     await store.close()
     del store, server, client
-    for _ in range(50):  # a thread may still be on its way out
+    for _ in range(50):  # a thread may still be ending
         gc.collect()
         if gone() is None:
             return

@@ -35,7 +35,7 @@ def reward_of(rollout: AttemptedRollout) -> Span:
     )
 
 
-async def test_an_agent_writes_its_spans_and_reward_with_the_token_of_its_attempt() -> None:
+async def test_the_token_of_an_attempt_allows_its_agent_to_write_spans_and_the_reward() -> None:
     async with serve(TOKEN) as (server, store):
         mine = await claim(store)
         runner = LightningStoreClient(server.endpoint, TOKEN)
@@ -65,7 +65,7 @@ def _about_another(other: AttemptedRollout) -> list[tuple[str, str, Any]]:
     ]
 
 
-async def test_the_token_of_an_attempt_allows_nothing_else() -> None:
+async def test_the_token_of_an_attempt_allows_only_requests_about_this_attempt() -> None:
     async with serve(TOKEN) as (server, store):
         mine, other = await claim(store), await claim(store)
         before = await store.statistics(), list(await store.query_rollouts())
@@ -85,7 +85,7 @@ async def test_the_token_of_an_attempt_allows_nothing_else() -> None:
                 continue
             path = route.path.format(**ids, worker_id="w", resources_id="rs-1", run_id="default")
             status, _ = await ask(server, route.method, AGL + path, valid.get(route.path, {}), token=token)
-            assert status in (403, 422), (route.method, route.path)  # 422: the message was read first
+            assert status in (403, 422), (route.method, route.path)  # 422: the body was validated first
             assert not route.for_attempts
         for path in ("/metrics", "/openapi.json", AGL + "/events"):
             assert (await ask(server, "GET", path, token=token))[0] == 403
@@ -137,14 +137,14 @@ async def test_holders_of_the_full_token_mint_tokens_for_attempts() -> None:
         assert (await ask(server, "POST", path, {}))[0] == 409
 
 
-async def test_a_client_without_a_token_gives_agents_none() -> None:
+async def test_a_client_without_a_token_gives_agents_no_attempt_token() -> None:
     async with serve() as (server, _):
         client = LightningStoreClient(server.endpoint)
         assert client.url == server.endpoint
         assert client.attempt_token("ro-1", "at-1") is None
 
 
-async def test_without_a_token_only_health_and_probes_are_open() -> None:
+async def test_requests_without_a_token_reach_only_health_and_probes() -> None:
     async with serve(TOKEN) as (server, _):
         paths = describe(ROUTES, {})["paths"]
         for path in (AGL + "/health", "/livez", "/readyz"):

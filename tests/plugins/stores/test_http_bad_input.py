@@ -1,4 +1,4 @@
-"""Bad input: each case is a 4xx with a code and a message and changes nothing, in every database."""
+"""Bad input: each case gets a 4xx answer with a code and a message and changes nothing in the store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPAN = {
 
 
 class Request(NamedTuple):
-    """One raw request, and the status and code it has to be answered with."""
+    """One raw request, with the status and code of the expected answer."""
 
     method: str
     path: str
@@ -48,7 +48,7 @@ BAD_REQUESTS = [
     Request("POST", "/queues/rollouts/enqueue", b'{"rollouts":' + b"[" * 5000, status=400, code="malformed"),
     Request("POST", "/queues/rollouts/enqueue", b'{"rollouts":[{"input":1e999}]}', status=400, code="malformed"),
     Request("POST", "/queues/rollouts/enqueue", b'{"rollouts":[{"input":"\xff"}]}', status=400, code="malformed"),
-    # JSON that is read as it is, and not as the nearest float
+    # an integer that is read exactly, not as the nearest float
     *(
         Request("POST", "/queues/rollouts/enqueue", b'{"rollouts":[{"input":%s%d}]}' % (b" " * pad, 2**64), status=422)
         for pad in range(5)
@@ -75,7 +75,7 @@ BAD_REQUESTS = [
     # numbers that are not finite
     Request("GET", "/spans?start_after=nan"),
     Request("GET", "/spans?start_before=inf"),
-    # not the message
+    # JSON that does not match the schema
     Request("POST", "/queues/rollouts/enqueue", status=422, code="invalid"),
     Request("POST", "/queues/rollouts/enqueue", [], status=422, code="invalid"),
     Request("POST", "/queues/rollouts/enqueue", {"rollouts": [{}]}, status=422, code="invalid"),
@@ -112,7 +112,7 @@ BAD_REQUESTS = [
     Request("POST", "/resources", {"resources": {"prompt": 7}}, status=422, code="invalid"),
     Request("POST", "/runs/default/metrics", {"step": 1, "values": {"loss": "low"}}, status=422, code="invalid"),
     Request("GET", "/events?kinds=party", status=422, code="invalid"),
-    # too much
+    # too large
     Request("POST", "/rollouts", {"input": {"part": LARGE}}, status=413, code="too_large"),
     Request(
         "POST", "/queues/rollouts/enqueue", {"rollouts": [{"input": 1}, {"input": LARGE}]}, status=413, code="too_large"
@@ -152,7 +152,7 @@ BAD_REQUESTS = [
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
-async def test_bad_input_is_a_4xx_and_changes_nothing(kind: str, tmp_path: Path) -> None:
+async def test_bad_input_gets_a_4xx_answer_and_changes_nothing(kind: str, tmp_path: Path) -> None:
     store = create_store("memory://" if kind == "memory" else f"sqlite:///{tmp_path}/store.db")
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, rollout_id="ro-claimed")])
     await store.dequeue_rollout("worker")

@@ -32,7 +32,7 @@ class Stream:
         self._content = content
 
     async def frame(self) -> dict[str, str]:
-        """The fields of the next frame; a comment has the field '', the end none."""
+        """Returns the fields of the next frame: a comment has the field '', the end of the stream no field."""
         text = b""
         while not text.endswith(b"\n\n"):
             line = await asyncio.wait_for(self._content.readline(), 60)
@@ -42,7 +42,7 @@ class Stream:
         return {name: value for name, _, value in (line.partition(": ") for line in text.decode().strip().split("\n"))}
 
     async def event(self) -> dict[str, str]:
-        """The next frame that is no comment; nothing at the end."""
+        """Returns the next frame that is not a comment, or no fields at the end of the stream."""
         while "" in (frame := await self.frame()):
             pass
         return frame
@@ -77,7 +77,7 @@ async def test_a_reader_that_reconnects_gets_the_events_it_missed() -> None:
 
 
 @pytest.mark.parametrize("unknown", ["0-1", "nonsense", "ffffffff-99"])
-async def test_an_unknown_last_event_id_is_a_gap(unknown: str) -> None:
+async def test_a_reader_with_an_unknown_last_event_id_gets_a_gap_event(unknown: str) -> None:
     async with serve() as (server, store), subscribe(server, last_event_id=unknown) as stream:
         gap = await stream.event()
         assert (gap["event"], json.loads(gap["data"])["code"]) == ("gap", "gap")
@@ -85,7 +85,9 @@ async def test_an_unknown_last_event_id_is_a_gap(unknown: str) -> None:
         assert (await stream.event())["event"] == "rollout_enqueued"
 
 
-async def test_missing_more_events_than_are_kept_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_that_missed_more_events_than_the_server_keeps_gets_a_gap_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(events, "KEPT_EVENTS", 2)
     async with serve() as (server, store):
         async with subscribe(server) as stream:
@@ -99,13 +101,15 @@ async def test_missing_more_events_than_are_kept_is_a_gap(monkeypatch: pytest.Mo
             assert (await stream.event())["event"] == "gap"
 
 
-async def test_a_quiet_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_quiet_stream_gets_keepalive_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "KEEPALIVE_S", 0.05)
     async with serve() as (server, _), subscribe(server) as stream:
         assert [next(iter(await stream.frame())) for _ in range(3)] == ["", "", ""]
 
 
-async def test_a_slow_reader_gets_an_overflow_and_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_reader_gets_an_overflow_event_and_does_not_delay_other_readers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(events, "MAX_UNREAD_EVENTS", 50)
     big = "x" * 20_000  # more than the buffers of a socket hold
     async with serve() as (server, store), subscribe(server) as slow, subscribe(server) as quick:
@@ -137,7 +141,7 @@ async def test_the_client_resumes_a_stream_whose_connection_broke() -> None:
         await client.close()
 
 
-async def test_the_client_raises_the_overflow_of_a_slow_reader() -> None:
+async def test_the_client_raises_an_error_when_its_stream_overflows() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(
@@ -202,7 +206,7 @@ async def test_prometheus_metrics_describe_the_store_and_its_requests() -> None:
         await asking
 
 
-async def test_an_error_of_the_database_that_comes_after_the_answer_is_not_an_unhandled_one(
+async def test_a_database_error_after_the_metrics_response_is_not_reported_as_unhandled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(metrics_module, "ANSWER_S", 0.05)

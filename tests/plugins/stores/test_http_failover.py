@@ -1,4 +1,4 @@
-"""A client that knows several servers of one store goes on when one of them fails."""
+"""A client with the URLs of several servers of one store keeps working when one of them fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def start_server(database: str, port: int) -> asyncio.subprocess.Process:
     return process
 
 
-async def test_claims_and_events_go_on_when_a_server_is_killed(database: str) -> None:
+async def test_claims_and_events_continue_when_a_server_is_killed(database: str) -> None:
     ports = [reserve_port(), reserve_port()]
     servers = await asyncio.gather(*(start_server(database, port) for port in ports))
     client = LightningStoreClient(",".join(f"http://127.0.0.1:{port}" for port in ports))
@@ -51,7 +51,7 @@ async def test_claims_and_events_go_on_when_a_server_is_killed(database: str) ->
 
         names = [f"worker {number}" for number in range(3)]
         await asyncio.gather(*(work(pickle.loads(pickle.dumps(client)), name) for name in names))
-        for name in names:  # a claim whose answer was lost with the server is its worker's until that ends
+        for name in names:  # a claim whose answer was lost stays with its worker until the worker ends
             await client.end_worker(name)
         await work(client, "another worker")
         rollouts = await client.wait_for_rollouts([rollout.rollout_id for rollout in queued], timeout=60)
@@ -73,7 +73,7 @@ async def test_claims_and_events_go_on_when_a_server_is_killed(database: str) ->
         await client.close()
 
 
-async def test_runner_processes_know_all_servers_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_runner_processes_get_the_urls_of_all_servers_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGL_TOKEN", "")
     client = LightningStoreClient("http://127.0.0.1:1,http://127.0.0.1:2")
     async with served(client, "127.0.0.1", 0, is_private=True) as target:
@@ -81,7 +81,7 @@ async def test_runner_processes_know_all_servers_of_a_store(monkeypatch: pytest.
     await client.close()
 
 
-async def test_runner_processes_follow_the_token_file_as_their_parent_does(
+async def test_runner_processes_read_the_token_file_if_their_parent_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tokens").write_text("of the file\n")
@@ -94,7 +94,7 @@ async def test_runner_processes_follow_the_token_file_as_their_parent_does(
         await client.close()
 
 
-async def test_a_run_serves_its_store_with_the_token_of_the_file(
+async def test_a_run_serves_its_store_with_the_token_from_the_token_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tokens").write_text("of the file\n")

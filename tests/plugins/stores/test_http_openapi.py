@@ -1,4 +1,4 @@
-"""The OpenAPI document of the store server; tests/security/test_store_fuzz.py follows it."""
+"""The OpenAPI document of the store server; tests/security/test_store_fuzz.py checks the answers against it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def store(served: tuple[LightningStoreServer, LightningStore]) -> LightningStore
 
 
 def record(rollout: AttemptedRollout | None, **attributes: Any) -> list[ReadableSpan]:
-    """A parent with an event, a link and an error, and its child, as OpenTelemetry's SDK ends them."""
+    """Returns a parent span with an event, a link and an error, and its child, as OpenTelemetry's SDK ends them."""
     ids = {}
     if rollout is not None:
         ids = {"agentlightning.rollout_id": rollout.rollout_id, "agentlightning.attempt_id": rollout.attempt.attempt_id}
@@ -72,7 +72,7 @@ def encode(spans: list[ReadableSpan]) -> bytes:
 
 
 def encode_as_json(spans: list[ReadableSpan]) -> dict[str, Any]:
-    """As the specification wants it: hex ids and numbers for enums."""
+    """Returns the message as JSON in the form of the specification: hex ids and numbers for enums."""
     message: dict[str, Any] = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
 
     def to_hex(value: Any) -> Any:
@@ -90,7 +90,7 @@ def encode_as_json(spans: list[ReadableSpan]) -> dict[str, Any]:
 
 
 def expected(spans: list[ReadableSpan], rollout: AttemptedRollout) -> list[dict[str, Any]]:
-    """The spans that the tracer of this process stores for the same calls."""
+    """Returns the spans that the tracer of this process stores for the same calls."""
     return [
         Span.from_opentelemetry(span, rollout.rollout_id, rollout.attempt.attempt_id, number).model_dump(mode="json")
         for number, span in enumerate(spans, 1)
@@ -118,7 +118,9 @@ async def test_the_opentelemetry_exporter_stores_the_same_spans_as_our_tracer(
     exporter.shutdown()
 
 
-async def test_json_stores_the_same(server: LightningStoreServer, store: LightningStore) -> None:
+async def test_spans_sent_as_json_are_stored_as_the_tracer_stores_them(
+    server: LightningStoreServer, store: LightningStore
+) -> None:
     rollout = await claim(store)
     spans = record(rollout)
     assert await ask(server, "POST", "/v1/traces", encode_as_json(spans)) == (200, {})
@@ -135,7 +137,7 @@ async def test_compressed_messages_are_read(
     assert len(await stored(store, rollout)) == 2
 
 
-async def test_a_span_may_name_its_attempt_instead_of_its_resource(
+async def test_the_attempt_of_a_span_may_be_named_by_the_span_instead_of_its_resource(
     server: LightningStoreServer, store: LightningStore
 ) -> None:
     rollout = await claim(store)
@@ -147,7 +149,9 @@ async def test_a_span_may_name_its_attempt_instead_of_its_resource(
     assert (span.name, span.sequence_id) == ("parent", 7)
 
 
-async def test_values_that_are_not_json_become_text(server: LightningStoreServer, store: LightningStore) -> None:
+async def test_attribute_values_that_are_not_json_become_text(
+    server: LightningStoreServer, store: LightningStore
+) -> None:
     rollout = await claim(store)
     message = encode_spans(record(rollout, loss=float("nan")))
     (spans,) = (scope.spans for scope in message.resource_spans[0].scope_spans)
@@ -159,7 +163,7 @@ async def test_values_that_are_not_json_become_text(server: LightningStoreServer
     assert (parent.attributes["loss"], parent.attributes["picture"]) == ("NaN", "AP8=")
 
 
-async def test_spans_that_cannot_be_stored_are_counted_and_the_others_are_stored(
+async def test_spans_that_cannot_be_stored_are_counted_and_all_other_spans_are_stored(
     server: LightningStoreServer, store: LightningStore
 ) -> None:
     rollout = await claim(store)
@@ -198,7 +202,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("content_type", "body"), MALFORMED, ids=[repr(body)[:70] for _, body in MALFORMED])
-async def test_a_malformed_message_is_400_and_changes_nothing(
+async def test_a_malformed_message_gets_status_400_and_changes_nothing(
     content_type: str, body: bytes, server: LightningStoreServer, store: LightningStore
 ) -> None:
     status, answer = await ask(server, "POST", "/v1/traces", body, headers={"content-type": content_type})
@@ -211,7 +215,7 @@ async def test_a_malformed_message_is_400_and_changes_nothing(
     assert (await store.statistics())["spans"] == 0
 
 
-async def test_the_token_of_an_attempt_replaces_the_ids_and_allows_no_others() -> None:
+async def test_the_token_of_an_attempt_replaces_the_ids_in_spans_and_allows_no_other_ids() -> None:
     async with serve(TOKEN) as (server, store):
         mine, other = await claim(store), await claim(store)
         token = attempt_token.mint(

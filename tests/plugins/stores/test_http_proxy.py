@@ -25,7 +25,7 @@ LOCATIONS = """
 
 
 async def receive_three_events(client: LightningStoreClient, store: LightningStore) -> float:
-    """Receives three events of a subscription that is opened first; gives the longest time that one took."""
+    """Opens a subscription, receives three events and returns the longest delay of an event in seconds."""
     received = client.subscribe(["rollout_enqueued"])
     longest_s = 0.0
     following = asyncio.ensure_future(anext(received))
@@ -43,7 +43,9 @@ async def receive_three_events(client: LightningStoreClient, store: LightningSto
     return longest_s
 
 
-async def test_events_pass_an_nginx_with_its_defaults_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_events_pass_through_nginx_with_default_settings_without_delay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with serve("secret") as (server, store):
         with running_nginx(tmp_path, LOCATIONS.format(server.endpoint)) as url:
             client = LightningStoreClient(f"{url}/defaults", "secret")
@@ -52,7 +54,7 @@ async def test_events_pass_an_nginx_with_its_defaults_at_once(tmp_path: Path, ca
     assert "proxy" not in caplog.text
 
 
-async def test_events_are_polled_where_a_proxy_holds_the_stream_back(
+async def test_the_client_polls_for_events_when_a_proxy_buffers_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "agentlightning")
@@ -72,7 +74,9 @@ async def test_events_are_polled_where_a_proxy_holds_the_stream_back(
     assert "proxy_buffering off" in warnings[0]
 
 
-async def test_an_idle_stream_carries_comments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_an_idle_stream_stays_open_thanks_to_keepalive_comments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(connection, "_SILENCE_S", 1.5)
     monkeypatch.setattr(events, "KEEPALIVE_S", 0.2)
     async with serve() as (server, store):

@@ -46,13 +46,13 @@ async def work(client: LightningStoreClient, worker_id: str, done: list[str]) ->
 
 
 @pytest.mark.slow
-async def test_several_servers_over_one_database_are_one_store(database: str) -> None:
+async def test_several_servers_over_one_database_act_as_one_store(database: str) -> None:
     with serve(database, 2) as ((first_process, first_url), (second_process, second_url)):
         first, second = LightningStoreClient(first_url), LightningStoreClient(second_url)
 
         events = second.subscribe(["rollout_finished"])
         finished = asyncio.ensure_future(anext(events))
-        while not finished.done():  # until the subscription is open, there are no events
+        while not finished.done():  # events arrive once the subscription is open
             before = await first.start_rollout("before")
             await first.update_attempt(before.rollout_id, before.attempt.attempt_id, "succeeded")
             await asyncio.wait([finished], timeout=0.1)
@@ -70,7 +70,7 @@ async def test_several_servers_over_one_database_are_one_store(database: str) ->
         async with asyncio.timeout(60):
             while (await anext(events)).rollout_id != queued.rollout_id:
                 pass
-        assert time.monotonic() - began < 30  # and not when a poll of 60 s ended
+        assert time.monotonic() - began < 30  # woken, not returned when the poll of 60 s ended
         await events.aclose()
 
         done: list[str] = []
@@ -83,7 +83,7 @@ async def test_several_servers_over_one_database_are_one_store(database: str) ->
         assert len(spans) == 100
         assert {span.attributes["by"] for span in spans} > {"worker-0"}
 
-        first_process.send_signal(signal.SIGKILL)  # the other goes on alone
+        first_process.send_signal(signal.SIGKILL)  # the second server keeps serving
         await asyncio.to_thread(first_process.wait)
         late = await second.enqueue_rollout("late")
         await work(second, "survivor", done)

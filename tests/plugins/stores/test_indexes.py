@@ -1,4 +1,4 @@
-"""Searches by time and by a part of the id read indexes, and sorting by the end reads one page."""
+"""Searches by time and by part of the id use indexes, and sorting by end time reads one page."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ INDEXES = {
     "the last that were enqueued": ("rollout_start", "rollout_start"),
     "a late page": ("rollout_run", "rollout_run"),
 }
-"""The index that SQLite and PostgreSQL read for each query; the sorted ones read the records too."""
+"""The indexes that SQLite and PostgreSQL read for each query; sorted queries read the records too."""
 
 
 def statements(plan: Plan) -> list[tuple[str, list[object]]]:
@@ -58,7 +58,7 @@ def statements(plan: Plan) -> list[tuple[str, list[object]]]:
     return [(plan.sql, list(plan.parameters)), *counting]
 
 
-async def test_sqlite_reads_indexes(quick_path: Path) -> None:
+async def test_sqlite_uses_an_index_for_every_search(quick_path: Path) -> None:
     path = quick_path / "store.db"
     await create_store(f"sqlite:///{path}").close()
     await asyncio.to_thread(fill_sqlite, path, NUMBER)
@@ -73,7 +73,7 @@ async def test_sqlite_reads_indexes(quick_path: Path) -> None:
     connection.close()
 
 
-async def test_sqlite_counts_and_filters_the_rollouts_of_a_task_in_an_index(quick_path: Path) -> None:
+async def test_sqlite_uses_an_index_to_count_and_filter_the_rollouts_of_a_task(quick_path: Path) -> None:
     path = quick_path / "store.db"
     await create_store(f"sqlite:///{path}").close()
     await asyncio.to_thread(fill_sqlite, path, NUMBER)
@@ -93,7 +93,7 @@ async def test_sqlite_counts_and_filters_the_rollouts_of_a_task_in_an_index(quic
     connection.close()
 
 
-async def test_postgresql_reads_indexes(database: str) -> None:
+async def test_postgresql_uses_an_index_for_every_search(database: str) -> None:
     await create_store(database).close()
     await fill_postgresql(database, NUMBER)
     connection = await asyncpg.connect(database)
@@ -123,7 +123,7 @@ async def filled(request: pytest.FixtureRequest, quick_path: Path) -> str:
     return url
 
 
-async def test_searches_find_what_a_look_at_every_rollout_finds(filled: str) -> None:
+async def test_searches_find_the_same_rollouts_as_a_full_scan(filled: str) -> None:
     store = create_store(filled)
     every = list(await store.query_rollouts())
     assert len(every) == 3000
@@ -159,7 +159,7 @@ async def test_searches_find_what_a_look_at_every_rollout_finds(filled: str) -> 
     await store.close()
 
 
-async def test_rollouts_that_a_server_of_an_older_version_ended_are_sorted_by_their_end(database: str) -> None:
+async def test_rollouts_that_an_older_server_version_finished_are_sorted_by_end_time(database: str) -> None:
     store = PostgresLightningStore(database)
     connection = await asyncpg.connect(database)
     for name in ("first", "third", "again"):
@@ -167,7 +167,7 @@ async def test_rollouts_that_a_server_of_an_older_version_ended_are_sorted_by_th
         await finish(store, await dequeue(store))
     await store.enqueue_rollout("second \0")
     await dequeue(store)
-    # What the statements of the version before this one do: they do not know the column.
+    # The statements of the previous version, which do not set the column ``end_time``.
     change = "record = regexp_replace(record, '\"end_time\":[^,]+', $2)"
     old = f"UPDATE agl.rollout SET status = $1, {change} WHERE record LIKE $3"
     await connection.execute(old, "succeeded", f'"end_time":{time.time() + 1e6!r}', '%"second%')
@@ -184,7 +184,7 @@ async def test_rollouts_that_a_server_of_an_older_version_ended_are_sorted_by_th
     await store.close()
 
 
-async def test_a_migration_fills_in_when_rollouts_ended(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_migration_fills_in_the_end_times_of_rollouts(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = PostgresLightningStore(database)
     for name in ("first", "second \0"):
         await store.enqueue_rollout(name)

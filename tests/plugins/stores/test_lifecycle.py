@@ -36,7 +36,7 @@ from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 ROLLOUT_STATUSES: tuple[RolloutStatus, ...] = get_args(RolloutStatus)
 ATTEMPT_STATUSES: tuple[AttemptStatus, ...] = get_args(AttemptStatus)
 
-# As the contract has it, written again on purpose: a slip in lifecycle.py must not be copied here by reading its table.
+# The transitions of the contract, repeated on purpose: reading the table of lifecycle.py would copy its mistakes.
 ROLLOUT_MOVES: set[tuple[RolloutStatus, RolloutStatus]] = {
     ("queuing", "preparing"),
     ("queuing", "cancelled"),
@@ -96,7 +96,7 @@ async def rollout_in(store: InMemoryLightningStore, status: RolloutStatus) -> Ro
 
 
 @pytest.mark.parametrize(("status", "target"), [*product(ROLLOUT_STATUSES, ROLLOUT_STATUSES)])
-def test_a_rollout_moves_along_the_table_only(status: RolloutStatus, target: RolloutStatus) -> None:
+def test_a_rollout_changes_its_status_only_as_the_table_allows(status: RolloutStatus, target: RolloutStatus) -> None:
     rollout = make_rollout(status)
     if status == target:
         assert move_rollout(rollout, target, 5.0) is rollout
@@ -111,7 +111,9 @@ def test_a_rollout_moves_along_the_table_only(status: RolloutStatus, target: Rol
 
 
 @pytest.mark.parametrize(("status", "target"), [*product(ROLLOUT_STATUSES, ROLLOUT_STATUSES)])
-async def test_a_stored_rollout_moves_along_the_table_only(status: RolloutStatus, target: RolloutStatus) -> None:
+async def test_a_stored_rollout_changes_its_status_only_as_the_table_allows(
+    status: RolloutStatus, target: RolloutStatus
+) -> None:
     store = InMemoryLightningStore()
     before = await rollout_in(store, status)
     if (status, target) in ROLLOUT_MOVES:
@@ -129,7 +131,7 @@ async def test_a_stored_rollout_moves_along_the_table_only(status: RolloutStatus
 
 
 @pytest.mark.parametrize(("status", "target"), [*product(ATTEMPT_STATUSES, ATTEMPT_STATUSES)])
-def test_an_attempt_moves_along_the_table_only(status: AttemptStatus, target: AttemptStatus) -> None:
+def test_an_attempt_changes_its_status_only_as_the_table_allows(status: AttemptStatus, target: AttemptStatus) -> None:
     attempt = make_attempt(status)
     rollout = make_rollout("running" if status == "running" else "preparing")
     if status == target:
@@ -149,7 +151,9 @@ def test_an_attempt_moves_along_the_table_only(status: AttemptStatus, target: At
 
 
 @pytest.mark.parametrize(("status", "target"), [*product(ATTEMPT_STATUSES, ATTEMPT_STATUSES)])
-async def test_a_stored_attempt_moves_along_the_table_only(status: AttemptStatus, target: AttemptStatus) -> None:
+async def test_a_stored_attempt_changes_its_status_only_as_the_table_allows(
+    status: AttemptStatus, target: AttemptStatus
+) -> None:
     store = InMemoryLightningStore()
     claimed = await store.start_rollout("a")
     if status != "preparing":
@@ -174,7 +178,7 @@ async def test_a_stored_attempt_moves_along_the_table_only(status: AttemptStatus
 
 
 @pytest.mark.parametrize("status", ROLLOUT_STATUSES)
-def test_a_new_attempt_begins_only_while_none_is_live(status: RolloutStatus) -> None:
+def test_a_new_attempt_begins_only_while_no_other_attempt_is_live(status: RolloutStatus) -> None:
     if status in ("queuing", "requeuing", "failed", "cancelled"):
         rollout, attempt = begin_attempt(make_rollout(status), "at-2", 2, 5.0, "worker-1")
         assert (rollout.status, rollout.end_time) == ("preparing", None)
@@ -194,7 +198,9 @@ def test_only_failed_and_cancelled_rollouts_can_be_retried(status: RolloutStatus
 
 
 @pytest.mark.parametrize(("end", "sequence_id"), [*product(("failed", "timeout", "unresponsive"), (1, 2, 3))])
-def test_an_end_is_retried_as_the_config_says_while_attempts_are_left(end: AttemptStatus, sequence_id: int) -> None:
+def test_a_failed_attempt_is_retried_as_the_config_says_while_attempts_are_left(
+    end: AttemptStatus, sequence_id: int
+) -> None:
     config = RolloutConfig(max_attempts=3, retry_condition=["failed", "unresponsive"])
     rollout, _ = move_attempt(make_rollout("running", config), make_attempt("running", sequence_id), end, 5.0)
     assert rollout.status == ("requeuing" if end != "timeout" and sequence_id < 3 else "failed")
@@ -209,7 +215,7 @@ def test_the_end_of_an_attempt_does_not_change_a_rollout_that_is_not_running(sta
     assert (outcome.attempt.status, outcome.attempt.error) == ("failed", error)
 
 
-def test_a_claim_that_is_lost_before_it_ran_is_queued_again_with_any_config() -> None:
+def test_a_rollout_whose_claim_is_lost_before_it_runs_is_queued_again_with_any_config() -> None:
     rollout, attempt = lose_claim(make_rollout("preparing"), make_attempt("preparing"), 5.0, "it died")
     assert (rollout.status, attempt.status, attempt.end_time) == ("requeuing", "unresponsive", 5.0)
     rollout, attempt = lose_claim(make_rollout("running"), make_attempt("running"), 5.0, "it died")
@@ -226,7 +232,7 @@ def test_a_rollout_whose_claim_is_lost_five_times_fails_and_its_error_shows_the_
     assert repr(make_rollout("preparing").input) in outcome.attempt.error.message
 
 
-def test_a_released_claim_and_one_that_a_living_worker_never_received_do_not_count_as_lost() -> None:
+def test_a_claim_counts_as_lost_only_if_its_worker_died() -> None:
     rollout, attempt = make_rollout("preparing"), make_attempt("preparing")
     assert not counts_as_lost(release(rollout, attempt, 5.0).attempt)
     for is_worker_alive in (True, False):
@@ -255,7 +261,9 @@ def end_status(
         (5.9, None, None),
     ],
 )
-def test_deadlines_follow_the_config(now: float, worker_seen: float | None, expected: str | None) -> None:
+def test_attempts_end_at_the_deadlines_of_the_config(
+    now: float, worker_seen: float | None, expected: str | None
+) -> None:
     config = RolloutConfig(timeout_seconds=10, unresponsive_seconds=5 if now < 10 else None)
     rollout = make_rollout("running", config)
     assert end_status(rollout, make_attempt("running"), now, worker_seen, lease_s=math.inf) == expected
@@ -272,7 +280,7 @@ def test_a_lease_is_renewed_by_spans_and_by_the_worker() -> None:
     assert end_status(rollout, unowned, 60.5, None, lease_s=60) is None
 
 
-def test_heartbeats_count_for_the_attempts_that_a_worker_names() -> None:
+def test_a_heartbeat_renews_the_leases_of_the_attempts_that_the_worker_names() -> None:
     attempt = make_attempt("preparing")
     worker = Worker(worker_id="worker-1", last_heartbeat_time=30.0)
     assert last_heartbeat(None, attempt) is None

@@ -36,9 +36,9 @@ class TestInMemoryLightningStore(StoreConformance):
 
 
 async def filled(rollouts: int) -> InMemoryLightningStore:
-    """A store with so many finished rollouts of one run, an attempt each."""
+    """Returns a store with this many finished rollouts in one run, with one attempt each."""
     store = InMemoryLightningStore()
-    for first in range(0, rollouts, 1000):  # all at once would outlast the leases, of a million
+    for first in range(0, rollouts, 1000):  # a single batch of a million would outlast the leases
         numbers = range(first, min(first + 1000, rollouts))
         requests = [EnqueueRolloutRequest(input=n, metadata={"group": n // 4, "step": n // 64}) for n in numbers]
         await store.enqueue_many_rollouts(requests)
@@ -78,7 +78,7 @@ async def enqueue_and_claim(store: InMemoryLightningStore) -> None:
     ("few", "many"),
     [(100, 5_000), pytest.param(1_000, 1_000_000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
 )
-async def test_costs_do_not_grow_with_what_is_stored(few: int, many: int) -> None:
+async def test_operations_cost_the_same_with_few_and_many_stored_rollouts(few: int, many: int) -> None:
     stores = [await filled(few), await filled(many)]
     claims = [await store.start_rollout("a") for store in stores]
 
@@ -99,8 +99,8 @@ async def test_costs_do_not_grow_with_what_is_stored(few: int, many: int) -> Non
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-async def test_a_million_spans_stream_through_in_bounded_memory() -> None:
-    """Ten thousand rollouts with a hundred spans each, of which the owner keeps five hundred."""
+async def test_a_million_spans_pass_through_a_store_with_retention_in_bounded_memory() -> None:
+    """Stores ten thousand rollouts with a hundred spans each, of which retention keeps five hundred rollouts."""
     store = InMemoryLightningStore()
     watchdog = store._watchdog
     store.retain(Retention(max_rollouts=500))
@@ -118,7 +118,7 @@ async def test_a_million_spans_stream_through_in_bounded_memory() -> None:
     assert max(sizes) < sizes[1] + 64 * 2**20, sizes
     read = 0
     cursor: str | None = None
-    while True:  # and what is stored is read at constant cost
+    while True:  # the stored spans can be read page by page
         page = await store.query_spans(None, limit=1000, cursor=cursor)
         read, cursor = read + len(page), page.cursor
         if cursor is None:
@@ -131,7 +131,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def test_two_owners_of_one_database_never_act_on_stale_records() -> None:
+async def test_two_stores_over_one_database_never_act_on_stale_records() -> None:
     backend = MemoryBackend()
     ours, theirs = BackendStore(backend), BackendStore(backend)
     await ours.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(3)])
@@ -153,7 +153,7 @@ async def test_two_owners_of_one_database_never_act_on_stale_records() -> None:
 
 
 async def test_one_rollout_takes_no_more_than_four_reads_and_three_commits() -> None:
-    """Each is a round trip to a database over a network. The wait reads twice."""
+    """Each read or commit is a round trip to a networked database. ``wait_for_rollouts`` reads twice."""
     calls: Counter[str] = Counter()
 
     class CountingBackend(MemoryBackend):
@@ -185,7 +185,7 @@ async def test_events_of_several_threads_are_delivered_in_commit_order() -> None
     inside = threading.Semaphore()
 
     def listen(events: Sequence[Event]) -> None:
-        assert inside.acquire(blocking=False), "two threads delivered at once"
+        assert inside.acquire(blocking=False), "two threads delivered events at the same time"
         seen.extend(events)
         inside.release()
 
@@ -193,7 +193,7 @@ async def test_events_of_several_threads_are_delivered_in_commit_order() -> None
 
     async def count_up() -> None:
         for _ in range(300):
-            while True:  # the revision of one record says who was when
+            while True:  # the revision of one record gives the order of the commits
                 page = await backend.select(Query(Rollout))
                 revision = page.rows[0].revision if page.rows else 0
                 put = Put(Rollout(rollout_id="ro-1", input=revision, start_time=0.0))
@@ -209,7 +209,7 @@ async def test_events_of_several_threads_are_delivered_in_commit_order() -> None
     assert [getattr(event, "rollout_id", "") for event in seen] == [str(revision) for revision in range(1200)]
 
 
-async def test_a_failing_watcher_does_not_affect_the_writer_or_others(
+async def test_a_failing_watcher_does_not_affect_the_writer_or_other_watchers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     backend = MemoryBackend()
@@ -228,7 +228,7 @@ async def test_a_failing_watcher_does_not_affect_the_writer_or_others(
     assert len(seen) == 1
 
 
-async def test_a_failed_guard_writes_nothing() -> None:
+async def test_a_commit_with_a_failed_guard_writes_nothing() -> None:
     backend = MemoryBackend()
     seen: list[Event] = []
     backend.watch(lambda events: seen.extend(events))
@@ -294,7 +294,7 @@ async def test_a_query_gives_the_same_result_with_and_without_an_index(
 
 
 def holds(rollout: Rollout, condition: Condition) -> bool:
-    """The definition of a condition."""
+    """Returns whether the rollout meets the condition, without any index."""
     value: object = getattr(rollout, condition.field.split(".")[0])
     if "." in condition.field:
         value = (rollout.metadata or {}).get(condition.field.split(".")[1])

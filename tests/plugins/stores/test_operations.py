@@ -1,4 +1,4 @@
-"""`agl store` as a service: probes, metrics, tokens, logs and its end, also while the database is away."""
+"""`agl store` as a service: probes, metrics, tokens, logs and shutdown, also while the database is unavailable."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Service:
             )
 
     async def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Sends a signal; the exit status and the log."""
+        """Sends a signal and returns the exit status and the log."""
         self.process.send_signal(number)
         _, errors = await self.process.communicate()
         assert self.process.returncode is not None
@@ -75,7 +75,7 @@ async def serving(*options: str, **variables: str) -> AsyncIterator[Service]:
             await process.communicate()
 
 
-async def test_probes_and_metrics_tell_when_the_database_is_away(own_server: PostgresServer) -> None:
+async def test_probes_and_metrics_show_when_the_database_is_unavailable(own_server: PostgresServer) -> None:
     async with serving(AGL_BACKEND=own_server.url(), AGL_TOKEN="secret") as service:
         assert (await service.get("/livez"))[:2] == (200, "ok\n")
         assert (await service.get("/readyz"))[:2] == (200, "ok\n")
@@ -93,7 +93,7 @@ async def test_probes_and_metrics_tell_when_the_database_is_away(own_server: Pos
         families = await scrape(service)
         assert families["agl_store_up"] == 0.0
         assert "agl_store_rollouts" not in families
-        assert time.monotonic() - begun < 15  # each waits 2 s for the database
+        assert time.monotonic() - begun < 15  # each request waits 2 s for the database
         await asyncio.to_thread(own_server.start)
         for _ in range(600):
             if (await service.get("/readyz"))[0] == 200:
@@ -103,13 +103,13 @@ async def test_probes_and_metrics_tell_when_the_database_is_away(own_server: Pos
 
 
 async def scrape(service: Service) -> dict[str, float]:
-    """The value of the last sample of each name."""
+    """Returns the value of the last sample of each metric name."""
     status, text, _ = await service.get("/metrics", authorization="Bearer secret")
     assert status == 200
     return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
-async def test_sigterm_ends_the_server_in_time_while_the_database_is_away(own_server: PostgresServer) -> None:
+async def test_sigterm_stops_the_server_promptly_while_the_database_is_unavailable(own_server: PostgresServer) -> None:
     async with serving(AGL_BACKEND=own_server.url()) as service:
         client = LightningStoreClient(service.url, retry_s=0.1)
         own_server.kill()
@@ -140,7 +140,7 @@ async def start_later(server: PostgresServer) -> None:
     await asyncio.to_thread(server.start)
 
 
-async def test_a_token_is_replaced_without_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_token_can_be_replaced_without_downtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("new\nold\n")
     async with serving(AGL_BACKEND="memory://", AGL_TOKEN_FILE=str(tokens), AGL_TOKEN="") as service:
@@ -168,7 +168,7 @@ async def test_a_changed_token_file_takes_effect_in_a_running_server_and_its_cli
     async with serving(AGL_BACKEND="memory://", AGL_TOKEN_FILE=str(tokens), AGL_TOKEN="") as service:
         client = LightningStoreClient(service.url)
         await client.enqueue_rollout("before")
-        for broken in ("", " blank\n"):  # as while it is written: the old token stays valid
+        for broken in ("", " blank\n"):  # as if read while it is being written: the old token stays valid
             tokens.write_text(broken)
             await asyncio.sleep(2.5)
             assert (await service.get("/v1/agl/statistics", authorization="Bearer first"))[0] == 200
@@ -185,7 +185,7 @@ async def test_a_changed_token_file_takes_effect_in_a_running_server_and_its_cli
         assert client.with_run("other").token == client.token == "second"
         events = client.subscribe(["rollout_finished"])
         reading = asyncio.ensure_future(anext(events))
-        await asyncio.sleep(0)  # it asks for the stream before the next request
+        await asyncio.sleep(0)  # the client requests the stream before it sends the next request
         await client.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
         assert (await asyncio.wait_for(reading, 30)).kind == "rollout_finished"
         await events.aclose()
@@ -216,7 +216,7 @@ async def test_a_runner_with_a_token_file_uses_the_server_that_answers(tmp_path:
             await client.close()
 
 
-async def test_logs_are_json_lines_with_the_id_of_the_request() -> None:
+async def test_logs_are_json_lines_with_the_request_id() -> None:
     options = ("--log-format", "json", "--log-level", "info", "--access-log")
     async with serving(*options, AGL_BACKEND="memory://") as service:
         _, _, headers = await service.get("/v1/agl/health", x_request_id="mine-1")

@@ -1,4 +1,4 @@
-"""Stores with a planted bug, each of which must fail the conformance test that is named beside it."""
+"""Stores with a planted bug, each of which must fail the conformance test named with it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HASTY = settings(model.SEARCH, phases=[Phase.generate], max_examples=1000, deran
 
 
 class SlowBackend(MemoryBackend):
-    """Has no bug: yields to other tasks before and after each operation, as a backend with I/O does."""
+    """A backend without a bug that yields to other tasks before and after each operation, as with I/O."""
 
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
         await asyncio.sleep(0)
@@ -69,7 +69,7 @@ class SlowBackend(MemoryBackend):
 
 
 class TestSlowBackend(StoreConformance):
-    """Shows races that the memory backend does not."""
+    """Conformance of a backend that shows races which the memory backend hides."""
 
     @pytest.fixture
     async def store(self) -> AsyncIterator[BackendStore]:
@@ -297,7 +297,7 @@ PLANTED: list[tuple[Callable[[], BackendStore], str]] = [
 
 
 @pytest.mark.parametrize(("make_store", "named_test"), PLANTED)
-async def test_a_planted_bug_fails_the_test_named_for_it(
+async def test_a_store_with_a_planted_bug_fails_its_conformance_test(
     make_store: Callable[[], BackendStore], named_test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actions, "PATIENCE_S", 1.0)
@@ -311,7 +311,9 @@ async def test_a_planted_bug_fails_the_test_named_for_it(
         await store.close()
 
 
-async def test_a_lifecycle_that_allows_anything_fails_the_test_named_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lifecycle_that_allows_every_transition_fails_its_conformance_tests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     everything = frozenset(lifecycle.ROLLOUT_TRANSITIONS)
     anything: Mapping[str, frozenset[str]] = dict.fromkeys(everything, everything)
     monkeypatch.setattr(lifecycle, "ROLLOUT_TRANSITIONS", anything)
@@ -325,7 +327,7 @@ async def test_a_lifecycle_that_allows_anything_fails_the_test_named_for_it(monk
 
 
 async def copy_without(forgotten: type[Record], backend: Backend) -> MemoryBackend:
-    """Copies a database without the records of one kind; of rollouts it forgets those in the queue."""
+    """Copies a database without the records of one kind; for ``Rollout``, only without those in the queue."""
     copy = MemoryBackend()
     for kind in KEYS:
         records = [row.record for row in (await backend.select(Query(kind))).rows]
@@ -354,7 +356,7 @@ FORGOTTEN: list[tuple[type[Record] | None, str]] = [
 
 
 @pytest.mark.parametrize(("forgotten", "named_test"), FORGOTTEN)
-async def test_a_store_that_forgets_on_reopening_fails_the_test_named_for_it(
+async def test_a_store_that_loses_records_on_reopening_fails_its_conformance_test(
     forgotten: type[Record] | None, named_test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model, "SEARCH", HASTY)
@@ -375,7 +377,7 @@ async def test_a_store_that_forgets_on_reopening_fails_the_test_named_for_it(
     await stores[-1].close()
 
 
-def test_the_kit_keeps_its_tests() -> None:
+def test_the_conformance_kit_has_at_least_85_tests() -> None:
     tests = [name for name, _ in inspect.getmembers(StoreConformance, inspect.iscoroutinefunction)]
     assert all(name.startswith("test_") for name in tests)
     assert len(tests) >= 85

@@ -1,4 +1,4 @@
-"""The PostgreSQL store is a store; its own are the server's faults, what it costs, and what it says."""
+"""The PostgreSQL store: conformance, server faults, several processes, errors, the schema and the cost of calls."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def backend_of(store: PostgresLightningStore) -> PostgresBackend:
 
 
 async def write(store: PostgresLightningStore) -> None:
-    """A write that no read precedes."""
+    """Writes without reading first."""
     await backend_of(store).commit([Put(Run(run_id="another"))])
 
 
 def count_connects(store: PostgresLightningStore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that gets an item for each connection that the store opens from now on."""
+    """Returns a list that gets an item for each connection that the store opens from now on."""
     server = backend_of(store)._thread.server
     connects: list[int] = []
     connect = server.connect
@@ -106,7 +106,7 @@ def mortal_server(quick_parent: Path) -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def own_server(mortal_server: PostgresServer) -> Iterator[PostgresServer]:
-    """A server that may be killed, if it is started again; its own database is empty."""
+    """A server with an empty database, which a test may kill if it starts the server again."""
     yield mortal_server
     mortal_server.run_sql("SET client_min_messages = warning; DROP SCHEMA IF EXISTS agl CASCADE")
 
@@ -138,7 +138,7 @@ async def test_a_killed_server_loses_nothing_that_was_acknowledged(own_server: P
     for queued_id, begun_id, span_id in acknowledged:
         assert (statuses[queued_id], statuses[begun_id]) == ("queuing", "succeeded")
         assert spans[begun_id, span_id] == 1
-    # Nothing was written twice either: what was asked once more after a lost answer was recognised.
+    # Nothing was written twice either: a write that was repeated after a lost answer was recognised.
     assert len(statuses) == 2 * len(acknowledged)
     assert len(spans) == len(acknowledged)
     counted = await store.statistics()
@@ -146,7 +146,7 @@ async def test_a_killed_server_loses_nothing_that_was_acknowledged(own_server: P
     await store.close()
 
 
-async def test_claims_over_a_killed_server_hand_out_nothing_twice(own_server: PostgresServer) -> None:
+async def test_no_rollout_is_claimed_twice_when_the_server_is_killed(own_server: PostgresServer) -> None:
     store = PostgresLightningStore(own_server.url(), reconnect_s=60.0)
     queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(300)])
     claims: list[str] = []
@@ -165,7 +165,7 @@ async def test_claims_over_a_killed_server_hand_out_nothing_twice(own_server: Po
     await store.close()
 
 
-async def test_a_server_that_does_not_come_back_is_said(own_server: PostgresServer) -> None:
+async def test_a_server_that_does_not_come_back_is_reported(own_server: PostgresServer) -> None:
     store = PostgresLightningStore(own_server.tcp_url(), reconnect_s=0.5)
     await store.enqueue_rollout("kept")
     own_server.kill()
@@ -193,7 +193,7 @@ async def test_a_schema_check_that_fails_does_not_end_the_writer(own_server: Pos
 
 
 @pytest.mark.parametrize("must_check", [False, True])
-async def test_a_password_that_was_changed_is_said_until_it_is_changed_back(
+async def test_a_changed_password_is_reported_until_it_is_changed_back(
     own_server: PostgresServer, must_check: bool
 ) -> None:
     own_server.run_sql("CREATE ROLE app SUPERUSER LOGIN PASSWORD 'one'")
@@ -213,7 +213,7 @@ async def test_a_password_that_was_changed_is_said_until_it_is_changed_back(
     own_server.run_sql("DROP OWNED BY app; DROP ROLE app")
 
 
-async def test_a_server_that_no_longer_answers_is_given_up(
+async def test_calls_fail_when_the_server_no_longer_answers(
     own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_module, "ANSWER_SLACK_S", 0.5)
@@ -222,7 +222,7 @@ async def test_a_server_that_no_longer_answers_is_given_up(
     await store.enqueue_rollout("kept")
     await store.query_rollouts()
     with own_server.frozen():
-        for during in (0, 2 * writer.LOOK_EVERY_S):  # also while the writer waits for the answer to its own look
+        for during in (0, 2 * writer.LOOK_EVERY_S):  # also while the writer waits for the answer to its poll for events
             await asyncio.sleep(during)
             calls = asyncio.gather(store.query_rollouts(), write(store), return_exceptions=True)
             answers = await asyncio.wait_for(calls, SOON_S)
@@ -232,7 +232,7 @@ async def test_a_server_that_no_longer_answers_is_given_up(
     await store.close()
 
 
-async def test_a_standby_that_has_taken_over_is_said_and_not_stormed(
+async def test_a_read_only_standby_is_reported_without_a_storm_of_connections(
     own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = PostgresLightningStore(own_server.tcp_url(), reconnect_s=0.5, watchdog_interval_s=None)
@@ -260,7 +260,7 @@ async def test_a_write_waits_until_a_standby_is_promoted(own_server: PostgresSer
     await store.close()
 
 
-async def test_a_server_that_drops_each_new_connection_is_given_up(
+async def test_a_write_fails_when_the_server_drops_every_new_connection(
     own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = PostgresLightningStore(own_server.tcp_url(), reconnect_s=0.5, watchdog_interval_s=None)
@@ -278,10 +278,10 @@ async def test_a_server_that_drops_each_new_connection_is_given_up(
     await store.close()
 
 
-async def test_a_statement_that_the_server_never_answers_is_given_up(
+async def test_a_statement_that_the_server_never_answers_fails(
     own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_module, "ANSWER_SLACK_S", -49.8)  # of the statement timeout's 50 s
+    monkeypatch.setattr(connection_module, "ANSWER_SLACK_S", -49.8)  # leaves 0.2 s of the statement timeout's 50 s
     store = PostgresLightningStore(own_server.tcp_url(), reconnect_s=0.5, watchdog_interval_s=None)
     await store.enqueue_rollout("kept")
     other = await asyncpg.connect(own_server.url())
@@ -295,11 +295,11 @@ async def test_a_statement_that_the_server_never_answers_is_given_up(
     await store.close()
 
 
-async def test_a_server_without_a_free_connection_is_waited_for(own_server: PostgresServer) -> None:
+async def test_a_read_waits_while_the_server_has_no_free_connection(own_server: PostgresServer) -> None:
     store = PostgresLightningStore(own_server.url(), watchdog_interval_s=None)
     held: list[asyncpg.Connection] = []
     refusals = 0
-    while refusals < 5:  # also those that other clients are giving back
+    while refusals < 5:  # also takes connections that other clients are returning
         try:
             held.append(await asyncpg.connect(own_server.url()))
         except asyncpg.TooManyConnectionsError:
@@ -315,7 +315,7 @@ async def test_a_server_without_a_free_connection_is_waited_for(own_server: Post
     await store.close()
 
 
-async def test_cancelled_statements_are_repeated(database: str) -> None:
+async def test_cancelled_statements_are_executed_again(database: str) -> None:
     store = PostgresLightningStore(f"{database}{'&' if '?' in database else '?'}agl_connections=2")
     other = await asyncpg.connect(database)
     cancel = (
@@ -345,12 +345,12 @@ async def test_cancelled_statements_are_repeated(database: str) -> None:
 @pytest.mark.parametrize(
     "setting", ["agl_connections=1", "agl_connections=many", "agl_connections=nan", "agl_connections=inf", "agl_pool=3"]
 )
-def test_a_setting_in_the_url_that_is_wrong_is_refused(setting: str) -> None:
+def test_an_invalid_setting_in_the_url_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="connections"):
         PostgresLightningStore(f"postgresql://user@localhost:1/db?application_name=mine&{setting}")
 
 
-async def test_an_outage_is_one_line_at_its_begin_and_one_at_its_end(
+async def test_an_outage_logs_one_line_when_it_begins_and_one_when_it_ends(
     own_server: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING", "agentlightning")
@@ -360,7 +360,7 @@ async def test_an_outage_is_one_line_at_its_begin_and_one_at_its_end(
     for _ in range(3):
         with pytest.raises(StoreError):
             await store.enqueue_rollout("task")
-    await asyncio.sleep(1.5)  # scans of the watchdog and looks for events fail meanwhile
+    await asyncio.sleep(1.5)  # meanwhile, watchdog scans and polls for events fail
     await asyncio.to_thread(own_server.start)
     for _ in range(100):
         with contextlib.suppress(StoreError):
@@ -374,7 +374,7 @@ async def test_an_outage_is_one_line_at_its_begin_and_one_at_its_end(
     await store.close()
 
 
-async def test_an_event_is_heard_although_the_server_restarted(own_server: PostgresServer) -> None:
+async def test_a_waiter_gets_an_event_after_the_server_restarts(own_server: PostgresServer) -> None:
     here = PostgresLightningStore(own_server.url(), reconnect_s=60.0)
     waiting = asyncio.create_task(here.dequeue_rollout(timeout=60))
     await asyncio.sleep(0.1)
@@ -401,16 +401,16 @@ async def hold_rollout(url: str, rollout_id: str) -> AsyncIterator[asyncpg.Conne
         holder.terminate()
 
 
-async def test_a_locked_rollout_delays_only_its_own_writers(database: str) -> None:
+async def test_a_locked_rollout_delays_only_writes_to_this_rollout(database: str) -> None:
     store, other = PostgresLightningStore(database), PostgresLightningStore(database)
     locked, free = await claim(store), await claim(store)
     waiting = asyncio.create_task(other.wait_for_rollouts([free.rollout_id], timeout=20))
     async with hold_rollout(database, locked.rollout_id) as holder:
         late = asyncio.create_task(finish(store, locked))
         await asyncio.sleep(0.1)
-        await asyncio.wait_for(finish(store, free), SOON_S)  # of the same process
+        await asyncio.wait_for(finish(store, free), SOON_S)  # in the same store
         assert [rollout.status for rollout in await asyncio.wait_for(waiting, SOON_S)] == ["succeeded"]
-        await asyncio.wait_for(claim(other), SOON_S)  # and of another
+        await asyncio.wait_for(claim(other), SOON_S)  # in another store
         assert not late.done()
         await holder.execute("ROLLBACK")
         await asyncio.wait_for(late, SOON_S)
@@ -451,14 +451,16 @@ async def test_a_claim_that_another_process_wins_returns_nothing(
     await store.close()
 
 
-async def test_an_operation_that_waits_for_another_batch_is_done_once_although_this_one_fails(database: str) -> None:
+async def test_an_operation_deferred_to_the_next_batch_is_done_once_although_the_current_batch_fails(
+    database: str,
+) -> None:
     store = PostgresLightningStore(database)
     backend = backend_of(store)
     one = Rollout(rollout_id="ro-1", input=1, start_time=0.0)
     outcomes = await asyncio.gather(
         backend.commit([Put(one)]),
-        backend.commit([Put(one.model_copy(update={"input": 2}))]),  # waits: it has the same row
-        backend.commit([Put(one.model_copy(update={"rollout_id": "ro-" + "x" * 9_000_000}))]),  # no index takes it
+        backend.commit([Put(one.model_copy(update={"input": 2}))]),  # waits: it writes the same row
+        backend.commit([Put(one.model_copy(update={"rollout_id": "ro-" + "x" * 9_000_000}))]),  # too long for an index
         backend.commit([Put(one.model_copy(update={"rollout_id": "ro-2"}))], [Guard(Rollout, ("ro-2",), 7)]),
         return_exceptions=True,
     )
@@ -490,8 +492,10 @@ asyncio.run(main())
 """
 
 
-async def test_a_stopped_writer_rarely_delays_others_by_100_milliseconds_and_never_by_2_seconds(database: str) -> None:
-    """Wherever it is stopped. A loaded machine is late now and then, but not in most of the stops."""
+async def test_a_suspended_process_rarely_delays_other_writers_by_100_milliseconds_and_never_by_2_seconds(
+    database: str,
+) -> None:
+    """The process is suspended at varying points. A loaded machine is late now and then, but not at most points."""
     stores = [PostgresLightningStore(database) for _ in range(2)]
     process = start_process(STOPPED, database)
     delays: list[float] = []
@@ -521,7 +525,7 @@ async def test_no_event_is_skipped_when_transactions_commit_out_of_order(databas
     heard: list[str] = []
     backend_of(store).watch(lambda events: heard.extend(getattr(event, "rollout_id", "") for event in events))
     writers = [await asyncpg.connect(database) for _ in range(3)]
-    for number, connection in enumerate(writers):  # transaction ids and positions in this order
+    for number, connection in enumerate(writers):  # transaction ids and positions in the order 0, 1, 2
         await connection.execute("BEGIN")
         text = encode_events([RolloutEnqueued(rollout_id=f"ro-{number}")])
         await connection.execute(
@@ -529,7 +533,7 @@ async def test_no_event_is_skipped_when_transactions_commit_out_of_order(databas
             number,
             text,
         )
-    for number in (2, 0, 1):  # and committed in that one
+    for number in (2, 0, 1):  # commits in the order 2, 0, 1
         await writers[number].execute("SELECT pg_notify('agl', '')")
         await writers[number].execute("COMMIT")
         await until(lambda number=number: f"ro-{number}" in heard)
@@ -540,7 +544,7 @@ async def test_no_event_is_skipped_when_transactions_commit_out_of_order(databas
     await store.close()
 
 
-async def test_writes_of_two_processes_are_each_told_once(database: str) -> None:
+async def test_two_stores_get_every_event_of_each_other_once(database: str) -> None:
     stores = [PostgresLightningStore(database) for _ in range(2)]
     heard: list[list[str]] = [[], []]
     for store, mine in zip(stores, heard, strict=True):
@@ -558,7 +562,7 @@ async def test_writes_of_two_processes_are_each_told_once(database: str) -> None
         await store.close()
 
 
-async def test_cancelling_what_another_is_claiming_causes_no_deadlock(database: str) -> None:
+async def test_cancelling_rollouts_that_another_store_is_claiming_causes_no_deadlock(database: str) -> None:
     stores = [PostgresLightningStore(database) for _ in range(3)]
     begun = time.monotonic()
     for _ in range(15):
@@ -601,7 +605,7 @@ def start_process(code: str, url: str) -> subprocess.Popen[str]:
 
 
 async def test_a_finish_in_another_process_wakes_a_waiter_within_ten_milliseconds(database: str) -> None:
-    """Unless the machine is loaded: the quickest quarter tells. ``bench_store_server.py`` measures the median."""
+    """Checks the quickest quarter, as the machine may be loaded. ``bench_store_server.py`` measures the median."""
     store = PostgresLightningStore(database)
     process = start_process(FINISHER, database)
     assert process.stdout is not None
@@ -631,7 +635,7 @@ async def test_a_deadline_with_many_watchdogs_is_enforced_once(database: str) ->
     backend_of(stores[0]).watch(events.extend)
     config = RolloutConfig(timeout_seconds=0.3, max_attempts=2, retry_condition=["timeout"])
     queued = [await stores[0].enqueue_rollout(n, config=config) for n in range(6)]
-    for _ in range(2):  # both attempts of each time out
+    for _ in range(2):  # both attempts of each rollout time out
         for store, _rollout in zip(stores * 2, queued, strict=False):
             assert await store.dequeue_rollout(timeout=20) is not None
     ended = await asyncio.wait_for(stores[1].wait_for_rollouts([rollout.rollout_id for rollout in queued]), 20)
@@ -666,7 +670,7 @@ async def test_a_waiter_that_missed_events_reads_the_records(
     for number in range(140):
         await there.enqueue_rollout(number)
     assert not waiting.done()
-    if writes_first:  # which reads the events that are left
+    if writes_first:  # a write reads the events that are left
         await here.enqueue_rollout("own")
     monkeypatch.setattr(sleeper, "_look", look)
     await there.enqueue_rollout("one more")
@@ -677,29 +681,29 @@ async def test_a_waiter_that_missed_events_reads_the_records(
     await there.close()
 
 
-# --- what is said ---
+# --- errors ---
 
 
-def test_a_wrong_password_is_said_and_not_shown(postgresql_server: PostgresServer) -> None:
+def test_a_wrong_password_is_reported_but_not_shown(postgresql_server: PostgresServer) -> None:
     with pytest.raises(ConfigError, match="user or password") as caught:
         PostgresLightningStore(postgresql_server.tcp_url(password="mistaken-secret"))
     assert "mistaken-secret" not in str(caught.value)
     assert caught.value.__cause__ is None
 
 
-def test_a_database_that_is_not_there_is_said(postgresql_server: PostgresServer) -> None:
+def test_a_missing_database_is_reported(postgresql_server: PostgresServer) -> None:
     with pytest.raises(ConfigError, match="no such database; create it"):
         PostgresLightningStore(postgresql_server.url("nowhere"))
 
 
-def test_a_server_that_is_not_there_is_said() -> None:
+def test_an_unreachable_server_is_reported_without_the_password() -> None:
     with pytest.raises(StoreError, match="cannot be reached") as caught:
         PostgresLightningStore("postgresql://me:hush-hush@127.0.0.1:1/db")
     assert "hush-hush" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["postgresql://me:hush-hush@host:port/db", "postgresql://[me:hush-hush@host/db"])
-def test_a_url_that_cannot_be_read_is_said_without_its_password(url: str) -> None:
+def test_a_malformed_url_is_reported_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match="postgresql://user:password@host:5432/database") as caught:
         PostgresLightningStore.from_url(url)
     assert "hush-hush" not in str(caught.value)
@@ -710,7 +714,7 @@ def test_a_token_is_refused(database: str) -> None:
         PostgresLightningStore.from_url(database, token="secret")
 
 
-async def test_an_id_with_a_nul_is_refused_and_stores_nothing(database: str) -> None:
+async def test_an_id_with_a_nul_character_is_refused_and_nothing_is_stored(database: str) -> None:
     store = PostgresLightningStore(database)
     await store.enqueue_rollout("a\0b")  # an input may have one
     with pytest.raises(ConfigError, match="cannot store"):
@@ -756,7 +760,7 @@ async def test_processes_stop_writing_when_a_newer_version_changes_the_schema(da
         PostgresLightningStore(database)
 
 
-async def test_processes_of_two_neighbouring_versions_share_a_database_during_an_upgrade(database: str) -> None:
+async def test_two_successive_versions_share_a_database_during_an_upgrade(database: str) -> None:
     store = PostgresLightningStore(database)
     await migrate_as_newer_version(database, len(schema.MIGRATIONS))
     await asyncio.sleep(0.2)
@@ -769,7 +773,7 @@ async def test_processes_of_two_neighbouring_versions_share_a_database_during_an
         await each.close()
 
 
-async def test_a_migration_is_done_wholly_or_not_at_all(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_migration_is_applied_completely_or_not_at_all(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = PostgresLightningStore(database)
     await store.enqueue_rollout("kept")
     await store.close()
@@ -788,7 +792,7 @@ async def test_a_migration_is_done_wholly_or_not_at_all(database: str, monkeypat
 
 
 @pytest.mark.parametrize("version", [1, 3, 4])
-async def test_a_database_of_an_older_version_goes_on_with_what_is_in_it(database: str, version: int) -> None:
+async def test_a_database_of_an_older_version_is_migrated_with_its_data(database: str, version: int) -> None:
     connection = await asyncpg.connect(database)
     await connection.execute((Path(__file__).parent / f"postgresql_v{version}.sql").read_text(encoding="utf-8"))
     store = PostgresLightningStore(database)
@@ -826,7 +830,7 @@ async def test_a_database_of_an_older_version_goes_on_with_what_is_in_it(databas
     await connection.close()
 
 
-async def test_the_schema_of_another_program_is_refused_untouched(database: str) -> None:
+async def test_another_programs_schema_is_refused_and_left_unchanged(database: str) -> None:
     connection = await asyncpg.connect(database)
     await connection.execute("CREATE SCHEMA agl")
     await connection.execute("CREATE TABLE agl.theirs (text text)")
@@ -836,7 +840,7 @@ async def test_the_schema_of_another_program_is_refused_untouched(database: str)
     await connection.close()
 
 
-async def test_stores_that_open_a_new_database_at_once_agree(database: str) -> None:
+async def test_several_stores_can_set_up_a_new_database_at_the_same_time(database: str) -> None:
     stores = await asyncio.gather(*(asyncio.to_thread(PostgresLightningStore, database) for _ in range(5)))
     await asyncio.gather(*(store.enqueue_rollout(number) for number, store in enumerate(stores)))
     assert len(await stores[0].query_rollouts()) == 5
@@ -870,7 +874,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, right: str, wrong: str) -> None:
 
 
 @pytest.mark.parametrize(("right", "wrong", "named_test"), PLANTED, ids=[test for _, _, test in PLANTED])
-async def test_a_bug_in_the_statements_fails_the_test_named_for_it(
+async def test_a_bug_planted_in_the_sql_statements_fails_its_conformance_test(
     database: str, right: str, wrong: str, named_test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actions, "PATIENCE_S", 1.0)
@@ -884,9 +888,10 @@ async def test_a_bug_in_the_statements_fails_the_test_named_for_it(
 
 
 @pytest.mark.parametrize(
-    "named_test", [test_a_locked_rollout_delays_only_its_own_writers, test_a_locked_rollout_in_the_queue_is_skipped]
+    "named_test",
+    [test_a_locked_rollout_delays_only_writes_to_this_rollout, test_a_locked_rollout_in_the_queue_is_skipped],
 )
-async def test_a_statement_that_waits_for_locks_fails_the_test_of_it(
+async def test_a_statement_that_waits_for_locks_fails_the_tests_of_locked_rollouts(
     database: str, named_test: Callable[[str], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, "FOR UPDATE SKIP LOCKED", "FOR UPDATE")
@@ -913,8 +918,8 @@ async def test_without_a_notification_events_are_read_once_a_second(
 # --- cost ---
 
 
-async def test_costs_do_not_grow_with_what_is_stored(make_database: Callable[..., str]) -> None:
-    """Counted in pages that PostgreSQL touched, which do not depend on what else this computer does."""
+async def test_operations_cost_the_same_with_few_and_many_stored_rollouts(make_database: Callable[..., str]) -> None:
+    """Counts the pages that PostgreSQL touches, which do not depend on the load of the computer."""
     touched = {stored: await count_pages(make_database(), stored) for stored in (200, 8000)}
     for name, few in touched[200].items():
         many = touched[8000][name]
@@ -922,7 +927,7 @@ async def test_costs_do_not_grow_with_what_is_stored(make_database: Callable[...
 
 
 async def fill(backend: PostgresBackend, stored: int) -> None:
-    """Finished rollouts with an attempt and a span each."""
+    """Stores finished rollouts with one attempt and one span each."""
     for start in range(0, stored, 2000):
         numbers = range(start, min(start + 2000, stored))
         writes: list[Put] = []
@@ -964,7 +969,7 @@ async def count_pages(url: str, stored: int) -> dict[str, int]:
         "nothing to delete": lambda: keep_all(store._database.backend, 1.0),
         "finish": lambda: finish(store, claimed),
     }
-    for operation in operations.values():  # what is done first is planned first, which reads the catalogue
+    for operation in operations.values():  # the first execution plans the statements, which reads the catalogue
         await operation()
     claimed = await claim(store)
     pages = {}
@@ -978,7 +983,7 @@ async def count_pages(url: str, stored: int) -> dict[str, int]:
 
 
 async def read_meter(meter: asyncpg.Connection, store: PostgresLightningStore) -> int:
-    """Pages of our tables and indexes that the store's connections have touched until now."""
+    """Returns the number of pages of our tables and indexes that the store's connections have touched so far."""
     thread = backend_of(store)._thread
 
     async def report() -> None:

@@ -1,4 +1,4 @@
-"""Several store servers over one database: a suspended one does not delay the others, and a second one adds speed."""
+"""Several store servers over one database: a suspended one does not delay the others; a second adds throughput."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.environment("main")  # about processes, not about versi
 WINDOW_S = 0.4
 
 
-async def test_a_suspended_server_delays_the_calls_of_others_by_less_than_100_ms(database: str) -> None:
+async def test_a_suspended_server_delays_calls_to_other_servers_by_less_than_100_ms(database: str) -> None:
     with serving(database, 2, 0.0) as servers:
         clients = [LightningStoreClient(f"http://127.0.0.1:{port}") for _, port in servers]
         calls: list[tuple[float, float]] = []
-        """Begin and end of each call to the second server."""
+        """Start and end times of the calls to the second server."""
         stopping = False
 
         async def work(client: LightningStoreClient, name: str) -> None:
@@ -48,7 +48,7 @@ async def test_a_suspended_server_delays_the_calls_of_others_by_less_than_100_ms
         working = [asyncio.create_task(work(client, f"w{n}")) for client in clients for n in range(4)]
         await asyncio.sleep(WINDOW_S)
         windows: list[tuple[float, float]] = []
-        for number in range(16):  # every other one with the first server suspended
+        for number in range(16):  # the first server is suspended in every other window
             if number % 2:
                 servers[0][0].send_signal(signal.SIGSTOP)
             windows.append((time.monotonic(), time.monotonic() + WINDOW_S))
@@ -66,7 +66,7 @@ async def test_a_suspended_server_delays_the_calls_of_others_by_less_than_100_ms
 
 
 @pytest.mark.soak
-async def test_two_servers_do_more_than_one_and_hardly_wait_for_locks(tmp_path: Path) -> None:
+async def test_two_servers_have_more_throughput_than_one_and_rarely_wait_for_locks(tmp_path: Path) -> None:
     share = 0.25 if os.access(GROUPS, os.W_OK) else 0.0  # without root: the load and the database share the cores
     ratios = []
     with running_server(Path("/tmp")) as place:

@@ -1,4 +1,4 @@
-"""The SQLite store is a store; its own are what survives, what processes share, and what it costs."""
+"""The SQLite store: conformance, faults, files and schema versions, and the cost of operations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FIXTURE = Path(__file__).parent / "sqlite_v1.sql"
 class TestSqliteLightningStore(DurableStoreConformance):
     @pytest.fixture
     async def opened(self, quick_path: Path) -> AsyncIterator[list[SqliteLightningStore]]:
-        """The stores that the test has opened in that folder; the last one is open."""
+        """The stores that the test has opened in ``quick_path``; the last one is open."""
         stores: list[SqliteLightningStore] = []
         yield stores
         await stores[-1].close()
@@ -66,10 +66,10 @@ def check_integrity(path: Path) -> None:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-# --- what survives ---
+# --- faults ---
 
 
-async def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path) -> None:
+async def test_a_full_disk_is_reported_and_damages_no_data(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteLightningStore(path)
     kept = await store.enqueue_rollout("kept")
@@ -114,12 +114,12 @@ class FullAtCommit:
         return self._connection.execute(sql, *parameters)
 
 
-async def test_a_claim_whose_transaction_was_undone_hands_out_nothing(tmp_path: Path) -> None:
+async def test_a_claim_whose_transaction_is_rolled_back_returns_no_rollout(tmp_path: Path) -> None:
     store = SqliteLightningStore(str(tmp_path / "store.db"), watchdog_interval_s=None)
     backend = store._database.backend
     assert isinstance(backend, SqliteBackend)
     backend.writer._connection = FullAtCommit(backend.writer._connection)
-    # Both share a transaction, whose commit fails; then each has its own, and that of the rollout fails again.
+    # Both share a transaction, whose commit fails; each is then retried in its own, and the enqueue fails again.
     enqueued, claimed = await asyncio.gather(
         backend.commit([Put(Rollout(rollout_id="ro-1", input=1, start_time=1.0))]),
         store._queue.claim_now("default", 1, None),
@@ -131,10 +131,10 @@ async def test_a_claim_whose_transaction_was_undone_hands_out_nothing(tmp_path: 
     await store.close()
 
 
-async def test_a_read_only_file_is_said(tmp_path: Path) -> None:
+async def test_a_read_only_file_is_reported(tmp_path: Path) -> None:
     store = SqliteLightningStore(tmp_path / "store.db")
     await store.enqueue_rollout("a")
-    connection = store._database.backend.writer._connection  # root writes any file
+    connection = store._database.backend.writer._connection  # not by chmod: root may write any file
     connection.execute("PRAGMA query_only = ON")
     with pytest.raises(StoreError, match="read-only"):
         await store.enqueue_rollout("b")
@@ -142,11 +142,11 @@ async def test_a_read_only_file_is_said(tmp_path: Path) -> None:
     await store.close()
 
 
-# --- which files ---
+# --- files ---
 
 
 @pytest.mark.parametrize("content", [b"not a database, but a text of some length" * 40, b"x"])
-def test_a_file_that_is_no_database_is_refused_untouched(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_database_is_refused_and_left_unchanged(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="not an SQLite database"):
@@ -155,7 +155,7 @@ def test_a_file_that_is_no_database_is_refused_untouched(tmp_path: Path, content
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_database_of_another_program_is_refused_untouched(tmp_path: Path) -> None:
+def test_another_programs_database_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "mail.db"
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE message (text)")
@@ -166,7 +166,9 @@ def test_the_database_of_another_program_is_refused_untouched(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [path]
 
 
-async def test_a_file_of_a_newer_version_is_refused_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_of_a_newer_version_is_refused_and_left_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "store.db"
     with monkeypatch.context() as patch:
         patch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, ("CREATE TABLE news (text)",)))
@@ -180,13 +182,13 @@ async def test_a_file_of_a_newer_version_is_refused_untouched(tmp_path: Path, mo
 
 
 def make_first_version(path: Path) -> None:
-    """The file as version 1 left it, from the text that ``.dump`` made of one."""
+    """Creates a file of schema version 1 from the output of ``.dump``."""
     connection = sqlite3.connect(path)
     connection.executescript(FIXTURE.read_text())
     connection.close()
 
 
-async def test_a_file_of_the_first_version_is_read_and_written(tmp_path: Path) -> None:
+async def test_a_file_of_the_first_schema_version_can_be_read_and_written(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     make_first_version(path)
     store = SqliteLightningStore(path)
@@ -211,7 +213,7 @@ async def test_a_file_of_the_first_version_is_read_and_written(tmp_path: Path) -
     check_integrity(path)
 
 
-async def test_a_migration_is_done_wholly_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_migration_is_applied_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "store.db"
     make_first_version(path)
     first = schema.MIGRATIONS[:1]
@@ -230,7 +232,7 @@ async def test_a_migration_is_done_wholly_or_not_at_all(tmp_path: Path, monkeypa
         assert connection.execute("PRAGMA user_version").fetchall() == [(3,)]
 
 
-async def test_a_program_of_the_version_before_writes_on_after_a_migration(
+async def test_the_previous_version_can_still_write_after_a_migration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "store.db"
@@ -257,7 +259,7 @@ def read_schema(path: Path) -> list[tuple[object, ...]]:
     return found
 
 
-def test_a_file_whose_tables_another_process_is_creating_is_read_at_one_moment(tmp_path: Path) -> None:
+def test_the_schema_version_is_read_consistently_while_another_process_creates_the_tables(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
 
     class Interrupted(sqlite3.Connection):
@@ -274,7 +276,7 @@ def test_a_file_whose_tables_another_process_is_creating_is_read_at_one_moment(t
         assert schema._read_version(connection, path) == len(schema.MIGRATIONS)
 
 
-async def test_processes_that_open_a_new_file_at_once_agree(tmp_path: Path) -> None:
+async def test_several_stores_can_create_the_same_file_at_the_same_time(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     stores = await asyncio.gather(*(asyncio.to_thread(SqliteLightningStore, path) for _ in range(6)))
     await asyncio.gather(*(store.enqueue_rollout(number) for number, store in enumerate(stores)))
@@ -308,7 +310,7 @@ async def test_a_waiter_that_missed_events_reads_the_records(
     claimed = await claim(here)
     waiting = asyncio.create_task(here.wait_for_rollouts([claimed.rollout_id], timeout=20))
     await asyncio.sleep(0.05)
-    writer = here._database.backend.writer  # to put it to sleep
+    writer = here._database.backend.writer  # to suspend its polling
     monkeypatch.setattr(writer, "_look", lambda: None)
     await asyncio.sleep(0.05)
     await there.update_attempt(claimed.rollout_id, "latest", status="succeeded")
@@ -326,7 +328,7 @@ async def test_a_waiter_that_missed_events_reads_the_records(
     await there.close()
 
 
-def test_a_connection_to_what_is_no_database_is_closed(tmp_path: Path) -> None:
+def test_a_connection_to_a_file_that_is_not_a_database_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     path.write_bytes(b"not a database " * 100)
     with pytest.raises(sqlite3.DatabaseError) as caught:
@@ -336,7 +338,7 @@ def test_a_connection_to_what_is_no_database_is_closed(tmp_path: Path) -> None:
         connection.execute("SELECT 1")
 
 
-async def test_a_store_that_is_forgotten_in_one_of_its_own_threads_is_closed(tmp_path: Path) -> None:
+async def test_a_store_that_is_garbage_collected_in_one_of_its_threads_is_closed(tmp_path: Path) -> None:
     backend = SqliteBackend(tmp_path / "store.db")
     await backend.count()
     readers, idle = backend._pool, backend._idle
@@ -349,8 +351,8 @@ async def test_a_store_that_is_forgotten_in_one_of_its_own_threads_is_closed(tmp
 # --- cost ---
 
 
-async def test_costs_do_not_grow_with_what_is_stored(tmp_path: Path) -> None:
-    """Counted in steps of SQLite's machine, which do not depend on what else this computer does."""
+async def test_operations_cost_the_same_with_few_and_many_stored_rollouts(tmp_path: Path) -> None:
+    """Counts steps of SQLite's virtual machine, which do not depend on the load of the computer."""
     steps = {stored: await count_steps(tmp_path / f"{stored}.db", stored) for stored in (200, 8000)}
     for name, few in steps[200].items():
         many = steps[8000][name]
@@ -426,7 +428,7 @@ async def test_the_file_shrinks_when_rollouts_are_deleted(quick_path: Path) -> N
     path = quick_path / "store.db"
     store = SqliteLightningStore(path)
     await fill_and_delete(store)
-    for _ in range(400):  # the pages go back in steps, with other writes
+    for _ in range(400):  # each write releases some of the free pages
         await store.update_worker("worker")
     await store.close()
     assert path.stat().st_size < 10_000_000
@@ -444,7 +446,7 @@ async def fill_and_delete(store: SqliteLightningStore) -> None:
 async def test_compact_shrinks_an_older_file(quick_path: Path) -> None:
     path = quick_path / "store.db"
     with closing(sqlite3.connect(path)) as connection, connection:
-        connection.executescript(FIXTURE.read_text())  # a file of a version that did not shrink
+        connection.executescript(FIXTURE.read_text())  # of a schema version whose files do not shrink
     store = SqliteLightningStore(path)
     rollouts = await store.query_rollouts()
     await fill_and_delete(store)
@@ -461,7 +463,7 @@ async def test_compact_shrinks_an_older_file(quick_path: Path) -> None:
     await store.close()
 
 
-def test_compact_names_a_file_that_is_not_there_and_stores_that_need_none(quick_path: Path) -> None:
+def test_compact_reports_a_missing_file_and_a_store_that_needs_no_compacting(quick_path: Path) -> None:
     missing = CliRunner().invoke(command, ["compact", f"sqlite:///{quick_path}/none.db"])
     assert isinstance(missing.exception, ConfigError)
     assert "there is no file" in str(missing.exception)

