@@ -1,8 +1,8 @@
 """Set-up of all tests: no key, no download, one thread of arithmetic, a GPU only where marked.
 
-A test runs in the environment ``main``, and in ``oldest`` too if it lies in a folder of ``IN_OLDEST``. The folders
+A test runs in the environment ``main``, and in ``oldest`` too if it is in a folder of ``IN_OLDEST``. The folders
 ``tests/newest``, ``tests/oldest``, ``tests/verl`` and ``tests/vllm`` belong to environments that cannot live with
-``main``. A module marked ``pytest.mark.environment("main", "newest")`` runs in these, whichever folder it lies in.
+``main``. A module marked ``pytest.mark.environment("main", "newest")`` runs in these two, whatever its folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ for name in [name for name in os.environ if name.startswith(("AGL_", "OPENAI_"))
 # Set before anything imports them, and inherited by the processes that tests start.
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell sets this for background jobs
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # else what tests start ignores Ctrl-C too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # otherwise processes that tests start ignore Ctrl-C too
 
 
 ENVIRONMENTS = ("main", "newest", "verl", "oldest", "vllm")
@@ -50,16 +50,18 @@ def log_as_it_was() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--environment", choices=ENVIRONMENTS, default="main", help="whose tests to run; see the Makefile")
+    parser.addoption(
+        "--environment", choices=ENVIRONMENTS, default="main", help="environment whose tests run; see the Makefile"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out the files of other environments: importing them needs what is not installed here."""
+    """Skips files of other environments, whose imports need packages that are not installed here."""
     return None if config.getoption("--environment") in environments_of(collection_path) else True
 
 
 def environments_of(path: Path) -> set[str]:
-    """The environments in which the tests of a file run; for a folder, those of any of its tests."""
+    """Returns the environments in which a file's tests run, or any tests of a folder."""
     place = path.relative_to(_FOLDER)
     if place.parts and place.parts[0] in ENVIRONMENTS:
         return {place.parts[0]}
@@ -92,7 +94,7 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out GPU tests where there is no GPU: the only tests that may be skipped."""
+    """Skips tests marked ``gpu`` on a machine without a GPU; no other test may be skipped."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

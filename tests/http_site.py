@@ -10,7 +10,7 @@ from aiohttp import web
 
 @contextlib.asynccontextmanager
 async def serving(*routes: web.RouteDef) -> AsyncIterator[str]:
-    """Serves routes on a free port of 127.0.0.1, and gives the URL without a slash at its end."""
+    """Serves routes on a free port of 127.0.0.1 and yields the URL without a trailing slash."""
     app = web.Application()
     app.add_routes(routes)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)

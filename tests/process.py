@@ -1,4 +1,4 @@
-"""Programs that tests run and watch."""
+"""Helpers for processes that tests run and watch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits until something is so; fails with the program's output when it ends before, or takes a minute."""
+    """Waits until a condition holds; fails with the program's output if the program ends first or a minute passes."""
     deadline = time.monotonic() + 60
     while not condition():
         assert process.poll() is None, log.read_text()
@@ -20,7 +20,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], lo
 
 
 def count_open_files() -> int:
-    """The number of open files of this process, which a process that hides itself cannot list."""
+    """Returns the number of open files of this process, also where the process cannot list them in ``/proc``."""
     count = 0
     for number in range(4096):
         with contextlib.suppress(OSError):

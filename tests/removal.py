@@ -1,6 +1,6 @@
-"""Takes each plugin of ours away in turn and uses the rest: ``python -m tests.removal`` prints what failed, as JSON.
+"""Removes each of our plugins in turn and uses the others: ``python -m tests.removal`` prints failures as JSON.
 
-All of it happens in one process, which imports third-party packages once; our own modules are imported anew each time.
+Everything runs in one process, which imports third-party packages once and our modules again for each removed plugin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUP = "agentlightning"
 
 
 class _Blocker(importlib.abc.MetaPathFinder):
-    """Refuses to import a package, as if its folder were gone."""
+    """Refuses to import a package, as if its folder did not exist."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -87,7 +87,7 @@ def _first(manager: Any, kind: str, *names: str) -> str:
 
 
 def _train(manager: Any) -> None:
-    """One rollout, with what is there."""
+    """Runs one rollout with the plugins that are left."""
     import agentlightning as agl
 
     def agent(task: str) -> float:
@@ -114,7 +114,7 @@ def _train(manager: Any) -> None:
 
 
 def main() -> None:
-    """Prints the failures of each plugin that was taken away."""
+    """Prints the failures for each removed plugin."""
     logging.disable()
     points = [
         point

@@ -1,4 +1,4 @@
-"""The repository as data: its source files, their imports, its pyproject. For the tests that hold it to its rules."""
+"""The repository as data, for tests of its rules: source files, their imports, pyproject.toml."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ROOTS: Final[Mapping[str, Path]] = {
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module or name, with its dotted name in full."""
+    """An imported module or name."""
 
     name: str
     line: int
     at_import: bool
-    """It happens when the module is imported: not inside a function."""
+    """Whether it is executed when the module is imported, which excludes imports inside functions."""
     type_only: bool
-    """It stands under ``if TYPE_CHECKING``."""
+    """Whether it is under ``if TYPE_CHECKING``."""
 
     def reaches(self, module: str) -> bool:
         return self.name == module or self.name.startswith(module + ".")
@@ -39,7 +39,7 @@ class Import:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One Python file of the repository."""
+    """A Python file of the repository."""
 
     path: Path
 
@@ -49,7 +49,7 @@ class SourceFile:
 
     @property
     def module(self) -> str:
-        """Its dotted name, for a file of the four roots."""
+        """Dotted name of the module, for a file of the four roots."""
         parts = self.path.relative_to(REPO).with_suffix("").parts[1:]
         return ".".join(parts).removesuffix(".__init__")
 
@@ -89,13 +89,13 @@ def _imports(node: ast.AST, *, at_import: bool, type_only: bool) -> Iterator[Imp
 
 
 def python_files(folder: Path) -> list[SourceFile]:
-    """The Python files under a folder, in order; none where there is no such folder."""
+    """Returns the Python files under a folder, in order, or an empty list if the folder does not exist."""
     return [SourceFile(path) for path in sorted(folder.rglob("*.py")) if "__pycache__" not in path.parts]
 
 
 @functools.cache
 def source_files() -> list[SourceFile]:
-    """The files of the four roots."""
+    """Returns the Python files of the four roots."""
     return [file for root in ROOTS.values() for file in python_files(root)]
 
 
@@ -110,7 +110,7 @@ def pyproject() -> dict[str, Any]:
 
 
 def run_python(*arguments: str, cwd: Path | None = None, timeout_s: float = 240) -> str:
-    """Runs this Python in a process of its own and returns its output; fails with it when it exits with an error."""
+    """Runs this Python in a new process and returns its output; fails with the output if it exits with an error."""
     environment = {**os.environ, "PYTHONWARNINGS": "default"}
     done = subprocess.run(
         [sys.executable, *arguments],

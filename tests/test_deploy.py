@@ -1,4 +1,4 @@
-"""The deployment files name options, paths and metrics that exist, and nginx accepts its example."""
+"""Options, paths and metrics in the deployment files exist, and nginx accepts its example."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def documents() -> list[tuple[Path, Any]]:
 
 
 def command_lines() -> Iterator[tuple[Path, list[str]]]:
-    """Every command line of `agl`, without the program."""
+    """Yields every command line of `agl` without the program, and its file."""
     for path in DEPLOY.rglob("*.service"):
         (line,) = re.findall(r"^ExecStart=(.*)$", path.read_text(), re.MULTILINE)
         assert line.startswith(PROGRAM), path
@@ -48,7 +48,7 @@ def command_lines() -> Iterator[tuple[Path, list[str]]]:
                 yield path, container["args"]
 
 
-def test_every_command_line_is_one_that_agl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agl_accepts_every_command_line_of_the_deployment_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(click.Path, "convert", lambda self, value, parameter, context: value)  # paths of other machines
     add_plugin_commands(get_manager())
     found = list(command_lines())
@@ -56,10 +56,12 @@ def test_every_command_line_is_one_that_agl_takes(monkeypatch: pytest.MonkeyPatc
     for path, (name, *words) in found:
         command = cli.get_command(click.Context(cli), name)
         assert command is not None, (path, name)
-        command.make_context(name, list(map(str, words)))  # raises for what the command does not take
+        command.make_context(name, list(map(str, words)))  # raises if the command does not accept the line
 
 
-def test_the_gateway_takes_its_file_and_the_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gateway_accepts_its_configuration_and_reads_the_key_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "key-of-this-test")
     settings = yaml.safe_load((DEPLOY / "gateway.yaml").read_text())
     bind_settings(LLMProxy, settings, "deploy/gateway.yaml")
@@ -67,7 +69,7 @@ def test_the_gateway_takes_its_file_and_the_key_from_the_environment(monkeypatch
     assert backend.api_key == "key-of-this-test"
 
 
-def test_every_command_that_takes_a_store_reads_its_url_from_the_environment() -> None:
+def test_every_command_with_a_store_option_reads_the_url_from_the_environment() -> None:
     add_plugin_commands(get_manager())
     context, named = click.Context(cli), set()
     for name in cli.list_commands(context):
@@ -82,7 +84,7 @@ def test_every_command_that_takes_a_store_reads_its_url_from_the_environment() -
     assert {"gateway", "legacy", "runner", "trace", "rollouts"} <= named
 
 
-async def test_rules_and_dashboard_use_metrics_that_the_store_exports() -> None:
+async def test_prometheus_rules_and_the_grafana_dashboard_use_metrics_that_the_store_exports() -> None:
     store = InMemoryLightningStore()
     text = (await StoreApplication(store)._metrics.render()).decode()
     await store.close()
@@ -116,7 +118,7 @@ async def test_runners_are_scaled_by_a_metric_that_the_store_exports() -> None:
     assert keda["triggers"][0]["metadata"]["query"] == f'max({rule["seriesQuery"]}{{run="{run}"}})'
 
 
-def test_nginx_accepts_the_example(tmp_path: Path) -> None:
+def test_nginx_accepts_the_example_configuration(tmp_path: Path) -> None:
     site = (DEPLOY / "nginx" / "lightning.conf").read_text().replace("listen 443 ssl;", "listen 127.0.0.1:1;")
     site = "\n".join(line for line in site.splitlines() if "ssl_certificate" not in line)
     configuration = tmp_path / "nginx.conf"
@@ -126,7 +128,7 @@ def test_nginx_accepts_the_example(tmp_path: Path) -> None:
     assert "syntax is ok" in done.stderr, done.stderr
 
 
-def test_files_that_were_only_read_say_so() -> None:
+def test_deployment_files_that_were_never_run_have_a_comment_about_it() -> None:
     unused = [DEPLOY / "Dockerfile", DEPLOY / "compose.yaml", *(DEPLOY / "kubernetes").iterdir()]
     unused += (DEPLOY / "prometheus").iterdir()
     for path in unused:
@@ -135,7 +137,7 @@ def test_files_that_were_only_read_say_so() -> None:
         ), path
 
 
-def test_pods_run_without_root_and_probes_use_the_probe_paths() -> None:
+def test_pods_do_not_run_as_root_and_probes_use_the_probe_paths() -> None:
     assert re.search(r"^USER 10001$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     pods = {
         document["metadata"]["name"]: document["spec"]["template"]["spec"]

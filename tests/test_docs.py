@@ -1,4 +1,4 @@
-"""README and docs: their Python runs, their links resolve, their commands exist."""
+"""README and docs: Python blocks run, links resolve, and commands exist."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block."""
+    """A fenced block."""
 
     language: str
     mark: str
-    """The text after the language."""
+    """Text after the language."""
     line: int
-    """The line of the page on which its first line stands, from 1."""
+    """Number of the block's first line in the page, from 1."""
     text: str
 
 
@@ -54,14 +54,14 @@ def _prose(page: Path) -> str:
 
 @pages
 def test_backticks_of_a_paragraph_come_in_pairs(page: Path) -> None:
-    """One that is missing swaps code and text for the rest of the paragraph."""
+    """A missing backtick would swap code and text in the rest of the paragraph."""
     paragraphs = re.split(r"\n[ ]*\n", _FENCED.sub("", page.read_text(encoding="utf-8")))
     assert [paragraph for paragraph in paragraphs if paragraph.count("`") % 2] == []
 
 
 @pages
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
-    """One page is one program. Each block keeps its line number, so that a traceback points into the page."""
+    """A page is one program. Each block keeps its line number, so that a traceback points into the page."""
     lines: list[str] = []
     for block in _blocks(page):
         if block.language == "python" and not block.mark:
@@ -74,7 +74,7 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path
 
 
 @pages
-def test_a_block_names_its_language_and_runs_unless_it_cannot(page: Path) -> None:
+def test_a_block_names_its_language_and_a_block_that_does_not_run_has_an_allowed_reason(page: Path) -> None:
     allowed = {"", *(f"no-run: needs {reason}" for reason in REASONS)}
     blocks = list(_blocks(page))
     assert [f"line {b.line}: {b.mark}" for b in blocks if b.language == "python" and b.mark not in allowed] == []
@@ -99,7 +99,7 @@ def test_every_relative_link_of_a_page_resolves(page: Path) -> None:
     assert broken == []
 
 
-def test_the_readme_leads_to_every_page() -> None:
+def test_the_readme_has_a_link_to_every_page() -> None:
     text = (REPO / "README.md").read_text(encoding="utf-8")
     pages = [page.relative_to(REPO).as_posix() for page in PAGES if page.name != "README.md"]
     assert [page for page in pages if not re.search(rf"\]\({re.escape(page)}[)#]", text)] == []
@@ -121,7 +121,7 @@ def test_a_page_about_writing_a_store_names_every_part_of_a_backend(page: str) -
 
 
 def _unknown(line: str) -> Iterator[str]:
-    """Yields the commands and options of ``agl`` that stand in a line, but do not exist."""
+    """Yields the commands and options of ``agl`` in a line that do not exist."""
     for shown in re.split(r"(?<![\w.-])agl (?=[a-z])", line)[1:]:
         words = shlex.split(re.split(r"[`#;]|&&| \| ", shown)[0])
         command: click.Command = cli
@@ -156,7 +156,7 @@ def test_every_extra_and_target_that_a_page_shows_exists(page: Path) -> None:
 
 
 @pages
-def test_no_page_asks_the_index_for_lightning(page: Path) -> None:
+def test_no_page_installs_lightning_from_the_package_index(page: Path) -> None:
     installs = re.findall(r"pip install[^\n`]*", page.read_text(encoding="utf-8"))
     assert [line for line in installs if re.search(r"\s(-U|--upgrade)\b|\s['\"]?lightning\b", line)] == []
 

@@ -1,4 +1,4 @@
-"""Clean environments: a runner with other versions than its trainer, each extra alone, and other versions of Python."""
+"""Clean environments: a runner with older versions than its trainer, each single extra, other versions of Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 
-# Everything that the extra offers can be imported, and so can everything that needs no extra.
+# Every component of the extra can be imported, and every component that needs no extra.
 for plugin in get_manager().plugins.values():
     assert plugin.state == "loaded", plugin
     for component in plugin.offers:
@@ -89,7 +89,7 @@ IMPORTS = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout."""
+    """Builds the wheel of this checkout."""
     folder = tmp_path_factory.mktemp("dist")
     run_python("-m", "hatchling", "build", "-t", "wheel", "-d", str(folder))
     (built,) = folder.glob("lightning-*.whl")
@@ -106,7 +106,7 @@ def run(*command: str | Path, cwd: Path = REPO) -> str:
 
 
 def make_environment(folder: Path, wheel: Path, extra: str = "", constraints: str = "main", python: str = "") -> Path:
-    """Installs the wheel in a new environment, with uv where there is one, and returns the environment's Python."""
+    """Installs the wheel in a new environment, with uv if it is available, and returns the environment's Python."""
     what = f"lightning{f'[{extra}]' * bool(extra)} @ {wheel.as_uri()}"
     pins = ["--constraint", str(REPO / "constraints" / f"{constraints}.txt")] if constraints else []
     made = folder / "bin" / "python"
@@ -156,9 +156,7 @@ def start_runner(python: Path, store: str, folder: Path, log: Path) -> subproces
         return subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
 
 
-async def test_a_runner_with_the_base_install_and_old_versions_works_for_this_trainer(
-    tmp_path: Path, wheel: Path
-) -> None:
+async def test_a_runner_with_old_versions_of_libraries_works_for_this_trainer(tmp_path: Path, wheel: Path) -> None:
     python = await asyncio.to_thread(make_environment, tmp_path / "old", wheel, "openai", "oldest")
     (tmp_path / "agent.py").write_text(AGENT)
     store = agl.create_store("memory://")
@@ -194,7 +192,7 @@ async def test_a_runner_with_the_base_install_and_old_versions_works_for_this_tr
         for extra in sorted({*EXTRAS} - NO_FEATURES - HEAVY)
     ],
 )
-def test_each_extra_works_alone(extra: str, tmp_path: Path, wheel: Path) -> None:
+def test_each_extra_works_without_other_extras(extra: str, tmp_path: Path, wheel: Path) -> None:
     constraints = {"agentops": "newest", "poml": ""}.get(extra, "main")
     python = make_environment(tmp_path / "alone", wheel, extra, constraints)
     smoke_test(python, extra, tmp_path)
@@ -227,7 +225,7 @@ assert set(asyncio.run(rewards())) == {42.0}, asyncio.run(rewards())
 
 
 def make_tiny_wheel(folder: Path) -> Path:
-    """A wheel of one module without requirements."""
+    """Writes a wheel of one module without requirements."""
     path = folder / "guest-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("guest.py", "NUMBER = 40.0\n")
@@ -242,7 +240,7 @@ def make_tiny_wheel(folder: Path) -> Path:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_actors_of_ray_have_a_folder_and_a_package_that_the_trainer_has_not(tmp_path: Path, wheel: Path) -> None:
+def test_ray_actors_get_a_folder_and_a_package_that_the_trainer_does_not_have(tmp_path: Path, wheel: Path) -> None:
     python = make_environment(tmp_path / "cluster", wheel, "ray")
     run(python, "-m", "ensurepip")
     run(python, "-m", "pip", "install", "--quiet", "virtualenv")  # Ray needs it for `pip`
@@ -254,7 +252,7 @@ def test_actors_of_ray_have_a_folder_and_a_package_that_the_trainer_has_not(tmp_
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_every_interpreter_of_this_machine_runs_the_package(tmp_path: Path, wheel: Path) -> None:
+def test_the_package_runs_with_every_python_version_on_this_machine(tmp_path: Path, wheel: Path) -> None:
     declared = [re.search(r"3\.(\d+)$", line) for line in pyproject()["project"]["classifiers"]]
     minors = {int(found[1]) for found in declared if found}
     interpreters = {sys.version_info.minor: sys.executable}
@@ -275,8 +273,10 @@ def test_pip_resolves_all_extras_from_a_clean_cache_in_three_minutes_of_cpu_time
     run(sys.executable, "-m", "venv", tmp_path / "clean")
     python = tmp_path / "clean" / "bin" / "python"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run(python, "-m", "pip", "install", "--quiet", "--upgrade", "pip")  # that of an old Python backtracks for long
+    run(
+        python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"
+    )  # the pip of an old Python backtracks for a long time
     run(python, "-m", "pip", "install", "--dry-run", "--no-cache-dir", "--quiet", f"lightning[all] @ {wheel.as_uri()}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # A resolver that backtracks computes; the download and other work of the machine do not count.
+    # CPU time measures a resolver that backtracks, and excludes the download and other work of the machine.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 180

@@ -20,10 +20,10 @@ from packaging.utils import canonicalize_name
 
 from tests.source import REPO, ROOTS, pyproject, run_python
 
-# Each needs an environment of its own, or serves development only.
+# These need a separate environment or are only for development.
 NOT_IN_ALL = {"agentops", "dev", "poml", "test", "unit", "verl", "vllm"}
 STRICTER = {"openai>=2.8"}
-"""Requirements of one extra that others need not meet."""
+"""Requirements of one extra that are stricter than those of other extras."""
 
 
 def _project() -> Mapping[str, Any]:
@@ -36,24 +36,24 @@ def _requirements() -> list[Requirement]:
     return [Requirement(line) for lines in (_project()["dependencies"], *extras) for line in lines]
 
 
-def test_all_is_the_union_of_what_can_live_together() -> None:
+def test_the_extra_all_is_the_union_of_all_compatible_extras() -> None:
     extras: dict[str, list[str]] = dict(_project()["optional-dependencies"])
     parts = [lines for name, lines in extras.items() if name not in NOT_IN_ALL | {"all"}]
     assert len(extras["all"]) == len(set(extras["all"]))
     assert set(extras["all"]) == {line for lines in parts for line in lines}
 
 
-def test_the_extra_of_the_demo_holds_what_its_algorithm_and_its_agent_need() -> None:
+def test_the_extra_demo_has_the_requirements_of_its_algorithm_and_agent() -> None:
     extras = _project()["optional-dependencies"]
     assert set(extras["demo"]) >= {*extras["grpo"], *extras["openai"]}
 
 
-def test_every_requirement_has_a_lower_bound_and_no_other() -> None:
+def test_every_requirement_has_only_a_lower_bound() -> None:
     wrong = [str(r) for r in _requirements() if [clause.operator for clause in r.specifier] != [">="]]
     assert wrong == []
 
 
-def test_no_requirement_is_given_two_bounds() -> None:
+def test_no_package_is_required_with_two_different_bounds() -> None:
     bounds: dict[str, set[str]] = {}
     for requirement in _requirements():
         if str(requirement) not in STRICTER:
@@ -70,7 +70,7 @@ _EXTRAS_OF = {
 
 
 @pytest.mark.parametrize("environment", sorted(_EXTRAS_OF))
-def test_the_constraints_pin_whatever_an_environment_may_install(environment: str) -> None:
+def test_the_constraints_pin_every_requirement_of_an_environment(environment: str) -> None:
     extras = _EXTRAS_OF[environment]
     assert "$(comma)".join(extras) + f",{environment}" in (REPO / "Makefile").read_text(encoding="utf-8")
     lines = (REPO / "constraints" / f"{environment}.txt").read_text(encoding="utf-8").splitlines()
@@ -86,12 +86,12 @@ def test_the_constraints_pin_whatever_an_environment_may_install(environment: st
         assert requirement.specifier.contains(pin.version), f"{requirement} against {requirement.name}{pin}"
 
 
-def test_nothing_asks_the_index_for_lightning() -> None:
+def test_no_extra_requires_lightning_from_the_package_index() -> None:
     assert "lightning" not in {canonicalize_name(requirement.name) for requirement in _requirements()}
 
 
 def _content(*roots: Path) -> set[str]:
-    """The files of the roots, as a wheel holds them."""
+    """Returns the files of the roots, with their paths in a wheel."""
     return {
         path.relative_to(root.parent).as_posix()
         for root in roots
@@ -120,13 +120,13 @@ def test_the_base_install_stays_within_60_mb_and_40_packages() -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the source distribution of this checkout."""
+    """Builds the wheel and the source distribution of this checkout and returns their folder."""
     folder = tmp_path_factory.mktemp("dist")
     run_python("-m", "hatchling", "build", "-d", str(folder))
     return folder
 
 
-def test_the_wheel_holds_every_file_of_the_four_roots_and_nothing_else(built: Path) -> None:
+def test_the_wheel_contains_exactly_the_files_of_the_four_roots(built: Path) -> None:
     (wheel,) = built.glob("lightning-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -145,7 +145,7 @@ def test_a_wheel_can_be_built_from_the_source_distribution(built: Path, tmp_path
         assert _content(*ROOTS.values()) <= set(archive.namelist())
 
 
-def test_the_wheel_runs_from_where_it_was_unpacked(built: Path, tmp_path: Path) -> None:
+def test_the_unpacked_wheel_runs_from_its_folder(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("lightning-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)

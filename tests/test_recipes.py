@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md, carried out: each test builds a throw-away plugin, installs it and uses it."""
+"""The recipes of CONTRIBUTING.md: each test follows one to write a temporary plugin, installs it and uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 
 class Site:
-    """A folder on ``sys.path`` that holds one installed distribution, ``lightning-acme``."""
+    """A folder on ``sys.path`` with one installed distribution, ``lightning-acme``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -28,7 +28,7 @@ class Site:
         (info / "entry_points.txt").write_text("[agentlightning]\nacme = acme.plugin\n", encoding="utf-8")
 
     def run(self, *arguments: str) -> str:
-        """Runs this Python where the distribution is installed."""
+        """Runs this Python with the distribution installed."""
         path = os.pathsep.join([str(self._folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -43,7 +43,7 @@ class Site:
         return done.stdout
 
     def offers(self) -> list[tuple[str, str]]:
-        """Returns the components that ``agl plugins`` lists of the plugin, as (kind, name)."""
+        """Returns the plugin's components that ``agl plugins`` lists, as (kind, name)."""
         plugins = json.loads(self.run("-m", "agentlightning", "plugins", "--json"))
         (acme,) = [plugin for plugin in plugins if plugin["plugin"] == "acme"]
         assert acme["state"] == "loaded", acme["error"]
@@ -65,7 +65,7 @@ def components():
 """
 
 
-def test_a_tracker_is_added_as_the_recipe_says(site: Site) -> None:
+def test_the_recipe_for_a_tracker_works(site: Site) -> None:
     site.install(
         offer("tracker", "file", "acme.tracker:FileTracker"),
         tracker="""
@@ -98,7 +98,7 @@ print(open("events.txt").read())
     assert {"RolloutStarted", "RolloutFinished", "RunFinished"} <= set(seen)
 
 
-def test_a_store_is_added_as_the_recipe_says(site: Site) -> None:
+def test_the_recipe_for_a_store_works(site: Site) -> None:
     site.install(
         offer("store", "folder", "acme.store:FolderStore"),
         store="""
@@ -126,7 +126,7 @@ assert run.status == "succeeded"
     )
 
 
-def test_a_framework_is_added_as_the_recipe_says(site: Site) -> None:
+def test_the_recipe_for_a_framework_works(site: Site) -> None:
     site.install(
         """
 import sys
@@ -181,7 +181,7 @@ assert agl.find_final_reward(spans) == 1.0
     )
 
 
-def test_an_algorithm_is_added_as_the_recipe_says(site: Site) -> None:
+def test_the_recipe_for_an_algorithm_works(site: Site) -> None:
     site.install(
         offer("algorithm", "shout", "acme.algorithm:Shout"),
         algorithm="""
@@ -219,7 +219,7 @@ assert agl.find_final_reward(asyncio.run(store.query_spans(rollout.rollout_id)))
     )
 
 
-def test_a_misspelt_setting_of_a_plugin_is_refused_with_the_allowed_ones(site: Site) -> None:
+def test_a_misspelt_setting_of_a_plugin_is_refused_with_a_suggestion(site: Site) -> None:
     site.install(
         offer("tracker", "file", "acme.tracker:FileTracker"),
         tracker="""

@@ -1,4 +1,4 @@
-"""Any one plugin of ours can be taken away, folder and entry point, and the others work on."""
+"""Each of our plugins can be removed, folder and entry point, and the other plugins still work."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def failures_by_plugin() -> dict[str, list[str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(1020)
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_the_other_plugins_work_without(plugin: str) -> None:
+def test_all_other_plugins_work_without_the_plugin(plugin: str) -> None:
     failures = failures_by_plugin()[plugin]
     assert not failures, "\n\n".join(failures)

@@ -1,4 +1,4 @@
-"""A learner in a process: ``python -m tests.algorithms.live_learner URL PROMPT [SETTING=NUMBER]...``."""
+"""A learner in its own process: ``python -m tests.algorithms.live_learner URL PROMPT [SETTING=NUMBER]...``."""
 
 from __future__ import annotations
 

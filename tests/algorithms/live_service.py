@@ -1,6 +1,6 @@
 """A service for tests of live learning: its prompt states the quality of its answers.
 
-It is repeatable: rewards depend on the task, and versions on a seed.
+It is repeatable: rewards depend on the task, and the choice of versions depends on a seed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from agentlightning.types import Rollout
 GOOD, WORSE = "quality 0.95", "quality 0.2"
 BEGIN = "quality 0.6"
 GOLDEN = 0.6180339887498949
-"""Its multiples modulo 1 spread evenly over [0, 1) from any start."""
+"""A number whose multiples modulo 1 spread evenly over [0, 1) from any start."""
 
 
 @agl.rollout
 async def answer(task: dict[str, Any], prompt: agl.PromptTemplate) -> float | None:
-    """Earns 1 on the share of tasks that its prompt states, else 0; ``late`` tasks get no reward yet.
+    """Earns 1 on the share of tasks that its prompt states and 0 on the rest; ``late`` tasks get no reward yet.
 
-    A prompt with "penalty" earns 1 less, and one with "unrated" nothing.
+    A prompt with "penalty" earns 1 less, and a prompt with "unrated" gets no reward.
     """
     if "broken" in prompt.template:
         raise RuntimeError("no such tool")
@@ -44,7 +44,7 @@ class Service:
         self.store = store
         self.live = live
         self.served: Counter[str] = Counter()
-        """Number of tasks by version."""
+        """Number of served tasks by version."""
         self._runner = runner
         self._pause_s = pause_s
         self._numbers = itertools.count()
@@ -66,7 +66,7 @@ class Service:
 
 @contextlib.asynccontextmanager
 async def serving(store: agl.LightningStore, pause_s: float = 0.002, **settings: Any) -> AsyncIterator[Service]:
-    """A service over a store, in this process."""
+    """Runs a service over a store in this process."""
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
     with runner.run_context(agent=answer, store=store):
         async with agl.LiveResources(store, **{"refresh_s": 0.2, "seed": 1, **settings}) as live:
@@ -91,12 +91,12 @@ async def running(*work: Any) -> AsyncIterator[list[asyncio.Task[Any]]]:
 async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Waits for a condition that has no event."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 # there is no event
+        while not condition():  # noqa: ASYNC110 # no event reports the condition
             await asyncio.sleep(0.02)
 
 
 async def run_checks(store: agl.LightningStore) -> None:
-    """A runner, for the rollouts of offline checks."""
+    """Runs a runner for the rollouts of offline checks."""
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
     with runner.run_context(agent=answer, store=store, worker_id="checker"):
         await runner.iter()

@@ -41,17 +41,17 @@ class Server:
 
 
 def phrases(text: str) -> set[str]:
-    """The phrases in a prompt."""
+    """Returns the rule and trap phrases in a prompt."""
     return set(re.findall(r"(?:RULE|TRAP)-[A-E]", text))
 
 
 def worth(text: str) -> float:
-    """The reward of a prompt on every task."""
+    """Returns the reward that a prompt earns on every task."""
     return max(sum(WORTH[phrase] for phrase in phrases(text)), 0.0)
 
 
 def agent(task: Mapping[str, Any], prompt: agl.PromptTemplate) -> float:
-    """An agent with a known reward that calls no model."""
+    """Returns the known reward of the prompt without calling a model."""
     filled = prompt.format(question=task["question"])
     assert str(task["question"]) in filled
     time.sleep(task["seconds"])
@@ -59,7 +59,7 @@ def agent(task: Mapping[str, Any], prompt: agl.PromptTemplate) -> float:
 
 
 def prompt_in(request: RecordedRequest) -> str:
-    """The prompt in a request to critic or editor."""
+    """Returns the prompt in a request to the critic or editor."""
     found = re.search(r"<prompt[^>]*>\n(.*?)\n</prompt>", request.body["messages"][0]["content"], re.DOTALL)
     assert found is not None
     return found[1]
@@ -85,12 +85,12 @@ def edit(request: RecordedRequest) -> str:
 
 
 def critic_and_editor(request: RecordedRequest) -> Answer:
-    """The script; its answers depend only on the request."""
+    """Scripts critic and editor; answers depend only on the request."""
     return Answer(criticise(request) if is_critic(request) else edit(request))
 
 
 def client(server: ScriptedOpenAI) -> Any:
-    """The client for critic and editor."""
+    """Returns a client for critic and editor."""
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(base_url=server.endpoint, api_key="any", max_retries=0)

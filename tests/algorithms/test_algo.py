@@ -18,7 +18,7 @@ def run(algorithm: Any, strategy: str = "shm") -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize("strategy", ["shm", "cs"])
-def test_metrics_of_a_sync_function_are_stored_at_once(strategy: str) -> None:
+def test_metrics_of_a_sync_function_are_stored_before_log_returns(strategy: str) -> None:
     @agl.algo
     def algorithm(tracker: Any, store: agl.LightningStore) -> None:
         tracker.log(1, {"reward": 0.5})
@@ -49,7 +49,7 @@ def test_metrics_that_cannot_be_stored_fail_the_run_even_if_they_are_not_awaited
         run(algorithm)
 
 
-def test_the_function_stays_callable_and_a_subclass_of_algorithm_works_the_same() -> None:
+def test_a_decorated_function_stays_callable_and_a_subclass_of_algorithm_works_as_well() -> None:
     @agl.algo
     def doubled(store: Any = None, factor: int = 2) -> int:
         return 21 * factor

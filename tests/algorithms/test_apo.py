@@ -80,7 +80,7 @@ def asked(server: ScriptedOpenAI, model: str) -> list[str]:
     return [r.body["messages"][-1]["content"] for r in server.requests if r.body["model"] == model]
 
 
-def test_it_finds_the_best_prompt_and_publishes_it(server: ScriptedOpenAI) -> None:
+def test_apo_finds_the_best_prompt_and_publishes_it(server: ScriptedOpenAI) -> None:
     apo = make(server)
     store = train(apo, resources={"prompt": SEED, "llm": agl.LLM(endpoint="http://nowhere", model="m")})
     assert phrases(apo.get_best_prompt().template) == BEST
@@ -105,7 +105,9 @@ def test_every_candidate_is_in_the_store_with_lineage_scores_and_its_rollouts(se
         return snapshots, list((await store.query_rollouts()).items)
 
     snapshots, rollouts = asyncio.run(read())
-    kept: list[Any] = [update.resources["prompt_candidate"] for update in snapshots.values()]  # in the newest version
+    kept: list[Any] = [
+        update.resources["prompt_candidate"] for update in snapshots.values()
+    ]  # the newest version of each candidate
     assert {each.candidate_id: each for each in kept} == {each.candidate_id: each for each in apo.history}
     ids = {each.candidate_id for each in apo.history}
     for candidate in apo.history[1:]:
@@ -121,7 +123,7 @@ def test_every_candidate_is_in_the_store_with_lineage_scores_and_its_rollouts(se
         assert rollout.metadata["group"] == used.candidate_id
 
 
-def test_the_same_seed_gives_the_same_lineage_and_another_seed_another(server: ScriptedOpenAI) -> None:
+def test_the_same_seed_gives_the_same_lineage_and_another_seed_a_different_one(server: ScriptedOpenAI) -> None:
     def lineage(seed: int) -> tuple[list[Any], list[bytes]]:
         server.requests.clear()
         apo = make(server, seed=seed, beam_rounds=2)
@@ -142,7 +144,7 @@ def test_rollouts_that_fail_or_time_out_count_as_zero() -> None:
             await asyncio.sleep(60)
         return 1.0
 
-    with Server([Answer("no prompt")]) as server:  # so that only the seed runs on validation tasks
+    with Server([Answer("no prompt")]) as server:  # so that only the seed prompt runs on validation tasks
         apo = make(server, beam_rounds=1, rollout_batch_timeout=3.0)
         store = train(apo, fragile, val_dataset=VAL[:4])
     assert apo.history[0].full_score == 0.5
@@ -151,7 +153,7 @@ def test_rollouts_that_fail_or_time_out_count_as_zero() -> None:
 
 
 def unrewarded(task: Any, prompt: agl.PromptTemplate) -> None:
-    """An agent without rewards."""
+    """Returns no reward."""
 
 
 def broken(task: Any, prompt: agl.PromptTemplate) -> float:
@@ -175,13 +177,13 @@ def test_without_rewards_the_run_ends_with_the_reason(server: ScriptedOpenAI, ag
 
 # The end of the run cancels calls of the critic; the socket of an unfinished connection is closed when it is collected.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning")
-def test_without_an_initial_validation_the_first_child_without_a_reward_ends_the_run(server: ScriptedOpenAI) -> None:
+def test_without_an_initial_validation_children_without_rewards_end_the_run(server: ScriptedOpenAI) -> None:
     with pytest.raises(agl.LightningError, match="has a reward"):
         train(make(server, run_initial_validation=False), unrewarded)
-    assert len(server.requests) <= 12, "one round of critics and editors at most"
+    assert len(server.requests) <= 12, "at most one round of critics and editors"
 
 
-def test_the_critic_reads_status_reward_error_and_messages_and_the_editor_the_critique() -> None:
+def test_the_critic_gets_rollouts_with_errors_and_messages_and_the_editor_gets_the_critique() -> None:
     def model(request: RecordedRequest) -> Answer:
         if request.body["model"] == "agent":
             return Answer("the agent's own answer")
@@ -220,10 +222,12 @@ def test_the_critic_reads_status_reward_error_and_messages_and_the_editor_the_cr
     assert "[assistant] the agent's own answer" in critic
     assert "it lacks" in editor
     assert "{question}" in editor
-    assert apo.budget.calls == 20 + 4 + 2 * 6 + 6 + (0 if len(apo.history) == 2 else 6), "agents' calls count too"
+    assert apo.budget.calls == 20 + 4 + 2 * 6 + 6 + (0 if len(apo.history) == 2 else 6), (
+        "model calls of the agent count too"
+    )
 
 
-def test_the_critic_reads_the_standard_output_of_a_command(server: ScriptedOpenAI) -> None:
+def test_the_critic_gets_the_standard_output_of_a_command_agent(server: ScriptedOpenAI) -> None:
     program = "import os, sys; print('I was told:', os.environ['AGL_PROMPT_PROMPT']); print('no idea', sys.argv[1])"
     command = agl.CommandAgent([sys.executable, "-c", program, "{task}"], reward=lambda task, output, rollout: 0.5)
     train(make(server, beam_rounds=1, beam_width=1, branch_factor=1), command, tracer="otel")
@@ -232,7 +236,7 @@ def test_the_critic_reads_the_standard_output_of_a_command(server: ScriptedOpenA
     assert "train" in critic.split("no idea")[1]
 
 
-def test_several_prompts_are_tuned_in_turn_and_others_stay(server: ScriptedOpenAI) -> None:
+def test_several_prompts_are_tuned_in_turn_and_other_prompts_stay_unchanged(server: ScriptedOpenAI) -> None:
     def two_prompts(task: Any, resources: agl.NamedResources) -> float:
         texts = {name: value.template for name, value in resources.items() if isinstance(value, agl.PromptTemplate)}
         assert texts["fixed"] == "keep me {question}"
@@ -289,7 +293,7 @@ def test_a_failing_model_call_is_retried_and_then_skipped() -> None:
     assert all(seen[request.raw] == 1 for request in refused), "a refused call is not retried"
 
 
-def test_when_no_model_call_succeeds_the_run_fails_and_keeps_the_seed() -> None:
+def test_when_no_model_call_succeeds_the_run_fails_and_keeps_the_seed_prompt() -> None:
     with Server([Answer(status=401, error="wrong key")]) as server:
         apo = make(server)
         with pytest.raises(
@@ -329,7 +333,9 @@ def test_patience_ends_the_search(server: ScriptedOpenAI) -> None:
     assert phrases(apo.get_best_prompt().template) == BEST
 
 
-def test_without_an_initial_validation_the_seed_runs_with_its_children_only(server: ScriptedOpenAI) -> None:
+def test_without_an_initial_validation_the_seed_prompt_runs_only_together_with_its_children(
+    server: ScriptedOpenAI,
+) -> None:
     apo = make(server, run_initial_validation=False, beam_rounds=1)
     store = train(apo)
     assert apo.history[0].full_score is None
@@ -339,7 +345,7 @@ def test_without_an_initial_validation_the_seed_runs_with_its_children_only(serv
     assert steps == [1]
 
 
-def test_a_users_own_prompts_replace_ours(server: ScriptedOpenAI) -> None:
+def test_prompts_of_the_user_replace_the_built_in_prompts_for_critic_and_editor(server: ScriptedOpenAI) -> None:
     apo = make(
         server,
         beam_rounds=1,
@@ -352,7 +358,7 @@ def test_a_users_own_prompts_replace_ours(server: ScriptedOpenAI) -> None:
     assert len(apo.history) > 1
 
 
-def test_all_candidates_of_a_round_run_at_once() -> None:
+def test_all_candidates_of_a_round_run_concurrently() -> None:
     numbers = itertools.count()
     running: set[str] = set()
     met = threading.Event()
@@ -378,7 +384,7 @@ def test_all_candidates_of_a_round_run_at_once() -> None:
     assert met.is_set()
 
 
-def test_a_child_runs_while_others_are_still_being_made(server: ScriptedOpenAI) -> None:
+def test_a_child_runs_while_other_children_are_still_being_made(server: ScriptedOpenAI) -> None:
     tried = threading.Event()
     seen: list[bool] = []
 
@@ -401,7 +407,7 @@ def test_a_child_runs_while_others_are_still_being_made(server: ScriptedOpenAI) 
     assert len(apo.history) > 2
 
 
-def test_the_cost_is_unknown_without_prices_instead_of_zero(
+def test_the_cost_of_a_model_without_a_price_is_reported_as_unknown_and_not_as_zero(
     server: ScriptedOpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="agentlightning")
@@ -455,7 +461,7 @@ def test_wrong_settings_are_refused(server: ScriptedOpenAI, settings: dict[str, 
         ),
     ],
 )
-def test_a_run_without_a_tunable_prompt_is_refused_before_any_call(
+def test_a_run_without_a_tunable_prompt_is_refused_before_any_model_call(
     server: ScriptedOpenAI, resources: Any, settings: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(agl.ConfigError, match=complaint):
@@ -463,7 +469,7 @@ def test_a_run_without_a_tunable_prompt_is_refused_before_any_call(
     assert server.requests == []
 
 
-def test_the_error_about_a_missing_key_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_about_a_missing_api_key_names_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(agl.ConfigError, match="set OPENAI_API_KEY"):
         train(agl.APO())
@@ -471,7 +477,7 @@ def test_the_error_about_a_missing_key_names_the_variable(monkeypatch: pytest.Mo
         agl.APO().get_best_prompt()
 
 
-def test_an_agent_of_a_framework_is_trained() -> None:
+def test_apo_tunes_the_prompt_of_an_agent_of_a_framework() -> None:
     from agents import Agent
 
     def model(request: RecordedRequest) -> Answer:
@@ -502,7 +508,9 @@ def test_an_agent_of_a_framework_is_trained() -> None:
 
 
 @pytest.mark.slow
-def test_a_file_and_the_environment_are_enough(server: ScriptedOpenAI, tmp_path: Path) -> None:
+def test_a_configuration_file_and_environment_variables_are_enough_to_run_apo(
+    server: ScriptedOpenAI, tmp_path: Path
+) -> None:
     (tmp_path / "tasks.json").write_text(json.dumps(TRAIN))
     (tmp_path / "config.yaml").write_text(
         json.dumps(

@@ -1,4 +1,4 @@
-"""A search that is killed repeatedly ends as an undisturbed one and repeats no recorded call."""
+"""A search that is killed repeatedly ends like an undisturbed one and repeats no recorded call."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tests.algorithms.prompt_lab import BEST, Server, critic_and_editor, phrases
 REPO = Path(__file__).parents[2]
 Found: TypeAlias = tuple[str, list[list[Any]]]
 CALLS = 48
-"""Calls of an undisturbed search: 3 rounds of 8 critiques and 8 edits."""
+"""Number of model calls of an undisturbed search: 3 rounds of 8 critiques and 8 edits."""
 
 
 class CallCounter:
-    """Numbers every call, so that the cache shows which ones it has recorded."""
+    """Numbers every call, so that the cache shows which calls it has recorded."""
 
     def __init__(self) -> None:
         self.questions: list[str] = []
-        """Hash of each request, by the number of the call."""
+        """Hash of each request, in the order of calls."""
 
     def __call__(self, request: RecordedRequest) -> Answer:
         messages = json.dumps(request.body["messages"])
@@ -41,7 +41,7 @@ class CallCounter:
         return Answer(f"{answer.content} [call {len(self.questions) - 1}]", delay_s=0.03)
 
     def recorded(self, directory: Path) -> set[int]:
-        """The numbers of the calls in the cache."""
+        """Returns the numbers of the calls in the cache."""
         file = directory / "llm_calls.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         found = [re.search(r"\[call (\d+)\]", line) for line in lines]
@@ -49,7 +49,7 @@ class CallCounter:
 
 
 def kill_at(point: int, delay_s: float, directory: Path, endpoint: str, counter: CallCounter) -> set[int]:
-    """Kills the program after so many calls and a while; returns the calls that were recorded by then."""
+    """Kills the program ``delay_s`` after call number ``point``; returns the calls recorded by then."""
     program = [sys.executable, "-m", "tests.algorithms.apo_program", str(directory), endpoint]
     deadline = time.monotonic() + 300
     with subprocess.Popen(program, cwd=REPO, env={**os.environ, "PYTHONPATH": str(REPO)}) as process:
@@ -90,7 +90,7 @@ def check(undisturbed: Found, directory: Path, points: list[tuple[int, float]]) 
 
 
 @pytest.mark.slow
-def test_a_search_killed_at_three_points_finds_the_same_and_repeats_no_recorded_call(
+def test_a_search_killed_three_times_finds_the_same_prompt_and_repeats_no_recorded_call(
     undisturbed: Found, tmp_path: Path
 ) -> None:
     draw = random.Random(7)
@@ -101,6 +101,6 @@ def test_a_search_killed_at_three_points_finds_the_same_and_repeats_no_recorded_
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(20))
-def test_a_search_killed_at_a_random_point_finds_the_same(undisturbed: Found, tmp_path: Path, seed: int) -> None:
+def test_a_search_killed_at_a_random_point_finds_the_same_prompt(undisturbed: Found, tmp_path: Path, seed: int) -> None:
     draw = random.Random(f"soak {seed}")
     check(undisturbed, tmp_path / "run", [(draw.randrange(1, CALLS), draw.random() * 0.3)])

@@ -1,4 +1,4 @@
-"""The dry run: its queue, log and metrics."""
+"""The baseline algorithm, which only runs the agent: its queue, log and metrics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def metrics(store: agl.LightningStore) -> list[dict[str, float]]:
 def test_each_epoch_reports_mean_median_success_rate_and_errors_by_type() -> None:
     first, second = metrics(run(agl.Baseline(n_epochs=2), TASKS[:5], TASKS[5:]))
     assert first == {**second, "progress": 0.5}
-    assert first["reward"] == pytest.approx(sum(range(7)) / 100), "failures count as 0, whatever they emitted"
+    assert first["reward"] == pytest.approx(sum(range(7)) / 100), "failures count as 0, even if they emitted a reward"
     assert first["reward_median"] == pytest.approx(0.15)
     assert first["train_reward"] == pytest.approx(0.2)
     assert first["val_reward"] == pytest.approx(0.22)
@@ -62,7 +62,7 @@ def test_one_dataset_is_split_into_modes(split: float, n_train: int) -> None:
     assert modes == ["train"] * n_train + ["val"] * (10 - n_train)
 
 
-def test_validation_data_alone_is_split_as_well_and_two_datasets_are_not() -> None:
+def test_a_validation_dataset_on_its_own_is_split_and_two_datasets_are_not() -> None:
     alone = asyncio.run(run(agl.Baseline(), None, TASKS).query_rollouts()).items
     assert [rollout.mode for rollout in alone].count("train") == 5
     both = asyncio.run(run(agl.Baseline(train_split=0.0), TASKS[:2], TASKS[2:3]).query_rollouts()).items
@@ -87,7 +87,7 @@ def test_at_most_max_queue_length_rollouts_are_in_flight() -> None:
     assert most == 3
 
 
-def test_it_waits_for_events_and_not_for_the_polling_interval() -> None:
+def test_the_baseline_waits_for_events_and_not_for_the_polling_interval() -> None:
     began = time.monotonic()
     run(agl.Baseline(polling_interval=60.0, max_queue_length=1), TASKS)
     assert time.monotonic() - began < 30
@@ -101,7 +101,9 @@ def test_it_waits_for_events_and_not_for_the_polling_interval() -> None:
         ("none", "succeeded: reward 0.3", "agentlightning.annotation"),
     ],
 )
-def test_span_verbosity_sets_the_log(verbosity: Any, shown: str, hidden: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_span_verbosity_sets_how_much_of_a_span_is_logged(
+    verbosity: Any, shown: str, hidden: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "agentlightning"):
         run(agl.Baseline(span_verbosity=verbosity), TASKS)
     assert shown in caplog.text
@@ -113,7 +115,7 @@ def test_span_verbosity_sets_the_log(verbosity: Any, shown: str, hidden: str, ca
     ) in caplog.text
 
 
-def test_it_logs_that_it_waits(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_baseline_logs_that_it_waits_for_rollouts(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "agentlightning"):
         run(agl.Baseline(polling_interval=0.05), TASKS[:1], agent=lambda task: time.sleep(0.5))
     assert "waiting for 1 rollouts" in caplog.text
@@ -128,7 +130,7 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], complaint: str) ->
         agl.Baseline(**settings)
 
 
-def test_it_warns_where_other_algorithms_would_end_the_run_for_lack_of_rewards(
+def test_the_baseline_warns_about_missing_rewards_instead_of_ending_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run(agl.Baseline(), TASKS[:3], agent=lambda task: None)

@@ -1,4 +1,4 @@
-"""At the end of a prompt search, the best prompt replaces the first only with evidence from fresh rollouts."""
+"""Confirmation of a prompt search: the best prompt replaces the first only with evidence from new rollouts."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ class Search:
 
 
 def publish_rate(rates: list[float], n_tasks: int, trials: int = 200) -> tuple[float, float]:
-    """How often another prompt than the first is published, and the mean gain that the search found for the best."""
+    """Returns how often a prompt other than the first is published, and the mean gain that the search measured."""
     draw, published, gains = np.random.default_rng(17), 0, []
     for _ in range(trials):
         search: Any = Search(rates, n_tasks, draw)
-        may_publish = asyncio.run(confirm(search, range(n_tasks)))  # its length is what counts
+        may_publish = asyncio.run(confirm(search, range(n_tasks)))  # only the number of tasks matters
         published += may_publish and search.get_best() is not search.history[0]
         gains.append(search.get_best().score - search.history[0].score)
     return published / trials, float(np.mean(gains))
 
 
 @pytest.mark.parametrize("n_tasks", [6, 30])
-def test_another_of_equal_prompts_is_published_in_at_most_5_percent_of_the_runs(n_tasks: int) -> None:
+def test_equal_prompts_replace_the_first_prompt_in_at_most_5_percent_of_the_runs(n_tasks: int) -> None:
     rate, gain = publish_rate([0.5] * 12, n_tasks)
-    assert gain > 0.1, "the search believes in a gain"
+    assert gain > 0.1, "the search measures a gain"
     assert rate <= LEVEL + 3 * (LEVEL * (1 - LEVEL) / 200) ** 0.5
 
 
@@ -72,7 +72,7 @@ def test_a_better_prompt_is_published() -> None:
 
 
 def run(algorithm: Any) -> tuple[Any, int]:
-    """Trains an agent whose prompts are all equal, but the first one has bad luck in its first two trials.
+    """Trains an agent whose prompts are equally good, but the first prompt earns 0 in its first two validations.
 
     Returns:
         The last metrics and the number of rollouts.
@@ -97,7 +97,7 @@ def run(algorithm: Any) -> tuple[Any, int]:
     return asyncio.run(store.query_metrics()).items[-1].values, len(asyncio.run(store.query_rollouts(limit=1000)))
 
 
-def test_apo_runs_the_winner_again_and_keeps_the_first_of_equal_prompts() -> None:
+def test_apo_confirms_the_best_prompt_with_new_rollouts_and_keeps_the_first_of_equal_prompts() -> None:
     with Server(critic_and_editor) as server:
         models = {"gradient_model": "critic", "apply_edit_model": "editor"}
         trusting = agl.APO(client(server), **models, beam_rounds=1, confirm_pairs=0)
@@ -110,11 +110,13 @@ def test_apo_runs_the_winner_again_and_keeps_the_first_of_equal_prompts() -> Non
     assert careful.confirmation.first == careful.confirmation.best > 0.4
     assert (careful.confirmation.pairs, careful.confirmation.p_value) == (20, 0.5)
     assert careful.history[0].full_score == 0.0
-    assert (metrics["best_score"], metrics["confirmed_best"]) == (0.5, careful.confirmation.best), "both are reported"
+    assert (metrics["best_score"], metrics["confirmed_best"]) == (0.5, careful.confirmation.best), (
+        "the scores of search and confirmation are both reported"
+    )
 
 
 @pytest.mark.parametrize("max_rollouts", [30, 60, 115, 300])
-def test_gepa_runs_at_most_the_rollouts_that_it_may_with_those_that_confirm(max_rollouts: int) -> None:
+def test_gepa_runs_at_most_max_rollouts_including_the_confirmation(max_rollouts: int) -> None:
     with Server(reflect) as server:
         gepa = make_gepa(server, max_rollouts=max_rollouts)
         _, n_rollouts = run(gepa)

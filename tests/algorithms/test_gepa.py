@@ -18,7 +18,7 @@ from tests.algorithms.prompt_lab import BEST, SEED, TRAIN, VAL, WORTH, Server, a
 
 
 def reflect(request: RecordedRequest) -> Answer:
-    """Adds one phrase to the instructions, which depends on the examples."""
+    """Adds a phrase, chosen by a hash of the examples, to the instructions."""
     asked = request.body["messages"][0]["content"]
     found = re.search(r"```\n(.*?)\n```", asked, re.DOTALL)
     assert found is not None
@@ -54,7 +54,7 @@ def train(gepa: Any, agent: Any = agent, resources: Any = None, **settings: Any)
     return store
 
 
-def test_it_finds_the_best_prompt_and_has_the_results_of_apo(server: ScriptedOpenAI) -> None:
+def test_gepa_finds_the_best_prompt_and_offers_the_same_results_as_apo(server: ScriptedOpenAI) -> None:
     gepa = make(server, target_score=1.0)
     store = train(gepa)
     assert phrases(gepa.get_best_prompt().template) == BEST
@@ -72,7 +72,7 @@ def test_it_finds_the_best_prompt_and_has_the_results_of_apo(server: ScriptedOpe
 
 def test_without_rewards_the_run_ends_with_the_reason(server: ScriptedOpenAI) -> None:
     def unrewarded(task: Any, prompt: agl.PromptTemplate) -> None:
-        """An agent without rewards."""
+        """Returns no reward."""
 
     with pytest.raises(agl.LightningError, match="none of the first 9 rollouts has a reward"):
         train(make(server), unrewarded)
@@ -90,8 +90,8 @@ def test_a_budget_of_calls_or_rollouts_ends_the_search(server: ScriptedOpenAI) -
     assert 20 <= len(asyncio.run(store.query_rollouts())) <= 30
 
 
-def test_a_budget_of_calls_keeps_those_that_confirm_the_best_of_many_validation_tasks(server: ScriptedOpenAI) -> None:
-    """Of 200 calls, 80 are kept for two prompts on 40 tasks; after minibatches of 3 tasks, 42 were."""
+def test_gepa_reserves_the_model_calls_that_the_confirmation_needs(server: ScriptedOpenAI) -> None:
+    """Of 200 calls, 80 are reserved for two prompts on 40 tasks, even if minibatches have only 3 tasks."""
 
     def calling(task: Any, prompt: agl.PromptTemplate) -> float:
         attributes = {"gen_ai.operation.name": "chat", "gen_ai.request.model": "m"}
@@ -149,7 +149,7 @@ def test_a_resumed_search_repeats_no_model_call_and_no_rollout(server: ScriptedO
     assert runs > ran
 
 
-def test_a_failing_model_ends_the_search_with_the_seed() -> None:
+def test_a_failing_model_ends_the_search_and_keeps_the_seed_prompt() -> None:
     with Server([Answer(status=401, error="wrong key")]) as server:
         gepa = make(server)
         with pytest.raises(
@@ -197,7 +197,7 @@ def test_wrong_settings_are_refused(server: ScriptedOpenAI, settings: dict[str, 
         make(server, **settings)
 
 
-def test_it_is_created_by_its_name() -> None:
+def test_gepa_is_created_by_its_name() -> None:
     trainer = agl.Trainer(algorithm={"name": "gepa", "max_rollouts": 7, "prompts": ["writer"]}, trackers=[])
     assert isinstance(trainer.algorithm, agl.GEPA)
     assert trainer.algorithm.max_rollouts == 7

@@ -53,7 +53,7 @@ async def store() -> AsyncIterator[agl.LightningStore]:
 
 
 def propose(*prompts: str | Exception | None) -> Callable[[agl.LiveLearning.Experience], Mapping[str, str] | None]:
-    """A proposer with fixed answers."""
+    """Returns a proposer with fixed answers."""
     left = iter(prompts)
 
     def next_one(experience: agl.LiveLearning.Experience) -> Mapping[str, str] | None:
@@ -86,7 +86,7 @@ async def learn(service: Service, algorithm: agl.LiveLearning, timeout_s: float 
     return await read_live_history(service.store)
 
 
-async def test_a_better_version_is_checked_tried_on_a_share_and_promoted(store: agl.LightningStore) -> None:
+async def test_a_better_version_is_checked_tried_on_a_share_of_traffic_and_promoted(store: agl.LightningStore) -> None:
     async with serving(store) as service:
         states = await learn(service, learner(store, GOOD))
         assert [state.phase for state in states] == ["watching", "checking", "trial", "closing", "watching"]
@@ -133,7 +133,7 @@ async def test_a_version_that_fails_on_recorded_tasks_never_reaches_a_user(store
     assert len({rollout.input["n"] for rollout in checks}) == len(checks) == QUICK["check_tasks"]
 
 
-async def test_failures_on_recorded_tasks_count_even_if_rewards_were_low_before(
+async def test_failures_in_the_check_reject_a_candidate_even_if_earlier_rewards_were_low(
     store: agl.LightningStore,
 ) -> None:
     await store.update_resources("tuned", {"prompt": "quality 0.0"})
@@ -165,7 +165,7 @@ async def test_a_trial_that_stays_undecided_keeps_the_stable_version(
         assert metrics.values["live/promoted"] == 0.0
 
 
-async def test_a_trial_without_a_reward_of_the_candidate_ends_and_reports_what_is_missing(
+async def test_a_trial_in_which_the_candidate_gets_no_rewards_ends_and_reports_the_unrated_rollouts(
     store: agl.LightningStore,
 ) -> None:
     async with serving(store) as service:
@@ -179,7 +179,7 @@ async def test_a_trial_without_a_reward_of_the_candidate_ends_and_reports_what_i
 
 
 async def test_a_crash_counts_as_the_lowest_reward(store: agl.LightningStore) -> None:
-    """The rewards of the stable version are negative, so that 0 for a crash would be better than any of them."""
+    """With negative rewards, 0 for a crash would be better than any reward of the stable version."""
     await store.update_resources("tuned", {"prompt": "penalty 0.9"})
     async with serving(store) as service:
         states = await learn(service, learner(store, "broken penalty", reward_range=(-1.0, 0.0)))
@@ -187,7 +187,7 @@ async def test_a_crash_counts_as_the_lowest_reward(store: agl.LightningStore) ->
         assert (await store.query_metrics())[0].values["live/high"] < 0
 
 
-def test_margins_and_risks_of_all_trials_add_up_to_at_most_the_settings() -> None:
+def test_margins_and_risks_of_all_trials_add_up_to_at_most_margin_and_risk() -> None:
     first = LiveState(phase="trial", since=0.0, stable="tuned@1", share=0.1)
     settings = agl.LiveLearning(propose(), margin=0.1)
     margins: list[float] = []
@@ -210,7 +210,7 @@ async def test_results_of_both_groups_are_read_in_the_order_in_which_they_ended(
     assert [each.rollout.rollout_id for each in found] == [each.rollout_id for each in served]
 
 
-async def test_the_horizon_is_the_start_of_the_first_rollout_that_may_still_get_a_result(
+async def test_the_horizon_is_the_start_of_the_earliest_rollout_that_may_still_get_a_result(
     store: agl.LightningStore,
 ) -> None:
     metadata = {"group": "treatment", "step": 1}
@@ -223,11 +223,11 @@ async def test_the_horizon_is_the_start_of_the_first_rollout_that_may_still_get_
         assert (len(results), horizon) == (1, running.start_time)
         unrated = await runner.step({"n": 1, "late": True}, metadata={"group": "control", "step": 1})
         await store.update_attempt(running.rollout_id, running.attempt.attempt_id, status="failed")
-        reader.feed.gaps += 1  # no event was read, so the reader queries what has ended
+        reader.feed.gaps += 1  # no event was read, so the reader queries the ended rollouts
         results, horizon = await reader.read_new_and_horizon()
         assert [result.rollout.rollout_id for result in results] == [running.rollout_id]
         assert horizon == unrated.start_time
-        await store.start_rollout({"n": 1}, metadata={"group": "control", "step": 2})  # of another trial
+        await store.start_rollout({"n": 1}, metadata={"group": "control", "step": 2})  # a rollout of another trial
         hanging = await store.start_rollout({"n": 1}, metadata=metadata)
         assert [reader.count(group) for group in ("treatment", "control")] == [2, 1]
     await asyncio.sleep(0.4)  # longer than both timeouts: the rating is too late, and the running rollout has failed
@@ -244,7 +244,7 @@ async def test_the_horizon_is_the_start_of_the_first_rollout_that_may_still_get_
 
 
 async def test_a_candidate_that_hangs_instead_of_failing_is_not_promoted(store: agl.LightningStore) -> None:
-    """It is as good as the stable version, but the rollouts that earn 0 end late, so the first rewards are all 1."""
+    """Its quality equals the stable version's, but rollouts that earn 0 end late, so the first rewards are all 1."""
     released = asyncio.Event()
 
     @agl.rollout
@@ -279,7 +279,7 @@ async def test_a_candidate_that_hangs_instead_of_failing_is_not_promoted(store: 
 
 
 async def rate_never(service: Service) -> None:
-    """Users who never rate their answers."""
+    """Serves users who never rate their answers."""
     while True:
         await service.serve(1, late=True)
         await asyncio.sleep(0.1)
@@ -306,10 +306,10 @@ async def test_a_candidate_can_be_promoted_after_max_trial_s_by_rewards_that_arr
     assert "promoted as tuned@2 because it is better" in states[-1].note
 
 
-async def test_a_rollout_that_takes_longer_than_rollout_timeout_s_has_the_lowest_reward(
+async def test_a_rollout_that_takes_longer_than_rollout_timeout_s_counts_as_the_lowest_reward(
     store: agl.LightningStore,
 ) -> None:
-    """The candidate is as good, but hangs where the stable version earns 0. Users rate within ``reward_timeout_s``."""
+    """A candidate of equal quality hangs where the stable version earns 0. Users rate within ``reward_timeout_s``."""
 
     @agl.rollout
     async def hanging(task: dict[str, int], prompt: agl.PromptTemplate) -> float:
@@ -338,9 +338,9 @@ async def test_a_rollout_that_takes_longer_than_rollout_timeout_s_has_the_lowest
     assert (await latest_prompt(store)) == BEGIN
 
 
-async def test_late_rewards_count(store: agl.LightningStore) -> None:
+async def test_rewards_that_arrive_later_count_in_a_trial(store: agl.LightningStore) -> None:
     async def rate(service: Service) -> None:
-        """The users, who rate each answer later."""
+        """Serves users who rate each answer later."""
         while True:
             for rollout in await service.serve(5, late=True):
                 good = GOOD in str(await store.get_resources_by_id(rollout.resources_id or ""))
@@ -426,7 +426,7 @@ async def test_a_restarted_learner_continues_the_same_trial(store: agl.Lightning
         assert metrics["live/treated"] >= 8
 
 
-async def test_a_learner_that_was_down_for_longer_than_a_check_may_take_runs_the_check(
+async def test_a_learner_that_was_down_longer_than_check_timeout_s_still_runs_the_check(
     store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = LiveIds(store.run_id)
@@ -439,7 +439,7 @@ async def test_a_learner_that_was_down_for_longer_than_a_check_may_take_runs_the
         now = time.time
         monkeypatch.setattr(time, "time", lambda: now() + 600.0)
         async with running(learner(store, None, check_timeout_s=300.0).run()):
-            await asyncio.sleep(1.2)  # the runners start too
+            await asyncio.sleep(1.2)  # runners also take time to start
             async with running(run_checks(store)):
                 await until(lambda: service.live.state is not None and service.live.state.phase != "checking")
     assert service.live.state is not None
@@ -527,7 +527,7 @@ async def test_without_a_learner_every_task_gets_the_stable_version(store: agl.L
         given = service.served.copy()
         await service.serve(30)
         assert service.served - given == {"tuned@1": 30}
-        async with serving(store, refresh_s=0.02) as newcomer:  # which has never seen a heartbeat change
+        async with serving(store, refresh_s=0.02) as newcomer:  # it has never seen a heartbeat change
             await asyncio.sleep(0.1)
             assert newcomer.live.trial is None
 
@@ -632,7 +632,7 @@ async def test_an_error_of_the_heartbeat_or_the_event_stream_ends_the_learner(
         await asyncio.wait_for(learner(store, GOOD).run(), 20)
 
 
-async def test_a_service_follows_the_store_after_an_answer_that_cannot_be_read(
+async def test_a_service_keeps_following_the_store_after_unreadable_answers(
     store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     read, failures = store.get_latest_resources, [ValueError("a field is missing")] * 3

@@ -89,7 +89,7 @@ async def test_a_failing_model_call_is_reported(experience: Experience) -> None:
             await make(server).propose(dataclasses.replace(experience, resources={}))
 
 
-def test_a_configuration_names_the_algorithm_that_proposes() -> None:
+def test_the_proposer_can_be_an_algorithm_of_a_configuration() -> None:
     propose = agl.LiveLearning({"name": "apo", "max_calls": 7}).propose
     assert isinstance(propose, MethodType)
     assert propose.__func__ is agl.APO.propose

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @contextlib.asynccontextmanager
 async def learner(url: str, prompt: str, *settings: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A learner and a runner for its checks, in another process."""
+    """Runs a learner, with a runner for its checks, in another process."""
     program = ["-m", "tests.algorithms.live_learner", url, prompt, *settings]
     process = await asyncio.create_subprocess_exec(sys.executable, *program, cwd=REPO)
     try:

@@ -22,27 +22,27 @@ from agentlightning_algorithms.live_resources import LiveState, Result
 
 RISK = 0.05
 Rewards = Callable[[Any, int], Any]
-"""The control's mean reward of each request, given the request numbers and how many there are."""
+"""Returns the control's mean reward of each request, given the request numbers and their count."""
 
 
 def limit(trials: int, risk: float = RISK) -> float:
-    """The promised level plus three standard errors of a rate that is measured in ``trials`` trials."""
+    """Returns the promised level plus three standard errors of a rate that is measured in ``trials`` trials."""
     return risk + 3 * math.sqrt(risk * (1 - risk) / trials)
 
 
 def decide(treated: Any, rewards: Any, share: float, margin: float) -> dict[str, Any]:
-    """Runs many trials at once.
+    """Runs many trials in one computation.
 
-    The same bets as ``SequentialTest``, in NumPy; a test below holds both to each other.
+    It makes the same bets as ``SequentialTest``, in NumPy; a test below compares both.
 
     Args:
         treated: whether each request is treated, indexed by trial and request.
-        rewards: the reward of each, from 0 to 1.
-        share: of the treated requests.
-        margin: of the test.
+        rewards: the reward of each request, from 0 to 1.
+        share: the share of requests that are treated.
+        margin: the margin of the test.
 
     Returns:
-        By verdict, the number of treated rewards at which each trial would reach it, infinite if it does not.
+        For each verdict, the number of treated rewards at which each trial would reach it, infinite if it does not.
     """
     size = max(_MIN_BLOCK, round(1 / min(share, 1 - share)))
     n_blocks = treated.shape[1] // size
@@ -68,7 +68,7 @@ def decide(treated: Any, rewards: Any, share: float, margin: float) -> dict[str,
 def simulate(
     share: float, control: Rewards, effect: float, *, margin: float = 0.1, trials: int = 1000, treated: int = 200
 ) -> dict[str, Any]:
-    """Simulates trials with 0/1 rewards until about ``treated`` treated ones."""
+    """Simulates trials with rewards of 0 or 1, each with about ``treated`` treated requests."""
     draw = np.random.default_rng(17)
     length = int(treated / share)
     groups = draw.random((trials, length)) < share
@@ -94,7 +94,7 @@ TRAFFIC: dict[str, Rewards] = {
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5])
 @pytest.mark.parametrize("traffic", TRAFFIC.values(), ids=TRAFFIC.keys())
-def test_errors_stay_within_the_risk_whatever_the_traffic_does(traffic: Rewards, share: float) -> None:
+def test_errors_stay_within_the_risk_for_every_pattern_of_traffic(traffic: Rewards, share: float) -> None:
     equal = simulate(share, traffic, 0.0)
     assert rate(equal["worse"]) <= limit(1000)
     assert rate(equal["better"]) <= limit(1000)
@@ -123,8 +123,8 @@ def test_errors_stay_within_the_risk_for_rewards_with_heavy_tails(share: float) 
     assert rate(found["better"]) <= limit(1000)
 
 
-def test_equal_versions_are_told_from_worse_ones_in_250_treated_rewards() -> None:
-    """705 with confidence sequences of each arm (arXiv:2010.09686, theorem 2), for both .6, share .1, margin .1."""
+def test_equal_versions_are_distinguished_from_worse_versions_in_250_treated_rewards() -> None:
+    """With mean .6, share .1 and margin .1, confidence sequences of each arm (arXiv:2010.09686, theorem 2) need 705."""
     equal = simulate(0.1, TRAFFIC["constant"], 0.0, treated=600)
     assert np.median(equal["not worse"]) <= 250
     better = simulate(0.1, TRAFFIC["constant"], 0.1, treated=600)
@@ -140,8 +140,8 @@ def test_clear_differences_are_decided_within_a_few_rewards() -> None:
 
 
 @pytest.mark.parametrize("users", [20, 100])
-def test_a_user_counts_once_however_many_rewards_he_gives(users: int) -> None:
-    """Users keep their version and differ in how they rate. Counting rewards calls equal versions worse in 31 %."""
+def test_a_user_counts_once_with_any_number_of_rewards(users: int) -> None:
+    """Users keep their version and rate differently. Counting each reward would call 31 % of equal versions worse."""
     wrong, trials = 0, 300
     for seed in range(trials):
         draw = np.random.default_rng(seed)
@@ -155,7 +155,7 @@ def test_a_user_counts_once_however_many_rewards_he_gives(users: int) -> None:
     assert wrong / trials <= limit(trials, 2 * RISK)  # "worse" and "better" have a risk each
 
 
-def test_a_candidate_that_answers_later_or_is_rated_less_is_not_called_worse_for_it() -> None:
+def test_late_and_missing_rewards_do_not_decide_a_trial_of_equal_versions() -> None:
     """Rewards of the candidate arrive 30 requests later, and half of them not at all, while quality falls."""
     draw = np.random.default_rng(17)
     wrong, trials, length = 0, 200, 2000
@@ -171,8 +171,8 @@ def test_a_candidate_that_answers_later_or_is_rated_less_is_not_called_worse_for
     assert wrong / trials <= limit(trials, 2 * RISK)
 
 
-def test_ten_slightly_worse_candidates_leave_quality_where_it_was() -> None:
-    """Each candidate is .02 worse than the stable version; with a margin for each of .1 they ended .09 lower."""
+def test_ten_slightly_worse_candidates_do_not_lower_the_quality() -> None:
+    """Each candidate is .02 worse than the stable version; with a margin of .1 for each, quality would fall by .09."""
     draw = np.random.default_rng(17)
     promoted, runs = 0, 100
     for _ in range(runs):
@@ -183,7 +183,7 @@ def test_ten_slightly_worse_candidates_leave_quality_where_it_was() -> None:
                 risk=RISK, margin=0.0, reward_range=(0.0, 1.0), share=0.1, promotion_risk=RISK / trial / (trial + 1)
             )
             if rate(decide(groups, rewards, 0.1, margin=0.0)["better"]) == 0.0:
-                continue  # not even at the full risk
+                continue  # not promoted even at the full risk
             for reward, treated, unit in zip(rewards[0], groups[0], range(5000), strict=True):
                 test.add(reward, is_treatment=bool(treated), unit=str(unit))
                 if test.verdict is not None:
@@ -193,7 +193,7 @@ def test_ten_slightly_worse_candidates_leave_quality_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
-def test_the_bets_equal_those_of_the_simulation(share: float) -> None:
+def test_the_sequential_test_decides_like_the_simulation(share: float) -> None:
     draw = np.random.default_rng(17)
     verdicts = set()
     for effect, margin in ((-0.3, 0.1), (-0.05, 0.1), (0.0, 0.1), (0.05, 0.1), (0.3, 0.0)):
@@ -231,7 +231,7 @@ def test_the_interval_contains_the_difference_at_all_times() -> None:
     assert missed / 100 <= limit(100, 2 * RISK)
 
 
-def test_nothing_is_decided_without_a_control() -> None:
+def test_nothing_is_decided_without_rewards_of_the_control() -> None:
     test = SequentialTest(risk=RISK, margin=0.5, reward_range=(0.0, 1.0), share=0.1)
     for number in range(500):
         test.add(1.0, is_treatment=True, unit=str(number))
@@ -250,9 +250,9 @@ def test_rewards_outside_the_range_are_clipped() -> None:
 
 @pytest.mark.parametrize(("timeout_s", "rolled_back"), [(600.0, 0), (5.0, 4)])
 def test_a_candidate_that_fails_late_is_not_promoted(timeout_s: float, rolled_back: int) -> None:
-    """Of 5 rollouts a second, 20 % of the stable version fail at once and 30 % of the candidate after the timeout.
+    """The stable version fails immediately in 20 % of its rollouts, the candidate after the timeout in 30 %.
 
-    In the order of arrival, all such trials end with a promotion after 600 s, because successes arrive first.
+    Counted in the order of arrival, successes come first, and every candidate that fails after 600 s is promoted.
     """
     settings = LiveLearning(lambda experience: None, max_treated=10**6)
     state = LiveState(phase="trial", since=0.0, stable="tuned@1", share=0.1)
@@ -268,7 +268,7 @@ def test_a_candidate_that_fails_late_is_not_promoted(timeout_s: float, rolled_ba
             arrivals.append((start + (timeout_s if hangs else 1.0), Result(rollout, reward)))
         arrivals.sort(key=lambda arrival: arrival[0])
         starts = [result.rollout.start_time for _, result in arrivals]
-        horizons = [*itertools.accumulate(reversed(starts), min)][::-1]  # the first start among those that come later
+        horizons = [*itertools.accumulate(reversed(starts), min)][::-1]  # the earliest start among later arrivals
         trial = Trial(settings, state)
         for number in range(0, len(arrivals) - 50, 50):
             trial.add([result for _, result in arrivals[number : number + 50]], horizons[number + 50])

@@ -63,7 +63,7 @@ TEMPLATES = st.tuples(LITERALS, st.lists(st.tuples(st.sampled_from(["{x}", "{x!r
 @given(TEMPLATES, st.booleans())
 @example(('Answer in JSON, {{"a": {{"b": 1}}}}: ', [("{x}", "\n")]), True)
 @example(("{{x}} ", [("{x}", "{{")]), False)
-def test_a_template_survives_edits_unchanged_however_many(
+def test_repeated_edits_leave_the_rest_of_a_template_unchanged(
     parts: tuple[str, list[tuple[str, str]]], extended: bool
 ) -> None:
     template = parts[0] + "".join(field + literal for field, literal in parts[1])
@@ -88,7 +88,7 @@ def test_a_prompt_that_can_run_programs_is_not_tuned() -> None:
         find_placeholders(PromptTemplate("<p>{{ question }}</p>", "poml"))
 
 
-def test_placeholders_of_jinja_are_checked_too() -> None:
+def test_placeholders_of_jinja_templates_are_checked() -> None:
     original = PromptTemplate("{% for q in questions %}{{ q }}{% endfor %} {{ style }}", "jinja")
     assert find_placeholders(original) == {"questions", "style"}
     assert fit("{{ style }}: {{ questions | join }}", original).engine == "jinja"
@@ -118,7 +118,7 @@ def test_a_call_cache_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) ->
         assert CallCache(file).calls["edit/2"].answer == "other"
 
 
-def test_a_damaged_call_cache_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_damaged_call_cache_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "calls.jsonl"
     file.write_text('{"place": "a"\n' + json.dumps({"skipped": []}) + "\n")
     with pytest.raises(ConfigError, match="line 1: not a record"):
@@ -126,7 +126,7 @@ def test_a_damaged_call_cache_is_refused_and_left_as_it_is(tmp_path: Path) -> No
     assert file.read_text().startswith('{"place": "a"\n')
 
 
-def test_a_budget_finds_prices_by_the_prefix_of_a_models_name() -> None:
+def test_the_price_of_a_model_is_found_by_the_prefix_of_its_name() -> None:
     budget = SearchBudget(max_cost=1.0, prices={"gpt": (1.0, 2.0), "gpt-mini": (0.5, 1.0)})
     budget.spend([Usage("gpt-mini-2026-01-01", 1_000_000, 100_000), Usage("llama", 5_000_000, 0)])
     assert budget.cost == pytest.approx(0.6)
@@ -147,12 +147,12 @@ def test_the_prompt_is_extracted_from_an_editors_answer(answer: str, prompt: str
     assert read_prompt(answer) == prompt
 
 
-def test_a_long_text_loses_its_middle() -> None:
+def test_the_middle_of_a_long_text_is_left_out() -> None:
     short = shorten_middle("a" * 500 + "b" * 500, 100)
     assert short == "a" * 50 + "\n[900 characters left out]\n" + "b" * 50
 
 
-def test_a_candidate_survives_json_and_is_named_by_its_prompts() -> None:
+def test_a_candidate_is_unchanged_by_json_and_its_id_depends_on_its_prompts() -> None:
     seed = Candidate.of({"p": PromptTemplate("one"), "q": PromptTemplate("two")})
     child = Candidate.of({**seed.prompts, "q": PromptTemplate("three")}, seed, critique="c", round=1)
     assert Candidate.model_validate_json(child.model_dump_json()) == child

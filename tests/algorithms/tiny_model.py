@@ -25,7 +25,7 @@ CHAT_TEMPLATE = """
 
 
 def save_tiny_model(directory: Path, max_length: int = 512, **changes: Any) -> None:
-    """Writes the model, for prompts and answers of ``max_length`` bytes; ``changes`` are of its configuration."""
+    """Writes the model for up to ``max_length`` positions, with ``changes`` to its configuration."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM

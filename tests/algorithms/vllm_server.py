@@ -29,7 +29,7 @@ def has_weights(path: str) -> bool:
 
 
 class FakeVLLM:
-    """Used with ``async with``; ``asked`` lists the requests in order."""
+    """A fake vLLM server for ``async with``; ``asked`` lists its requests in order."""
 
     def __init__(
         self,

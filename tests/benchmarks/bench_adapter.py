@@ -1,7 +1,7 @@
 """Cost of adapters: ``python tests/benchmarks/bench_adapter.py [--calls 10000] [--rounds 5]``.
 
-An attempt of so many calls, each seen by a client and by the gateway with 300 tokens, and a reward after each. The
-baseline is one pass over the same spans that parses the JSON of their messages, which every reader of them must do.
+The attempt has ``--calls`` calls, each recorded by a client and by the gateway with 300 tokens and followed by a
+reward. The baseline is one pass over the same spans that parses the JSON of their messages, as every reader must.
 Rounds are interleaved; medians of CPU time are printed.
 
 Target (issue 5): 10,000 calls in a second.
@@ -22,7 +22,7 @@ from agentlightning.adapter import TraceToMessages, TraceToTriplet, build_trajec
 from agentlightning.types import Span
 
 TURNS = 10
-"""Calls of one conversation."""
+"""Number of calls in a conversation."""
 
 
 def make_spans(calls: int) -> list[Span]:

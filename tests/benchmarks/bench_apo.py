@@ -1,10 +1,10 @@
-"""How long a round of APO takes, against its rollouts alone.
+"""Duration of a round of APO, compared with the duration of its rollouts.
 
     python tests/benchmarks/bench_apo.py [--rounds 3]
 
-One runner runs 8 rollouts at once, the agent sleeps 50 ms, critic and editor answer at once. The ideal is the round's
-rollouts / 8 x 50 ms; what comes on top is queueing, reading spans, the model calls and publishing candidates. The
-target is 1.3x. The models are a scripted server in a process of its own.
+One runner runs 8 rollouts concurrently, the agent sleeps 50 ms, critic and editor answer immediately. The ideal time
+is the round's rollouts / 8 x 50 ms; the rest is queueing, reading spans, model calls and publishing candidates. The
+target is 1.3x. The models are a scripted server in a separate process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ async def sleeping(task: Mapping[str, Any], prompt: agl.PromptTemplate) -> float
 
 
 def critic_and_editor(request: RecordedRequest) -> Answer:
-    """Every edit is a new prompt."""
+    """Answers every request for an edit with a new prompt."""
     number = hash(request.raw)
     return Answer(f"say {number}" if request.body["model"] == "critic" else f"{{question}} {number}")
 
@@ -46,7 +46,7 @@ def serve(port: Any) -> None:
 
 
 def measure(endpoint: str, strategy: str, rounds: int) -> list[tuple[int, float]]:
-    """Rollouts and seconds of each round but the seed's."""
+    """Returns rollouts and seconds of each round except the seed's."""
     from openai import AsyncOpenAI
 
     ends: list[tuple[int, float]] = []

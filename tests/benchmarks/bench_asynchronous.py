@@ -1,8 +1,8 @@
-"""Asynchronous steps against synchronous ones: ``python tests/benchmarks/bench_asynchronous.py [--staleness 1 2 4]``.
+"""Asynchronous and synchronous steps: ``python tests/benchmarks/bench_asynchronous.py [--staleness 1 2 4]``.
 
-The demo's agent and model, where one rollout in sixteen takes ``--tail`` seconds longer, as a slow tool would make it.
-All run the same numbers of steps and rollouts; the time is that from the first step to the last one, evaluation left
-out. Rewards are greedy, on held-out tasks; with several ``--seeds``, their mean and standard deviation are printed.
+Trains the demo's agent and model, where one rollout in sixteen takes ``--tail`` seconds longer, as with a slow tool.
+All runs have the same numbers of steps and rollouts; the time is measured from the first step to the last, without
+evaluation. Rewards are greedy, on held-out tasks; several ``--seeds`` give a mean and a standard deviation.
 
 Target (issue 16): 1.5 times the rollouts per second at equal reward.
 """
@@ -29,7 +29,7 @@ SLOW_SHARE = 1 / 16
 
 
 def uneven_agent(task: Mapping[str, Any], llm: agl.LLM, rollout: agl.AttemptedRollout) -> float:
-    """The demo's agent, slow for some rollouts in training."""
+    """Runs the demo's agent, slowed down in some training rollouts."""
     slow = random.Random(rollout.rollout_id).random() < SLOW_SHARE
     if slow and rollout.mode == "train":
         time.sleep(task["tail_s"])
@@ -37,7 +37,7 @@ def uneven_agent(task: Mapping[str, Any], llm: agl.LLM, rollout: agl.AttemptedRo
 
 
 def run(staleness: int, seed: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """Trains and returns what is compared."""
+    """Trains and returns the compared figures."""
     store = agl.create_store("memory://")
     settings = {
         **GRPO_SETTINGS,
@@ -71,7 +71,7 @@ def run(staleness: int, seed: int, arguments: argparse.Namespace) -> dict[str, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--tasks", type=int, default=8, help="of a step")
+    parser.add_argument("--tasks", type=int, default=8, help="tasks of a step")
     parser.add_argument("--tail", type=float, default=6.0, help="seconds that slow rollouts take longer")
     parser.add_argument("--staleness", type=int, nargs="+", default=[4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

@@ -1,9 +1,9 @@
-"""How long the pages of the dashboard take: ``python tests/benchmarks/bench_dashboard.py [--rollouts 1000000]``.
+"""Response times of the dashboard's pages: ``python tests/benchmarks/bench_dashboard.py [--rollouts 1000000]``.
 
-Rollouts are written into an SQLite file and into a PostgreSQL database of its own by SQL, one after the other, with a
-rollout of 5,000 spans and one of 100,000 trained tokens. ``agl store`` serves them. Each page and its JSON twin is
-asked for several times; the time is that until the last byte. ``--dashboards 20`` also runs rollouts on that server,
-in turn without and with so many open pages, which reload when the server says that their run has changed.
+SQL fills an SQLite file, and then a PostgreSQL database, with rollouts, among them one of 5,000 spans and one of
+100,000 trained tokens. ``agl store`` serves them. Each page and its JSON version is requested several times; the time
+is measured until the last byte. ``--dashboards 20`` also runs rollouts on that server, alternately without and with
+20 open pages, which reload when the server reports a change of their run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def add_large(url: str) -> None:
 
 
 def make_spans(rollout_id: str, attempt_id: str) -> list[Span]:
-    """A tree of spans, each tenth a call of a model with two messages."""
+    """Returns a tree of spans; every tenth span is a model call with two messages."""
     begin = time.time() - SPANS
     asked = '[{"role":"user","content":"How long does it take?"}]'
     answered = '[{"role":"assistant","content":"Two hours, I think."}]'
@@ -105,7 +105,7 @@ def make_row(rollout_id: str, attempt_id: str) -> TrainedRow:
 
 
 async def list_pages(url: str, rollouts: int) -> dict[str, float]:
-    """The paths to ask for, with the longest time that is wanted, in milliseconds."""
+    """Returns the paths to request, each with the longest allowed time in milliseconds."""
     store = create_store(url).with_run(RUN)
     some = (await store.query_rollouts(limit=1, offset=rollouts // 2))[0]
     await store.close()
@@ -128,7 +128,7 @@ async def list_pages(url: str, rollouts: int) -> dict[str, float]:
 
 
 def twin(path: str) -> str:
-    """The path of a page's JSON."""
+    """Returns the path of a page's JSON version."""
     name, mark, query = path.partition("?")
     return f"{'/index' if name == '/' else name}.json{mark}{query}"
 
@@ -159,7 +159,7 @@ async def show_pages(server: Server, pages: dict[str, float], requests: int) -> 
 
 
 async def watch(url: str, run_id: str, dashboards: int) -> None:
-    """Keeps pages open, as browsers do: each reloads when the server says that its run has changed."""
+    """Keeps pages open, as browsers do: each reloads when the server reports a change of its run."""
     paths = (f"/runs/{run_id}", f"/runs/{run_id}/rollouts", "/", "/fleet")
     reloads = 0
 
@@ -200,7 +200,7 @@ def watching(server: Server, dashboards: int, counts: list[int]) -> Iterator[Non
 
 
 async def measure_load(server: Server, seconds: float) -> tuple[float, float]:
-    """Rollouts/s, and the server's CPU milliseconds for each."""
+    """Returns rollouts per second, and the server's CPU milliseconds per rollout."""
     store = LightningStoreClient(server.url).with_run(RUN)
     begun, cpu, done = time.monotonic(), server.cpu_s(), 0
 
@@ -237,7 +237,7 @@ async def show_load(server: Server, dashboards: int, seconds: float, rounds: int
 
 @contextlib.asynccontextmanager
 async def filled(name: str, folder: Path, rollouts: int, spans: int) -> AsyncIterator[str]:
-    """The URL of a database with so many rollouts; it is deleted afterwards."""
+    """Yields the URL of a database with ``rollouts`` rollouts, and deletes the database afterwards."""
     begun = time.monotonic()
     with contextlib.ExitStack() as stack:
         if name == "sqlite":
@@ -259,13 +259,13 @@ async def filled(name: str, folder: Path, rollouts: int, spans: int) -> AsyncIte
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=20_000)
-    parser.add_argument("--spans", type=int, default=1, help="of each rollout")
+    parser.add_argument("--spans", type=int, default=1, help="spans of each rollout")
     parser.add_argument("--only", choices=["sqlite", "postgresql"])
     parser.add_argument("--requests", type=int, default=3)
     parser.add_argument("--dashboards", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of a round with open dashboards")
+    parser.add_argument("--seconds", type=float, default=12.0, help="seconds of a round with open dashboards")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the databases lie")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the databases")
     parser.add_argument("--watch", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.watch:

@@ -1,9 +1,9 @@
-"""How fast the durable stores are beside the disk and server they are on: ``python tests/benchmarks/bench_durable.py``.
+"""Speed of durable stores, compared with their disk or database server: ``python tests/benchmarks/bench_durable.py``.
 
 One rollout is: enqueue, claim, 10 spans in one batch, finish, wait, read its spans, everything acknowledged when it is
-durable; 16 runners do this at once. The raw figure is one-row durable transactions of the same library on the same
-disk and server, measured just before and just after, because disks change their mind. ``--flat N M`` shows what each
-step costs one runner with N and with M finished rollouts in the store. PostgreSQL is a server of its own, made for this
+durable; 16 runners do this concurrently. The raw figure is one-row durable transactions of the same library on the same
+disk and server, measured just before and just after, because the speed of disks varies. ``--flat N M`` shows the time
+of each step for one runner with N and with M finished rollouts in the store. The PostgreSQL server is started for this
 run, with fsync on.
 """
 
@@ -42,7 +42,7 @@ ROW = "x" * 1000
 
 
 def measure_raw_sqlite(folder: Path, seconds: float = 1.5) -> float:
-    """One-row durable transactions a second."""
+    """Returns the number of durable one-row transactions per second."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         connection = sqlite3.connect(Path(place) / "raw.db", isolation_level=None)
         connection.execute("PRAGMA journal_mode = WAL")
@@ -61,7 +61,7 @@ def measure_raw_sqlite(folder: Path, seconds: float = 1.5) -> float:
 
 
 async def measure_raw_postgresql(url: str, seconds: float = 1.5) -> float:
-    """One-row durable transactions a second, over one connection."""
+    """Returns the number of durable one-row transactions per second over one connection."""
     connection = await asyncpg.connect(url)
     await connection.execute("CREATE TABLE IF NOT EXISTS row (id bigserial PRIMARY KEY, text text)")
     done = 0
@@ -75,7 +75,7 @@ async def measure_raw_postgresql(url: str, seconds: float = 1.5) -> float:
 
 
 class SqlitePlace:
-    """A folder for files."""
+    """A temporary folder for SQLite's files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -93,7 +93,7 @@ class SqlitePlace:
 
 
 class PostgresPlace:
-    """A server."""
+    """A database on a PostgreSQL server."""
 
     def __init__(self, server: PostgresServer) -> None:
         self._server = server
@@ -149,7 +149,7 @@ FILL_POSTGRESQL = (
 
 
 async def fill(store: BackendStore, rollouts: int) -> None:
-    """Stores finished rollouts with an attempt each in an empty database, as fast as the database makes them itself."""
+    """Fills an empty database with finished rollouts of one attempt each, which the database itself generates."""
     times = {"start_time": 1111111.0, "end_time": 1111111.0}
     metadata = {"group": 2222222, "step": 3333333}
     rollout = encode(
@@ -176,7 +176,7 @@ async def fill(store: BackendStore, rollouts: int) -> None:
 
 
 async def measure_steps(store: BackendStore, rounds: int = 200) -> dict[str, float]:
-    """Median milliseconds of each step with one runner: mostly the fsync."""
+    """Returns the median milliseconds of each step with one runner, which are mostly spent in fsync."""
     took: dict[str, list[float]] = {}
     metrics = ServerMetrics(store, Polls(), EventStreams(store.with_run))
 
@@ -234,7 +234,7 @@ async def show_speed(name: str, place: SqlitePlace | PostgresPlace, rollouts: in
     place.clean()
     raw = (before + await place.measure_raw()) / 2
     wanted = 0.125 if name == "sqlite" else 0.08
-    share = f"{speed.wall / raw:.3f} of raw, at least {wanted} is wanted"
+    share = f"{speed.wall / raw:.3f} of raw (target at least {wanted})"
     print(
         f"{name}: {speed}, {grouped:.2f} transactions each; raw {raw:,.0f} durable transactions/s; {share}", flush=True
     )
@@ -242,7 +242,7 @@ async def show_speed(name: str, place: SqlitePlace | PostgresPlace, rollouts: in
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where SQLite's files go")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of SQLite's files")
     parser.add_argument("--only", choices=["sqlite", "postgresql"])
     parser.add_argument("--rollouts", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)

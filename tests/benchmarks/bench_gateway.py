@@ -1,10 +1,10 @@
 """Cost of the gateway: ``python tests/benchmarks/bench_gateway.py [--runs 5] [--streams 1000]``.
 
-Upstream, load, gateway and a bare aiohttp reverse proxy without capture are processes of their own. The upstream
-answers at once with 5.9 KB: 60 tokens with ids and log-probabilities; capture is on. Runs are interleaved (direct,
+Upstream, load, gateway and a bare aiohttp reverse proxy without capture are separate processes. The upstream answers
+immediately with 5.9 KB: 60 tokens with ids and log-probabilities; capture is on. Runs are interleaved (direct,
 bare, gateway, direct, ...) and medians are printed, with the ratio to the bare proxy of the same run.
 
-The bare proxy streams: headers and both bodies pass piece by piece, as they come.
+The bare proxy streams: headers and both bodies pass piece by piece as they arrive.
 
 Targets: added latency p50 <= 2 ms sequentially; CPU per request <= 2 x bare; added time to first token <= 2 ms.
 """
@@ -34,7 +34,7 @@ REQUEST = {
 
 
 def answer(*, chunk: int | None = None) -> dict[str, Any]:
-    """A whole answer, or one chunk of a streamed one."""
+    """Returns a whole answer, or one chunk of a streamed answer."""
     count = TOKENS if chunk is None else 1
     tokens = [
         {"token": "tok", "logprob": -0.123456789, "bytes": [116, 111, 107], "top_logprobs": []} for _ in range(count)
@@ -53,12 +53,12 @@ def answer(*, chunk: int | None = None) -> dict[str, Any]:
 
 
 def dump(value: Any) -> bytes:
-    """JSON as model servers write it, without blanks."""
+    """Returns JSON as model servers write it, without spaces."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 BODY = dump(answer())
-NOT_PASSED = frozenset(("host", "connection", "transfer-encoding"))  # they are of the hop, and set anew
+NOT_PASSED = frozenset(("host", "connection", "transfer-encoding"))  # each hop sets these headers itself
 EVENTS = [b"data: %b\n\n" % dump(answer(chunk=i)) for i in range(TOKENS)] + [b"data: [DONE]\n\n"]
 
 
@@ -79,7 +79,7 @@ async def serve_upstream(pause_s: float) -> AsyncIterator[str]:
 
 
 async def serve_bare(upstream: str) -> AsyncIterator[str]:
-    """The least that a streaming reverse proxy does: headers and both bodies pass as they come, piece by piece."""
+    """Serves a minimal streaming reverse proxy: headers and both bodies pass piece by piece as they arrive."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False) as session:
 
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
@@ -132,20 +132,20 @@ async def _listen(handle: Callable[[web.BaseRequest], Awaitable[web.StreamRespon
 
 
 def serve(pipe: Connection, role: Callable[..., AsyncIterator[str]], *arguments: Any) -> None:
-    """Runs a server and tells its CPU time and resident memory whenever it is asked."""
+    """Runs a server and sends its CPU time and resident memory whenever the parent requests them."""
 
     async def main() -> None:
         async for endpoint in role(*arguments):
             pipe.send(endpoint)
             while await asyncio.to_thread(pipe.recv):
-                pages = int(Path("/proc/self/statm").read_text().split()[1])  # noqa: ASYNC240 # it is no disk
+                pages = int(Path("/proc/self/statm").read_text().split()[1])  # noqa: ASYNC240 # /proc is not a disk
                 pipe.send((time.process_time(), pages * 4096 / 2**20))
 
     asyncio.run(main())
 
 
 def load(pipe: Connection) -> None:
-    """Sends requests: gets (url, count, concurrency, stream), gives the seconds to the first byte of each."""
+    """Sends requests: receives (url, count, concurrency, stream) and returns the seconds to the first byte of each."""
 
     async def run(url: str, count: int, concurrency: int, stream: bool) -> list[float]:
         body = json.dumps(REQUEST | ({"stream": True} if stream else {})).encode()
@@ -170,7 +170,7 @@ def load(pipe: Connection) -> None:
 
 
 class Child:
-    """A process and the pipe to it."""
+    """A child process and the pipe to it."""
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -191,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--streams", type=int, default=0, help="also hold this many slow streams at once")
+    parser.add_argument("--streams", type=int, default=0, help="also hold this many concurrent slow streams")
     arguments = parser.parse_args()
     upstream = Child(serve, serve_upstream, 0.0)
     url = upstream.pipe.recv()
@@ -226,7 +226,7 @@ def main() -> None:
 
 
 def hold_streams(count: int, client: Child) -> None:
-    """Prints the gateway's memory after rounds of many slow streams at once; the store is a process of its own."""
+    """Prints the gateway's memory after rounds of many concurrent slow streams; the store is a separate process."""
     slow, store = Child(serve, serve_upstream, 0.1), Child(serve, serve_store, None)
     gateway = Child(serve, serve_gateway, slow.pipe.recv(), store.pipe.recv())
     endpoint, memory = gateway.pipe.recv(), [gateway.ask(True)[1]]

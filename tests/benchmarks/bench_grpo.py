@@ -2,9 +2,9 @@
 
 The baseline is the loss and step of TRL's ``GRPOTrainer`` on the same model (random weights, made on the spot), same
 rows, device and optimizer: forward, loss, backward, clipping of gradients, AdamW, in micro-batches of ``--micro`` rows
-for TRL and of as many tokens for ours. Rows vary in length, as agents' do; TRL is given them sorted by length, so that
-it pads as little as it can. Both minimise the same token mean; the gradients of both are compared first. Rounds are
-interleaved, medians are printed; on a busy machine CPU time with ``--threads 1`` is the one to read.
+for TRL and of as many tokens for ours. Rows vary in length, like those of agents; TRL gets them sorted by length, so
+that it pads as little as possible. Both minimise the same token mean; their gradients are compared first. Rounds are
+interleaved, medians are printed; on a busy machine, read the CPU time with ``--threads 1``.
 
 Target (issue 8): ratio at most 1.05.
 """
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 class Baseline:
-    """TRL's loss and step on rows of our choice, which its own loop would have sampled."""
+    """TRL's loss and optimizer step on given rows, instead of rows that TRL samples."""
 
     def __init__(self, model: Any, tokenizer: Any, rows: list[TrainingRow], micro: int, folder: Path) -> None:
         steps = -(-len(rows) // micro)
@@ -123,7 +123,7 @@ class Baseline:
 
 
 def pad(rows: list[TrainingRow], device: torch.device) -> dict[str, Any]:
-    """As TRL lays rows out: prompts padded on the left, answers on the right."""
+    """Pads rows as TRL does: prompts on the left, answers on the right."""
     widths = max(len(row.prompt_ids) for row in rows), max(len(row.response_ids) for row in rows)
     batch: dict[str, Any] = {"prompt_ids": [], "prompt_mask": [], "completion_ids": [], "completion_mask": []}
     old = []
@@ -140,7 +140,7 @@ def pad(rows: list[TrainingRow], device: torch.device) -> dict[str, Any]:
 
 
 def compare_gradients(updater: Updater, baseline: Baseline, rows: list[TrainingRow]) -> None:
-    """Neither may be fast for leaving something out."""
+    """Prints how far the gradients differ, to show that neither side is fast by omitting work."""
     caught: list[torch.Tensor] = []
     hook = updater._optimizer.register_step_pre_hook(
         lambda optimizer, *_: caught.extend(p.grad.clone() for p in optimizer.param_groups[0]["params"])
@@ -157,7 +157,7 @@ def compare_gradients(updater: Updater, baseline: Baseline, rows: list[TrainingR
 
 
 def make_rows(count: int) -> list[TrainingRow]:
-    """Prompts of 40 to 200 tokens, answers of 8 to 96."""
+    """Returns rows with prompts of 40 to 200 tokens and answers of 8 to 96."""
     rng = random.Random(0)
 
     def tokens(shortest: int, longest: int) -> list[int]:

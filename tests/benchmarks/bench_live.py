@@ -1,8 +1,8 @@
-"""How much slower a service answers while live learning goes on, against the same process without it.
+"""Slowdown of a service while live learning runs, compared with the same process without learning.
 
     python tests/benchmarks/bench_live.py [--steps 200] [--rounds 6]
 
-One process serves tasks, one after the other and eight at once, with an agent that waits 30 ms for its model; its
+One process serves tasks, one after the other and eight concurrently, with an agent that waits 30 ms for its model; its
 store is an SQLite file. Rounds without and with learning alternate. Learning means: the router chooses each version, a
 learner in another process follows a trial that never ends, and every rollout has a reward.
 """
@@ -27,7 +27,7 @@ import agentlightning as agl
 
 REPO = Path(__file__).parents[2]
 ENDLESS = ("margin=0", "risk=1e-300", "max_treated=1000000000")
-"""Settings of a trial that nothing decides."""
+"""Settings of a trial that never ends."""
 
 
 @agl.rollout
@@ -38,12 +38,12 @@ async def thinking(task: int, prompt: agl.PromptTemplate) -> float:
 
 @dataclass
 class Block:
-    """Tasks that were served in one go."""
+    """Measurements of tasks that were served in one block."""
 
     seconds: list[float]
-    """From each task to its finished rollout."""
+    """Seconds from each task to its finished rollout."""
     cpu_s: float
-    """Of the serving process, all threads, for one task."""
+    """CPU seconds per task of all threads of the serving process."""
 
     def quantile(self, share: float) -> float:
         return statistics.quantiles(self.seconds, n=100)[round(share * 100) - 1]
@@ -51,23 +51,23 @@ class Block:
 
 @dataclass
 class Found:
-    """Blocks that alternated."""
+    """Blocks without and with learning, which alternated."""
 
     without: list[Block] = field(default_factory=list)
     learning: list[Block] = field(default_factory=list)
 
     def quietest(self, share: float) -> tuple[float, float]:
-        """A quantile, such as 0.95, without and with learning, each in the block that others disturbed least."""
+        """Returns a quantile, such as 0.95, without and with learning, each of the least disturbed block."""
         without, learning = (min(block.quantile(share) for block in blocks) for blocks in (self.without, self.learning))
         return without, learning
 
     def added_cpu(self) -> float:
-        """Seconds that learning adds to the work of one task."""
+        """Returns the CPU seconds that learning adds to one task."""
         without, learning = (min(block.cpu_s for block in blocks) for blocks in (self.without, self.learning))
         return learning - without
 
     def is_close(self, limit: float) -> bool:
-        """Whether learning adds no more than this share to the median, and no more than that in CPU time."""
+        """Returns whether both the median time and the CPU time grow by at most ``limit`` of the median time."""
         without, learning = self.quietest(0.5)
         return learning <= (1 + limit) * without and self.added_cpu() <= limit * without
 
@@ -103,7 +103,7 @@ async def serve(runner: agl.LitAgentRunner[Any], live: agl.LiveResources | None,
 
 
 async def measure(n_steps: int, at_once: int, rounds: int, limit: float | None = None) -> Found:
-    """Measures ``rounds`` rounds, or until they show that learning adds no more than ``limit``."""
+    """Measures up to ``rounds`` rounds, until they show that learning adds no more than ``limit``."""
     found = Found()
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{Path(folder) / 'store.db'}"

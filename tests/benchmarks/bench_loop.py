@@ -1,12 +1,12 @@
 """CPU of the whole training loop: ``python tests/benchmarks/bench_loop.py [--steps 6] [--store memory://]``.
 
 Trains the demo's agent by ``grpo`` without evaluations and prints the CPU of a model call by process and by part: the
-threads of the trainer by their name, and the main thread of the runner and of the policy server beside their other
-threads (agents; the model). The first step is not counted, so that starting and importing is not.
+trainer's threads by name, and for runner and policy server the main thread and the sum of the other threads (agents;
+the model). The first step is excluded, and with it starting and importing.
 
 The baseline is the sum of three bare parts, measured in the same run on the same model: a reused client of ``openai``
-that gets answers of the same form from a bare server, the sampler without HTTP, 64 requests at once, and an update in
-plain PyTorch. CPU seconds, not wall time, so other work on the machine matters less. Linux only; about a minute.
+that gets answers of the same form from a bare server, the sampler without HTTP for 64 concurrent requests, and an
+update in plain PyTorch. CPU time depends less on other work on the machine. Linux only; takes about a minute.
 
 Targets (issue 16): 6 ms of CPU for a call.
 """
@@ -42,7 +42,7 @@ from agentlightning_plugins.demo.training import CHECKPOINT, GRPO_SETTINGS
 
 BARE_CALLS = 300
 PROMPT_TOKENS, REPLY_TOKENS = 24, 4
-"""About those of the demo's calls."""
+"""Approximate numbers of tokens in the demo's calls."""
 TOOL_CALL = {"name": "calculator", "arguments": '{"expression": "2 * 13"}'}
 ANSWER = {
     "id": "chatcmpl-1",
@@ -87,8 +87,8 @@ asyncio.run(main())
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--concurrency", type=int, help="rollouts at once; default: that of the trainer")
-    parser.add_argument("--store", help="such as memory://; default: that of a run with a directory, SQLite")
+    parser.add_argument("--concurrency", type=int, help="concurrent rollouts; default: the trainer's")
+    parser.add_argument("--store", help="URL of the store, such as memory://; default: SQLite in the run's directory")
     arguments = parser.parse_args()
     meter = train(arguments.steps, arguments.concurrency, arguments.store)
     calls, tokens = meter.calls, meter.tokens
@@ -101,7 +101,7 @@ def main() -> None:
             print(f"{ms:>30.2f}  {part}")
     policy = load_policy(str(CHECKPOINT))
     gc.collect()
-    gc.freeze()  # else a collection of all that the training left would count as time of the bare client
+    gc.freeze()  # otherwise, collecting the training's garbage would count as time of the bare client
     bare = {
         "openai client": 1000 * time_client(),
         "sampler": 1000 * time_sampler(policy) * tokens / calls,
@@ -142,7 +142,7 @@ class CpuMeter:
 
 
 def read_cpu() -> Counter[tuple[str, str]]:
-    """CPU seconds so far of this process and of its children, by process and part."""
+    """Returns the CPU seconds so far of this process and of its children, by process and part."""
     spent: Counter[tuple[str, str]] = Counter()
     names = {thread.native_id: re.sub(r"[_-]?\d+$", "", thread.name) for thread in threading.enumerate()}
     own = psutil.Process()
@@ -177,7 +177,7 @@ def train(steps: int, concurrency: int | None, store: str | None) -> CpuMeter:
 
 
 def time_client() -> float:
-    """CPU seconds of a call of one client, used again and again."""
+    """Returns the CPU seconds of a call with a reused client."""
     messages: list[Any] = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": "2 boxes of 13?"}]
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     server = subprocess.Popen(
@@ -200,7 +200,7 @@ def time_client() -> float:
 
 
 def time_sampler(policy: Policy) -> float:
-    """CPU seconds of a token, for 64 requests at once."""
+    """Returns the CPU seconds of a token for 64 concurrent requests."""
     torch.set_num_threads(1)
     sampler = Sampler(policy, prefix_cache_bytes=0, seed=0)
     size = int(policy.model.config.vocab_size)
@@ -219,7 +219,7 @@ def time_sampler(policy: Policy) -> float:
 
 
 def time_update(policy: Policy, rows: int) -> float:
-    """CPU seconds per row of an update in plain PyTorch, with as many minibatches as the demo has."""
+    """Returns the CPU seconds per row of an update in plain PyTorch, with as many minibatches as in the demo."""
     torch.manual_seed(0)
     model: Any = policy.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)

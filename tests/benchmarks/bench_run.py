@@ -1,12 +1,12 @@
-"""How fast whole rollouts run: `cs` against a bare loop of the same store calls, and async agents in one runner.
+"""Speed of whole rollouts: `cs` compared with a bare loop of the same store calls, and async agents in one runner.
 
     python tests/benchmarks/bench_run.py [--rollouts 2000]
 
 - `cs`: 4 runner processes, an agent that makes 6 spans and calls no model, store `memory://` served over HTTP.
-  The baseline is 4 processes of the same interpreter that make the very calls of the store that a runner makes (claim,
-  7 spans in one batch, end) and nothing else.
-- async: one runner (`shm`) with 64 agents at once that sleep 100 ms, so at most 640 rollouts/s.
-- start-up: from `fit` to the end of the first rollout; first result: from an enqueue to its end, once all runners wait.
+  The baseline is 4 processes of the same interpreter that only make the store calls of a runner (claim, 7 spans in one
+  batch, end).
+- async: one runner (`shm`) with 64 concurrent agents that sleep 100 ms, so at most 640 rollouts/s.
+- start-up: from `fit` to the end of the first rollout; first result: from an enqueue to its end, when all runners wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def sleeping(task: Any) -> float:
 
 
 def measured(seconds: dict[str, float], n_rollouts: int, *, settle_s: float) -> Any:
-    """An algorithm that waits for its runners, times one rollout, then many."""
+    """Returns an algorithm that waits for its runners, then measures the time of single rollouts and of many."""
 
     @agl.algo
     async def algorithm(store: agl.LightningStore) -> None:
@@ -73,7 +73,7 @@ def run(agent: Callable[[Any], Any], strategy: str, n_rollouts: int, **settings:
 def bare_worker(url: str, token: str) -> None:
     async def main() -> None:
         store = agl.LightningStoreClient(url, token=token)
-        await asyncio.gather(*(loop(store) for _ in range(4)))  # 16 at once, as a runner
+        await asyncio.gather(*(loop(store) for _ in range(4)))  # 16 concurrent rollouts, like a runner
         await store.close()
 
     async def loop(store: agl.LightningStore) -> None:
@@ -96,7 +96,7 @@ def bare_worker(url: str, token: str) -> None:
 
 
 async def bare(n_rollouts: int) -> float:
-    """Rollouts/s of processes that call the store and do nothing else."""
+    """Returns rollouts per second of processes that only call the store."""
     context = multiprocessing.get_context("spawn")
     store = agl.create_store("memory://")
     async with agl.LightningStoreServer(store, port=0, token="bench") as server:

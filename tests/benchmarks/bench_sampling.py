@@ -1,19 +1,19 @@
 """Speed of the policy server: ``python tests/benchmarks/bench_sampling.py [--rounds 3] [--hidden 256] [--layers 6]``.
 
-1. Tokens a second of 64 requests at once, with replies of 64 tokens, against one request at a time, over HTTP.
-2. The same 64 requests in this process, without HTTP: our running batch against transformers' continuous batching
+1. Tokens per second of 64 concurrent requests with replies of 64 tokens, and of one request at a time, over HTTP.
+2. The same 64 requests in this process, without HTTP: our running batch and transformers' continuous batching
    (paged attention, log-probabilities on), in tokens per second of CPU; on a GPU, of wall time.
 3. Replies of 32 tokens to prompts of 1,024 tokens: groups of 8 for 4 prompts, and 32 prompts that differ in their last
-   32 tokens; against ``generate`` of transformers with a batch of all of them, in the same unit.
-4. Conversations of 6 turns, 16 at a time, each turn adding 64 tokens: seconds with the prefix cache against seconds
-   without it, and the share of prompt tokens that were not run again.
+   32 tokens; compared with ``generate`` of transformers on one batch of all prompts, in the same unit.
+4. 16 concurrent conversations of 6 turns, each turn adding 64 tokens: seconds with and without the prefix cache, and
+   the share of prompt tokens that were not computed again.
 
-Rounds are interleaved and medians are printed. The model has random weights and never ends by itself, so that every
-reply has its full length. On a GPU: ``--device cuda:0 --dtype bfloat16 --hidden 1024 --layers 24``. ``--only prompts``
-prints part 3 alone.
+Rounds are interleaved and medians are printed. The model has random weights and no end token, so that every reply
+has its full length. On a GPU: ``--device cuda:0 --dtype bfloat16 --hidden 1024 --layers 24``. ``--only prompts``
+runs only part 3.
 
-Targets (issues 8 and 16): 64 at once reach at least 5 times the tokens a second of one at a time; with shared prompts,
-at least 3 times those of ``generate``.
+Targets (issues 8 and 16): 64 concurrent requests reach at least 5 times the tokens per second of one at a time; with
+shared prompts, at least 3 times the tokens per second of ``generate``.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ SHARED_TOKENS, OWN_TOKENS, GROUPS, REPETITIONS, SHORT_REPLY = 1024, 32, 4, 8, 32
 
 
 def save_model(directory: Path, hidden: int, layers: int) -> int:
-    """Writes a random model; returns its number of weights."""
+    """Writes a model with random weights; returns their number."""
     torch.manual_seed(0)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    letters += [f"unused {i}" for i in range(len(letters), VOCABULARY)]  # the end token then has no logit
+    letters += [f"unused {i}" for i in range(len(letters), VOCABULARY)]  # no logit is left for the end token
     backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -97,7 +97,7 @@ async def measure_tokens_per_s(
 async def measure_conversations(
     session: aiohttp.ClientSession, server: TransformersBackend, seed: int
 ) -> tuple[float, float]:
-    """Seconds, and the share of prompt tokens that were not run."""
+    """Returns seconds, and the share of prompt tokens that were reused from the cache."""
     rng = random.Random(seed)
     before = await server.statistics()
 
@@ -116,7 +116,7 @@ async def measure_conversations(
 
 
 def compare_with_transformers(folder: str, rounds: int, device: str, dtype: str) -> tuple[float, float]:
-    """Tokens per second of our running batch, and of transformers' continuous batching."""
+    """Returns tokens per second of our running batch and of transformers' continuous batching."""
     torch.set_num_threads(1)
     clock = time.process_time if device == "cpu" else time.perf_counter
     rng = random.Random(0)
@@ -147,7 +147,7 @@ def compare_with_transformers(folder: str, rounds: int, device: str, dtype: str)
 
 
 def compare_with_generate(folder: str, rounds: int, device: str, dtype: str) -> dict[str, tuple[float, float]]:
-    """Tokens per second of our sampler, and of ``generate``, by the way in which prompts share tokens."""
+    """Returns tokens per second of our sampler and of ``generate`` for equal prompts and for an equal prefix."""
     torch.set_num_threads(1)
     clock = time.process_time if device == "cpu" else time.perf_counter
     rng = random.Random(0)
@@ -178,7 +178,7 @@ def compare_with_generate(folder: str, rounds: int, device: str, dtype: str) -> 
     speeds = {}
     for name, make in (("equal prompts", groups), ("equal prefix", prefix)):
         seconds: list[list[float]] = [[], []]
-        for _ in range(rounds + 1):  # the first round warms up; each has prompts that no cache knows
+        for _ in range(rounds + 1):  # the first round warms up; no round's prompts are in a cache
             prompts = make()
             for run, found in zip((ours, theirs), seconds, strict=True):
                 started = clock()

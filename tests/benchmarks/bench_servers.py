@@ -1,10 +1,10 @@
-"""How store servers share one database: ``python tests/benchmarks/bench_servers.py [--servers 1 2 4] [--share 0.25]``.
+"""Store servers that share a database: ``python tests/benchmarks/bench_servers.py [--servers 1 2 4] [--share 0.25]``.
 
-Each ``agl store`` is a process over the same PostgreSQL, a server of its own with fsync on. Processes that only send
-prepared bytes run rollouts: enqueue, claim, 10 spans, finish, wait, read the spans. ``--share`` gives each server so
-much of a core (by a control group, which needs root), so that on a small machine the database and the load have the
-rest, as they do where each server is a machine of its own; 0 sets no limit. Each line says what the servers'
-connections waited for in samples of ``pg_stat_activity``, and how much of a core each part used.
+Each ``agl store`` is a process over the same new PostgreSQL server, with fsync on. Processes that only send prepared
+bytes run rollouts: enqueue, claim, 10 spans, finish, wait, read the spans. ``--share`` limits each store server to a
+share of a core (by a control group, which needs root), so that on a small machine the rest is left to the database and
+the load, as with one machine per store server; 0 sets no limit. Each line shows what the servers' connections waited
+for in samples of ``pg_stat_activity``, and how much of a core each part used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.postgresql import PostgresServer, running_server
 
 LOADS = 2
 RUNNERS = 24
-"""In each process that makes load."""
+"""Concurrent rollouts of each process that makes load."""
 WARM_UP_S = 1.5
 SAMPLE_S = 0.01
 GROUPS = Path("/sys/fs/cgroup/cpu")
@@ -43,7 +43,7 @@ WHERE application_name = 'lightning' AND state = 'active'"""
 
 
 class Runner:
-    """Runs rollouts over one connection, with as little work as it takes."""
+    """Runs rollouts over one connection with as little work as possible."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = host, port
@@ -81,7 +81,7 @@ class Runner:
 
 
 async def make_load(ports: Sequence[int], seconds: float) -> None:
-    """Runs rollouts for some time and prints how many, and how long each took (median and 99 %)."""
+    """Runs rollouts for some time and prints the seconds of each as JSON."""
     spans = orjson.dumps({"spans": [span.model_dump(mode="json") for span in make_spans("ro-", "at-")]})
     assert spans.count(b'"at-"') == SPANS
     runners = [Runner("127.0.0.1", ports[number % len(ports)]) for number in range(RUNNERS)]
@@ -93,7 +93,7 @@ async def make_load(ports: Sequence[int], seconds: float) -> None:
             await runner.run_one(len(took), spans)
             took.append(time.monotonic() - begun)
 
-    for is_counted in (False, True):  # a new connection to PostgreSQL plans each statement once
+    for is_counted in (False, True):  # not counted: new connections to PostgreSQL plan each statement once
         took.clear()
         end = time.monotonic() + (seconds if is_counted else WARM_UP_S)
         await asyncio.gather(*(work(runner, end) for runner in runners))
@@ -109,7 +109,7 @@ def start(*command: str) -> subprocess.Popen[str]:
 
 @contextlib.contextmanager
 def serving(database: str, servers: int, share: float) -> Iterator[list[tuple[subprocess.Popen[str], int]]]:
-    """Servers of one database, with their ports."""
+    """Runs store servers of one database and yields their processes and ports."""
     found: list[tuple[subprocess.Popen[str], int]] = []
     groups: list[Path] = []
     try:
@@ -138,7 +138,7 @@ def cpu_s(pid: int) -> float:
 
 
 def cpu_of_database(place: PostgresServer) -> float:
-    """CPU seconds of PostgreSQL's processes."""
+    """Returns the CPU seconds of PostgreSQL's processes."""
     assert place._process is not None
     pid = place._process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -155,7 +155,7 @@ async def count_commits(url: str) -> int:
 
 
 async def sample(url: str, seen: collections.Counter[str]) -> None:
-    """Counts what the servers' connections do, until cancelled."""
+    """Counts the states of the servers' connections until it is cancelled."""
     connection = await asyncpg.connect(url)
     try:
         while True:
@@ -209,7 +209,7 @@ async def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--share", type=float, default=0.25 if os.access(GROUPS, os.W_OK) else 0.0)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the database lies")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the database")
     parser.add_argument("--load", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.load:

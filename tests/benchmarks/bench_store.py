@@ -1,9 +1,10 @@
-"""How fast a store is: ``python tests/benchmarks/bench_store.py [--url memory://] [--flat]``.
+"""Speed of a store: ``python tests/benchmarks/bench_store.py [--url memory://] [--flat]``.
 
-One rollout is: enqueue, claim, 10 spans in one batch, finish, wait, read its spans. 16 runners do this at once. The
-baseline makes the same records and keeps them in a dict and a deque, in the same process and run: what no store could
-beat. Then: how long after an enqueue a blocked claim returns, and a wait after the finish, beside a bare asyncio.Event.
-``--flat`` measures each operation with few and with many stored rollouts instead.
+One rollout is: enqueue, claim, 10 spans in one batch, finish, wait, read its spans; 16 runners do this concurrently.
+The baseline, which no store can beat, makes the same records and keeps them in a dict and a deque, in the same process
+and run. Then: the time from an enqueue until a blocked claim returns, from a finish until a wait returns, and from a
+``set`` until ``wait`` of a bare asyncio.Event returns.
+``--flat`` instead measures each operation with few and with many stored rollouts.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ async def run_one(store: LightningStore, task: int) -> None:
 
 
 class Speed:
-    """Rollouts per second of wall clock, and of CPU time: what a machine without other work would do."""
+    """Rollouts per second of wall time, and of CPU time, which other work on the machine does not change."""
 
     def __init__(self, rollouts: int, wall_s: float, cpu_s: float) -> None:
         self.wall, self.cpu = rollouts / wall_s, rollouts / cpu_s
@@ -65,7 +66,7 @@ class Speed:
 
 
 async def measure(runner: Callable[[], Coroutine[None, None, None]], rollouts: int) -> Speed:
-    gc.collect()  # what an earlier round left behind is not this one's cost
+    gc.collect()  # so that this round does not pay for garbage of an earlier one
     wall, cpu = time.perf_counter(), time.process_time()
     await asyncio.gather(*(runner() for _ in range(RUNNERS)))
     return Speed(rollouts, time.perf_counter() - wall, time.process_time() - cpu)
@@ -111,7 +112,7 @@ async def measure_baseline(rollouts: int) -> Speed:
 
 
 async def measure_wakeups(store: LightningStore, times: int = 200) -> dict[str, float]:
-    """Milliseconds (p50) from a cause to the return of who waited for it."""
+    """Returns median milliseconds from a cause until the call that waits for it returns."""
     clock = time.perf_counter
     took: dict[str, list[float]] = {"dequeue": [], "wait": [], "asyncio.Event": []}
     for task in range(times):
@@ -139,7 +140,7 @@ async def measure_wakeups(store: LightningStore, times: int = 200) -> dict[str, 
 
 
 async def measure_flatness(url: str, stored: int) -> dict[str, float]:
-    """Microseconds of each operation (median of 300) with so many finished rollouts in the store."""
+    """Returns microseconds of each operation (median of 300) with ``stored`` finished rollouts in the store."""
     store = create_store(url)
     for start in range(0, stored, 1000):
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(start, start + 1000)])

@@ -1,9 +1,9 @@
-"""How fast a served store is: ``python tests/benchmarks/bench_store_server.py``.
+"""Speed of a served store: ``python tests/benchmarks/bench_store_server.py``.
 
-``agl store`` serves memory in a process of its own; 16 clients in this process run rollouts as in ``bench_store.py``.
-The baseline is a bare aiohttp server in a process of its own that decodes the same bodies and answers the same bytes,
-asked by the same client. Both are measured in turn, so that a noisy machine disturbs both. CPU is what the process of
-the server used for a rollout: its ratio is the cost of being a store, whatever the client takes.
+``agl store`` serves memory in a separate process; 16 clients in this process run rollouts as in ``bench_store.py``.
+The baseline is a bare aiohttp server in a separate process that decodes the same bodies and answers the same bytes to
+the same client. Both are measured in turn, so that a noisy machine disturbs both. CPU is the time of the server's
+process per rollout: its ratio is the cost of the store, independent of the client.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def serve(*command: str) -> Iterator[Server]:
 
 
 async def serve_bare(answers: list[bytes]) -> None:
-    """Answers each kind of request of a rollout with the bytes that the store has answered."""
+    """Answers each kind of request of a rollout with a recorded answer of the store."""
     kinds = ["enqueue", "dequeue", "batch", "attempts", "waits", "search"]
 
     async def handle(request: web.Request) -> web.Response:
@@ -74,7 +74,7 @@ async def serve_bare(answers: list[bytes]) -> None:
 
 @contextlib.asynccontextmanager
 async def recorded() -> AsyncIterator[list[bytes]]:
-    """The answers to the requests that are made meanwhile."""
+    """Yields a list that collects the answers to all requests of the block."""
     answers: list[bytes] = []
     send = aiohttp.ClientSession.request
 
@@ -105,7 +105,7 @@ async def run_many(store: LightningStore, rollout: Rollout, rollouts: int) -> No
 
 
 async def run_bare(store: LightningStore, task: int) -> None:
-    """The calls of ``run_one``, to a server whose answers say nothing about this task."""
+    """Makes the calls of ``run_one`` to a server whose answers are always those of one recorded rollout."""
     await store.enqueue_rollout({"question": task}, mode="train", metadata={"group": task // 8})
     claimed = await store.dequeue_rollout("runner", timeout=10)
     assert claimed is not None
@@ -117,7 +117,7 @@ async def run_bare(store: LightningStore, task: int) -> None:
 
 
 async def measure_wake_ups(store: LightningStore) -> tuple[list[float], list[float]]:
-    """Milliseconds from the enqueue to a blocked dequeue's return, and from the finish to a wait's."""
+    """Returns milliseconds from an enqueue until a blocked dequeue returns, and from a finish until a wait returns."""
     dequeues, waits = [], []
     for number in range(200):
         asking = asyncio.create_task(store.dequeue_rollout("runner", timeout=10))

@@ -1,9 +1,9 @@
 """Cost of tracing to the agent: ``python tests/benchmarks/bench_tracer.py [--spans 2000] [--rounds 7]``.
 
-A library's span with 15 attributes is timed on the agent's thread inside an attempt whose spans go to a memory store,
-and with a bare OpenTelemetry provider that keeps nothing. Rounds are interleaved and medians are printed; the
-difference is our part. CPU time of the agent's thread is what we add to it; in the wall clock it also waits for the
-interpreter lock, which the writer's thread holds while it stores.
+Times a library's span with 15 attributes on the agent's thread, inside an attempt whose spans go to a memory store, and
+with a bare OpenTelemetry provider that keeps nothing. Rounds are interleaved and medians are printed; the difference
+is our part. CPU time of the agent's thread is the added work; wall time also includes waiting for the interpreter
+lock, which the writer's thread holds while it stores.
 
 Target (issue 5): our part <= 100 microseconds per span on the agent's path.
 """
@@ -34,7 +34,7 @@ def record(library: otel.Tracer) -> None:
 
 
 def measure(step: Callable[[], object], spans: int) -> tuple[float, float]:
-    """CPU time of this thread and wall-clock time, in microseconds a span."""
+    """Returns CPU time of this thread and wall time, in microseconds per span."""
     cpu, wall = time.thread_time(), time.perf_counter()
     for _ in range(spans):
         step()
@@ -77,7 +77,7 @@ async def main(spans: int, rounds: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--spans", type=int, default=2000, help="in each round")
+    parser.add_argument("--spans", type=int, default=2000, help="spans in each round")
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     asyncio.run(main(arguments.spans, arguments.rounds))

@@ -49,7 +49,7 @@ ODD: Final = (
     [[1]],
     float("nan"),
 )
-"""Values that these attributes do not have."""
+"""Malformed values for these attributes."""
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
@@ -70,7 +70,7 @@ def rewards(triplets: Sequence[Triplet]) -> list[float | None]:
 # Calls.
 
 
-def test_client_span_and_gateway_span_of_one_call_are_one_triplet(trace: Recorder) -> None:
+def test_client_span_and_gateway_span_of_one_call_become_one_triplet(trace: Recorder) -> None:
     root = trace.add("agentlightning.rollout", at=(999, 1010))
     agent = trace.add("agent", {"agent.name": "solver"}, parent=root, at=(1000, 1005))
     client = trace.client("r1", parent=agent, at=(1001, 1003))
@@ -123,7 +123,7 @@ def test_parallel_calls_get_their_own_tokens(trace: Recorder) -> None:
     ]
 
 
-def test_layers_of_instrumentation_around_one_call_are_one_triplet(trace: Recorder) -> None:
+def test_nested_instrumentation_spans_of_one_call_become_one_triplet(trace: Recorder) -> None:
     agent = trace.add("agent", {"agent.name": "a"}, at=(1000, 1010))
     outer = trace.add("ChatOpenAI.chat", {"gen_ai.operation.name": "chat"}, parent=agent, at=(1001, 1009))
     inner = trace.client("r1", parent=outer, at=(1002, 1008))
@@ -134,14 +134,14 @@ def test_layers_of_instrumentation_around_one_call_are_one_triplet(trace: Record
     assert triplet.response["token_ids"] == [7, 8]
 
 
-def test_two_instrumentations_side_by_side_are_one_triplet(trace: Recorder) -> None:
+def test_sibling_spans_of_two_instrumentations_of_one_call_become_one_triplet(trace: Recorder) -> None:
     trace.client("r1", at=(1001, 1009))
     trace.client("r1", at=(1002, 1008))
     trace.gateway("r1", at=(1003, 1007))
     assert ids(trace.adapt()) == ["r1"]
 
 
-def test_different_calls_under_one_model_span_stay_apart(trace: Recorder) -> None:
+def test_different_calls_under_one_model_span_become_separate_triplets(trace: Recorder) -> None:
     outer = trace.add("chat", {"gen_ai.operation.name": "chat"}, at=(1000, 1010))
     for i in range(3):
         inner = trace.client(f"r{i}", parent=outer, at=(1001 + i, 1001.5 + i))
@@ -161,7 +161,9 @@ def test_calls_with_the_same_response_id_are_not_merged_even_if_they_overlap(tra
     assert [triplet.response["token_ids"] for triplet in trace.adapt()] == [[0], [1], [2]]
 
 
-def test_an_overlapping_call_with_the_same_response_id_stays_apart_from_one_below_a_framework(trace: Recorder) -> None:
+def test_a_call_with_the_same_response_id_is_not_merged_with_an_overlapping_call_of_a_framework(
+    trace: Recorder,
+) -> None:
     outer = trace.add("ChatOpenAI.chat", {"gen_ai.operation.name": "chat"}, at=(1000, 1001))
     for i, parent in enumerate([outer, None]):
         client = trace.client("same", parent=parent, at=(1000.1 + i / 100, 1000.8))
@@ -169,7 +171,7 @@ def test_an_overlapping_call_with_the_same_response_id_stays_apart_from_one_belo
     assert [triplet.response["token_ids"] for triplet in trace.adapt()] == [[0], [1]]
 
 
-def test_spans_of_one_answer_that_do_not_overlap_are_one_triplet(trace: Recorder) -> None:
+def test_spans_with_the_same_answer_that_do_not_overlap_become_one_triplet(trace: Recorder) -> None:
     trace.client("r1", at=(1001, 1003))
     trace.client("r1", at=(1003, 1004))
     trace.client("r1", text="another answer", at=(1005, 1006))
@@ -185,11 +187,11 @@ def test_a_client_span_without_an_id_is_joined_by_its_child(trace: Recorder) -> 
 
 
 def frame(trace: Recorder, parent: str, at: tuple[float, float]) -> str:
-    """The span of a framework for a model call, without id and response."""
+    """Adds a framework's span of a model call, without response id and response."""
     return trace.add("generation", {"agentops.span.kind": "llm", "gen_ai.request.model": "m"}, parent=parent, at=at)
 
 
-def test_a_call_that_lost_its_place_gets_that_of_the_frameworks_span_around_it(trace: Recorder) -> None:
+def test_a_call_outside_its_agent_moves_under_the_framework_span_that_encloses_its_time(trace: Recorder) -> None:
     root = trace.add("root", at=(1000, 1100))
     agent = trace.add("agent", {"agent.name": "solver"}, parent=root, at=(1001, 1050))
     for i in range(2):
@@ -217,7 +219,7 @@ def test_an_ambiguous_call_is_not_moved(trace: Recorder) -> None:
     assert [triplet.metadata["agent_name"] for triplet in trace.adapt()] == [None, None, None, "two", "one"]
 
 
-def test_a_call_that_only_the_gateway_saw_is_a_triplet(trace: Recorder) -> None:
+def test_a_call_recorded_only_by_the_gateway_becomes_a_triplet(trace: Recorder) -> None:
     trace.gateway("r1")
     trace.reward(0.5)
     (triplet,) = trace.adapt()
@@ -225,17 +227,17 @@ def test_a_call_that_only_the_gateway_saw_is_a_triplet(trace: Recorder) -> None:
     assert triplet.reward == 0.5
 
 
-def test_a_call_that_no_gateway_saw_is_a_triplet_without_tokens(trace: Recorder) -> None:
+def test_a_call_without_a_gateway_span_becomes_a_triplet_without_tokens(trace: Recorder) -> None:
     trace.client("r1", text="answer")
     (triplet,) = trace.adapt()
     assert triplet.prompt["token_ids"] == triplet.response["token_ids"] == []
     assert "logprobs" not in triplet.response
     assert triplet.response["raw_content"] == [{"role": "assistant", "content": "answer"}]
-    assert triplet.metadata["finish_reason"] == "tool_calls", "OpenAI's word"
+    assert triplet.metadata["finish_reason"] == "tool_calls", "the finish reason in OpenAI's terms"
     assert triplet.metadata["complete"] is None
 
 
-def test_a_call_that_broke_off_at_the_gateway_is_left_out_with_its_client_span(trace: Recorder) -> None:
+def test_a_call_that_is_incomplete_at_the_gateway_is_left_out_with_its_client_span(trace: Recorder) -> None:
     trace.client("r1")
     trace.gateway("r1", complete=False)
     client = trace.client(None, error=True)
@@ -246,7 +248,7 @@ def test_a_call_that_broke_off_at_the_gateway_is_left_out_with_its_client_span(t
     assert ids(trace.adapt()) == ["r4"]
 
 
-def test_tries_that_the_client_repeated_do_not_hide_the_one_that_worked(trace: Recorder) -> None:
+def test_a_call_with_retries_gets_the_tokens_of_the_successful_try(trace: Recorder) -> None:
     client = trace.client("r1", at=(1000, 1009))
     trace.gateway(None, complete=False, parent=client, at=(1001, 1002))
     trace.gateway("r0", complete=True, parent=client, at=(1003, 1004))
@@ -255,7 +257,7 @@ def test_tries_that_the_client_repeated_do_not_hide_the_one_that_worked(trace: R
     assert triplet.response["token_ids"] == [9]
 
 
-def test_a_call_that_failed_is_no_triplet_and_takes_no_reward(trace: Recorder) -> None:
+def test_a_failed_call_becomes_no_triplet_and_gets_no_reward(trace: Recorder) -> None:
     trace.client("r1")
     trace.client(None, error=True)
     trace.reward(1.0)
@@ -264,7 +266,7 @@ def test_a_call_that_failed_is_no_triplet_and_takes_no_reward(trace: Recorder) -
     assert rewards(triplets) == [1.0]
 
 
-def test_each_of_n_answers_is_a_triplet(trace: Recorder) -> None:
+def test_each_choice_of_a_call_becomes_a_triplet(trace: Recorder) -> None:
     trace.gateway("r1", [1])
     answers = [
         {"role": "assistant", "parts": [{"type": "text", "content": c}], "finish_reason": "stop"} for c in ("a", "b")
@@ -288,7 +290,7 @@ def test_each_of_n_answers_is_a_triplet(trace: Recorder) -> None:
     assert (second.metadata["choice"], second.metadata["finish_reason"]) == (1, "length")
 
 
-def test_image_urls_are_found(trace: Recorder) -> None:
+def test_image_urls_of_a_prompt_are_in_the_triplet(trace: Recorder) -> None:
     parts = [
         {"type": "text", "content": "what is it?"},
         {"type": "uri", "modality": "image", "uri": "http://images/1.png"},
@@ -316,11 +318,11 @@ def test_calls_are_chosen_by_the_name_of_their_span(trace: Recorder) -> None:
     trace.gateway("r3")
     triplets = trace.adapt(TraceToTriplet(llm_call_match=r"^my\."))
     assert ids(triplets) == ["r2"]
-    assert triplets[0].response["token_ids"] == [5], "tokens come from the gateway all the same"
+    assert triplets[0].response["token_ids"] == [5], "tokens still come from the gateway"
     assert ids(trace.adapt(TraceToTriplet(llm_call_match=r"chat"))) == ["r1", "r2", "r3"]
 
 
-def test_one_agent_of_many_is_chosen_by_the_nearest_agent(trace: Recorder) -> None:
+def test_agent_match_selects_calls_by_their_nearest_agent(trace: Recorder) -> None:
     boss = trace.add("team", {"agent.name": "boss"}, at=(1000, 1020))
     trace.client("r1", parent=boss, at=(1001, 1002))
     writer = trace.add(
@@ -347,18 +349,20 @@ def test_one_agent_of_many_is_chosen_by_the_nearest_agent(trace: Recorder) -> No
         {"executor.id": "a"},
     ],
 )
-def test_agent_names_are_read_in_the_words_of_each_framework(trace: Recorder, attributes: dict[str, str]) -> None:
+def test_agent_names_are_read_from_the_attributes_of_each_framework(
+    trace: Recorder, attributes: dict[str, str]
+) -> None:
     agent = trace.add("span", attributes, at=(1000, 1005))
     trace.client("r1", parent=agent, at=(1001, 1002))
     assert trace.adapt()[0].metadata["agent_name"] == "a"
 
 
-def test_the_name_of_a_langchain_model_is_not_an_agents(trace: Recorder) -> None:
+def test_the_name_of_a_langchain_model_is_not_an_agent_name(trace: Recorder) -> None:
     trace.add("ChatOpenAI", {"gen_ai.operation.name": "chat", "gen_ai.response.id": "r", "lc_name": "ChatOpenAI"})
     assert trace.adapt()[0].metadata["agent_name"] is None
 
 
-def test_calls_of_a_judge_are_left_out_unless_wanted(trace: Recorder) -> None:
+def test_calls_of_a_judge_are_left_out_unless_the_setting_includes_them(trace: Recorder) -> None:
     trace.client("r1", at=(1000, 1001))
     judge = trace.add("agentlightning.operation", {"agentlightning.operation.name": "reward"}, at=(1002, 1005))
     trace.client("r2", parent=judge, at=(1003, 1004))
@@ -373,7 +377,7 @@ def test_calls_of_a_judge_are_left_out_unless_wanted(trace: Recorder) -> None:
 # The tree.
 
 
-def test_calls_beside_the_agent_that_made_them_belong_to_it(trace: Recorder) -> None:
+def test_a_call_next_to_an_agents_span_belongs_to_the_agent_if_its_time_is_enclosed(trace: Recorder) -> None:
     root = trace.add("root", at=(0, 10))
     outer = trace.add("agent", {"agent.name": "outer"}, parent=root, at=(1, 9))
     trace.add("agent", {"agent.name": "inner"}, parent=outer, at=(4, 6))
@@ -387,7 +391,7 @@ def test_calls_beside_the_agent_that_made_them_belong_to_it(trace: Recorder) -> 
     assert trace.adapt(TraceToTriplet(agent_match=".", repair_hierarchy=False)) == []
 
 
-def test_a_call_during_two_agents_belongs_to_neither(trace: Recorder) -> None:
+def test_a_call_enclosed_by_two_parallel_agents_belongs_to_neither(trace: Recorder) -> None:
     root = trace.add("root", at=(0, 10))
     for name in ("one", "two"):
         trace.add("agent", {"agent.name": name}, parent=root, at=(1, 9))
@@ -395,7 +399,7 @@ def test_a_call_during_two_agents_belongs_to_neither(trace: Recorder) -> None:
     assert [triplet.metadata["agent_name"] for triplet in trace.adapt()] == [None]
 
 
-def test_orphans_are_put_where_their_time_says(trace: Recorder) -> None:
+def test_a_call_with_an_unknown_parent_is_placed_by_its_time(trace: Recorder) -> None:
     root = trace.add("root", at=(1000, 1100))
     agent = trace.add("agent", {"agent.name": "a"}, parent=root, at=(1010, 1050))
     trace.client("r1", parent="f" * 16, at=(1020, 1030))
@@ -406,7 +410,7 @@ def test_orphans_are_put_where_their_time_says(trace: Recorder) -> None:
 
 
 @pytest.mark.parametrize("repair", [True, False])
-def test_spans_that_are_each_others_parents_do_not_hang_the_adapter(trace: Recorder, repair: bool) -> None:
+def test_cycles_of_parents_do_not_hang_the_adapter(trace: Recorder, repair: bool) -> None:
     trace.add("a", span_id="a" * 16, parent="b" * 16)
     trace.add("b", span_id="b" * 16, parent="c" * 16)
     trace.add("c", span_id="c" * 16, parent="a" * 16)
@@ -415,7 +419,7 @@ def test_spans_that_are_each_others_parents_do_not_hang_the_adapter(trace: Recor
     assert ids(trace.adapt(TraceToTriplet(repair_hierarchy=repair))) == ["r1"]
 
 
-def test_a_span_never_comes_under_its_own_descendant(trace: Recorder) -> None:
+def test_a_span_is_never_moved_under_its_own_descendant(trace: Recorder) -> None:
     parent = trace.add("parent", at=(1000, 1005))
     trace.add("outlives it", parent=parent, at=(1000, 1010))
     nodes = build_tree(trace.spans, repair=True)
@@ -430,7 +434,7 @@ rows = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(-3
 
 @given(rows)
 @settings(max_examples=200, deadline=None)
-def test_mending_agrees_with_looking_at_every_pair(rows: list[tuple[int, int, int]]) -> None:
+def test_repairing_the_tree_agrees_with_comparing_every_pair_of_spans(rows: list[tuple[int, int, int]]) -> None:
     trace = Recorder()
     for i, (start, length, parent) in enumerate(rows):
         known = trace.spans[parent] if 0 <= parent < i else None
@@ -468,7 +472,7 @@ def test_a_reward_goes_to_the_last_call_before_it(trace: Recorder) -> None:
     assert find_final_reward(trace.spans) == 1.0
 
 
-def test_rewards_after_each_call_go_one_by_one(trace: Recorder) -> None:
+def test_a_reward_after_each_call_goes_to_that_call(trace: Recorder) -> None:
     for i in range(3):
         trace.client(f"r{i}")
         trace.reward(float(i))
@@ -484,21 +488,21 @@ def test_two_rewards_in_a_row_go_to_the_last_two_calls(trace: Recorder) -> None:
     assert rewards(trace.adapt()) == [None, 2.0, 1.0]
 
 
-def test_a_reward_during_a_call_is_not_about_that_call(trace: Recorder) -> None:
+def test_a_reward_during_a_call_goes_to_an_earlier_call(trace: Recorder) -> None:
     trace.client("r1", at=(1000, 1001))
     trace.client("r2", at=(1002, 1010))
     trace.reward(1.0, at=(1005, 1005))
     assert rewards(trace.adapt()) == [1.0, None]
 
 
-def test_the_gateways_late_end_does_not_cost_a_call_its_reward(trace: Recorder) -> None:
+def test_a_call_whose_gateway_span_ends_a_little_late_still_gets_its_reward(trace: Recorder) -> None:
     trace.gateway("r1", at=(1000, 1001))
     trace.gateway("r2", at=(1002, 1005.002))
     trace.reward(1.0, at=(1005.001, 1005.001))
     assert rewards(trace.adapt()) == [None, 1.0]
 
 
-def test_by_siblings_a_reward_stays_in_its_part_of_the_tree(trace: Recorder) -> None:
+def test_with_first_sibling_a_reward_stays_in_its_part_of_the_tree(trace: Recorder) -> None:
     root = trace.add("root", at=(1000, 1100))
     one = trace.add("one", parent=root, at=(1001, 1050))
     two = trace.add("two", parent=root, at=(1002, 1051))
@@ -511,25 +515,25 @@ def test_by_siblings_a_reward_stays_in_its_part_of_the_tree(trace: Recorder) -> 
     assert rewards(trace.adapt()) == [2.0, 1.0]
 
 
-def test_a_reward_that_names_its_call_goes_there(trace: Recorder) -> None:
+def test_a_reward_with_a_link_to_a_response_id_goes_to_that_call(trace: Recorder) -> None:
     for i in range(3):
         trace.client(f"r{i}")
     trace.reward(5.0, semconv.link_attributes({"gen_ai.response.id": "r0"}))
     trace.reward(1.0)
     trace.reward(7.0, semconv.link_attributes({"gen_ai.response.id": "gone"}))
-    assert rewards(trace.adapt()) == [5.0, 7.0, 1.0], "an unknown name is as good as none"
+    assert rewards(trace.adapt()) == [5.0, 7.0, 1.0], "an unknown id has no effect"
 
 
-def test_a_reward_finds_its_call_by_the_ids_of_the_span(trace: Recorder) -> None:
+def test_a_reward_with_a_link_to_a_span_id_goes_to_that_call(trace: Recorder) -> None:
     spans = [trace.client(f"r{i}") for i in range(3)]
     trace.reward(5.0, semconv.link_attributes({"span_id": spans[0], "trace_id": "0" * 32}))
     trace.reward(7.0, semconv.link_attributes({"span_id": spans[1]}))
     assert rewards(trace.adapt()) == [5.0, 7.0, None]
     trace.reward(9.0, semconv.link_attributes({"span_id": spans[1], "trace_id": "f" * 32}))
-    assert rewards(trace.adapt()) == [5.0, 7.0, 9.0], "it links to no call, so it goes to the last one"
+    assert rewards(trace.adapt()) == [5.0, 7.0, 9.0], "a reward that links to no call goes to the last one"
 
 
-def test_a_link_that_several_calls_have_goes_to_the_last_of_them_before_the_reward(trace: Recorder) -> None:
+def test_a_link_to_several_calls_goes_to_the_last_of_these_calls_before_the_reward(trace: Recorder) -> None:
     for i in range(2):
         trace.client(f"r{i}")
     trace.reward(1.0, semconv.link_attributes({"trace_id": "0" * 32}))
@@ -537,7 +541,7 @@ def test_a_link_that_several_calls_have_goes_to_the_last_of_them_before_the_rewa
     assert rewards(trace.adapt()) == [None, 1.0, None]
 
 
-def test_rewards_are_shared_among_the_chosen_calls_only(trace: Recorder) -> None:
+def test_rewards_go_only_to_selected_calls(trace: Recorder) -> None:
     for i, name in enumerate(("a", "b", "a")):
         agent = trace.add("agent", {"agent.name": name}, at=(1000 + 10 * i, 1009 + 10 * i))
         trace.client(f"r{i}", parent=agent, at=(1001 + 10 * i, 1002 + 10 * i))
@@ -545,7 +549,7 @@ def test_rewards_are_shared_among_the_chosen_calls_only(trace: Recorder) -> None
     assert rewards(trace.adapt(TraceToTriplet(agent_match="b"))) == [1.0]
 
 
-# What can be wrong.
+# Errors.
 
 
 def test_spans_of_several_attempts_are_refused(trace: Recorder) -> None:
@@ -555,7 +559,7 @@ def test_spans_of_several_attempts_are_refused(trace: Recorder) -> None:
         TraceToTriplet().adapt([*trace.spans, other])
 
 
-def test_logprobs_that_do_not_fit_the_tokens_are_refused_by_name(trace: Recorder) -> None:
+def test_the_error_about_a_wrong_number_of_logprobs_names_the_call(trace: Recorder) -> None:
     trace.gateway("r1", [1, 2, 3])
     attributes = {**trace.spans[0].attributes, "logprobs": [-0.5]}
     trace.spans[0] = trace.spans[0].model_copy(update={"attributes": attributes})
@@ -566,21 +570,23 @@ def test_logprobs_that_do_not_fit_the_tokens_are_refused_by_name(trace: Recorder
 
 
 @pytest.mark.parametrize("argument", ["llm_call_match", "agent_match"])
-def test_a_bad_expression_is_refused_at_once(argument: str) -> None:
+def test_an_invalid_regular_expression_is_refused_when_the_adapter_is_created(argument: str) -> None:
     with pytest.raises(ConfigError, match=argument):
         get_manager().create("adapter", {"name": "triplet", argument: "("})
 
 
-def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
+def test_an_unknown_reward_match_policy_is_refused_with_the_known_policies() -> None:
     with pytest.raises(ConfigError, match="first_occurrence, first_sibling"):
         TraceToTriplet(reward_match="nearest")
 
 
-def test_no_triplets_is_never_a_mystery(trace: Recorder, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_explains_once_why_an_attempt_gives_no_triplets(
+    trace: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
     adapter = TraceToTriplet(agent_match="solver")
     assert adapter.adapt([]) == []
     trace.add("tool")
-    assert [trace.adapt(adapter), trace.adapt(adapter)] == [[], []], "the second time in silence"
+    assert [trace.adapt(adapter), trace.adapt(adapter)] == [[], []], "the second time nothing is logged"
     trace.client("r1")
     assert trace.adapt(adapter) == []
     advice = ". `agl doctor AGENT` tells how to fix it"
@@ -592,7 +598,9 @@ def test_no_triplets_is_never_a_mystery(trace: Recorder, caplog: pytest.LogCaptu
     ]
 
 
-def test_of_an_attempt_that_failed_the_failure_is_the_news(trace: Recorder, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_about_a_failed_attempt_without_triplets_names_the_failure(
+    trace: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     trace.client(None, error=True)
     trace.add(semconv.SPAN_ROLLOUT, at=(999, 1010))
@@ -607,7 +615,7 @@ def test_of_an_attempt_that_failed_the_failure_is_the_news(trace: Recorder, capl
     )
 
 
-def test_an_attempt_whose_spans_were_lost_is_left_out_with_a_warning(
+def test_an_attempt_that_lost_spans_gives_no_triplets_and_a_warning(
     trace: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     trace.client("r1")
@@ -625,14 +633,14 @@ def test_the_adapter_is_a_component_with_settings() -> None:
 
 
 def _seconds(n_calls: int) -> float:
-    """CPU time of adapting so many calls, each seen by a client and the gateway, and a reward for each."""
+    """Returns the CPU time of adapting calls that client and gateway recorded, with a reward for each."""
     trace = Recorder()
     root = trace.add("root", at=(0, 1e9))
     for i in range(n_calls):
         trace.client(f"r{i}", parent=root if i % 2 else None, at=(10 * i, 10 * i + 8))
         trace.gateway(f"r{i}", parent="f" * 16, at=(10 * i + 1, 10 * i + 7))
         trace.reward(1.0, parent=root, at=(10 * i + 9, 10 * i + 9))
-    gc.disable()  # it looks at all that other tests have left behind
+    gc.disable()  # collecting the garbage of other tests would count
     try:
         began = time.process_time()
         assert len(trace.adapt()) == n_calls
@@ -641,7 +649,7 @@ def _seconds(n_calls: int) -> float:
         gc.enable()
 
 
-def test_10_000_calls_take_about_a_second_and_the_time_is_linear_in_the_calls() -> None:
+def test_10_000_calls_take_about_a_second_and_the_time_grows_linearly() -> None:
     """Half a second on an idle machine; the bounds leave room for a busy one."""
     rounds = []
     for _ in range(3):  # a busy machine has slow minutes
@@ -655,7 +663,7 @@ def test_10_000_calls_take_about_a_second_and_the_time_is_linear_in_the_calls() 
 # The other adapters.
 
 
-def test_the_gateways_spans_alone_make_triplets(trace: Recorder) -> None:
+def test_the_gateway_adapter_uses_only_spans_of_the_gateway(trace: Recorder) -> None:
     trace.client("r1", at=(1000, 1002))
     trace.gateway("r1", [1], at=(1000.5, 1001.5))
     trace.client("r2")
@@ -666,14 +674,14 @@ def test_the_gateways_spans_alone_make_triplets(trace: Recorder) -> None:
     assert rewards(triplets) == [None, 1.0]
 
 
-def test_a_gateway_whose_clock_is_wrong_does_not_move_rewards(trace: Recorder) -> None:
+def test_a_wrong_clock_of_the_gateway_does_not_move_rewards(trace: Recorder) -> None:
     for i in range(3):
         trace.gateway(f"r{i}", at=(5000 + i, 5000.5 + i))
         trace.reward(float(i), at=(1000 + i, 1000 + i))
     assert rewards(LlmProxyTraceToTriplet().adapt(trace.spans)) == [0.0, 1.0, 2.0]
 
 
-def test_a_reward_that_arrives_before_the_gateways_span_finds_its_call_by_the_client(trace: Recorder) -> None:
+def test_a_reward_that_arrives_before_the_gateways_span_is_matched_by_the_client_span(trace: Recorder) -> None:
     clients = [trace.client(f"r{i}", at=(1000 + i, 1000.5 + i)) for i in range(2)]
     trace.gateway("r0", parent=clients[0], at=(5000, 5000.5))
     trace.reward(1.0, at=(1001.6, 1001.6))
@@ -712,7 +720,7 @@ def test_tool_calls_that_agentops_records_as_spans_are_in_the_answer(trace: Reco
     assert history == {"messages": [{"role": "user", "content": "1+2?"}, answer], "tools": [TOOL]}
 
 
-def test_chat_histories_hold_tools_calls_and_answers(trace: Recorder) -> None:
+def test_chat_histories_contain_tools_tool_calls_and_answers(trace: Recorder) -> None:
     messages = [
         {"role": "system", "parts": [{"type": "text", "content": "be right"}]},
         {"role": "user", "parts": [{"type": "text", "content": "1+2?"}]},

@@ -62,7 +62,7 @@ async def test_a_reward_is_recorded_and_returned(tracer: Tracer) -> None:
     assert find_final_reward(trace.spans) == 0.5
 
 
-async def test_of_several_rewards_the_primary_one_counts(tracer: Tracer) -> None:
+async def test_the_primary_reward_counts_if_there_are_several(tracer: Tracer) -> None:
     async with tracer.trace_context() as trace:
         emit_reward({"style": 1, "correct": 0.25}, primary_key="correct")
     (span,) = find_reward_spans(trace.spans)
@@ -109,12 +109,12 @@ def test_every_scalar_is_a_reward(value: Any, expected: float) -> None:
     "value",
     [float("nan"), float("inf"), np.float32("nan"), None, "1.0", b"1", [1.0], np.array([1.0, 2.0]), Tensor(1, 2), {}],
 )
-def test_what_is_no_finite_number_is_refused(value: Any) -> None:
+def test_a_reward_that_is_not_a_finite_number_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError):
         emit_reward(value, propagate=False)
 
 
-def test_a_refusal_names_the_reward_and_the_choice() -> None:
+def test_the_error_about_a_refused_reward_names_the_reward_and_the_choices() -> None:
     with pytest.raises(ConfigError, match="'style' = nan"):
         emit_reward({"correct": 1.0, "style": float("nan")}, primary_key="correct", propagate=False)
     with pytest.raises(ConfigError, match="one of: a, b"):
@@ -137,7 +137,7 @@ def test_the_final_reward_is_the_last_one() -> None:
 
 
 @pytest.mark.parametrize("digits", [308, 309, 400])
-def test_a_reward_beyond_the_range_of_a_float_is_none(digits: int) -> None:
+def test_a_reward_outside_the_range_of_a_float_is_ignored(digits: int) -> None:
     output = '{"type": "reward", "value": ' + "9" * digits + "}"
     span = Span.from_attributes(
         attributes={"agentops.task.output": output}, rollout_id="r", attempt_id="a", name="agent"
@@ -146,7 +146,7 @@ def test_a_reward_beyond_the_range_of_a_float_is_none(digits: int) -> None:
     assert find_final_reward([span]) == (float("9" * digits) if digits < 309 else None)
 
 
-def test_a_reward_whose_primary_dimension_is_no_number_has_no_dimension() -> None:
+def test_a_reward_whose_primary_dimension_is_not_a_number_is_ignored() -> None:
     values = {"primary": float("nan"), "style": 0.2}
     attributes: dict[str, Any] = {}
     for dimension, (name, value) in enumerate(values.items()):
@@ -157,7 +157,7 @@ def test_a_reward_whose_primary_dimension_is_no_number_has_no_dimension() -> Non
     )
 
 
-def test_an_agent_runs_outside_a_rollout_and_is_told_so_once(
+def test_emitting_outside_a_rollout_works_and_warns_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emitter, "_warned_untraced", type(emitter._warned_untraced)())
@@ -241,7 +241,7 @@ def test_bytes_are_recorded_as_base64() -> None:
     assert json.loads(nested.attributes[semconv.OBJECT_JSON]) == {"image": "YWI="}
 
 
-def test_a_wrong_argument_says_what_to_use() -> None:
+def test_the_error_about_a_wrong_argument_suggests_the_right_function() -> None:
     with pytest.raises(ConfigError, match="emit_object"):
         emit_message(3)
     with pytest.raises(ConfigError, match="exception"):
@@ -299,7 +299,7 @@ async def test_a_with_block_is_one_span(tracer: Tracer) -> None:
     assert spans["agentlightning.message"].parent_id == spans["search"].span_id
 
 
-async def test_what_an_operation_raises_is_recorded_and_goes_on(tracer: Tracer) -> None:
+async def test_an_exception_in_an_operation_is_recorded_and_raised(tracer: Tracer) -> None:
     @operation
     def fail() -> None:
         raise LookupError("not there")
@@ -314,7 +314,7 @@ async def test_what_an_operation_raises_is_recorded_and_goes_on(tracer: Tracer) 
         assert span.events[0].attributes["exception.message"] == "not there"
 
 
-async def test_a_generator_is_one_span_from_beginning_to_end_and_does_not_leak_its_context(tracer: Tracer) -> None:
+async def test_a_generator_is_one_span_until_its_end_and_does_not_leak_its_context(tracer: Tracer) -> None:
     @operation(name="count")
     def count(n: int) -> Generator[int, None, str]:
         for i in range(n):
@@ -370,7 +370,7 @@ async def test_an_async_generator_is_one_span(tracer: Tracer) -> None:
     assert closing == [span.span_id for span in operations]
 
 
-async def test_a_generator_decides_about_what_is_sent_and_thrown_into_it(tracer: Tracer) -> None:
+async def test_values_and_exceptions_sent_to_a_generator_reach_it(tracer: Tracer) -> None:
     @operation
     def echo() -> Any:
         received: list[Any] = []
@@ -428,7 +428,7 @@ async def test_an_operation_that_is_not_propagated_records_nothing(tracer: Trace
     assert [span.name for span in trace.spans] == ["agentlightning.message", semconv.SPAN_ROLLOUT]
 
 
-def test_a_misused_operation_says_how() -> None:
+def test_the_error_about_a_misused_operation_describes_the_right_use() -> None:
     with pytest.raises(ConfigError, match="decorates a function"):
         operation(3)
     op = operation(name="x")

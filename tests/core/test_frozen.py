@@ -57,7 +57,7 @@ def test_json_is_unchanged_by_freezing_and_thawing(value: Any) -> None:
 
 
 @given(anything)
-def test_recorded_data_always_becomes_json(value: Any) -> None:
+def test_recorded_data_of_any_type_becomes_json(value: Any) -> None:
     softened = freeze_attributes({"value": value})
     assert json.loads(json.dumps(softened, allow_nan=False).encode()) == softened
     assert freeze(thaw(softened)) == softened
@@ -118,7 +118,7 @@ class Task:
         (object(), r"str\(value\)"),
     ],
 )
-def test_a_value_that_is_not_json_is_refused_with_its_place_and_a_fix(value: Any, says: str) -> None:
+def test_the_error_about_a_value_that_is_not_json_names_its_path_and_a_fix(value: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         freeze(value, "input")
 
@@ -149,7 +149,7 @@ def test_a_span_with_an_object_whose_repr_fails_is_kept() -> None:
     assert span.name == "call \\ud800"
 
 
-def test_an_error_with_a_broken_file_name_is_kept() -> None:
+def test_an_error_with_an_undecodable_file_name_is_kept() -> None:
     failure = AttemptFailure.from_exception(FileNotFoundError("caf\udce9"))
     assert failure.message == "caf\\udce9"
     failure.model_dump_json()

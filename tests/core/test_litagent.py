@@ -35,13 +35,13 @@ def run(agent: agl.LitAgent[Any], resources: dict[str, agl.Resource], task: Any 
     return agent.rollout(task, resources, ROLLOUT)
 
 
-def test_a_decorated_function_stays_callable_as_it_was() -> None:
+def test_a_decorated_function_stays_callable_like_the_original() -> None:
     assert module_agent("abc", llm=PROXY) == 3.0
     assert module_agent.__name__ == "module_agent"
     assert module_agent.__doc__ == "Answers."
 
 
-def test_a_resource_is_chosen_by_the_parameters_name_before_its_type() -> None:
+def test_a_resource_is_chosen_by_the_name_of_the_parameter_before_its_type() -> None:
     other = agl.LLM(endpoint="http://other/v1", model="n")
 
     @agl.rollout
@@ -66,13 +66,13 @@ def test_a_resource_is_chosen_by_the_conventional_name_without_any_annotation() 
     assert run(agl.wrap(agent), {"a": PROXY, "b": agl.PromptTemplate("hi")}) == ("m", "hi")
 
 
-def test_several_candidates_are_an_error_that_names_them() -> None:
+def test_the_error_about_an_ambiguous_resource_names_the_candidates() -> None:
     two = {"first": PROXY, "second": PROXY}
     with pytest.raises(agl.ConfigError, match=r"'llm'.*first, second"):
         run(module_agent, two)
 
 
-def test_no_candidate_is_an_error_that_names_what_there_is() -> None:
+def test_the_error_about_a_missing_resource_names_the_existing_resources() -> None:
     with pytest.raises(agl.ConfigError, match=r"'llm'.*resources: prompt.*initial_resources"):
         run(module_agent, {"prompt": agl.PromptTemplate("hi")})
 
@@ -85,7 +85,7 @@ def test_a_parameter_with_a_default_needs_no_resource() -> None:
     assert run(agent, {}) == (None, 3)
 
 
-def test_an_injected_llm_points_at_its_own_attempt_and_resources_stay_as_published() -> None:
+def test_an_injected_llm_has_the_url_of_its_attempt_and_resources_stay_as_published() -> None:
     @agl.rollout
     def agent(task: str, llm: agl.LLM, resources: agl.NamedResources, rollout: agl.Rollout) -> Any:
         return llm.get_base_url(), resources["main"], rollout.rollout_id
@@ -110,14 +110,14 @@ async def test_an_async_function_is_awaited() -> None:
     assert await agent.rollout_async("task", {"main": PROXY}, ROLLOUT) == SCOPED
 
 
-def test_a_function_without_parameters_is_refused_when_it_is_decorated() -> None:
+def test_a_function_without_parameters_is_refused_by_the_decorator() -> None:
     with pytest.raises(agl.ConfigError, match="needs a first parameter for the task"):
 
         @agl.rollout
         def agent() -> None: ...
 
 
-def test_what_nothing_can_fill_is_refused_when_it_is_decorated() -> None:
+def test_a_parameter_that_no_resource_can_fill_is_refused_by_the_decorator() -> None:
     with pytest.raises(agl.ConfigError, match=r"nothing can fill the parameter 'retries' of type int.*default"):
 
         @agl.rollout
@@ -129,7 +129,7 @@ def test_what_nothing_can_fill_is_refused_when_it_is_decorated() -> None:
         def other(task: str, current: agl.AttemptedRollout) -> None: ...
 
 
-def test_a_generator_and_a_class_are_refused_when_they_are_decorated() -> None:
+def test_a_generator_and_a_class_are_refused_by_the_decorator() -> None:
     with pytest.raises(agl.ConfigError, match="is a generator; return None"):
 
         @agl.rollout
@@ -148,7 +148,7 @@ def test_a_generator_and_a_class_are_refused_when_they_are_decorated() -> None:
         class Agent: ...
 
 
-def test_a_positional_only_parameter_is_refused_when_it_is_decorated() -> None:
+def test_a_positional_only_parameter_is_refused_by_the_decorator() -> None:
     with pytest.raises(agl.ConfigError, match="'llm' is positional-only; it is filled by name"):
 
         @agl.rollout
@@ -166,8 +166,8 @@ def test_an_optional_resource_is_found_by_its_type() -> None:
     assert (found.get_base_url(), style) == (SCOPED, prompt)
 
 
-def test_an_annotation_that_exists_for_type_checkers_only_still_counts() -> None:
-    def agent(task: Missing, writer: LLM, other: LLMetric | None = None) -> Any:  # noqa: F821 # as said
+def test_an_annotation_that_is_not_defined_at_run_time_still_counts() -> None:
+    def agent(task: Missing, writer: LLM, other: LLMetric | None = None) -> Any:  # noqa: F821 # not defined at run time
         return writer.model, other
 
     assert run(agl.wrap(agent), {"main": PROXY}) == ("m", None)
@@ -193,7 +193,7 @@ async def test_a_function_gets_exactly_the_parameters_that_it_names(names: tuple
     assert given == {name: everything[name] for name in names}
 
 
-def test_explicit_decorators_refuse_a_function_without_their_parameter() -> None:
+def test_llm_rollout_and_prompt_rollout_refuse_a_function_without_their_parameter() -> None:
     with pytest.raises(agl.ConfigError, match="@llm_rollout needs a parameter 'llm'"):
         agl.llm_rollout(plain_agent)
     with pytest.raises(agl.ConfigError, match="@prompt_rollout needs a parameter 'prompt_template'"):
@@ -216,7 +216,7 @@ def test_an_agent_class_with_an_async_method_is_awaited() -> None:
     assert Async().is_async()
 
 
-def test_an_agent_class_that_defines_nothing_is_refused_before_anything_runs() -> None:
+def test_an_agent_class_without_a_rollout_method_is_refused_before_it_runs() -> None:
     class Empty(agl.LitAgent[str]):
         pass
 
@@ -224,7 +224,7 @@ def test_an_agent_class_that_defines_nothing_is_refused_before_anything_runs() -
         agl.wrap(Empty())
 
 
-def test_a_method_of_an_agent_class_that_cannot_be_called_is_refused_at_once() -> None:
+def test_an_agent_class_with_a_method_that_cannot_be_called_is_refused_when_it_is_defined() -> None:
     with pytest.raises(agl.ConfigError, match=r"Async\.rollout is async; rename it to rollout_async"):
 
         class Async(agl.LitAgent[str]):
@@ -240,7 +240,7 @@ def test_a_method_of_an_agent_class_that_cannot_be_called_is_refused_at_once() -
                 return 1.0
 
 
-async def test_training_and_validation_have_their_own_methods_and_fall_back_on_rollout() -> None:
+async def test_training_and_validation_have_separate_methods_that_fall_back_on_rollout() -> None:
     class Sync(agl.LitAgent[str]):
         def rollout(self, task: str, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
             return 1.0
@@ -272,7 +272,7 @@ def test_a_misspelt_key_of_a_rollouts_config_suggests_the_near_miss() -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, "agent", agl.LitAgent])
-def test_what_is_no_agent_is_refused_with_what_would_be(wrong: Any) -> None:
+def test_a_value_that_is_not_an_agent_is_refused_with_a_suggestion(wrong: Any) -> None:
     with pytest.raises(agl.ConfigError, match="instance|give a function"):
         agl.wrap(wrong)
 
@@ -287,29 +287,29 @@ def test_a_reward_function_turns_output_into_reward() -> None:
 
 
 @pytest.mark.parametrize("result", [None, 1, 0.5, [], np.float32(1.0), np.array(1.0)])
-def test_a_result_is_nothing_a_number_or_spans(result: Any) -> None:
+def test_a_result_is_none_or_a_number_or_a_list_of_spans(result: Any) -> None:
     assert check_result(result) == result
 
 
 @pytest.mark.parametrize("result", ["text", {"reward": 1}, [1.0], object()])
-def test_any_other_result_is_an_error_that_shows_it(result: Any) -> None:
+def test_the_error_about_any_other_result_names_its_type(result: Any) -> None:
     with pytest.raises(agl.RolloutError, match=f"{type(result).__name__}.*return None, a number"):
         check_result(result)
 
 
 @pytest.mark.parametrize("reward", [lambda task, output: 1.0, 1.0])
-def test_a_reward_function_that_cannot_be_called_is_refused_at_once(reward: Any) -> None:
+def test_wrap_refuses_a_reward_function_that_cannot_be_called(reward: Any) -> None:
     with pytest.raises(agl.ConfigError, match=r"\(task, output, rollout\)"):
         agl.wrap(lambda task: task, reward=reward)
 
 
-def test_a_reward_name_that_no_plugin_offers_is_refused_with_the_names_there_are() -> None:
+def test_an_unknown_reward_name_is_refused_with_the_installed_names() -> None:
     with pytest.raises(agl.PluginError, match=r"no reward named 'exact_match'. Installed: judge"):
         agl.wrap(lambda task: task, reward="exact_match")
 
 
 @pytest.mark.parametrize("value", ["good", [1.0], {"reward": 1.0}])
-def test_a_reward_that_is_no_number_is_blamed_on_the_reward_function(value: Any) -> None:
+def test_the_error_about_a_reward_that_is_not_a_number_names_the_reward_function(value: Any) -> None:
     def judge(task: Any, output: Any, rollout: agl.Rollout) -> Any:
         return value
 
@@ -317,13 +317,13 @@ def test_a_reward_that_is_no_number_is_blamed_on_the_reward_function(value: Any)
         run(agl.wrap(lambda task: task, reward=judge), {}, "hi")
 
 
-def test_a_reward_that_is_given_again_replaces_the_first() -> None:
+def test_a_second_reward_function_replaces_the_first() -> None:
     first = agl.wrap(lambda task: task + "!", reward=lambda *_: 0.25, task_to_input=str.upper)
     assert run(agl.wrap(first, reward=lambda task, output, rollout: float(output == "HI!")), {}, "hi") == 1.0
     assert run(agl.wrap(first), {}, "hi") == 0.25
 
 
-def test_prompts_of_a_function_are_refused_with_what_to_do_instead() -> None:
+def test_prompts_for_a_function_are_refused_with_an_alternative() -> None:
     with pytest.raises(agl.ConfigError, match="give the function a parameter prompt_template"):
         agl.wrap(plain_agent, prompts=["writer.instructions"])
     with pytest.raises(agl.ConfigError, match="give a list of paths"):

@@ -1,6 +1,6 @@
-"""The tracers' kit can fail: tracers with a planted bug, each caught by the test that is named beside it.
+"""Tracers with a planted bug, each of which fails the conformance test that is named next to it.
 
-That a sound tracer passes the same tests is shown in ``test_tracer.py``.
+``test_tracer.py`` shows that correct tracers pass the same tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentlightning.types import Span, TraceStatus
 
 
 class Planted(DummyTracer):
-    """The dummy tracer, whose spans a subclass spoils."""
+    """A dummy tracer whose spans are spoiled by a subclass."""
 
     def start_span(
         self,
@@ -91,7 +91,7 @@ class MixesAttempts(Planted):
 
 
 class WritesAtOnce(Planted):
-    """The first span waits for the store."""
+    """A tracer whose first span waits for the store."""
 
     has_waited = False
 
@@ -181,14 +181,14 @@ PLANTED: list[tuple[Callable[[], Tracer], str]] = [
 
 
 @pytest.mark.parametrize(("make_tracer", "name"), PLANTED, ids=[f"{make.__name__}-{name}" for make, name in PLANTED])
-async def test_a_tracer_with_a_bug_fails_the_test_of_what_it_breaks(
+async def test_a_tracer_with_a_planted_bug_fails_the_test_of_the_broken_behaviour(
     make_tracer: Callable[[], Tracer], name: str
 ) -> None:
     test, _, kind = name.partition("[")
     arguments = {"kind": kind.rstrip("]")} if kind else {}
     method = getattr(TracerConformance(), test)
-    inspect.signature(method).bind(make_tracer(), **arguments)  # else the TypeError of a wrong call would pass below
-    with pytest.raises(BaseException) as failure:  # noqa: PT011 # what it fails with is no matter, but see below
+    inspect.signature(method).bind(make_tracer(), **arguments)  # a TypeError of a wrong call must not count below
+    with pytest.raises(BaseException) as failure:  # noqa: PT011 # any error counts, except those below
         await method(make_tracer(), **arguments)
     assert not isinstance(failure.value, (KeyboardInterrupt, SystemExit, NameError, AttributeError))
     tracer_module._active.set(None)

@@ -46,32 +46,34 @@ def manager() -> PluginManager:
     return manager
 
 
-def test_a_component_is_made_from_its_name_and_settings(manager: PluginManager) -> None:
+def test_a_component_is_created_from_its_name_and_settings(manager: PluginManager) -> None:
     made = manager.create("algorithm", {"name": "tuned", "steps": "3", "rate": 1})
     assert (type(made).__name__, made.steps, made.rate) == ("Tuned", 3, 1.0)
 
 
-def test_an_unknown_name_suggests_the_near_miss_and_lists_what_there_is(manager: PluginManager) -> None:
+def test_the_error_about_an_unknown_name_suggests_a_similar_one_and_lists_the_installed_names(
+    manager: PluginManager,
+) -> None:
     with pytest.raises(PluginError, match=r"no algorithm named 'tunde'\. Did you mean 'tuned'\? Installed: tuned\."):
         manager.get("algorithm", "tunde")
 
 
-def test_an_unknown_setting_suggests_the_near_miss(manager: PluginManager) -> None:
+def test_the_error_about_an_unknown_setting_suggests_a_similar_one(manager: PluginManager) -> None:
     with pytest.raises(ConfigError, match=r"algorithm 'tuned' has no setting 'rat'\. Did you mean 'rate'\?"):
         manager.create("algorithm", {"name": "tuned", "steps": 1, "rat": 1.0})
 
 
-def test_a_setting_of_the_wrong_type_names_value_and_reason(manager: PluginManager) -> None:
+def test_the_error_about_a_setting_of_the_wrong_type_names_value_and_reason(manager: PluginManager) -> None:
     with pytest.raises(ConfigError, match=r"algorithm 'tuned': steps = 'many'.*valid integer"):
         manager.create("algorithm", {"name": "tuned", "steps": "many"})
 
 
-def test_a_missing_setting_is_named(manager: PluginManager) -> None:
+def test_the_error_about_a_missing_setting_names_it(manager: PluginManager) -> None:
     with pytest.raises(ConfigError, match="algorithm 'tuned' needs the setting steps"):
         manager.create("algorithm", "tuned")
 
 
-def test_a_class_of_the_user_is_named_by_its_path(
+def test_a_class_of_the_user_can_be_given_by_its_import_path(
     manager: PluginManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_parts.py").write_text(
@@ -80,24 +82,24 @@ def test_a_class_of_the_user_is_named_by_its_path(
     )
     monkeypatch.syspath_prepend(tmp_path)
     for path in ("own_parts:Tuned", "own_parts.Tuned", "own_parts:make"):
-        for key in ("name", "type"):  # as release 0.3 called it
+        for key in ("name", "type"):  # the name of this key in release 0.3
             made = manager.create("algorithm", {key: path, "rate": 0.5})
             assert (type(made).__name__, made.rate) == ("Tuned", 0.5)
 
 
-def test_a_name_offered_twice_raises_when_it_is_asked_for(manager: PluginManager) -> None:
+def test_a_component_name_offered_by_two_plugins_is_an_error_when_it_is_used(manager: PluginManager) -> None:
     manager.register(offering(Component("algorithm", "tuned", "elsewhere:Tuned")), "theirs")
     with pytest.raises(PluginError, match=r"offered by mine .* and theirs"):
         manager.get("algorithm", "tuned")
 
 
-def test_a_component_that_cannot_be_imported_names_its_plugin(manager: PluginManager) -> None:
+def test_the_error_about_a_component_that_cannot_be_imported_names_its_plugin(manager: PluginManager) -> None:
     manager.register(offering(Component("store", "gone", "no_such_module:Store")), "other")
     with pytest.raises(PluginError, match=r"store 'gone' of plugin other .*no_such_module"):
         manager.get("store", "gone")
 
 
-def test_a_plugin_that_fails_to_import_is_reported_and_stops_no_other(
+def test_a_plugin_that_fails_to_import_is_reported_and_does_not_stop_other_plugins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no luck')")
@@ -118,7 +120,7 @@ def test_a_plugin_that_fails_to_import_is_reported_and_stops_no_other(
         ("@hookimpl\ndef instrument(provider):\n    return None", "provider"),
     ],
 )
-def test_a_hook_that_is_wrong_breaks_its_plugin_with_a_clear_reason(
+def test_a_plugin_with_an_invalid_hook_is_broken_with_a_clear_reason(
     source: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / f"wrong_plugin_{abs(hash(source))}.py"
@@ -129,9 +131,7 @@ def test_a_hook_that_is_wrong_breaks_its_plugin_with_a_clear_reason(
     assert re.search(complaint, plugin.error)
 
 
-def test_a_plugin_that_is_broken_leaves_none_of_its_hooks_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_hook_of_a_broken_plugin_stays_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "half_broken.py").write_text(
         "from agentlightning.plugin.hookspecs import hookimpl\n"
         "@hookimpl\ndef add_commands(cli):\n    raise AssertionError\n"
@@ -143,7 +143,7 @@ def test_a_plugin_that_is_broken_leaves_none_of_its_hooks_behind(
     assert manager.hook.add_commands.get_hookimpls() == []
 
 
-def test_a_component_that_two_plugins_offer_is_printed_once(
+def test_the_same_component_of_two_plugins_is_usable_and_printed_once(
     manager: PluginManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager.register(offering(Component("algorithm", "tuned", f"{__name__}:Tuned")), "theirs")
@@ -167,7 +167,7 @@ def test_the_metadata_of_a_distribution_is_read_once_for_all_its_plugins(monkeyp
     assert reads.count("METADATA") <= len({plugin.origin for plugin in manager.plugins.values()})
 
 
-def test_two_plugins_of_one_name_do_not_hide_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_plugins_with_one_name_are_both_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("first_of_two", "second_of_two"):
         (tmp_path / f"{name}.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
@@ -190,7 +190,7 @@ def test_a_missing_extra_is_found_without_importing(monkeypatch: pytest.MonkeyPa
         manager.get("algorithm", "grpo")
 
 
-def test_the_extra_of_a_component_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requirements_of_a_component_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = PluginManager()
     found = manager.get("algorithm", "apo")
     looked_up: list[str] = []
@@ -202,7 +202,7 @@ def test_the_extra_of_a_component_is_looked_up_once(monkeypatch: pytest.MonkeyPa
     assert looked_up == []
 
 
-def test_agl_plugins_prints_what_is_there() -> None:
+def test_agl_plugins_lists_components_and_their_state() -> None:
     agl = [sys.executable, "-m", "agentlightning"]
     table = subprocess.run([*agl, "plugins"], capture_output=True, text=True, check=True).stdout
     (line,) = (line for line in table.splitlines() if line.split()[1] == "baseline")
@@ -213,7 +213,7 @@ def test_agl_plugins_prints_what_is_there() -> None:
     assert {("store", "memory"), ("algorithm", "grpo"), ("tracer", "otel"), ("strategy", "cs")} <= offers
 
 
-def test_add_commands_of_plugins_appear_in_agl_and_a_wrong_one_is_refused_kindly() -> None:
+def test_commands_of_plugins_appear_in_agl_and_an_unknown_command_is_refused() -> None:
     agl = [sys.executable, "-m", "agentlightning"]
     usage = subprocess.run([*agl, "--help"], capture_output=True, text=True, check=True).stdout
     assert {"plugins", "store", "demo"} <= set(usage.split())
@@ -225,12 +225,12 @@ def test_add_commands_of_plugins_appear_in_agl_and_a_wrong_one_is_refused_kindly
     )
 
 
-def test_dir_shows_the_names_that_are_imported_on_first_use() -> None:
+def test_dir_lists_names_that_are_imported_on_first_use() -> None:
     found = run_python("-c", "import agentlightning as agl; print(*dir(agl))").split()
     assert {"Trainer", "APO", "LLMProxy", "rollout"} <= set(found)
 
 
-def test_a_component_may_have_annotations_that_are_imported_for_type_checkers_only(
+def test_a_component_may_have_annotations_that_are_not_defined_at_run_time(
     manager: PluginManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "typed_parts.py").write_text(
@@ -246,7 +246,7 @@ def test_a_component_may_have_annotations_that_are_imported_for_type_checkers_on
 
 
 @pytest.mark.parametrize("name", ["part", "factory"])
-def test_a_partial_and_a_callable_object_make_components(
+def test_a_component_can_be_created_by_a_partial_or_a_callable_object(
     name: str, manager: PluginManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "callable_parts.py").write_text(
@@ -260,7 +260,7 @@ def test_a_partial_and_a_callable_object_make_components(
 
 
 @pytest.mark.parametrize(("body", "exit_code"), [("click.get_current_context().exit(5)", 5), ("42", 0), ("True", 0)])
-def test_agl_ends_with_the_exit_code_of_a_plugins_command_and_not_with_what_it_returns(
+def test_agl_exits_with_the_exit_code_of_a_plugins_command_and_ignores_its_return_value(
     body: str, exit_code: int, tmp_path: Path
 ) -> None:
     code = (

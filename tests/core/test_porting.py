@@ -1,4 +1,4 @@
-"""Programs written for Agent Lightning 0.3, as their authors wrote them."""
+"""Programs written for Agent Lightning 0.3, which run unchanged."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def rate(task: str, prompt_template: PromptTemplate) -> float:
 
 
 class Rater:
-    """An object that can be called."""
+    """A callable object."""
 
     async def __call__(self, task: str, prompt_template: PromptTemplate) -> float:
         return rate(task, prompt_template)
 
 
 @pytest.mark.parametrize("agent", [rate, Rater(), agl.rollout(rate)])
-async def test_a_runner_takes_whatever_wrap_takes(store: agl.LightningStore, agent: Any) -> None:
+async def test_a_runner_accepts_everything_that_wrap_accepts(store: agl.LightningStore, agent: Any) -> None:
     rollout = await run_agent(store, agent)
     assert (rollout.status, agl.find_final_reward(await store.query_spans(rollout.rollout_id))) == ("succeeded", 1.0)
 
@@ -57,14 +57,14 @@ def test_a_runner_refuses_what_is_not_an_agent(store: agl.LightningStore) -> Non
 
 
 class Introspective(agl.LitAgent[Any]):
-    """Looks at the runner, the tracer and the trainer of its rollout."""
+    """An agent that reads the runner, tracer and trainer of its rollout."""
 
     def rollout(self, task: Any, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
         SEEN.append((self.runner, self.tracer))
         return 1.0 if self.trainer is None else float(self.trainer.max_concurrency)
 
 
-async def test_a_running_agent_knows_its_runner_and_tracer(store: agl.LightningStore) -> None:
+async def test_a_running_agent_has_its_runner_and_tracer_as_attributes(store: agl.LightningStore) -> None:
     SEEN.clear()
     agent, tracer = Introspective(), agl.OtelTracer()
     rollout = await run_agent(store, agl.wrap(agent, reward=lambda task, output, rollout: output), tracer=tracer)
@@ -79,7 +79,7 @@ async def test_a_running_agent_knows_its_runner_and_tracer(store: agl.LightningS
 
 
 @pytest.mark.parametrize("strategy", ["shm", {"name": "cs", "n_runners": 1}])
-def test_a_running_agent_knows_its_trainers_settings(strategy: Any) -> None:
+def test_a_running_agent_can_read_settings_of_its_trainer(strategy: Any) -> None:
     store = agl.InMemoryLightningStore()
     agl.Trainer(store=store, strategy=strategy, tracer="dummy", trackers=[], max_concurrency=3).dev(
         Introspective(), [1]
@@ -89,7 +89,7 @@ def test_a_running_agent_knows_its_trainers_settings(strategy: Any) -> None:
     assert (rollout.attempt.error, rollout.attempt.reward) == (None, 3.0)
 
 
-async def test_an_agent_returns_spans_of_opentelemetry(store: agl.LightningStore) -> None:
+async def test_an_agent_can_return_spans_of_opentelemetry(store: agl.LightningStore) -> None:
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 
     def agent(task: str) -> list[ReadableSpan]:
@@ -107,7 +107,7 @@ async def test_an_agent_returns_spans_of_opentelemetry(store: agl.LightningStore
     assert attempt.reward == 0.5
 
 
-def test_types_has_the_names_of_resources_and_hooks() -> None:
+def test_the_module_types_exports_resources_and_hooks() -> None:
     assert (LLM, ProxyLLM, PromptTemplate, Hook) == (agl.LLM, agl.ProxyLLM, agl.PromptTemplate, agl.Hook)
     from agentlightning import types
 
@@ -118,10 +118,10 @@ def test_types_has_the_names_of_resources_and_hooks() -> None:
 
 
 class Custom(agl.Baseline):
-    """An algorithm of a user."""
+    """A user's algorithm."""
 
 
-def test_components_are_classes_and_paths_of_classes() -> None:
+def test_components_can_be_given_as_classes_and_import_paths() -> None:
     path = f"{Custom.__module__}.{Custom.__qualname__}"
     given: list[Any] = [Custom, path, path.replace(".Custom", ":Custom"), {"name": path, "n_epochs": 2}]
     made = [agl.Trainer(algorithm=algorithm).algorithm for algorithm in given]
@@ -138,10 +138,12 @@ def test_components_are_classes_and_paths_of_classes() -> None:
     assert isinstance(trainer.store, agl.InMemoryLightningStore)
     assert isinstance(trainer.tracer, agl.DummyTracer)
     assert isinstance(trainer.strategy, agl.SharedMemoryExecutionStrategy)
-    assert trainer.dev(rate, ["x"], reward=None).status == "failed"  # it ran: there is no prompt_template
+    assert (
+        trainer.dev(rate, ["x"], reward=None).status == "failed"
+    )  # it ran and failed because there is no prompt_template
 
 
-def test_an_adapter_without_a_name_is_the_default_one_with_settings() -> None:
+def test_adapter_settings_without_a_name_apply_to_the_default_adapter() -> None:
     adapter: Any = agl.Trainer(adapter={"agent_match": "writer"}).adapter
     assert type(adapter) is agl.TraceToTriplet
     assert agl.Trainer(algorithm=agl.APO(), adapter={}).adapter.__class__ is agl.TraceToMessages
@@ -165,7 +167,7 @@ def test_rewards_of_earlier_releases_are_read(name: str, attributes: dict[str, A
     assert [dimension.value for dimension in agl.get_rewards_from_span(span)] == ([] if reward is None else [reward])
 
 
-async def test_a_request_is_enqueued_by_its_fields(store: agl.LightningStore) -> None:
+async def test_a_rollout_can_be_enqueued_with_the_fields_of_a_request(store: agl.LightningStore) -> None:
     request = EnqueueRolloutRequest(
         input={"n": 1}, mode="val", config=agl.RolloutConfig(max_attempts=3), rollout_id="ro-mine"
     )
@@ -192,7 +194,7 @@ def other_logger() -> Iterator[logging.Logger]:
     logger.propagate = True
 
 
-def test_the_log_goes_to_files_and_takes_other_loggers_along(
+def test_setup_logging_writes_to_files_and_can_include_other_loggers(
     tmp_path: Path, other_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "logs" / "agl.log"
@@ -207,7 +209,7 @@ def test_the_log_goes_to_files_and_takes_other_loggers_along(
     assert "first" not in capsys.readouterr().err
 
 
-async def test_the_server_understands_the_client_of_0_3(store: agl.LightningStore) -> None:
+async def test_the_server_accepts_requests_of_the_0_3_client(store: agl.LightningStore) -> None:
     import aiohttp
 
     rollout = await store.start_rollout("task")
@@ -233,7 +235,7 @@ async def test_the_server_understands_the_client_of_0_3(store: agl.LightningStor
         added = await post("/resources", {"main_llm": llm})
         assert added["resources"]["main_llm"]["model"] == "m"
         updated = await post(f"/resources/{added['resources_id']}", {"resources": {**llm, "model": "n"}})
-        assert updated["resources"]["resources"]["model"] == "n"  # a resource of the name `resources`
+        assert updated["resources"]["resources"]["model"] == "n"  # a resource with the name `resources`
         ids = {"rollout_id": rollout_id, "attempt_id": attempt_id}
         assert await post("/spans/next", ids) == {"sequence_id": 1}
         assert (await post("/spans", span))["sequence_id"] == 5
@@ -260,7 +262,7 @@ LAPTOP = textwrap.dedent(
 )
 
 
-def test_algorithms_are_imported_constructed_and_printed_without_their_packages() -> None:
+def test_algorithms_can_be_imported_constructed_and_printed_without_their_packages() -> None:
     program = """
     import agentlightning as agl
     from agentlightning.algorithm import APO, VERL, Baseline
@@ -302,7 +304,7 @@ def test_algorithms_are_imported_constructed_and_printed_without_their_packages(
         assert expected in error
 
 
-def test_an_import_error_of_ours_survives_pickling() -> None:
+def test_a_plugin_import_error_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(PluginImportError("no package")))
     assert isinstance(error, ImportError)
     assert isinstance(error, agl.PluginError)

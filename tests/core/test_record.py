@@ -1,4 +1,4 @@
-"""Records are copied and joined without validating them again, and are records like any other."""
+"""Records that are copied and joined without a second validation equal validated records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rollout() -> Rollout:
     return Rollout(rollout_id="ro-1", input={"messages": ["hello"]}, start_time=1.0, metadata={"group": "g"})
 
 
-def test_a_changed_copy_equals_the_record_made_anew(rollout: Rollout) -> None:
+def test_a_changed_copy_equals_a_newly_created_record(rollout: Rollout) -> None:
     changed = rollout.model_copy(update={"status": "failed", "end_time": 2.0})
     anew = Rollout.model_validate({**rollout.model_dump(), "status": "failed", "end_time": 2.0})
     assert changed == anew
@@ -26,7 +26,7 @@ def test_a_changed_copy_equals_the_record_made_anew(rollout: Rollout) -> None:
         changed.status = "running"
 
 
-def test_a_record_of_valid_values_is_like_any_other(rollout: Rollout) -> None:
+def test_a_record_created_without_validation_equals_a_validated_one(rollout: Rollout) -> None:
     attempt = Attempt(rollout_id="ro-1", attempt_id="at-1", sequence_id=1, start_time=1.0)
     joined = AttemptedRollout.from_valid({**rollout.__dict__, "attempt": attempt})
     assert joined == AttemptedRollout(**dict(rollout), attempt=attempt)
@@ -37,7 +37,7 @@ def test_a_record_of_valid_values_is_like_any_other(rollout: Rollout) -> None:
     assert joined.model_copy() == joined
 
 
-def test_the_lists_of_a_span_are_as_immutable_as_the_rest() -> None:
+def test_the_lists_of_a_span_are_immutable() -> None:
     span = Span.from_attributes(attributes={})
     events = [SpanEvent(name="one")]
     other = Span.model_validate({**span.model_dump(), "events": events})

@@ -12,7 +12,7 @@ from agentlightning.resources import read_resources
 PROXY = agl.ProxyLLM(endpoint="http://gateway:1/v1", model="m")
 
 
-def test_a_proxy_inserts_the_attempt_before_the_version() -> None:
+def test_a_proxy_url_has_the_attempt_before_the_version() -> None:
     assert PROXY.get_base_url("ro-1", "at-1") == "http://gateway:1/rollout/ro-1/attempt/at-1/v1"
     bare = agl.ProxyLLM(endpoint="http://gateway:1/", model="m")
     assert bare.get_base_url("ro-1", "at-1") == "http://gateway:1/rollout/ro-1/attempt/at-1"
@@ -20,12 +20,12 @@ def test_a_proxy_inserts_the_attempt_before_the_version() -> None:
 
 
 @pytest.mark.parametrize("ids", [("ro-1", None), (None, "at-1")])
-def test_one_id_without_the_other_is_refused(ids: tuple[str | None, str | None]) -> None:
+def test_a_rollout_id_without_an_attempt_id_and_the_reverse_are_refused(ids: tuple[str | None, str | None]) -> None:
     with pytest.raises(ValueError, match="together"):
         PROXY.get_base_url(*ids)
 
 
-def test_an_api_key_is_not_shown() -> None:
+def test_an_api_key_is_not_shown_in_the_repr() -> None:
     assert "secret" not in repr(agl.LLM(endpoint="e", model="m", api_key="secret"))
 
 
@@ -35,7 +35,7 @@ def test_a_plain_string_is_an_f_string_prompt() -> None:
 
 
 @pytest.mark.parametrize("template", ["{x.__class__}", "{x[0]}", "{0}", "{}", "{x!r.y}", "{x:>99999999}", "{y}", "{"])
-def test_an_f_string_prompt_reaches_values_only(template: str) -> None:
+def test_an_f_string_prompt_can_only_insert_named_values(template: str) -> None:
     with pytest.raises(agl.ConfigError):
         agl.PromptTemplate(template).format(x=[1])
 
@@ -70,7 +70,7 @@ def test_a_jinja_prompt_is_sandboxed() -> None:
         ("{{ '%.2f %5d' % (2.345, 500) }} {{ '%(a)s' % {'a': 'b'} }} {{ 2.345|round(2) }}", "2.35   500 b 2.35"),
     ],
 )
-def test_a_jinja_prompt_has_loops_filters_macros_and_variables(template: str, text: str) -> None:
+def test_a_jinja_prompt_can_use_loops_filters_macros_and_variables(template: str, text: str) -> None:
     assert agl.PromptTemplate(template, "jinja").format(names=["a", "b"], task={"question": "q"}) == text
 
 
@@ -143,13 +143,13 @@ def test_a_jinja_prompt_that_would_take_long_or_become_huge_is_refused(template:
         "{% include 'x' %}",
     ],
 )
-def test_a_jinja_prompt_reaches_values_only(template: str) -> None:
+def test_a_jinja_prompt_cannot_read_attributes_or_call_functions(template: str) -> None:
     it = SimpleNamespace(secret="the secret")
     with pytest.raises(agl.ConfigError, match="cannot be rendered"):
         agl.PromptTemplate(template, "jinja").format(it=it, call=lambda: it.secret, names=[])
 
 
-def test_resources_survive_json_with_their_types() -> None:
+def test_resources_keep_their_types_in_json() -> None:
     class Dial(agl.Resource):
         resource_type: Literal["dial"] = "dial"
         value: float
@@ -167,7 +167,7 @@ def test_resources_survive_json_with_their_types() -> None:
 @pytest.mark.parametrize(
     "wrong", [3, {"resource_type": "nonsense"}, {"resource_type": "prompt_template"}, {"template": "hi"}, None]
 )
-def test_what_is_no_resource_is_refused_by_name(wrong: Any) -> None:
+def test_a_value_that_is_not_a_resource_is_refused_with_its_name(wrong: Any) -> None:
     with pytest.raises(agl.ConfigError, match="resource 'x'"):
         read_resources({"x": wrong})
 
@@ -177,13 +177,13 @@ def test_an_unknown_template_engine_is_refused_with_the_known_ones() -> None:
         agl.PromptTemplate("Hi", engine="jinjja")
 
 
-def test_json_in_a_template_is_told_how_to_be_written() -> None:
+def test_the_error_about_json_in_a_template_shows_how_to_escape_braces() -> None:
     with pytest.raises(agl.ConfigError, match=r"write \{\{ and \}\} for literal braces"):
         agl.PromptTemplate('Answer like {"answer": 1}.').format(answer="2")
     assert agl.PromptTemplate('Answer like {{"answer": 1}}.').format() == 'Answer like {"answer": 1}.'
 
 
 @pytest.mark.parametrize("value", [None, {}])
-def test_a_value_that_its_format_does_not_take_is_a_configuration_error(value: Any) -> None:
+def test_a_value_that_does_not_support_its_format_specification_is_a_configuration_error(value: Any) -> None:
     with pytest.raises(agl.ConfigError, match="unsupported format string"):
         agl.PromptTemplate("{question:>5}").format(question=value)

@@ -1,4 +1,4 @@
-"""A run's directory: one run, one process, and enough to go on with."""
+"""The directory of a run: it belongs to one run and one process, and a run can be resumed from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import agentlightning as agl
 from agentlightning.run.directory import open_directory, read_record
 
 
-def test_a_resumed_run_keeps_its_key_and_seed_and_says_when_it_was_resumed(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_key_and_seed_and_records_the_time(tmp_path: Path) -> None:
     with open_directory(tmp_path / "run", seed=7) as begun:
         key = begun["key"]
     with open_directory(tmp_path / "run", resume=True) as resumed:
@@ -31,7 +31,7 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
         pass
 
 
-def test_a_directory_belongs_to_one_process_until_that_one_ends(tmp_path: Path) -> None:
+def test_a_directory_belongs_to_one_process_until_the_process_ends(tmp_path: Path) -> None:
     holder = subprocess.Popen(
         [
             sys.executable,
@@ -61,14 +61,14 @@ def test_a_directory_belongs_to_one_process_until_that_one_ends(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
-def test_a_damaged_record_is_refused_and_left_as_it_is(tmp_path: Path, content: str) -> None:
+def test_a_damaged_run_record_is_refused_and_left_unchanged(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(agl.ConfigError, match="not the record of a run"), open_directory(tmp_path, resume=True):
         pass
     assert (tmp_path / "run.json").read_text() == content
 
 
-def test_nothing_to_resume_and_a_file_in_the_way_are_said(tmp_path: Path) -> None:
+def test_a_missing_run_and_a_file_instead_of_a_directory_are_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(agl.ConfigError, match=r"no run to resume: .*run\.json is missing"),
         open_directory(tmp_path / "new", resume=True),
@@ -82,7 +82,7 @@ def test_nothing_to_resume_and_a_file_in_the_way_are_said(tmp_path: Path) -> Non
         pass
 
 
-def test_a_place_in_a_run_has_one_rollout_id_in_every_life_of_the_run() -> None:
+def test_rollout_ids_depend_only_on_the_key_of_the_run_and_the_place_in_it() -> None:
     first, again, other = agl.RunContext(key="a"), agl.RunContext(key="a"), agl.RunContext(key="b")
     assert first.rollout_id("train", 3, 1) == again.rollout_id("train", 3, 1)
     assert (
@@ -92,7 +92,9 @@ def test_a_place_in_a_run_has_one_rollout_id_in_every_life_of_the_run() -> None:
     assert agl.RunContext().key != agl.RunContext().key
 
 
-def test_a_file_system_without_locks_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_about_a_file_system_without_locks_names_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 

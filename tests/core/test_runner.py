@@ -36,7 +36,7 @@ async def run_all(
     hooks: Sequence[agl.Hook] = (),
     **settings: Any,
 ) -> list[AttemptedRollout]:
-    """Enqueues one rollout for each input, runs them with one runner, and returns them as they ended."""
+    """Enqueues one rollout for each input, runs the rollouts with one runner, and returns the ended rollouts."""
     for value in inputs:
         await store.enqueue_rollout(value, mode="train", config=config)
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=len(inputs), **settings)
@@ -50,7 +50,7 @@ async def reward_of(store: agl.LightningStore, rollout: agl.Rollout) -> float | 
     return find_final_reward((await store.query_spans(rollout.rollout_id, "latest")).items)
 
 
-async def test_a_number_that_an_agent_returns_is_its_final_reward(store: agl.LightningStore) -> None:
+async def test_a_number_returned_by_an_agent_is_its_final_reward(store: agl.LightningStore) -> None:
     rollouts = await run_all(store, lambda task: task / 10, [1, 2, 3])
     assert [rollout.status for rollout in rollouts] == ["succeeded"] * 3
     assert [await reward_of(store, rollout) for rollout in rollouts] == [0.1, 0.2, 0.3]
@@ -89,7 +89,9 @@ async def test_a_reward_that_arrives_after_the_attempt_is_read_from_the_spans(st
     assert await read_final_reward(store, rollout) == 0.25
 
 
-async def test_what_an_agent_raises_is_kept_on_the_attempt_and_the_runner_goes_on(store: agl.LightningStore) -> None:
+async def test_an_exception_of_an_agent_is_recorded_on_the_attempt_and_the_runner_continues(
+    store: agl.LightningStore,
+) -> None:
     def agent(task: int) -> float:
         if task == 1:
             raise KeyError("no such tool")
@@ -102,11 +104,11 @@ async def test_what_an_agent_raises_is_kept_on_the_attempt_and_the_runner_goes_o
     assert (error.type, error.message) == ("KeyError", "'no such tool'")
     header, place, *rest = error.traceback.splitlines()
     assert header.startswith("Traceback")
-    assert __file__ in place, "how the runner came to call the agent is left out"
+    assert __file__ in place, "the runner's own frames are left out"
     assert 'raise KeyError("no such tool")' in rest[0]
 
 
-async def test_a_traceback_begins_with_the_users_code_not_with_the_library_that_called_it(
+async def test_a_traceback_begins_with_the_users_code_and_not_with_a_library_that_called_it(
     store: agl.LightningStore,
 ) -> None:
     @functools.singledispatch
@@ -116,8 +118,8 @@ async def test_a_traceback_begins_with_the_users_code_not_with_the_library_that_
     (rollout,) = await run_all(store, agent, ["{"])
     assert rollout.attempt.error is not None
     places = [line for line in rollout.attempt.error.traceback.splitlines() if line.startswith("  File")]
-    assert __file__ in places[0], "functools called it"
-    assert "json" in places[-1], "what it called is shown"
+    assert __file__ in places[0], "frames of functools are left out"
+    assert "json" in places[-1], "frames of libraries called by the agent are shown"
 
     *_, rollout = await run_all(store, agl.wrap(functools.partial(json.loads, object_hook=None)), ["{"])
     assert rollout.attempt.error is not None
@@ -127,7 +129,7 @@ async def test_a_traceback_begins_with_the_users_code_not_with_the_library_that_
 
 
 @pytest.mark.parametrize("reward", [np.zeros(3), Decimal("0.5"), "0.5", {"reward": 1.0}, []], ids=repr)
-async def test_a_reward_that_is_not_a_number_is_blamed_on_the_reward_function(
+async def test_the_error_of_an_attempt_with_an_invalid_reward_names_the_reward_function(
     store: agl.LightningStore, reward: Any
 ) -> None:
     def exact_match(task: Any, output: Any, rollout: Any) -> Any:
@@ -141,14 +143,14 @@ async def test_a_reward_that_is_not_a_number_is_blamed_on_the_reward_function(
 
 
 @pytest.mark.parametrize("nonsense", ["text", float("nan"), {"reward": 1}])
-async def test_a_nonsense_result_fails_its_rollout_with_an_explanation(
+async def test_an_invalid_result_fails_its_rollout_with_an_explanation(
     store: agl.LightningStore, nonsense: Any
 ) -> None:
     (rollout,) = await run_all(store, lambda task: nonsense, [0])
     assert rollout.status == "failed"
     assert rollout.attempt.error is not None
     assert "return" in rollout.attempt.error.message or "finite" in rollout.attempt.error.message
-    assert "Traceback" not in rollout.attempt.error.traceback, "none of the agent's lines is to blame"
+    assert "Traceback" not in rollout.attempt.error.traceback, "no line of the agent raised it"
 
 
 async def test_an_async_agent_that_hangs_is_cancelled_at_its_timeout(store: agl.LightningStore) -> None:
@@ -181,7 +183,7 @@ async def test_a_sync_agent_that_hangs_is_stopped_in_its_thread(store: agl.Light
     assert await asyncio.to_thread(stopped.wait, 2.0)
 
 
-async def test_a_timed_out_attempt_is_tried_again_where_its_config_says_so(store: agl.LightningStore) -> None:
+async def test_an_attempt_that_timed_out_is_retried_if_its_config_says_so(store: agl.LightningStore) -> None:
     tries = 0
 
     async def agent(task: int) -> float:
@@ -232,10 +234,10 @@ async def test_cancelling_a_rollout_stops_its_agent_and_calls_the_last_hook(stor
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-async def test_sixty_four_rollouts_run_at_once_and_never_mix(store: agl.LightningStore, is_async: bool) -> None:
+async def test_64_concurrent_rollouts_never_mix_spans_or_rewards(store: agl.LightningStore, is_async: bool) -> None:
     together = threading.Barrier(64)
     arrived = 0
-    everybody = asyncio.Event()
+    all_arrived = asyncio.Event()
 
     def sync_agent(task: int) -> float:
         together.wait(timeout=60)
@@ -246,8 +248,8 @@ async def test_sixty_four_rollouts_run_at_once_and_never_mix(store: agl.Lightnin
         nonlocal arrived
         arrived += 1
         if arrived == 64:
-            everybody.set()
-        await asyncio.wait_for(everybody.wait(), 20)
+            all_arrived.set()
+        await asyncio.wait_for(all_arrived.wait(), 20)
         agl.emit_message(f"message {task}")
         return float(task)
 
@@ -271,7 +273,7 @@ async def test_an_agent_gets_a_private_copy_of_its_task(store: agl.LightningStor
     assert rollout.input == {"answer": 3, "seen": []}
 
 
-async def test_training_and_validation_use_their_own_methods(store: agl.LightningStore) -> None:
+async def test_training_and_validation_rollouts_call_separate_methods(store: agl.LightningStore) -> None:
     class Agent(agl.LitAgent[str]):
         def training_rollout(self, task: str, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
             return 1.0
@@ -286,7 +288,7 @@ async def test_training_and_validation_use_their_own_methods(store: agl.Lightnin
     assert (await reward_of(store, train), await reward_of(store, val)) == (1.0, 2.0)
 
 
-async def test_step_runs_one_task_with_the_resources_given(store: agl.LightningStore) -> None:
+async def test_step_runs_one_task_with_the_given_resources(store: agl.LightningStore) -> None:
     def agent(task: str, greeting: agl.PromptTemplate) -> float:
         return float(greeting.format(name=task) == "Hello Ann")
 
@@ -297,7 +299,7 @@ async def test_step_runs_one_task_with_the_resources_given(store: agl.LightningS
     assert await reward_of(store, rollout) == 1.0
 
 
-async def test_a_runner_stops_soon_after_its_event_is_set_and_drains(store: agl.LightningStore) -> None:
+async def test_a_runner_finishes_its_rollouts_and_stops_soon_after_its_event_is_set(store: agl.LightningStore) -> None:
     stop = threading.Event()
 
     async def agent(task: int) -> float:
@@ -308,12 +310,12 @@ async def test_a_runner_stops_soon_after_its_event_is_set_and_drains(store: agl.
     await store.enqueue_rollout("task")
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), poll_interval=60)
     with runner.run_context(agent=agl.wrap(agent), store=store):
-        await asyncio.wait_for(runner.iter(stop), 30)  # half of what it would sleep
+        await asyncio.wait_for(runner.iter(stop), 30)  # half of the poll interval
     (rollout,) = (await store.query_rollouts()).items
     assert rollout.status == "succeeded"
 
 
-async def test_hooks_are_called_in_order_with_live_objects_and_may_fail(
+async def test_hooks_are_called_in_order_and_a_failing_hook_does_not_fail_the_rollout(
     store: agl.LightningStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[str] = []
@@ -344,7 +346,7 @@ async def test_hooks_are_called_in_order_with_live_objects_and_may_fail(
     assert "hook Recorder.on_trace_start failed" in caplog.text
 
 
-async def test_an_attempt_that_is_stopped_in_its_first_hook_is_reported(store: agl.LightningStore) -> None:
+async def test_an_attempt_that_is_stopped_in_its_first_hook_ends_as_failed(store: agl.LightningStore) -> None:
     reached = asyncio.Event()
 
     class Slow(agl.Hook):
@@ -367,7 +369,7 @@ class Unusual(BaseException):
     "error",
     [SystemExit(3), GeneratorExit(), asyncio.CancelledError("its own"), Unusual("rare"), StopIteration("early")],
 )
-async def test_an_agent_that_raises_what_is_no_exception_fails_its_own_rollout_only(
+async def test_an_agent_that_raises_a_base_exception_fails_only_its_own_rollout(
     store: agl.LightningStore, is_async: bool, error: BaseException
 ) -> None:
     def sync_agent(task: int) -> float:
@@ -382,12 +384,12 @@ async def test_an_agent_that_raises_what_is_no_exception_fails_its_own_rollout_o
     assert [rollout.status for rollout in rollouts] == ["failed", "succeeded"]
     failure = rollouts[0].attempt.error
     assert failure is not None
-    if not (is_async and isinstance(error, StopIteration)):  # Python makes that a RuntimeError
+    if not (is_async and isinstance(error, StopIteration)):  # Python converts it to a RuntimeError
         assert (failure.type, failure.message) == (type(error).__name__, str(error))
     assert "raise error" in failure.traceback
 
 
-async def test_what_is_stopped_has_its_time_to_clean_up() -> None:
+async def test_stopped_work_gets_time_to_clean_up() -> None:
     cleaned = asyncio.Event()
 
     async def work() -> None:
@@ -403,7 +405,7 @@ async def test_what_is_stopped_has_its_time_to_clean_up() -> None:
     assert cleaned.is_set()
 
 
-async def test_a_heartbeat_says_what_the_worker_does(store: agl.LightningStore) -> None:
+async def test_a_heartbeat_reports_running_rollouts_and_abandoned_threads(store: agl.LightningStore) -> None:
     stats: list[Any] = []
 
     async def agent(task: int) -> float:
@@ -416,7 +418,7 @@ async def test_a_heartbeat_says_what_the_worker_does(store: agl.LightningStore) 
     assert stats == [{"running": 1, "abandoned_threads": 0}]
 
 
-def test_a_runner_without_an_agent_says_how_to_give_it_one() -> None:
+def test_the_error_about_a_runner_without_an_agent_names_run_context() -> None:
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
     with pytest.raises(agl.ConfigError, match="run_context"):
         asyncio.run(runner.iter())
@@ -424,7 +426,7 @@ def test_a_runner_without_an_agent_says_how_to_give_it_one() -> None:
         agl.LitAgentRunner(agl.DummyTracer(), max_concurrency=0)
 
 
-async def test_a_runner_that_missed_a_revocation_learns_of_it_by_its_heartbeat() -> None:
+async def test_a_runner_that_missed_a_cancellation_stops_the_rollout_at_its_next_heartbeat() -> None:
     store = agl.InMemoryLightningStore()
     begun, stopped = asyncio.Event(), asyncio.Event()
 
@@ -444,7 +446,7 @@ async def test_a_runner_that_missed_a_revocation_learns_of_it_by_its_heartbeat()
     async def miss_everything(self: Any) -> None:
         await asyncio.sleep(60)
 
-    runner._watch_revocations = miss_everything.__get__(runner)  # its stream is broken
+    runner._watch_revocations = miss_everything.__get__(runner)  # as with a broken event stream
     rollout = await store.enqueue_rollout(1)
     with runner.run_context(agent=agl.wrap(agent), store=store, worker_id="worker"):
         running = asyncio.create_task(runner.iter())
@@ -483,7 +485,7 @@ async def test_a_span_with_a_reward_that_is_not_a_number_does_not_keep_its_attem
     assert await reward_of(store, rollout) is None
 
 
-async def test_a_runner_that_works_already_is_refused(store: agl.LightningStore) -> None:
+async def test_a_runner_cannot_be_used_twice_at_the_same_time(store: agl.LightningStore) -> None:
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
     with runner.run_context(agent=agl.wrap(lambda task: 1.0), store=store):
         with (

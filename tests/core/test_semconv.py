@@ -102,7 +102,7 @@ def span_of(attributes: dict[str, Any], name: str = "span") -> Span:
 
 
 @pytest.mark.parametrize("attributes", [CURRENT, OLDER, OPENINFERENCE], ids=["current", "older", "openinference"])
-def test_every_dialect_reads_the_same(attributes: dict[str, Any]) -> None:
+def test_spans_of_every_dialect_are_read_alike(attributes: dict[str, Any]) -> None:
     span = span_of(attributes)
     assert semconv.is_llm_call(span)
     assert semconv.read_response_id(span) == "r1"
@@ -119,12 +119,14 @@ def test_messages_already_in_openai_form_are_kept() -> None:
     assert semconv.read_input_messages(span) == ASKED
 
 
-def test_system_instructions_apart_from_the_messages_are_the_first_message() -> None:
+def test_separate_system_instructions_become_the_first_message() -> None:
     apart = {"gen_ai.system_instructions": json.dumps([{"type": "text", "content": "be brief"}])}
     asked = [{"role": "user", "content": "1+2?"}]
     span = span_of({**apart, "gen_ai.input.messages": json.dumps(asked)})
     assert semconv.read_input_messages(span) == [{"role": "system", "content": "be brief"}, *asked]
-    assert semconv.read_input_messages(span_of({**apart, **CURRENT})) == ASKED, "said twice, it is read once"
+    assert semconv.read_input_messages(span_of({**apart, **CURRENT})) == ASKED, (
+        "instructions that are also a message are read once"
+    )
 
 
 def test_more_than_ten_messages_stay_in_order() -> None:
@@ -133,7 +135,7 @@ def test_more_than_ten_messages_stay_in_order() -> None:
     assert [message["content"] for message in messages] == [str(i) for i in range(12)]
 
 
-def test_reasoning_refusals_and_mixed_parts_survive() -> None:
+def test_reasoning_refusals_and_mixed_parts_are_kept() -> None:
     parts = [
         {"type": "reasoning", "content": "hm"},
         {"type": "text", "content": "a"},
@@ -179,11 +181,13 @@ def test_images_are_found_in_every_dialect() -> None:
         ({}, False),
     ],
 )
-def test_model_calls_are_told_from_agents_tools_and_embeddings(attributes: dict[str, Any], expected: bool) -> None:
+def test_model_calls_are_distinguished_from_agents_tools_and_embeddings(
+    attributes: dict[str, Any], expected: bool
+) -> None:
     assert semconv.is_llm_call(span_of(attributes)) is expected
 
 
-def test_tokens_are_read_wherever_they_are() -> None:
+def test_tokens_are_read_from_gateway_attributes_and_from_raw_responses() -> None:
     ours = span_of({"prompt_token_ids": [1, 2], "response_token_ids": [3, 4], "logprobs": [-1.0, -2.0]})
     raw = span_of(OPENINFERENCE)
     assert semconv.read_token_data(ours) == semconv.read_token_data(raw) == ([1, 2], [3, 4], [-1.0, -2.0])
@@ -192,13 +196,13 @@ def test_tokens_are_read_wherever_they_are() -> None:
     assert semconv.read_token_data(span_of({"response_token_ids": [3]})) == ([], [3], None)
 
 
-def test_finish_reasons_may_be_json_or_a_word() -> None:
+def test_finish_reasons_are_read_from_json_and_from_a_plain_string() -> None:
     assert semconv.read_finish_reasons(span_of({"gen_ai.response.finish_reasons": '["tool_call"]'})) == ["tool_calls"]
     assert semconv.read_finish_reasons(span_of({"gen_ai.response.finish_reasons": "stop"})) == ["stop"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "7", '"text"', '{"role": "user"}', "[1, null]"])
-def test_what_is_no_list_of_messages_reads_as_none(text: str) -> None:
+def test_a_value_that_is_not_a_list_of_messages_is_read_as_no_messages(text: str) -> None:
     span = span_of({"gen_ai.input.messages": text, "gen_ai.tool.definitions": text})
     assert semconv.read_input_messages(span) == []
     assert semconv.read_tools(span) == []
@@ -210,7 +214,7 @@ def test_nan_and_lone_surrogates_do_not_break_reading() -> None:
     assert message["content"][0] == {"type": "text", "text": "\ud800"}
 
 
-def test_links_are_read_as_they_are_written() -> None:
+def test_links_are_read_as_they_were_written() -> None:
     attributes = semconv.link_attributes({"gen_ai.response.id": "r1", "step": 3})
     assert semconv.read_links(span_of(attributes)) == [("gen_ai.response.id", "r1"), ("step", 3)]
     assert semconv.read_links(span_of({})) == []
@@ -226,7 +230,7 @@ def test_links_are_read_as_they_are_written() -> None:
         ({"openinference.span.kind": "TOOL"}, None),
     ],
 )
-def test_the_run_of_a_tool_is_recognised_in_every_dialect(attributes: dict[str, str], name: str | None) -> None:
+def test_a_tool_call_is_recognised_in_every_dialect(attributes: dict[str, str], name: str | None) -> None:
     span = Span.from_attributes(attributes=attributes)
     assert semconv.is_tool_call(span)
     assert not semconv.is_llm_call(span)
@@ -237,10 +241,10 @@ def test_the_run_of_a_tool_is_recognised_in_every_dialect(attributes: dict[str, 
     "attributes",
     [{"gen_ai.operation.name": "chat"}, {"openinference.span.kind": "LLM"}, {"agentops.span.kind": "agent"}, {}],
 )
-def test_what_is_no_run_of_a_tool_is_not_taken_for_one(attributes: dict[str, str]) -> None:
+def test_other_spans_are_not_mistaken_for_tool_calls(attributes: dict[str, str]) -> None:
     assert not semconv.is_tool_call(Span.from_attributes(attributes=attributes))
 
 
-def test_the_finish_reason_of_a_stream_is_read_in_openinferences_words() -> None:
+def test_the_finish_reason_of_a_stream_is_read_from_openinference_attributes() -> None:
     attributes = {"openinference.span.kind": "LLM", "llm.finish_reason": "tool_calls"}
     assert semconv.read_finish_reasons(Span.from_attributes(attributes=attributes)) == ["tool_calls"]

@@ -35,7 +35,7 @@ class FaultyStore(InMemoryLightningStore):
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         self.batches.append(len(spans))
         self.threads.add(threading.current_thread().name)
-        while self.is_stalled:  # noqa: ASYNC110 # it is called in several loops
+        while self.is_stalled:  # noqa: ASYNC110 # called in several event loops
             await asyncio.sleep(0.01)
         stall_s, self.stall_s = self.stall_s, 0.0
         await asyncio.sleep(stall_s)
@@ -77,7 +77,7 @@ async def test_spans_reach_the_store_in_the_order_of_put(store: FaultyStore) -> 
     writer.close()
 
 
-async def test_spans_that_come_together_share_a_write(store: FaultyStore) -> None:
+async def test_spans_that_arrive_together_share_a_write(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     writer = SpanWriter(store, max_delay_s=0.2)
     for _ in range(300):
@@ -97,7 +97,7 @@ async def test_a_flush_does_not_wait_for_more_spans_to_come(store: FaultyStore) 
     writer.close()
 
 
-async def test_spans_are_written_by_the_thread_of_the_writer(store: FaultyStore) -> None:
+async def test_spans_are_written_in_the_writers_thread(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     writer = SpanWriter(store, max_delay_s=30)
     writer.put(span_of(rollout))
@@ -131,7 +131,7 @@ async def test_closing_in_an_event_loop_writes_queued_spans(store: FaultyStore) 
     assert writer.undelivered(*ids_of(rollout)) == 0
 
 
-async def test_a_span_arrives_without_a_flush(store: FaultyStore) -> None:
+async def test_a_span_reaches_the_store_without_a_flush(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     writer = SpanWriter(store)
     writer.put(span_of(rollout))
@@ -141,7 +141,7 @@ async def test_a_span_arrives_without_a_flush(store: FaultyStore) -> None:
     writer.close()
 
 
-async def test_the_flush_of_one_attempt_does_not_wait_for_spans_put_after_it(store: FaultyStore) -> None:
+async def test_flushing_an_attempt_does_not_wait_for_spans_of_other_attempts(store: FaultyStore) -> None:
     first, second = await store.start_rollout(0), await store.start_rollout(1)
     writer = SpanWriter(store, max_batch=1)
     writer.put(span_of(first))
@@ -153,7 +153,7 @@ async def test_the_flush_of_one_attempt_does_not_wait_for_spans_put_after_it(sto
     writer.close()
 
 
-async def test_putting_never_waits_for_a_store_that_stalls_and_nothing_is_lost(store: FaultyStore) -> None:
+async def test_putting_a_span_never_waits_for_a_stalling_store_and_no_span_is_lost(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     store.is_stalled = True
     writer = SpanWriter(store)
@@ -168,7 +168,7 @@ async def test_putting_never_waits_for_a_store_that_stalls_and_nothing_is_lost(s
     writer.close()
 
 
-async def test_spans_that_do_not_fit_are_dropped_and_counted_for_their_attempt(store: FaultyStore) -> None:
+async def test_spans_beyond_max_bytes_are_dropped_and_counted_for_their_attempt(store: FaultyStore) -> None:
     big, small = await store.start_rollout(0), await store.start_rollout(1)
     store.stall_s = 0.3
     writer = SpanWriter(store, max_bytes=10_000)
@@ -182,7 +182,7 @@ async def test_spans_that_do_not_fit_are_dropped_and_counted_for_their_attempt(s
     writer.close()
 
 
-async def test_token_lists_count_towards_the_bound(store: FaultyStore) -> None:
+async def test_token_lists_count_towards_max_bytes(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     writer = SpanWriter(store, max_bytes=10_000)
     assert not writer.put(span_of(rollout, prompt_token_ids=list(range(5000))))
@@ -190,7 +190,7 @@ async def test_token_lists_count_towards_the_bound(store: FaultyStore) -> None:
     writer.close()
 
 
-async def test_a_failing_store_is_tried_again_without_losing_order(store: FaultyStore) -> None:
+async def test_writes_to_a_failing_store_are_retried_in_order(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     store.failures = [StoreError("busy"), ConnectionResetError("gone"), TimeoutError(), ConflictError("lost a race")]
     writer = SpanWriter(store, max_batch=4)
@@ -202,7 +202,7 @@ async def test_a_failing_store_is_tried_again_without_losing_order(store: Faulty
     writer.close()
 
 
-async def test_spans_of_an_unknown_attempt_do_not_prevent_the_others(store: FaultyStore) -> None:
+async def test_spans_of_an_unknown_attempt_do_not_block_other_spans(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     writer = SpanWriter(store, max_delay_s=0.1)
     unknown = Span.from_attributes(attributes={}, rollout_id="ro-none", attempt_id="at-none")
@@ -215,7 +215,7 @@ async def test_spans_of_an_unknown_attempt_do_not_prevent_the_others(store: Faul
     writer.close()
 
 
-async def test_a_span_that_the_store_refuses_does_not_prevent_the_others_of_its_attempt(store: FaultyStore) -> None:
+async def test_a_span_that_the_store_refuses_does_not_block_other_spans_of_its_attempt(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     writer = SpanWriter(store, max_delay_s=0.1)
     for span in (span_of(rollout, "a"), span_of(rollout, "bad", poison=True), span_of(rollout, "b")):
@@ -226,7 +226,7 @@ async def test_a_span_that_the_store_refuses_does_not_prevent_the_others_of_its_
     writer.close()
 
 
-async def test_a_store_that_fails_for_too_long_loses_spans_but_does_not_stop_the_writer(store: FaultyStore) -> None:
+async def test_spans_are_dropped_if_the_store_fails_for_too_long_but_the_writer_continues(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     store.failures = [StoreError("down")] * 3
     writer = SpanWriter(store, give_up_s=0.0)
@@ -241,7 +241,7 @@ async def test_a_store_that_fails_for_too_long_loses_spans_but_does_not_stop_the
 
 
 class TroubledStore(FaultyStore):
-    """Fails for one attempt for as long as its spans contain one with the attribute ``broken``."""
+    """Fails to write any batch that contains a span with the attribute ``broken``."""
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         if any("broken" in span.attributes for span in spans):
@@ -250,7 +250,7 @@ class TroubledStore(FaultyStore):
         return await super().add_many_spans(spans)
 
 
-async def test_the_trouble_of_one_attempt_delays_neither_others_nor_its_own_spans_for_long() -> None:
+async def test_a_failing_span_does_not_delay_other_attempts_or_other_spans_of_its_attempt_for_long() -> None:
     store = TroubledStore()
     troubled, other = await store.start_rollout(0), await store.start_rollout(1)
     writer = SpanWriter(store)
@@ -260,7 +260,7 @@ async def test_the_trouble_of_one_attempt_delays_neither_others_nor_its_own_span
         writer.put(span_of(other, name))
     began = time.monotonic()
     assert await writer.flush(*ids_of(other), timeout_s=60)
-    assert time.monotonic() - began < 0.7, "it does not wait for the other attempt's retries"
+    assert time.monotonic() - began < 0.7, "one attempt does not wait for retries of the other"
     assert await names_in(store, other) == ["a", "b"]
     async with asyncio.timeout(30):
         while await names_in(store, troubled) != ["a", "b"]:  # noqa: ASYNC110 # nothing signals it
@@ -275,7 +275,7 @@ async def test_the_trouble_of_one_attempt_delays_neither_others_nor_its_own_span
     await store.close()
 
 
-async def test_a_span_that_fails_for_too_long_is_dropped_alone() -> None:
+async def test_only_the_span_that_fails_for_too_long_is_dropped() -> None:
     store = TroubledStore()
     rollout = await store.start_rollout(0)
     writer = SpanWriter(store, give_up_s=0.5)
@@ -289,7 +289,7 @@ async def test_a_span_that_fails_for_too_long_is_dropped_alone() -> None:
     await store.close()
 
 
-async def test_a_store_that_is_back_gets_every_span() -> None:
+async def test_a_store_that_works_again_gets_every_span() -> None:
     store = FaultyStore()
     rollouts = [await store.start_rollout(i) for i in range(8)]
     writer = SpanWriter(store, max_batch=10)
@@ -325,7 +325,7 @@ async def test_closing_does_not_wait_for_a_store_that_hangs(store: FaultyStore) 
     assert time.monotonic() - began < 4
 
 
-async def test_many_threads_may_put_at_once(store: FaultyStore) -> None:
+async def test_many_threads_may_put_spans_concurrently(store: FaultyStore) -> None:
     rollouts = [await store.start_rollout(i) for i in range(16)]
     writer = SpanWriter(store, max_batch=50)
 
@@ -344,7 +344,7 @@ async def test_many_threads_may_put_at_once(store: FaultyStore) -> None:
     writer.close()
 
 
-async def test_users_of_a_store_share_a_writer_until_the_last_release(store: FaultyStore) -> None:
+async def test_shared_writers_of_a_store_are_one_writer_until_the_last_release(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     first, second = SpanWriter.shared(store), SpanWriter.shared(store)
     assert first is second
@@ -357,8 +357,8 @@ async def test_users_of_a_store_share_a_writer_until_the_last_release(store: Fau
     third.release()
 
 
-async def test_flushing_everything_records_the_losses_of_attempts(store: FaultyStore) -> None:
-    """No runner knows the writer of a gateway in another process."""
+async def test_flushing_all_attempts_records_their_dropped_spans_in_the_store(store: FaultyStore) -> None:
+    """A gateway in another process records its own losses, because no runner has access to its writer."""
     rollout, other = await store.start_rollout(0), await store.start_rollout(1)
     writer = SpanWriter(store, max_bytes=3000)
     writer.put(Span.from_attributes(attributes={}, rollout_id="ro-none", attempt_id="at-none"))
@@ -378,7 +378,7 @@ async def test_flushing_everything_records_the_losses_of_attempts(store: FaultyS
     writer.close()
 
 
-async def test_an_attempt_that_lost_spans_is_left_out_of_training_with_a_warning(
+async def test_an_attempt_that_lost_spans_is_excluded_from_training_with_a_warning(
     store: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Runs an agent whose spans exceed the bound of 64 MB, and adapts them."""
@@ -424,5 +424,5 @@ async def test_a_store_that_is_not_thread_safe_is_called_on_its_own_loop() -> No
     assert store.threads == {threading.current_thread().name}
     began = time.monotonic()
     writer.close()
-    assert time.monotonic() - began < 4, "not as long as closing may take"
+    assert time.monotonic() - began < 4, "less than the timeout of closing"
     await store.close()

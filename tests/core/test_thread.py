@@ -1,4 +1,4 @@
-"""Work of an async agent in threads of its loop's default executor ends with its attempt."""
+"""Calls that an async agent makes in threads of its loop's default executor end with the attempt."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_a_call_in_a_thread_stops_with_the_attempt(store: agl.InMemoryLigh
     assert ended.status == ("cancelled" if by == "cancellation" else "failed")
 
 
-async def test_calls_that_hang_take_no_thread_from_other_attempts_and_wear_the_runner_out(
+async def test_hanging_calls_leave_threads_to_other_attempts_and_mark_the_runner_as_worn_out(
     store: agl.InMemoryLightningStore,
 ) -> None:
     release, all_hang = threading.Event(), threading.Barrier(41)
@@ -112,7 +112,7 @@ async def test_calls_that_hang_take_no_thread_from_other_attempts_and_wear_the_r
         release.set()
 
 
-async def test_a_group_makes_more_calls_than_it_has_threads_each_in_the_context_of_its_caller() -> None:
+async def test_a_thread_group_runs_more_calls_than_threads_each_in_the_context_of_its_caller() -> None:
     install_group_executor()
     name: ContextVar[int] = ContextVar("name")
     most = 0
@@ -144,7 +144,7 @@ async def test_a_group_makes_more_calls_than_it_has_threads_each_in_the_context_
 
 
 @pytest.mark.parametrize("error", [StopIteration, SystemExit])
-async def test_what_no_future_can_carry_is_an_error_of_the_caller(error: type[BaseException]) -> None:
+async def test_an_exception_that_a_future_cannot_hold_becomes_a_runtime_error(error: type[BaseException]) -> None:
     def fail() -> None:
         raise error(3)
 
@@ -153,7 +153,7 @@ async def test_what_no_future_can_carry_is_an_error_of_the_caller(error: type[Ba
         await asyncio.wait_for(asyncio.to_thread(fail), PATIENCE_S)
 
 
-def test_a_group_that_was_stopped_calls_nothing_more() -> None:
+def test_a_stopped_thread_group_starts_no_more_calls() -> None:
     group, work = ThreadGroup(), [Work() for _ in range(40)]
     futures = [group.submit(one) for one in work]
     assert all(one.began.wait(PATIENCE_S) for one in work[:32])
@@ -166,7 +166,7 @@ def test_a_group_that_was_stopped_calls_nothing_more() -> None:
     assert all(future.cancelled() for future in [*futures[32:], group.submit(work[0])])
 
 
-def test_stopping_at_any_moment_leaves_no_thread_and_no_noise() -> None:
+def test_stopping_a_thread_group_at_any_moment_leaves_no_thread_and_no_warning() -> None:
     """A thread may be stopped while it takes its next call; warnings of threads are errors in these tests."""
 
     def pause(seconds: float) -> Callable[[], None]:
@@ -184,7 +184,7 @@ def test_stopping_at_any_moment_leaves_no_thread_and_no_noise() -> None:
         assert not thread.is_alive()
 
 
-async def test_the_executor_that_a_program_chose_goes_on_doing_everybody_elses_work() -> None:
+async def test_the_default_executor_of_a_program_keeps_running_calls_outside_of_attempts() -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="chosen") as chosen:
         asyncio.get_running_loop().set_default_executor(chosen)
         install_group_executor()

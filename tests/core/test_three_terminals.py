@@ -1,4 +1,4 @@
-"""The classic set-up: a store, a runner and an algorithm, each started in a terminal of its own."""
+"""A store, a runner and an algorithm, each started in a separate terminal."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ asyncio.run(find_best_prompt(LightningStoreClient("http://127.0.0.1:PORT")))
 
 @contextlib.contextmanager
 def terminal(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that runs until it is told to stop."""
+    """Runs a program until the block ends."""
     with log.open("wb") as output:
         process = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=output, env=dict(os.environ))
     try:

@@ -77,11 +77,11 @@ class TestDummyTracer(TracerConformance):
         return DummyTracer()
 
 
-# Beside what every tracer does.
+# Tests in addition to the conformance tests of all tracers.
 
 
 async def test_tracing_costs_the_agent_at_most_100_microseconds_a_span(store: InMemoryLightningStore) -> None:
-    """CPU time of the agent's thread beyond what OpenTelemetry itself takes; one good round of five counts."""
+    """CPU time of the agent's thread in addition to OpenTelemetry's own; one good round of five counts."""
     bare = TracerProvider(sampler=ALWAYS_ON).get_tracer("library")
     ours = PIPELINE.provider.get_tracer("library")
     attributes = {f"gen_ai.attribute.{i}": "v" * 60 for i in range(15)}
@@ -103,7 +103,7 @@ async def test_tracing_costs_the_agent_at_most_100_microseconds_a_span(store: In
     assert min(rounds[1:]) < 100, rounds
 
 
-def test_a_missing_langchain_handler_is_a_clear_error() -> None:
+def test_a_missing_langchain_handler_is_an_error_that_names_langchain() -> None:
     with pytest.raises(PluginError, match="LangChain"):
         DummyTracer().get_langchain_handler()
 
@@ -134,21 +134,21 @@ def test_a_traced_process_can_fork_when_thread_pools_are_used_later() -> None:
     run_python("-c", FORKING_PROGRAM)
 
 
-# What is OpenTelemetry's.
+# The OpenTelemetry tracer.
 
 
-async def test_spans_of_other_threads_find_their_attempt_by_trace_alone(
+async def test_spans_of_other_threads_are_assigned_to_their_attempt_by_the_trace_id(
     otel_only: OtelTracer, store: InMemoryLightningStore
 ) -> None:
-    """A framework's worker thread knows no context variable of ours, but is handed the parent."""
+    """A framework's worker thread has none of our context variables, but gets the parent span."""
     rollouts = [await store.start_rollout(i) for i in range(8)]
     library = otel.get_tracer("framework", tracer_provider=PIPELINE.provider)
-    everybody_is_in = asyncio.Barrier(8)
+    all_traces_are_open = asyncio.Barrier(8)
     with ThreadPoolExecutor(4) as pool:
 
         async def run(number: int, rollout: AttemptedRollout) -> None:
             async with otel_only.trace_context(**ids_of(rollout)):
-                await everybody_is_in.wait()
+                await all_traces_are_open.wait()
                 parent = otel_context.get_current()
                 job = pool.submit(lambda: library.start_span(f"work {number}", context=parent).end())
                 await asyncio.wrap_future(job)
@@ -158,18 +158,18 @@ async def test_spans_of_other_threads_find_their_attempt_by_trace_alone(
         assert set(await stored(store, rollout)) == {f"work {number}", semconv.SPAN_ROLLOUT}
 
 
-async def test_a_library_with_traces_of_its_own_is_attributed_by_context(
+async def test_spans_of_a_library_with_separate_traces_are_assigned_by_the_context(
     otel_only: OtelTracer, store: InMemoryLightningStore
 ) -> None:
-    """It opens a root span and ends it in a thread of its own, where a child is made as well."""
+    """The library opens a root span and ends it in another thread, where it also creates a child span."""
     library = otel.get_tracer("framework", tracer_provider=PIPELINE.provider)
     rollouts = [await store.start_rollout(i) for i in range(8)]
-    everybody_is_in = asyncio.Barrier(8)
+    all_traces_are_open = asyncio.Barrier(8)
 
     async def run(number: int, rollout: AttemptedRollout) -> None:
         async with otel_only.trace_context(**ids_of(rollout)):
             span = library.start_span(f"own {number}", context=otel_context.Context())
-            await everybody_is_in.wait()
+            await all_traces_are_open.wait()
 
             def end_elsewhere() -> None:
                 child = library.start_span(f"child {number}", context=otel.set_span_in_context(span))
@@ -185,10 +185,10 @@ async def test_a_library_with_traces_of_its_own_is_attributed_by_context(
         assert set(await stored(store, rollout)) == {f"own {number}", f"child {number}", semconv.SPAN_ROLLOUT}
 
 
-async def test_the_trace_wins_over_the_context_of_the_thread(
+async def test_the_trace_id_takes_precedence_over_the_context_of_the_thread(
     otel_only: OtelTracer, store: InMemoryLightningStore
 ) -> None:
-    """A worker that one attempt started serves another one later: the parent says whose work it is."""
+    """A worker task started by one attempt later serves another: the parent span decides to which a span belongs."""
     library = otel.get_tracer("framework", tracer_provider=PIPELINE.provider)
     first, second = await store.start_rollout(0), await store.start_rollout(1)
     jobs: asyncio.Queue[otel_context.Context] = asyncio.Queue()
@@ -210,12 +210,12 @@ async def test_the_trace_wins_over_the_context_of_the_thread(
     assert "served" not in await stored(store, first)
 
 
-async def test_spans_outside_attempts_go_nowhere(otel_only: OtelTracer, store: InMemoryLightningStore) -> None:
+async def test_spans_outside_attempts_are_not_stored(otel_only: OtelTracer, store: InMemoryLightningStore) -> None:
     PIPELINE.tracer.start_span("outside an attempt").end()
     assert (await store.statistics())["spans"] == 0
 
 
-async def test_a_span_keeps_every_attribute_whatever_the_environment_says(
+async def test_a_span_keeps_every_attribute_despite_limits_in_environment_variables(
     store: InMemoryLightningStore, tmp_path: Any
 ) -> None:
     code = """
@@ -242,7 +242,7 @@ asyncio.run(main())
 
 
 def run_with_provider(setup: str, check: str) -> None:
-    """Each case needs a process of its own: OpenTelemetry's global provider is set once."""
+    """Runs a check in a new process, because OpenTelemetry's global provider can be set only once."""
     code = f"""
 import asyncio
 from opentelemetry import trace
@@ -267,13 +267,13 @@ asyncio.run(main())
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_ours_becomes_the_global_provider_when_there_is_none() -> None:
+def test_our_provider_becomes_the_global_provider_if_there_is_none() -> None:
     run_with_provider(
         "tracer = OtelTracer()", "    assert names == ['ours', \"user's\", 'agentlightning.rollout'], names"
     )
 
 
-def test_a_global_provider_that_is_there_keeps_its_exporters_and_gives_us_its_spans() -> None:
+def test_an_existing_global_provider_keeps_its_exporters_and_passes_its_spans_to_us() -> None:
     run_with_provider(
         "provider = TracerProvider(); provider.add_span_processor(SimpleSpanProcessor(exporter))\n"
         "trace.set_tracer_provider(provider); tracer = OtelTracer()",
@@ -283,7 +283,7 @@ def test_a_global_provider_that_is_there_keeps_its_exporters_and_gives_us_its_sp
     )
 
 
-def test_a_tracer_can_leave_the_global_provider_alone() -> None:
+def test_a_tracer_can_be_created_without_joining_the_global_provider() -> None:
     run_with_provider(
         "tracer = OtelTracer(join_global_provider=False)",
         "    assert names == ['ours', 'agentlightning.rollout'], names\n"
@@ -293,7 +293,7 @@ def test_a_tracer_can_leave_the_global_provider_alone() -> None:
 
 
 class Instrumenting:
-    """A plugin that counts."""
+    """A plugin that counts how often it is active."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.active = 0
@@ -346,7 +346,7 @@ def test_libraries_are_instrumented_once_while_any_tracer_is_in_use(plugins: lis
     assert isinstance(PIPELINE.provider, TracerProvider)
 
 
-def test_a_plugin_that_fails_to_instrument_does_not_keep_others_from_it(
+def test_a_plugin_that_fails_to_instrument_does_not_stop_other_plugins(
     plugins: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     register(plugins, Instrumenting(RuntimeError("no")))
@@ -361,10 +361,10 @@ def test_a_plugin_that_fails_to_instrument_does_not_keep_others_from_it(
     assert "test-2" in caplog.text
 
 
-async def test_work_given_to_a_thread_pool_belongs_to_whoever_gave_it(
+async def test_work_in_a_thread_pool_belongs_to_the_attempt_that_submitted_it(
     otel_only: OtelTracer, store: InMemoryLightningStore
 ) -> None:
-    """One pool serves all attempts, and a caller outside of them."""
+    """One pool serves all attempts and a caller outside of attempts."""
     rollouts = [await store.start_rollout(i) for i in range(8)]
     with ThreadPoolExecutor(2) as pool:
 
@@ -381,7 +381,7 @@ async def test_work_given_to_a_thread_pool_belongs_to_whoever_gave_it(
         assert {message.parent_id for message in messages} == {root.span_id}
 
 
-def test_thread_pools_are_as_they_were_after_teardown() -> None:
+def test_thread_pools_are_restored_by_teardown() -> None:
     before = ThreadPoolExecutor.submit
     tracer = OtelTracer()
     tracer.init()

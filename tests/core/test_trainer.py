@@ -27,7 +27,7 @@ TASKS = [{"number": number} for number in range(6)]
 
 
 def halving_agent(task: dict[str, int]) -> float:
-    """An agent that runner processes can import."""
+    """Returns half of the number; runner processes can import this agent."""
     return task["number"] / 2
 
 
@@ -76,7 +76,7 @@ def test_a_trainer_runs_an_agent_over_its_data(strategy: Any) -> None:
     assert [rollout.mode for rollout in results(store)] == ["train"] * 4 + ["val"] * 2
 
 
-def test_runners_are_processes_of_their_own(tmp_path: Path) -> None:
+def test_runners_are_separate_processes(tmp_path: Path) -> None:
     store = agl.create_store("memory://")
     trainer(store=store, n_runners=2, max_concurrency=1).fit(meeting_agent, [{"folder": str(tmp_path)}] * 4)
     pids = set(rewards(store))
@@ -100,7 +100,7 @@ def test_a_runner_process_that_dies_is_replaced_and_its_rollout_is_recorded(tmp_
     assert {rollout.status for rollout in results(store)} <= {"succeeded", "failed"}
 
 
-def test_what_the_algorithm_raises_ends_the_run_with_its_traceback() -> None:
+def test_an_exception_of_the_algorithm_fails_the_run_and_is_raised() -> None:
     @agl.algo
     async def algorithm(store: agl.LightningStore) -> None:
         raise ZeroDivisionError("in the algorithm")
@@ -127,7 +127,7 @@ def test_the_scores_of_a_run_do_not_depend_on_the_clock_of_its_store(
     assert trainer(algorithm=algorithm, store=store, strategy="shm").fit(halving_agent).scores == {"reward": 0.5}
 
 
-async def test_the_scores_of_a_run_do_not_depend_on_the_clock_of_the_server_of_its_store(
+async def test_the_scores_of_a_run_do_not_depend_on_the_clock_of_a_store_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @agl.algo
@@ -144,7 +144,7 @@ async def test_the_scores_of_a_run_do_not_depend_on_the_clock_of_the_server_of_i
     assert run.scores == {"reward": 0.5}
 
 
-def test_a_sync_and_an_async_algorithm_function_get_what_they_declare() -> None:
+def test_an_algorithm_function_gets_the_parameters_that_it_declares() -> None:
     seen: dict[str, Any] = {}
 
     @agl.algo
@@ -158,14 +158,14 @@ def test_a_sync_and_an_async_algorithm_function_get_what_they_declare() -> None:
     assert seen["thread"] is not threading.main_thread()
 
 
-def test_an_algorithm_function_with_an_unknown_parameter_is_refused_at_once() -> None:
+def test_an_algorithm_function_with_an_unknown_parameter_is_refused_by_the_decorator() -> None:
     with pytest.raises(agl.ConfigError, match=r"'stroe'.*Did you mean 'store'"):
 
         @agl.algo
         def algorithm(stroe: Any) -> None: ...
 
 
-def test_a_dataset_that_an_algorithm_function_does_not_declare_is_refused_before_anything_runs() -> None:
+def test_a_dataset_that_an_algorithm_function_does_not_declare_is_refused_before_the_run() -> None:
     ran = []
 
     @agl.algo
@@ -239,7 +239,7 @@ def test_runs_with_directories_are_separate_in_a_shared_store(
     assert caplog.messages == []
 
 
-def test_a_store_object_that_holds_another_run_already_is_scoped_to_the_new_one(
+def test_a_store_object_that_already_has_another_run_is_scoped_to_the_new_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = agl.create_store("memory://")
@@ -251,16 +251,16 @@ def test_a_store_object_that_holds_another_run_already_is_scoped_to_the_new_one(
 
 
 @pytest.mark.parametrize("strategy", ["shm", "cs"])
-def test_a_run_with_a_directory_keeps_its_store_there_and_is_resumed_from_it(tmp_path: Path, strategy: str) -> None:
+def test_a_run_with_a_directory_keeps_its_store_in_it_and_is_resumed_from_it(tmp_path: Path, strategy: str) -> None:
     settings: dict[str, Any] = {"algorithm": EVALUATION, "strategy": strategy, "run_dir": tmp_path / "run"}
     assert trainer(**settings).fit(halving_agent, TASKS).name == "run"
     with opened(f"sqlite:///{tmp_path}/run/store.db") as store:
         assert len(results(store)) == len(TASKS)
         trainer(**settings, resume=True).fit(halving_agent, TASKS)
-        assert len(results(store)) == len(TASKS), "the finished rollouts were found in the store"
+        assert len(results(store)) == len(TASKS), "finished rollouts are read from the store"
 
 
-def test_an_algorithm_learns_through_the_store_alone() -> None:
+def test_an_algorithm_needs_only_the_store_to_learn() -> None:
     @agl.algo
     async def best_prompt(store: agl.LightningStore, train_dataset: Any) -> None:
         scores = {}
@@ -282,7 +282,7 @@ def test_an_algorithm_learns_through_the_store_alone() -> None:
     assert latest.resources["prompt"] == agl.PromptTemplate("{number}00")
 
 
-def test_trackers_follow_the_run_and_a_failing_one_does_not_stop_it(
+def test_trackers_get_the_events_of_a_run_and_a_failing_tracker_does_not_stop_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Keeps:
@@ -319,7 +319,7 @@ def test_trackers_follow_the_run_and_a_failing_one_does_not_stop_it(
     assert lines[-1]["status"] == "succeeded"
 
 
-def test_plugins_observe_every_event_of_a_run_and_a_failing_one_does_not_stop_it(
+def test_plugins_observe_every_event_of_a_run_and_a_failing_plugin_does_not_stop_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[Any] = []
@@ -399,9 +399,9 @@ def test_the_rows_of_a_dataframe_are_tasks() -> None:
     assert rewards(store) == [task["number"] / 2 for task in TASKS]
 
 
-def test_a_reward_function_scores_what_an_agent_returns() -> None:
+def test_a_reward_function_scores_the_result_of_an_agent() -> None:
     store = agl.create_store("memory://")
-    reward = lambda task, output, rollout: float(output == str(task["number"]))  # noqa: E731 # what users write inline
+    reward = lambda task, output, rollout: float(output == str(task["number"]))  # noqa: E731 # as users write it
     trainer(store=store, strategy="shm").fit(lambda task: str(task["number"] % 2), TASKS[:4], [], reward=reward)
     assert rewards(store) == [1.0, 1.0, 0.0, 0.0]
 
@@ -428,17 +428,17 @@ def test_a_reward_function_scores_what_an_agent_returns() -> None:
         ),
     ],
 )
-def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], complaint: str) -> None:
+def test_wrong_settings_of_a_trainer_are_refused_with_their_name(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(agl.LightningError, match=complaint):
         trainer(**settings)
 
 
-def test_runners_that_a_given_strategy_does_not_have_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_n_runners_that_a_given_strategy_ignores_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     trainer(strategy=agl.SharedMemoryExecutionStrategy(n_runners=2), n_runners=4)
     assert caplog.messages == ["n_runners = 4 has no effect: the given strategy has 2"]
 
 
-def test_the_default_concurrency_is_what_the_algorithm_proposes_shared_among_the_runners() -> None:
+def test_the_default_concurrency_is_the_algorithms_proposal_divided_by_the_runners() -> None:
     class Sampling(agl.Algorithm):
         rollouts_at_once = 64
 
@@ -479,7 +479,7 @@ def test_ctrl_c_cancels_the_algorithm_and_ends_the_run_as_interrupted(tmp_path: 
     assert process.returncode == 0
 
 
-def test_the_console_says_each_error_of_the_agent_once_and_counts_it(
+def test_the_console_shows_each_error_of_the_agent_once_with_its_count(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def agent(task: dict[str, int]) -> float:
@@ -489,11 +489,11 @@ def test_the_console_says_each_error_of_the_agent_once_and_counts_it(
     shown = " ".join(capsys.readouterr().err.split())
     assert shown.count("failed: LookupError: no such tool") == 1
     assert f"{len(TASKS)} of {len(TASKS)} rollouts: LookupError: no such tool" in shown
-    assert caplog.text.count("LookupError: no such tool") == 1, "the log has the traceback, once"
+    assert caplog.text.count("LookupError: no such tool") == 1, "the log has the traceback once"
 
 
 def asking_agent(task: str, llm: agl.LLM) -> float:
-    """An agent that needs a model, and returns the length of its answer."""
+    """Calls a model and returns the length of its answer."""
     import openai
 
     with openai.OpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
@@ -502,7 +502,7 @@ def asking_agent(task: str, llm: agl.LLM) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["shm", "cs"])
-async def test_a_gateway_alone_gives_agents_its_model(strategy: str) -> None:
+async def test_agents_get_the_model_of_a_gateway_without_initial_resources(strategy: str) -> None:
     async with ScriptedOpenAI([Answer("four")] * 2) as server:
         gateway = agl.LLMProxy(model_list=[{"model": "m", "endpoint": server.endpoint}])
         store = agl.InMemoryLightningStore()
@@ -516,7 +516,7 @@ async def test_a_gateway_alone_gives_agents_its_model(strategy: str) -> None:
     assert rewards == [4.0, 4.0]
 
 
-async def test_a_model_among_the_initial_resources_replaces_the_gateways() -> None:
+async def test_a_model_among_the_initial_resources_replaces_the_models_of_the_gateway() -> None:
     gateway = agl.LLMProxy(model_list=[{"model": name, "endpoint": "http://127.0.0.1:9/v1"} for name in ("m", "judge")])
     own = agl.LLM(endpoint="http://127.0.0.1:9/v1", model="mine")
     for given, expected in (({"model": own}, {"model"}), ({"prompt": "hi"}, {"prompt", "m", "judge"})):

@@ -11,7 +11,7 @@ from agentlightning.types import Span, TraceStatus, Triplet
 
 
 class Recorder:
-    """Builds the spans of one attempt; each starts where the last one ended unless it says when."""
+    """Builds the spans of one attempt; a span without ``at`` starts when the previous one ended."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

@@ -1,4 +1,4 @@
-"""The example of an algorithm of one's own, as its first lines say: in three processes, and in one."""
+"""The example of a custom algorithm, run as its docstring describes: in three processes, and in one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLE = str(REPO / "examples" / "apo" / "apo_custom_algorithm.py")
 
 
 def model(request: RecordedRequest) -> Answer:
-    """Answers in the manner of the prompt; as a judge it likes what is friendly."""
+    """Repeats the prompt in its answer; as a judge it prefers friendly answers."""
     asked = request.body["messages"][0]["content"]
     if "How good is this answer?" in asked:
         return Answer("9" if "friendly" in asked else "4.5")
@@ -49,7 +49,7 @@ def start(folder: Path, server: ScriptedOpenAI, *command: str, store: str = "") 
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,  # apart: what is logged must not tear a printed line
+        stderr=subprocess.PIPE,  # separate, because a log line must not split a printed line
         text=True,
     )
 
@@ -68,7 +68,7 @@ def stop(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_in_three_terminals_it_names_the_best_prompt(server: ScriptedOpenAI, tmp_path: Path) -> None:
+def test_the_custom_algorithm_finds_the_best_prompt_in_three_terminals(server: ScriptedOpenAI, tmp_path: Path) -> None:
     port = reserve_port()
     url = f"http://127.0.0.1:{port}"
     store = start(tmp_path, server, "-m", "agentlightning", "store", "--port", str(port))
@@ -92,14 +92,14 @@ def test_in_three_terminals_it_names_the_best_prompt(server: ScriptedOpenAI, tmp
 
 
 @pytest.mark.slow
-def test_in_one_process_it_names_the_best_prompt(server: ScriptedOpenAI, tmp_path: Path) -> None:
+def test_the_custom_algorithm_finds_the_best_prompt_in_one_process(server: ScriptedOpenAI, tmp_path: Path) -> None:
     process = start(tmp_path, server, EXAMPLE)
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     check_output(output)
 
 
-def test_an_unknown_role_is_answered_with_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_role_prints_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert runpy.run_path(EXAMPLE)["main"](["runer"]) == 2
     assert "apo_custom_algorithm.py runner" in capsys.readouterr().out
 

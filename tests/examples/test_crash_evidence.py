@@ -1,4 +1,4 @@
-"""examples/crash_evidence.py: a training that is killed and resumed equals the undisturbed one."""
+"""examples/crash_evidence.py: a training that is killed and resumed equals an undisturbed one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.source import REPO, run_python
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_a_training_that_is_killed_three_times_has_the_curve_of_the_undisturbed_one(tmp_path: Path) -> None:
+def test_a_training_killed_three_times_has_the_same_curve_as_an_undisturbed_one(tmp_path: Path) -> None:
     arguments = ("math", "--out", str(tmp_path), "--steps", "8", "--kills", "3")
     said = run_python("-m", "examples.crash_evidence", *arguments, cwd=REPO, timeout_s=1700)
     assert "| killed and resumed |" in said
@@ -30,7 +30,7 @@ def test_a_training_that_is_killed_three_times_has_the_curve_of_the_undisturbed_
 
 @pytest.fixture
 def training() -> Iterator[subprocess.Popen[bytes]]:
-    """Stands for a training that takes long."""
+    """A long-running process in place of a training."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True) as process:
         yield process
         process.kill()
@@ -40,7 +40,7 @@ def press_ctrl_c(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def test_ctrl_c_ends_the_training_that_is_waited_for(
+def test_ctrl_c_while_waiting_for_a_training_kills_it(
     training: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = iter([press_ctrl_c, training.wait])
@@ -50,7 +50,7 @@ def test_ctrl_c_ends_the_training_that_is_waited_for(
     assert training.poll() == -signal.SIGKILL
 
 
-def test_ctrl_c_ends_the_training_that_is_to_be_killed(
+def test_ctrl_c_before_the_planned_kill_of_a_training_kills_it(
     training: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(crash_evidence, "train", lambda *_: training)
@@ -60,7 +60,7 @@ def test_ctrl_c_ends_the_training_that_is_to_be_killed(
     assert training.poll() == -signal.SIGKILL
 
 
-def test_a_missing_step_is_an_infinite_difference() -> None:
+def test_a_missing_step_counts_as_an_infinite_difference() -> None:
     steps = {0: {"val_reward": 0.5}, 1: {"reward": 0.25, "loss": 1.0}}
     assert crash_evidence.largest_difference(steps, steps, "reward") == 0.0
     assert crash_evidence.largest_difference(steps, {0: steps[0]}, "reward") == float("inf")

@@ -18,7 +18,7 @@ from agentlightning_plugins.demo.training import CHECKPOINT, GRPO_SETTINGS, TARG
 from tests.source import REPO, run_python
 
 LEARNED = {"demo": (0.8, 0.5), "game": (0.8, 0.5), "math": (0.8, 0.5), "rag": (0.55, 0.3), "sql": (0.55, 0.3)}
-"""The least reward of a trained seed, and by how much it rises at least."""
+"""Least reward of a trained seed after training, and the least gain over its reward before."""
 HEADER = "| variant | seeds | test reward before | after, 95 % interval over seeds | each seed |"
 
 
@@ -32,7 +32,7 @@ def prove(out: Path, example: str, *arguments: str, timeout_s: float) -> dict[st
 
 
 @pytest.mark.parametrize("example", list(LEARNED))
-def test_an_example_trains_and_without_a_learning_rate_nothing_changes(example: str, tmp_path: Path) -> None:
+def test_an_example_trains_and_with_a_learning_rate_of_zero_nothing_changes(example: str, tmp_path: Path) -> None:
     short = ("algorithm.steps=2", "algorithm.eval_every=0", "algorithm.tasks_per_step=6")
     validation = f"data.val={{source: 'examples.{example}.problems:val', limit: 12}}"
     arguments = ("--seeds", "0", "--variants", "trained", "frozen", "--tests", "24", "--set", validation, *short)
@@ -53,7 +53,7 @@ def test_an_example_trains_and_without_a_learning_rate_nothing_changes(example: 
 @pytest.mark.soak
 @pytest.mark.timeout(3 * 3600)
 @pytest.mark.parametrize("example", list(LEARNED))
-def test_every_seed_learns_and_is_above_both_controls_by_more_than_the_interval(example: str, tmp_path: Path) -> None:
+def test_every_trained_seed_exceeds_both_controls_by_more_than_the_interval(example: str, tmp_path: Path) -> None:
     runs = prove(tmp_path, example, timeout_s=3 * 3600 - 60)
     rewards = {name: [evidence.test_rewards(steps) for steps in seeds.values()] for name, seeds in runs.items()}
     assert {name: len(found) for name, found in rewards.items()} == {"trained": 5, "shuffled": 5, "frozen": 5}
@@ -66,7 +66,7 @@ def test_every_seed_learns_and_is_above_both_controls_by_more_than_the_interval(
     assert min(after) - best_control > evidence.mean_and_interval(after)[1]
 
 
-def test_the_file_of_the_demo_has_the_settings_of_the_command() -> None:
+def test_the_configuration_of_the_demo_equals_the_settings_of_agl_demo() -> None:
     algorithm = yaml.safe_load((REPO / "examples/demo/train.yaml").read_text())["algorithm"]
     assert REPO / algorithm.pop("model") == CHECKPOINT
     assert algorithm.pop("target_reward") == TARGET_REWARD
@@ -74,17 +74,17 @@ def test_the_file_of_the_demo_has_the_settings_of_the_command() -> None:
     assert algorithm == settings
 
 
-def test_shuffled_rewards_are_those_of_the_step_and_belong_to_other_rollouts() -> None:
+def test_shuffled_advantages_use_rewards_of_other_rollouts_of_the_step() -> None:
     items = [Scored(float(index % 3), group=index // 8, rollout=index) for index in range(32)]
     found = evidence.shuffled(items, std_floor=0.01)
     assert found != compute_advantages(items, std_floor=0.01)
     assert found == evidence.shuffled(items, std_floor=0.01)
     calls = [item._replace(turn=turn) for item in items for turn in (0, 1)]
     advantages = evidence.shuffled(calls, std_floor=0.01)
-    assert advantages[::2] == advantages[1::2], "the calls of a rollout have the reward of one other rollout"
+    assert advantages[::2] == advantages[1::2], "all calls of a rollout get the reward of the same other rollout"
 
 
-def test_the_table_counts_seeds_and_says_whether_training_is_above_the_controls() -> None:
+def test_the_report_counts_seeds_and_states_whether_training_exceeds_the_controls() -> None:
     def run(before: float, after: float) -> list[evidence.Step]:
         return [{"step": 0, "test_reward": before, "val_reward": 0.1}, {"step": 4, "test_reward": after, "loss": 1.0}]
 
@@ -99,7 +99,7 @@ def test_the_table_counts_seeds_and_says_whether_training_is_above_the_controls(
     assert "**not more** than the interval" in evidence.describe(runs, {}, "the command")
 
 
-def test_neighbouring_sentences_of_a_math_problem_belong_to_one_split() -> None:
+def test_pairs_of_neighbouring_sentences_occur_in_only_one_split_of_math_problems() -> None:
     pairs = {}
     for split in ("train", "val", "test"):
         found = [*math_problems.templates(split, 1), *math_problems.templates(split, 2)]
@@ -109,7 +109,7 @@ def test_neighbouring_sentences_of_a_math_problem_belong_to_one_split() -> None:
     assert pairs["test"].isdisjoint(pairs["val"])
 
 
-def test_a_math_answer_must_be_the_number_and_not_a_result_of_the_tool() -> None:
+def test_a_math_answer_must_be_the_number_in_a_message_and_not_the_result_of_a_tool() -> None:
     from autogen_agentchat.base import TaskResult
     from autogen_agentchat.messages import TextMessage, ToolCallSummaryMessage
 
@@ -124,7 +124,7 @@ def test_a_math_answer_must_be_the_number_and_not_a_result_of_the_tool() -> None
     assert reward("The answer is 72", TextMessage, "72") == 0.0
 
 
-def test_files_of_calc_x_are_read_and_results_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+def test_files_of_calc_x_are_read_without_results_that_are_not_numbers(tmp_path: Path) -> None:
     rows = [{"question": "2 + 2?", "chain": "", "result": "4"}, {"question": "a or b?", "chain": "", "result": "a"}]
     (tmp_path / "gsm8k").mkdir()
     (tmp_path / "gsm8k" / "train-00000.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -14,7 +14,7 @@ from agentlightning.testing.agent import Lab
 from agentlightning_plugins.scripted_model.server import Answer
 
 
-def test_minimax_finds_that_multiples_of_four_are_lost() -> None:
+def test_heaps_of_a_multiple_of_four_stones_are_lost() -> None:
     assert [stones for stones in range(1, 40) if not rules.is_won(stones)] == list(range(4, 40, 4))
     assert rules.best_moves(7) == [3]
     assert rules.best_moves(2) == [2]
@@ -22,7 +22,7 @@ def test_minimax_finds_that_multiples_of_four_are_lost() -> None:
     assert rules.moves(2) == [1, 2]
 
 
-def test_the_splits_have_no_heap_in_common_and_every_task_can_be_won() -> None:
+def test_the_splits_share_no_heap_and_every_task_can_be_won() -> None:
     heaps = [
         {task["stones"] for task in make()} for make in (game_problems.train, game_problems.val, game_problems.test)
     ]
@@ -44,7 +44,7 @@ def test_a_perfect_opponent_wins_after_the_first_mistake() -> None:
     assert game.won is False
 
 
-def test_a_move_that_is_not_legal_changes_nothing() -> None:
+def test_an_illegal_move_changes_nothing() -> None:
     game = Game(2, 1.0, 0)
     for arguments, message in {
         '{"count": 3}': "error: you cannot take 3",
@@ -65,7 +65,9 @@ def test_stones_are_shown_in_rows_of_four() -> None:
 
 
 @pytest.mark.parametrize(("player", "reward"), [("perfect", 1.0), ("illegal", 0.0), ("silent", 0.0)])
-async def test_the_reward_is_one_for_a_win_only(player: str, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_reward_of_the_game_is_one_only_for_a_win(
+    player: str, reward: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = game_problems.test()[0]
     calls = 0
 

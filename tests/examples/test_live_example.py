@@ -1,4 +1,4 @@
-"""examples/live: what it prints is what happened."""
+"""examples/live: one candidate is rejected, one promoted and one rolled back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.source import REPO, run_python
 
 
 @pytest.mark.slow
-def test_the_live_example_rejects_promotes_and_rolls_back_by_itself() -> None:
+def test_the_live_example_rejects_promotes_and_rolls_back_candidates_without_manual_steps() -> None:
     said = run_python(str(REPO / "examples" / "live" / "live.py"), "--share", "0.3", "--users", "6")
     assert re.search(r"candidate 1 ran on (\d+) recorded tasks: \1 failed", said)
     assert re.search(r"candidate 2: \+\d.*; promoted as assistant@2", said)

@@ -16,7 +16,7 @@ from tests.source import REPO, run_python
 PROBLEM = problems.train()[0]
 
 
-def test_the_program_calls_its_tool_and_prints_the_answer() -> None:
+def test_the_node_agent_calls_its_tool_and_prints_the_answer() -> None:
     wrong = [("calculator", {"expression": expression}) for expression in ("process.exit(3)", "1 / 0")]
     script = [Answer(tool_calls=wrong), Answer(tool_calls=[("calculator", {"expression": "7 / 2"})]), Answer(" 3.5")]
     with ScriptedOpenAI(script) as server:
@@ -41,7 +41,7 @@ def test_the_program_calls_its_tool_and_prints_the_answer() -> None:
     assert messages[1]["content"] == PROBLEM
 
 
-def test_the_reward_compares_the_last_line_with_the_right_number() -> None:
+def test_the_reward_of_the_node_agent_compares_the_last_line_with_the_right_number() -> None:
     answer = problems.ANSWERS[PROBLEM]
     given = [f"{answer}\n", f"thinking\n {answer}", f"{answer}\nno", "", f"{answer + 1}"]
     rollout = Rollout(rollout_id="ro-1", input=PROBLEM, start_time=0.0)
@@ -51,7 +51,7 @@ def test_the_reward_compares_the_last_line_with_the_right_number() -> None:
     assert not splits[1] & splits[2]
 
 
-def test_its_tokens_are_trained_on(tmp_path: Path) -> None:
+def test_a_training_uses_the_tokens_of_the_node_agent(tmp_path: Path) -> None:
     run = tmp_path / "run"
     short = ("steps=1", "tasks_per_step=3", "rollouts_per_task=4", "eval_every=0")
     settings = [f"algorithm.{setting}" for setting in short]

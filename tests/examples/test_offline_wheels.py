@@ -29,7 +29,7 @@ def wheels(extra: str) -> list[Requirement]:
 
 
 def closure(requirements: Iterable[str]) -> set[str]:
-    """The names of requirements, of their requirements, and so on, as they apply to this environment."""
+    """Returns the names of requirements and of all their direct and indirect requirements in this environment."""
     todo = [Requirement(line) for line in requirements]
     seen: set[tuple[str, str]] = set()
     while todo:
@@ -43,12 +43,14 @@ def closure(requirements: Iterable[str]) -> set[str]:
     return {name for name, _ in seen}
 
 
-def test_the_wheels_for_offline_machines_are_the_tested_versions(wheels: list[Requirement]) -> None:
+def test_the_wheel_lists_for_offline_machines_have_the_tested_versions(wheels: list[Requirement]) -> None:
     wrong = [str(wheel) for wheel in wheels if not wheel.specifier.contains(metadata.version(wheel.name), True)]
     assert wrong == []
 
 
-def test_the_wheels_for_offline_machines_are_all_that_the_machine_lacks(extra: str, wheels: list[Requirement]) -> None:
+def test_the_wheel_lists_for_offline_machines_have_every_missing_requirement(
+    extra: str, wheels: list[Requirement]
+) -> None:
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     readme = (REPO / "examples" / "gpu" / "README.md").read_text(encoding="utf-8")
     present = re.search(r"without a package index needs (.*), the requirements of these,", readme, re.DOTALL)

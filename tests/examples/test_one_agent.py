@@ -25,7 +25,7 @@ def run_comparison(out: Path, *arguments: str, timeout_s: float) -> dict[str, di
 
 
 @pytest.mark.slow
-def test_optimisers_of_prompt_and_weights_are_compared_under_one_budget_on_the_test_split(tmp_path: Path) -> None:
+def test_prompt_and_weight_optimisers_are_compared_with_one_budget_on_the_test_split(tmp_path: Path) -> None:
     test = tmp_path / "test.jsonl"
     test.write_text("".join(json.dumps(task) + "\n" for task in tickets.make_tickets("test", 40)))
     short = ("--only", "apo-grpo", "gepa", "none", "--budget", "320", "--val", "12", "--set", "strategy=shm")
@@ -45,7 +45,7 @@ def test_optimisers_of_prompt_and_weights_are_compared_under_one_budget_on_the_t
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_prompt_and_then_weights_are_better_than_either_alone_and_each_is_better_than_none(tmp_path: Path) -> None:
+def test_tuning_the_prompt_and_then_the_weights_is_better_than_either_and_each_than_no_training(tmp_path: Path) -> None:
     rows = run_comparison(tmp_path / "out", timeout_s=3500)
     assert [*rows] == LABELS
     rewards = {label: row["reward"] for label, row in rows.items()}
@@ -56,7 +56,7 @@ def test_a_prompt_and_then_weights_are_better_than_either_alone_and_each_is_bett
     assert max(row["rollouts"] for row in rows.values()) <= 2000
 
 
-def test_the_scripted_critic_adds_and_removes_sentences_of_its_list_and_nothing_else() -> None:
+def test_the_scripted_critic_only_adds_and_removes_sentences_of_its_list() -> None:
     prompts = {FIRST_PROMPT}
     for number in range(200):
         prompt = sorted(prompts)[number % len(prompts)]
@@ -70,14 +70,14 @@ def test_the_scripted_critic_adds_and_removes_sentences_of_its_list_and_nothing_
         assert rest == FIRST_PROMPT
 
 
-def test_no_test_ticket_has_a_pair_of_sentences_of_the_other_splits() -> None:
+def test_tickets_of_the_test_split_share_no_pair_of_sentences_with_other_splits() -> None:
     def pairs(split: Any) -> set[str]:
         return {task["text"].partition(" writes: ")[2] for task in tickets.make_tickets(split, 200)}
 
     assert not pairs("test") & (pairs("train") | pairs("val"))
 
 
-def test_a_courtesy_halves_the_reward_of_a_right_answer() -> None:
+def test_additional_words_before_a_right_answer_halve_its_reward() -> None:
     task = {"team": "returns", "priority": "high"}
     answers = (
         "returns, high",

@@ -1,4 +1,4 @@
-"""The example of a third-party package is built, installed and run as one."""
+"""The example of a third-party package, built, installed and used like one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def run(folder: Path, *command: str, site: Path | None = None) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_plugin_template_builds_installs_is_found_and_passes_its_own_tests(tmp_path: Path) -> None:
+def test_the_plugin_template_can_be_built_and_installed_and_passes_its_own_tests(tmp_path: Path) -> None:
     package, site = tmp_path / "package", tmp_path / "site"
-    shutil.copytree(TEMPLATE, package)  # building writes beside the sources
+    shutil.copytree(TEMPLATE, package)  # because building writes files next to the sources
     run(package, "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--target", str(site), ".")
-    shutil.rmtree(package / "src")  # what runs is what was installed
+    shutil.rmtree(package / "src")  # so that the installed package runs
     plugins = {
         plugin["plugin"]: plugin
         for plugin in json.loads(run(package, "agentlightning", "plugins", "--json", site=site))

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def train(directory: Path, algorithm: Any, steps: int, *, resume: bool = False, **more: Any) -> list[dict[str, float]]:
-    """Metrics of each step, the evaluation before the first included."""
+    """Trains and returns the metrics of each step, including the evaluation before the first."""
     store = agl.create_store(f"sqlite:///{directory.parent}/{directory.name}.db")
     example.settings = dataclasses.replace(example.settings, steps=steps, **more)
     trainer = agl.Trainer(algorithm=algorithm, store=store, trackers=[], run_dir=directory, resume=resume, seed=0)
@@ -47,7 +47,7 @@ def restored_settings() -> Any:
     example.settings = before
 
 
-def test_raft_takes_at_most_40_lines_and_learns(tmp_path: Path) -> None:
+def test_raft_has_at_most_40_lines_and_learns(tmp_path: Path) -> None:
     assert len(inspect.getsource(example).splitlines()) <= 40
     metrics = train(tmp_path / "run", example.raft, example.settings.steps)
     rewards = [step["val_reward"] for step in metrics if "val_reward" in step]
@@ -57,7 +57,7 @@ def test_raft_takes_at_most_40_lines_and_learns(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
 
 
-def test_a_stopped_training_continues_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
+def test_a_resumed_training_equals_one_that_was_not_stopped(tmp_path: Path) -> None:
     small = {"tasks_per_step": 4, "eval_every": 0}
     whole = train(tmp_path / "whole", example.raft, 3, **small)
     train(tmp_path / "parts", example.raft, 2, **small)
@@ -69,7 +69,7 @@ def test_a_stopped_training_continues_as_if_it_had_not_been_stopped(tmp_path: Pa
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_samples_can_be_trained_on_with_a_loss_of_the_algorithm(tmp_path: Path) -> None:
+def test_an_algorithm_can_train_on_samples_with_its_own_loss_function(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "What is 2 + 3?"}]
     samples: list[Sample] = []
     likelihoods: list[float] = []
@@ -86,7 +86,7 @@ def test_samples_can_be_trained_on_with_a_loss_of_the_algorithm(tmp_path: Path) 
                     samples.extend(await session.sample(messages, n=4, max_tokens=8))
                     (cold,) = await session.sample(messages, max_tokens=8, temperature=0.5)
                     assert cold.row(1.0).distribution == Distribution(0.5)
-                for half in (samples[:2], samples[2:]):  # gradients add up until the step
+                for half in (samples[:2], samples[2:]):  # gradients accumulate until the optimizer step
                     await session.forward_backward([sample.row(1.0) for sample in half], loss)
                 await session.optim_step()
             assert {sample.weight_version for sample in samples} == {0}
@@ -100,6 +100,6 @@ def test_samples_can_be_trained_on_with_a_loss_of_the_algorithm(tmp_path: Path) 
     assert sum(likelihoods[:2]) == pytest.approx(sum(sum(s.logprobs) for s in samples), abs=1e-3)
 
 
-def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_loss_is_refused_with_a_suggestion() -> None:
     with pytest.raises(agl.PluginError, match="cross_entropy"):
         get_manager().get("policy_loss", "crossentropy")

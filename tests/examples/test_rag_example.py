@@ -34,7 +34,7 @@ def found_by(name: str, relation: str) -> str:
     return rag_agent.find_paragraphs(f"{relation} {name}")
 
 
-def test_people_and_combined_relations_of_rag_questions_occur_in_one_split_only() -> None:
+def test_people_and_pairs_of_relations_of_rag_questions_occur_in_only_one_split() -> None:
     seen: dict[str, set[Any]] = {}
     for split in rag_problems.SPLITS:
         world = rag_problems.make_world(split)
@@ -67,7 +67,7 @@ def test_two_searches_for_the_right_people_lead_to_the_answer_of_a_rag_question(
     assert rag_problems.make_problems("test", 20) == rag_problems.make_problems("test", 20)
 
 
-def test_the_reward_of_a_rag_answer_is_its_f1_with_the_nearest_right_answer() -> None:
+def test_the_reward_of_a_rag_answer_is_its_best_f1_over_the_right_answers() -> None:
     def reward(answer: object) -> float:
         task = {"answers": ["the University of Oslo", "Oslo"]}
         return rag_problems.reward(task, SimpleNamespace(final_output=answer), None)
@@ -77,7 +77,7 @@ def test_the_reward_of_a_rag_answer_is_its_f1_with_the_nearest_right_answer() ->
     assert reward("in Oslo") == pytest.approx(2 / 3)
 
 
-async def test_the_rag_agent_searches_twice_and_both_calls_and_the_answer_are_trained_on(index: Path) -> None:
+async def test_the_rag_agent_searches_twice_and_its_three_model_calls_are_triplets(index: Path) -> None:
     world = write_world("train", index)
     row = next(rag_problems.row_stream("train", 0))
     start, relation = row["question_decomposition"][0]["question"].split(" >> ")

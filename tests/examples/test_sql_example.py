@@ -1,4 +1,4 @@
-"""examples/sql: the problems, their reward, and what is trained of the LangGraph agent."""
+"""examples/sql: the problems, their reward, and the calls of the LangGraph agent that are trained on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentlightning.testing.agent import Lab
 from agentlightning_plugins.scripted_model.server import Answer
 
 
-def test_columns_that_are_together_in_a_sql_table_are_so_in_one_split_only() -> None:
+def test_pairs_of_columns_of_a_sql_table_occur_in_only_one_split() -> None:
     found: dict[str, set[frozenset[str]]] = {}
     for split in ("train", "val", "test"):
         schemas = sql_problems.schemas(split)
@@ -28,7 +28,7 @@ def test_columns_that_are_together_in_a_sql_table_are_so_in_one_split_only() -> 
     assert {name for pair in found["train"] for name in pair} == {*sql_problems.NUMBERS, *sql_problems.PLACES}
 
 
-def test_the_right_query_of_each_sql_problem_earns_1_and_its_opposite_0(tmp_path: Path) -> None:
+def test_the_right_query_of_a_sql_problem_earns_1_and_its_opposite_0(tmp_path: Path) -> None:
     found = sql_problems.make_problems("test", 50, folder=tmp_path)
     opposite = {">": "<", "<": ">", "=": "!=", "ASC": "DESC", "DESC": "ASC"}
     for task in found:
@@ -45,7 +45,7 @@ def test_the_right_query_of_each_sql_problem_earns_1_and_its_opposite_0(tmp_path
     assert found == sql_problems.make_problems("test", 50, folder=tmp_path)
 
 
-def test_a_sql_query_that_sorts_is_compared_in_order(tmp_path: Path) -> None:
+def test_the_rows_of_a_sql_query_that_sorts_are_compared_in_order(tmp_path: Path) -> None:
     file = tmp_path / "a file #1.sqlite"
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("CREATE TABLE t (n INT)")
@@ -57,7 +57,7 @@ def test_a_sql_query_that_sorts_is_compared_in_order(tmp_path: Path) -> None:
     assert sql_problems.reward({**task, "gold": "SELECT n FROM t"}, backwards, None) == 1.0
 
 
-def test_the_sql_agent_stops_a_query_that_runs_for_ever_and_cuts_a_long_result(tmp_path: Path) -> None:
+def test_the_sql_agent_interrupts_an_endless_query_and_cuts_a_long_result(tmp_path: Path) -> None:
     (task,) = sql_problems.make_problems("train", 1, folder=tmp_path)
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
     assert sql_agent.run_query(task["database"], endless) == "error: interrupted"

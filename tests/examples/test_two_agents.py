@@ -14,7 +14,7 @@ from tests.source import REPO, run_python
 
 
 def run(out: Path, *options: str) -> tuple[list[dict[str, Any]], tuple[float, ...]]:
-    """Runs the example, and returns the metrics of its steps and the three rewards that it prints."""
+    """Runs the example and returns the metrics of its steps and the three rewards that it prints."""
     said = run_python(
         str(REPO / "examples" / "two_agents" / "two_agents.py"), "--out", str(out), *options, timeout_s=800
     )
@@ -27,7 +27,7 @@ def run(out: Path, *options: str) -> tuple[list[dict[str, Any]], tuple[float, ..
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_both_agents_change_their_own_weights(tmp_path: Path) -> None:
+def test_both_agents_train_separate_weights(tmp_path: Path) -> None:
     steps, _ = run(tmp_path / "out", "--steps", "2")
     assert [entry["step"] for entry in steps] == [1, 2]
     for entry in steps:
@@ -45,8 +45,8 @@ def test_both_agents_change_their_own_weights(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_a_translator_and_a_clerk_learn_to_understand_each_other(tmp_path: Path) -> None:
+def test_a_translator_and_a_clerk_learn_to_cooperate(tmp_path: Path) -> None:
     _, (trained, before, after) = run(tmp_path / "out")
     assert before <= 1 / 3
-    assert trained >= 0.8, "at most a third of the orders would be filled if one of them learned"
+    assert trained >= 0.8, "if only one agent learned, at most a third of the orders would be filled"
     assert after >= before

@@ -11,11 +11,11 @@ import agentlightning as agl
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, add
 
 NOWHERE: Final = "http://127.0.0.1:9/v1"
-"""The endpoint of the agents' own models. It does not answer, so calls that succeed went to the rollout's endpoint."""
+"""Endpoint of the agents' own models. It does not answer, so every successful call went to the rollout's endpoint."""
 
 
 def make_openai_agent(tool: Callable[..., int] = add) -> Any:
-    """A function that calls the client itself."""
+    """Returns a function that calls the OpenAI client itself."""
     from openai import AsyncOpenAI
 
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -41,7 +41,7 @@ def make_openai_agent(tool: Callable[..., int] = add) -> Any:
 
 
 def make_openai_client() -> Any:
-    """Makes one call for each task."""
+    """Returns a client, which as an agent makes one call for each task."""
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(base_url=NOWHERE, api_key="any", max_retries=0)
@@ -62,7 +62,7 @@ def make_langchain_model() -> Any:
 
 
 def make_langchain_agent(model: Any = None, prompt: str | None = INSTRUCTIONS, name: str | None = AGENT_NAME) -> Any:
-    """An agent of ``create_agent``, or before LangChain 1.0 one of ``create_react_agent``."""
+    """Returns an agent of ``create_agent``, or of ``create_react_agent`` before LangChain 1.0."""
     from langchain import agents
 
     if not hasattr(agents, "create_agent"):
@@ -88,7 +88,7 @@ def make_autogen_agent() -> Any:
 
 def make_crewai_agent() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own imports, one of another
+        warnings.simplefilter("ignore")  # about its own imports, one after the other
         from crewai import LLM, Agent
         from crewai.tools import tool
 
@@ -114,7 +114,7 @@ AGENTS: Final[dict[str, Callable[[], Any]]] = {
     "openai": make_openai_agent,
     "openai-agents": make_openai_agents_agent,
 }
-"""By the name of the extra. Each gets one step of GRPO in ``test_training.py``."""
+"""Functions that create an agent, by name of the extra. ``test_training.py`` trains each for one step of GRPO."""
 
 PROMPTS: Final = {
     "agent-framework": f"{AGENT_NAME}.instructions",

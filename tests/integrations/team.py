@@ -1,4 +1,4 @@
-"""Several agents together, whatever a framework calls them: a team, a workflow, a crew."""
+"""Tests of several agents that work together: a team, a workflow, a crew."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
 
 WRITER = "You write what the calculator found."
 THE_END = "the end"
-"""The answer of the writer."""
+"""Answer of the writer."""
 
 
 def names_and_texts(spans: list[agl.Span]) -> list[tuple[str | None, str]]:
-    """Of each triplet the agent and the answer."""
+    """Returns the agent and the answer of each triplet."""
     triplets = agl.TraceToTriplet().adapt(spans)
     return [(t.metadata["agent_name"], t.response["raw_content"][0]["content"] or "a tool call") for t in triplets]
 
 
 async def run(lab: Lab, task: Any = None, **more: Any) -> tuple[agl.AttemptedRollout, list[agl.Span]]:
-    """Starts a lab for one rollout; gives the rollout and its spans."""
+    """Starts a lab for one rollout; returns the rollout and its spans."""
     async with lab:
         (rollout,) = await lab.run(task or ask(2, 3), **more)
         return rollout, await lab.spans(rollout)
 
 
 class TeamTests:
-    """A calculator, and a ``writer`` that continues its answer and ends with ``THE_END``."""
+    """Tests of a team of a calculator and a ``writer``, which continues its answer and ends with ``THE_END``."""
 
     given: ClassVar[str] = "input.value"
-    """The attribute of an agent's span that holds its input."""
+    """Attribute of an agent's span that contains the input; ``said`` is the attribute of its output."""
     said: ClassVar[str] = "output.value"
 
     @pytest.fixture
     def team(self) -> Any:
-        """The framework's object."""
+        """The team as an object of the framework."""
         raise NotImplementedError
 
     def task(self, a: int, b: int) -> Any:
-        """The task of the team."""
+        """Returns a task for the team."""
         return ask(a, b)
 
     def last_words(self, output: Any) -> str:
-        """The last text of the framework's result."""
+        """Returns the last text of the framework's result."""
         raise NotImplementedError
 
     def script(self, request: RecordedRequest) -> Answer:
-        """The answer of the scripted model."""
+        """Returns the answer of the scripted model."""
         return Answer(THE_END) if "writ" in str(request.body["messages"][0]["content"]) else answer(request)
 
     def reward(self, task: Any, output: Any, rollout: agl.Rollout) -> float:

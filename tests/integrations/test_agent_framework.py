@@ -83,7 +83,7 @@ async def test_texts_of_the_agents_of_a_workflow_can_be_tuned() -> None:
     assert "rhymes" not in str(lab.server.requests[0].body)
 
 
-async def test_an_agent_that_is_a_tool_and_one_in_an_executor_of_the_user_call_the_rollouts_endpoint() -> None:
+async def test_agents_that_are_tools_or_are_called_by_an_executor_call_the_rollouts_endpoint() -> None:
     leader = Agent(
         OpenAIChatClient("gpt-5", api_key="any", base_url=NOWHERE),
         "You lead.",
@@ -113,7 +113,7 @@ async def test_an_agent_that_is_a_tool_and_one_in_an_executor_of_the_user_call_t
     assert names_and_texts(spans) == [("writer", THE_END)]
 
 
-async def test_a_workflow_as_an_agent_is_an_agent() -> None:
+async def test_a_workflow_converted_to_an_agent_can_be_wrapped() -> None:
     lab = Lab(make_workflow().as_agent("flow"), script, prompts=["writer.instructions"])
     rollout, spans = await run(lab)
     assert rollout.attempt.error is None
@@ -135,20 +135,20 @@ async def test_a_workflow_that_cannot_be_copied_is_refused_with_an_alternative()
     assert "'office' cannot be copied" in rollout.attempt.error.message
 
 
-async def test_contents_are_recorded_inside_attempts_only_and_undo_restores_it() -> None:
+async def test_contents_are_recorded_only_inside_attempts_and_undo_restores_the_setting() -> None:
     own = vars(ObservabilitySettings)["enable_sensitive_data"]
     get_tracer = observability_module.get_tracer
     undo = our_integration.instrument(TracerProvider())
     outside = OBSERVABILITY_SETTINGS.enable_sensitive_data
     async with agl.OtelTracer().trace_context():
         inside = OBSERVABILITY_SETTINGS.enable_sensitive_data and OBSERVABILITY_SETTINGS.enable_instrumentation
-    assert (outside, inside) == (False, True), "what a user's own exporters get stays the user's choice"
+    assert (outside, inside) == (False, True), "outside of attempts, the user's own setting applies"
     undo()
     assert vars(ObservabilitySettings)["enable_sensitive_data"] is own
     assert observability_module.get_tracer is get_tracer
 
 
-async def test_a_tool_made_by_hand_may_hold_an_agent_beside_variables_of_its_own() -> None:
+async def test_a_function_tool_may_contain_an_agent_and_other_variables_in_its_closure() -> None:
     def make_tool() -> Any:
         writer, calls = make_writer(), 0
 
@@ -161,7 +161,7 @@ async def test_a_tool_made_by_hand_may_hold_an_agent_beside_variables_of_its_own
             return (await writer.run(question)).text
 
         if calls:
-            unset = ""  # never: the cell of this variable stays empty
+            unset = ""  # never assigned, so the cell of this variable stays empty
         return ask_writer
 
     tool = make_tool()
@@ -179,17 +179,17 @@ async def test_a_tool_made_by_hand_may_hold_an_agent_beside_variables_of_its_own
         assert [rollout.attempt.error for rollout in rollouts] == [None, None]
         assert {request.body["model"] for request in lab.server.requests} == {MODEL}
     variables = dict(zip(tool.__code__.co_freevars, tool.__closure__, strict=True))
-    assert variables["calls"].cell_contents == 2  # all rollouts share what is no agent
+    assert variables["calls"].cell_contents == 2  # rollouts share variables that are not agents
 
 
-def test_different_texts_of_agents_with_one_name_cannot_be_tuned() -> None:
+def test_different_texts_of_agents_with_the_same_name_cannot_be_tuned() -> None:
     model = OpenAIChatClient("gpt-5", api_key="any", base_url=NOWHERE)
     leader = Agent(model, "You lead.", name=AGENT_NAME, tools=[make_agent_framework_agent().as_tool()])
     with pytest.raises(agl.ConfigError, match=rf"different texts at '{AGENT_NAME}\.instructions'"):
         agl.wrap(leader, prompts=[f"{AGENT_NAME}.instructions"])
 
 
-def test_a_text_does_not_replace_that_of_another_agent_of_the_name_that_has_none() -> None:
+def test_a_text_cannot_be_tuned_if_another_agent_of_the_same_name_has_no_text() -> None:
     model = OpenAIChatClient("gpt-5", api_key="any", base_url=NOWHERE)
     silent = Agent(model, name=AGENT_NAME, description="adds")
     leader = Agent(model, "You lead.", name=AGENT_NAME, tools=[silent.as_tool()])

@@ -90,7 +90,7 @@ async def test_texts_of_all_agents_of_a_team_can_be_tuned() -> None:
     assert lab.server.requests[0].body["messages"][0]["content"] != "You write rhymes."
 
 
-async def test_a_teams_own_model_and_agents_that_are_tools_call_the_rollouts_endpoint() -> None:
+async def test_the_model_of_a_team_and_agents_that_are_tools_call_the_rollouts_endpoint() -> None:
     inner = make_autogen_agent()
     leader = AssistantAgent("leader", make_model(parallel_tool_calls=False), tools=[AgentTool(inner)],
                             system_message="You lead.", max_tool_iterations=2)  # fmt: skip
@@ -120,7 +120,7 @@ async def test_a_society_of_mind_uses_the_rollouts_endpoint_inside_and_outside()
     assert names_and_texts(spans)[-1] == ("society", THE_END)
 
 
-async def test_any_model_client_is_redirected_to_the_endpoint_and_kept_without_one() -> None:
+async def test_any_model_client_is_redirected_to_the_rollouts_endpoint_if_there_is_one() -> None:
     info: Any = {
         "vision": False,
         "function_calling": True,
@@ -143,7 +143,7 @@ async def test_any_model_client_is_redirected_to_the_endpoint_and_kept_without_o
     await store.close()
 
 
-async def test_a_task_may_be_messages_of_autogen() -> None:
+async def test_a_task_can_be_given_as_messages_of_autogen() -> None:
     def reward(task: Any, output: Any, rollout: agl.Rollout) -> float:
         return float(texts_of(output)[0] == "2 + 3")
 
@@ -175,7 +175,7 @@ async def test_a_team_stops_immediately_even_if_an_agent_ignores_the_cancellatio
 
     class Deaf(AssistantAgent):
         def __deepcopy__(self, memo: Any) -> Any:
-            return self  # or the copy would tell copies of the events
+            return self  # a copy would set copies of the events
 
         async def on_messages_stream(self, messages: Any, cancellation_token: Any) -> Any:
             at_work.set()
@@ -203,14 +203,14 @@ def test_a_team_with_its_own_runtime_is_refused() -> None:
 
 async def test_an_agent_that_cannot_be_copied_is_refused_with_an_alternative() -> None:
     agent = make_writer()
-    agent.lock = threading.Lock()  # as an agent class of a user may have
+    agent.lock = threading.Lock()  # as in an agent class of a user
     rollout, _ = await run(Lab(agent))
     assert rollout.attempt.error is not None
     assert "'writer' cannot be copied" in rollout.attempt.error.message
     assert "@agl.rollout" in rollout.attempt.error.message
 
 
-async def test_autogens_own_spans_are_unchanged_outside_attempts_and_undo_restores_it() -> None:
+async def test_spans_of_autogen_are_unchanged_outside_attempts_and_undo_restores_its_functions() -> None:
     before = [BaseTool.run_json, vars(tools_module)["trace_tool_span"], AssistantAgent.on_messages_stream,
               vars(agent_module)["trace_invoke_agent_span"]]  # fmt: skip
     undo = autogen_integration.instrument(TracerProvider())
@@ -223,20 +223,20 @@ async def test_autogens_own_spans_are_unchanged_outside_attempts_and_undo_restor
             vars(agent_module)["trace_invoke_agent_span"]] == before  # fmt: skip
 
 
-def test_the_texts_of_a_team_are_named_after_its_parts() -> None:
+def test_the_error_about_an_unknown_text_of_a_team_suggests_a_similar_path() -> None:
     team: Team = make_team()
     with pytest.raises(agl.ConfigError, match=r"writer\.sistem_message'\. Did you mean 'writer\.system_message'"):
         agl.wrap(team, prompts=["writer.sistem_message"])
 
 
-def test_different_texts_of_agents_with_one_name_cannot_be_tuned() -> None:
+def test_different_texts_of_agents_with_the_same_name_cannot_be_tuned() -> None:
     namesake = AssistantAgent("writer", make_model(), system_message="Decide.")
     team = RoundRobinGroupChat([SocietyOfMindAgent("society", make_team(), make_model()), namesake])
     with pytest.raises(agl.ConfigError, match=r"different texts at 'writer\.system_message'"):
         agl.wrap(team, prompts=["writer.system_message"])
 
 
-def test_a_system_message_is_not_given_to_another_agent_of_the_name_that_has_none() -> None:
+def test_a_system_message_cannot_be_tuned_if_another_agent_of_the_same_name_has_none() -> None:
     namesake = AssistantAgent("writer", make_model(), system_message=None)
     team = RoundRobinGroupChat([SocietyOfMindAgent("society", make_team(), make_model()), namesake])
     with pytest.raises(agl.ConfigError, match=r"different texts at 'writer\.system_message'"):

@@ -1,4 +1,4 @@
-"""CrewAI takes seconds to import, so everything about it is in this module."""
+"""Tests of CrewAI, which are in one module because CrewAI takes seconds to import."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_every_model_of_a_crew_calls_the_rollouts_endpoint() -> None:
 
 
 def make_parrot() -> Any:
-    """A model that speaks no API."""
+    """Returns a model that calls no API."""
     from crewai.llms.base_llm import BaseLLM
 
     class Parrot(BaseLLM):
@@ -130,7 +130,7 @@ async def test_a_failed_tool_is_a_failed_span_and_the_agent_continues() -> None:
 
 
 def make_flow() -> Flow[Any]:
-    """A method that makes its agent and waits for it, and one that awaits an agent of the flow's own."""
+    """Returns a flow with a method that creates and runs an agent, and one that awaits an agent of the flow."""
     calculator = make_crewai_agent
     from crewai import Agent, Flow
     from crewai.flow.flow import listen, start
@@ -159,7 +159,7 @@ class TestAFlow(TeamTests):
     def last_words(self, output: Any) -> str:
         return str(output)
 
-    async def test_a_flow_travels_to_a_runner_process(self, team: Any) -> None:
+    async def test_a_flow_can_be_sent_to_a_runner_process(self, team: Any) -> None:
         lab = Lab(team, self.script, reward=self.reward)
         lab.agent = cloudpickle.loads(cloudpickle.dumps(lab.agent))
         rollout, spans = await run(lab)
@@ -190,7 +190,7 @@ def test_undo_restores_the_event_bus() -> None:
     assert CrewAIEventsBus.emit is before
 
 
-async def test_rollouts_of_a_crew_that_was_run_before_begin_with_its_templates() -> None:
+async def test_rollouts_of_a_crew_that_has_already_run_begin_with_its_templates() -> None:
     crew = make_crew()
     async with Lab(crew, TestACrew().script, reward=lambda *_: 1.0) as lab:
         own = [make_llm(lab.server.endpoint) for _ in crew.agents]
@@ -218,7 +218,7 @@ def make_llm(endpoint: str) -> Any:
     return LLM("gpt-4o", base_url=endpoint, api_key="any", max_retries=0)
 
 
-async def test_agents_with_one_role_keep_their_tasks_and_are_not_tuned_together() -> None:
+async def test_agents_with_the_same_role_keep_their_tasks_and_cannot_be_tuned_together() -> None:
     from crewai import Agent, Crew, Task
 
     papers, prices = (
@@ -237,7 +237,7 @@ async def test_agents_with_one_role_keep_their_tasks_and_are_not_tuned_together(
 
 
 async def test_a_model_class_that_is_defined_inside_a_flow_is_redirected() -> None:
-    """As CrewAI does with the classes of providers: it imports them when a model is first made."""
+    """CrewAI also defines classes late: it imports the class of a provider when its first model is created."""
     from crewai import Agent, Flow
     from crewai.flow.flow import start
 
@@ -254,7 +254,7 @@ async def test_a_model_class_that_is_defined_inside_a_flow_is_redirected() -> No
     assert agl.find_final_reward(spans) == 1.0
 
 
-async def test_nothing_is_kept_of_a_rollout_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_span_of_an_ended_rollout_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     from agentlightning_integrations.crewai import agent as crewai_integration
 
     trees: list[Any] = []

@@ -1,4 +1,4 @@
-"""``FrameworkAgent``: endpoints and prompts of rollouts reach the object of a framework."""
+"""``FrameworkAgent``, which passes endpoints and prompts of rollouts to the object of a framework."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(agent: agl.LitAgent[Any], resources: dict[str, agl.Resource], task: Any 
 
 
 class Greeter:
-    """An object of a framework that a plugin of ours knows."""
+    """An object of a framework that the test's plugin can wrap."""
 
     def __init__(self) -> None:
         self.greeting = "Say {hello}."
@@ -65,7 +65,7 @@ def outcome(prompts: Any, resources: dict[str, agl.Resource], task: Any = "task"
 
 @pytest.mark.usefixtures("greeter_plugin")
 class TestAFrameworksObject:
-    """The agent that ``wrap_agent`` of a plugin returns."""
+    """Tests of the agent that a plugin's ``wrap_agent`` returns."""
 
     def test_runs_with_the_endpoint_of_its_attempt(self) -> None:
         assert outcome(None, {"main": PROXY})["llm"].get_base_url() == SCOPED
@@ -76,17 +76,17 @@ class TestAFrameworksObject:
         with pytest.raises(agl.ConfigError, match=r"2 models match: judge, writer.*'llm'"):
             outcome(None, {"writer": PROXY, "judge": PROXY})
 
-    def test_begins_with_its_own_texts_braces_and_all(self) -> None:
+    def test_begins_with_its_own_texts_including_braces(self) -> None:
         agent = agl.wrap(Greeter(), prompts=["greeter.greeting"])
         assert agent.initial_prompts() == {"greeter.greeting": agl.PromptTemplate("Say {{hello}}.")}
         assert outcome(["greeter.greeting"], {})["texts"] == {"greeter.greeting": "Say {hello}."}
 
-    def test_has_the_texts_of_its_resources(self) -> None:
+    def test_uses_the_texts_of_its_resources(self) -> None:
         tuned: dict[str, agl.Resource] = {"greeter.greeting": agl.PromptTemplate("Greet {name}: {task}")}
         texts = outcome(["greeter.greeting"], tuned, {"name": "Ada"})["texts"]
         assert texts == {"greeter.greeting": "Greet Ada: {'name': 'Ada'}"}
 
-    def test_fills_gaps_from_the_task_whatever_task_to_input_makes_of_it(self) -> None:
+    def test_fills_placeholders_from_the_task_and_task_from_the_result_of_task_to_input(self) -> None:
         task = {"question": "hi", "style": "kind"}
         seen: list[Any] = []
         agent = agl.wrap(
@@ -99,12 +99,12 @@ class TestAFrameworksObject:
         assert seen == [{"greeter.greeting": "Be kind about hi."}]
 
     @pytest.mark.parametrize("value", ["Greet them all.", agl.PromptTemplate("Greet them all.")])
-    def test_begins_with_the_text_that_it_is_given(self, value: Any) -> None:
+    def test_begins_with_a_given_text_instead_of_its_own(self, value: Any) -> None:
         assert outcome({"greeter.greeting": value}, {})["texts"] == {"greeter.greeting": "Greet them all."}
         agent = agl.wrap(Greeter(), prompts={"greeter.greeting": value})
         assert agent.initial_prompts() == {"greeter.greeting": agl.PromptTemplate("Greet them all.")}
 
-    def test_takes_a_text_from_the_resource_that_is_named(self) -> None:
+    def test_takes_a_text_from_a_resource_given_by_name(self) -> None:
         texts = outcome({"greeter.greeting": "style"}, {"style": agl.PromptTemplate("Be kind.")})["texts"]
         assert texts == {"greeter.greeting": "Be kind."}
 
@@ -121,10 +121,10 @@ class TestAFrameworksObject:
         ):
             outcome({"greeter.greeting": "main"}, {"main": PROXY})
 
-    def test_has_no_result_of_its_own_without_a_reward(self) -> None:
+    def test_returns_none_without_a_reward_function(self) -> None:
         assert run(agl.wrap(Greeter()), {}) is None
 
-    def test_gets_what_task_to_input_makes_while_the_reward_gets_the_task(self) -> None:
+    def test_gets_the_result_of_task_to_input_and_the_reward_function_gets_the_task(self) -> None:
         seen: list[Any] = []
         agent = agl.wrap(
             Greeter(),
@@ -135,11 +135,11 @@ class TestAFrameworksObject:
         assert seen == [({"question": "hi", "answer": "ho"}, "hi")]
 
 
-def test_texts_with_one_path_are_one_text_only_if_they_are_equal() -> None:
+def test_texts_with_the_same_path_are_one_text_only_if_they_are_equal() -> None:
     same, different = ("a.text", "A."), ("b.text", "B.")
     assert by_path([same, different, same, ("b.text", "C."), different]) == {"a.text": "A.", "b.text": None}
 
 
-def test_a_text_does_not_replace_one_that_is_missing_or_made_by_code() -> None:
+def test_a_path_has_no_text_if_one_of_its_texts_is_missing_or_made_by_code() -> None:
     found = [("a.text", "A."), ("a.text", None), ("b.text", None), ("b.text", "B."), ("c.text", None), ("c.text", None)]
     assert by_path(found) == {"a.text": None, "b.text": None}

@@ -40,7 +40,7 @@ def teach_politeness(request: RecordedRequest) -> Answer:
 
 
 @pytest.mark.parametrize("framework", TUNABLE)
-def test_apo_trains_a_prompt_of_the_agent(framework: str) -> None:
+def test_apo_tunes_a_prompt_of_the_agent_of_each_framework(framework: str) -> None:
     path = PROMPTS[framework]
     store = agl.create_store("memory://")
     agent = TUNABLE[framework]()
@@ -84,7 +84,7 @@ async def _latest(store: agl.LightningStore) -> agl.NamedResources:
 
 
 @pytest.mark.parametrize("framework", [name for name in AGENTS if name != "openai"])
-async def test_a_tool_that_does_not_await_stops_with_its_rollout(
+async def test_a_blocking_tool_stops_when_its_rollout_is_cancelled(
     framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks: list[float] = []
@@ -110,11 +110,11 @@ async def test_a_tool_that_does_not_await_stops_with_its_rollout(
         await asyncio.sleep(0.1)
         ended = len(ticks)
         await asyncio.sleep(0.3)
-    assert len(ticks) == ended, "the tool went on after its rollout was cancelled"
+    assert len(ticks) == ended, "the tool continued after its rollout was cancelled"
 
 
 @pytest.mark.parametrize("framework", [name for name in AGENTS if name != "openai"])
-async def test_tasks_in_the_common_shapes_are_understood_and_others_refused(framework: str) -> None:
+async def test_tasks_in_common_forms_are_accepted_and_other_tasks_are_refused(framework: str) -> None:
     question = ask(2, 3)
     tasks: list[Any] = [{name: question, "answer": 5} for name in ("question", "input", "prompt")]
     tasks += [{"messages": [{"role": "user", "content": question}]}, {"sum": question}, {"question": "", "input": ""}]

@@ -25,7 +25,7 @@ from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_langchain_
 pytestmark = pytest.mark.environment("main", "newest", "oldest")
 
 MODEL_OF_THE_MODULE = ChatOpenAI(model="gpt-5", api_key=SecretStr("any"), base_url=NOWHERE, max_retries=0)
-"""As in most code with LangGraph: nodes reach it as a global."""
+"""A global model that nodes use, as in most code with LangGraph."""
 
 
 class TestCreateAgent(AgentConformance):
@@ -45,7 +45,7 @@ class TestCreateReactAgent(AgentConformance):
 
 
 def make_graph(is_async: bool) -> Any:
-    """Two nodes that ask a global model, and the calculator as a third."""
+    """Returns a graph of two nodes that call a global model, and the calculator as a third."""
 
     def draft(state: MessagesState) -> Any:
         return {"messages": [MODEL_OF_THE_MODULE.invoke(state["messages"])]}
@@ -76,7 +76,7 @@ def script_of_graph(request: Any) -> Answer:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_nodes_of_a_graph_are_agents_and_a_global_model_goes_to_the_rollouts_endpoint(is_async: bool) -> None:
+async def test_nodes_of_a_graph_are_agents_and_a_global_model_calls_the_rollouts_endpoint(is_async: bool) -> None:
     async with Lab(make_graph(is_async), script_of_graph) as lab:
         (rollout,) = await lab.run(ask(2, 3))
         spans = await lab.spans(rollout)
@@ -99,7 +99,7 @@ async def test_the_prompt_of_an_agent_inside_a_graph_can_be_tuned() -> None:
 
 
 def make_two_agents(prompts: tuple[str, str], names: tuple[str, str] = ("writer", "critic"), extra: str = "") -> Any:
-    """A graph of two agents, and a node that sends the first prompt in a message of its own, with ``extra``."""
+    """Returns a graph of two agents, and with ``extra`` a node that sends the first prompt followed by ``extra``."""
 
     async def send(state: MessagesState) -> Any:
         return {
@@ -126,7 +126,7 @@ async def system_prompts(graph: Any, texts: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize(
     "own", [("Help.", "Help."), ("Help.", "Help. Be brief."), ("", "Help.")], ids=["equal", "prefix", "empty"]
 )
-async def test_each_agent_of_a_graph_gets_its_own_prompt_whatever_the_texts_are(own: tuple[str, str]) -> None:
+async def test_each_agent_of_a_graph_gets_its_own_prompt_even_if_texts_are_equal_or_empty(own: tuple[str, str]) -> None:
     graph = make_two_agents(own)
     both = {"writer.system_prompt": "New W.", "critic.system_prompt": "New C."}
     assert await system_prompts(graph, both) == ["New W.", "New C."]
@@ -134,7 +134,7 @@ async def test_each_agent_of_a_graph_gets_its_own_prompt_whatever_the_texts_are(
     assert await system_prompts(graph, {"critic.system_prompt": "New C."}) == [own[0], "New C."]
 
 
-async def test_a_message_that_a_middleware_has_changed_is_found_by_the_longest_text() -> None:
+async def test_an_extended_system_message_is_matched_by_the_longest_text() -> None:
     graph = make_two_agents(("Help. Be brief.", "Help."), extra=" Answer in French.")
     texts = {"writer.system_prompt": "New W.", "critic.system_prompt": "New C."}
     assert await system_prompts(graph, texts) == ["New W.", "New C.", "New W. Answer in French."]
@@ -142,7 +142,7 @@ async def test_a_message_that_a_middleware_has_changed_is_found_by_the_longest_t
     assert (await system_prompts(graph, texts))[2] == "Help. Be brief. Answer in French."
 
 
-async def test_a_changed_message_that_may_be_of_two_agents_is_refused() -> None:
+async def test_an_extended_system_message_that_matches_two_agents_is_refused() -> None:
     graph = make_two_agents(("Help.", "Help."), extra=" Answer in French.")
     lab = Lab(graph, [Answer("ok")], prompts=["writer.system_prompt"], reward=lambda *_: 1.0)
     async with lab:
@@ -152,7 +152,7 @@ async def test_a_changed_message_that_may_be_of_two_agents_is_refused() -> None:
     assert "critic.system_prompt and writer.system_prompt are the same text" in rollout.attempt.error.message
 
 
-async def test_agents_with_one_name_are_tuned_together_only_if_their_texts_are_equal() -> None:
+async def test_agents_with_the_same_name_are_tuned_together_only_if_their_texts_are_equal() -> None:
     names = ("writer", "writer")
     tuned = await system_prompts(make_two_agents(("Help.", "Help."), names), {"writer.system_prompt": "New."})
     assert tuned == ["New.", "New."]
@@ -179,7 +179,7 @@ async def test_messages_of_prompt_templates_can_be_tuned_and_keep_their_variable
         agl.wrap(chain, prompts=["system"])
 
 
-async def test_a_structured_output_and_a_bound_model_go_to_the_rollouts_endpoint() -> None:
+async def test_a_model_with_structured_output_calls_the_rollouts_endpoint() -> None:
     class Sum(BaseModel):
         value: int
 
@@ -193,7 +193,7 @@ async def test_a_structured_output_and_a_bound_model_go_to_the_rollouts_endpoint
     assert seen == [Sum(value=5)]
 
 
-async def test_cached_answers_are_not_used() -> None:
+async def test_cached_answers_of_langchain_are_not_used() -> None:
     before = get_llm_cache()
     set_llm_cache(InMemoryCache())
     try:
@@ -214,7 +214,7 @@ async def test_a_model_that_cannot_be_redirected_fails_the_attempt_with_the_reas
     assert "GenericFakeChatModel, which does not use OpenAI's API" in rollout.attempt.error.message
 
 
-async def test_an_error_of_a_node_is_on_its_span_and_on_the_attempt() -> None:
+async def test_an_error_of_a_node_is_recorded_on_its_span_and_on_the_attempt() -> None:
     def fail(state: MessagesState) -> Any:
         raise LookupError("the tool is down")
 
@@ -232,7 +232,7 @@ async def test_an_error_of_a_node_is_on_its_span_and_on_the_attempt() -> None:
     assert {"node broken", "invoke_agent LangGraph"} <= failed
 
 
-async def test_outside_rollouts_nothing_changes() -> None:
+async def test_models_and_agents_are_unchanged_outside_rollouts() -> None:
     async with Lab(make_langchain_agent()) as lab:
         await lab.run(ask(2, 3))
         model = ChatOpenAI(model="theirs", api_key=SecretStr("any"), base_url=lab.server.endpoint, max_retries=0)
@@ -258,7 +258,7 @@ async def test_a_function_that_uses_langchain_is_traced_as_well() -> None:
     assert len([span for span in spans if is_tool_span(span)]) == 1
 
 
-async def test_the_handler_of_a_tracer_may_be_passed_as_well() -> None:
+async def test_the_langchain_handler_of_a_tracer_can_also_be_passed_explicitly() -> None:
     async def calculator(task: str, llm: agl.LLM) -> str:
         tracer = agl.get_active_tracer()
         assert tracer is not None
@@ -276,7 +276,7 @@ async def test_the_handler_of_a_tracer_may_be_passed_as_well() -> None:
     assert len([span for span in spans if is_tool_span(span)]) == 1
 
 
-def test_the_handler_is_detached_with_the_last_tracer() -> None:
+def test_the_langchain_handler_is_removed_with_the_last_tracer() -> None:
     before = list(langchain_context._configure_hooks)
     tracer = OtelTracer()
     tracer.init()
@@ -286,7 +286,7 @@ def test_the_handler_is_detached_with_the_last_tracer() -> None:
 
 
 async def test_parallel_branches_of_one_rollout_keep_their_parents() -> None:
-    """Each branch's model call is under its own node, although they run at once."""
+    """The model call of each branch is under the node of the branch, although branches run concurrently."""
 
     def branch(name: str) -> Any:
         async def run(state: MessagesState) -> Any:

@@ -101,7 +101,7 @@ async def test_a_usage_without_details_is_recorded_without_an_error_in_the_instr
     assert "failed to trace" not in caplog.text
 
 
-async def test_a_streamed_call_is_a_span_too(tracer: OtelTracer, client: AsyncOpenAI) -> None:
+async def test_a_streamed_call_is_recorded_as_a_span(tracer: OtelTracer, client: AsyncOpenAI) -> None:
     async with tracer.trace_context() as trace:
         stream = await client.chat.completions.create(model="m", messages=ASK, stream=True)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
@@ -111,7 +111,7 @@ async def test_a_streamed_call_is_a_span_too(tracer: OtelTracer, client: AsyncOp
     assert semconv.read_response_id(span) is not None
 
 
-async def test_a_call_with_a_parsed_answer_is_a_span_and_gives_no_warning(tracer: OtelTracer) -> None:
+async def test_a_call_with_a_parsed_answer_is_recorded_without_a_warning(tracer: OtelTracer) -> None:
     async with (
         ScriptedOpenAI([Answer('{"value": 3}')]) as server,
         AsyncOpenAI(base_url=server.endpoint, api_key="any") as client,
@@ -125,7 +125,9 @@ async def test_a_call_with_a_parsed_answer_is_a_span_and_gives_no_warning(tracer
     assert semconv.read_output_messages(span) == [{"role": "assistant", "content": '{"value": 3}'}]
 
 
-async def test_a_call_of_the_sync_client_in_a_thread_is_a_span_too(tracer: OtelTracer, server: ScriptedOpenAI) -> None:
+async def test_a_call_of_the_sync_client_in_a_thread_is_recorded_as_a_span(
+    tracer: OtelTracer, server: ScriptedOpenAI
+) -> None:
     def ask() -> None:
         with OpenAI(base_url=server.endpoint, api_key="any") as client:
             client.chat.completions.create(model="m", messages=ASK)
@@ -159,7 +161,7 @@ async def test_tracing_a_call_of_the_sync_client_starts_no_event_loop(
     assert (semconv.read_input_messages(span), semconv.read_tools(span), started) == (ASK, [ADD], [])
 
 
-async def test_an_image_does_not_remove_the_prompt(tracer: OtelTracer, client: AsyncOpenAI) -> None:
+async def test_a_prompt_with_an_image_is_recorded(tracer: OtelTracer, client: AsyncOpenAI) -> None:
     content: Any = [
         {"type": "text", "text": "what?"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
@@ -170,7 +172,7 @@ async def test_an_image_does_not_remove_the_prompt(tracer: OtelTracer, client: A
     assert semconv.find_image_urls(semconv.read_input_messages(span)) == ["data:image/png;base64,AAAA"]
 
 
-async def test_a_call_that_fails_is_recorded_and_raises(tracer: OtelTracer) -> None:
+async def test_a_call_that_fails_is_recorded_and_raises_its_error(tracer: OtelTracer) -> None:
     async with (
         ScriptedOpenAI([Answer(status=500, error="broken")]) as server,
         AsyncOpenAI(base_url=server.endpoint, api_key="any", max_retries=0) as client,
@@ -188,7 +190,7 @@ def parent_of(traceparent: str) -> tuple[str, str]:
     return trace_id, span_id
 
 
-async def test_the_request_carries_its_span_as_parent_for_the_gateway(
+async def test_a_request_has_a_traceparent_header_with_its_span(
     tracer: OtelTracer, client: AsyncOpenAI, server: ScriptedOpenAI
 ) -> None:
     async with tracer.trace_context() as trace:
@@ -222,8 +224,8 @@ async def test_headers_shared_by_calls_are_not_changed(
     assert shared == {"x-team": "blue"}
 
 
-async def test_64_agents_with_the_real_client_at_once_never_mix(tracer: OtelTracer, server: ScriptedOpenAI) -> None:
-    """Half are async, half are sync in threads, and some of those call the model from a pool of their own."""
+async def test_64_concurrent_agents_with_the_real_client_never_mix(tracer: OtelTracer, server: ScriptedOpenAI) -> None:
+    """Half of the agents are async, half are sync in threads; some sync agents call the model from a thread pool."""
     store = InMemoryLightningStore()
     client = AsyncOpenAI(base_url=server.endpoint, api_key="any", max_retries=0)
     sync_client = OpenAI(base_url=server.endpoint, api_key="any", max_retries=0)
@@ -290,7 +292,7 @@ def add_traced(a: int, b: int) -> int:
 
 
 class TestResponses:
-    """The other API, sync and async, whole, streamed and parsed."""
+    """Tests of the Responses API: sync and async, whole, streamed and parsed."""
 
     async def calls(self, tracer: OtelTracer, ask: Any) -> tuple[Any, list[Span]]:
         before = copy.deepcopy(ASK)
@@ -300,7 +302,7 @@ class TestResponses:
             tracer.trace_context() as trace,
         ):
             result = await ask(client)
-        assert before == ASK, "what the caller gave was changed"
+        assert before == ASK, "the caller's input was changed"
         return result, calls_in(trace.spans)
 
     def check(self, response_id: str, spans: list[Span]) -> None:
@@ -310,14 +312,14 @@ class TestResponses:
         assert semconv.read_output_messages(span) == [{"role": "assistant", "content": '{"value": 5}'}]
         assert span.attributes[semconv.GEN_AI_OUTPUT_TOKENS] > 0
 
-    async def test_a_whole_response_is_a_span(self, tracer: OtelTracer) -> None:
+    async def test_a_whole_response_is_recorded_as_a_span(self, tracer: OtelTracer) -> None:
         response, spans = await self.calls(
             tracer, lambda client: client.responses.create(model="m", input=ASK, tools=[ADD_IN_RESPONSES])
         )
         self.check(response.id, spans)
         assert semconv.read_tools(spans[0]) == [ADD]
 
-    async def test_a_streamed_response_is_a_span(self, tracer: OtelTracer) -> None:
+    async def test_a_streamed_response_is_recorded_as_a_span(self, tracer: OtelTracer) -> None:
         async def ask(client: AsyncOpenAI) -> Any:
             stream = await client.responses.create(model="m", input=ASK, stream=True)
             return [event async for event in stream][-1]
@@ -325,14 +327,14 @@ class TestResponses:
         completed, spans = await self.calls(tracer, ask)
         self.check(completed.response.id, spans)
 
-    async def test_a_parsed_response_is_a_span(self, tracer: OtelTracer) -> None:
+    async def test_a_parsed_response_is_recorded_as_a_span(self, tracer: OtelTracer) -> None:
         response, spans = await self.calls(
             tracer, lambda client: client.responses.parse(model="m", input=ASK, text_format=Sum)
         )
         assert response.output_parsed == Sum(value=5)
         self.check(response.id, spans)
 
-    async def test_the_instrumentation_remembers_a_bounded_number_of_responses(
+    async def test_the_instrumentation_keeps_a_bounded_number_of_responses(
         self, tracer: OtelTracer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from opentelemetry.instrumentation.openai.v1 import responses_wrappers
@@ -349,7 +351,7 @@ class TestResponses:
         assert len(spans) == 4
         assert list(responses_wrappers.responses) == ["2", "3"]
 
-    async def test_a_response_of_the_sync_client_is_a_span(self, tracer: OtelTracer) -> None:
+    async def test_a_response_of_the_sync_client_is_recorded_as_a_span(self, tracer: OtelTracer) -> None:
         def ask(endpoint: Any) -> Any:
             with OpenAI(base_url=endpoint, api_key="any", max_retries=0) as client:
                 return client.responses.create(model="m", input=ASK)
@@ -363,7 +365,7 @@ class Sum(BaseModel):
 
 
 class TestAClient:
-    """Makes one call for each task."""
+    """Tests of a client as an agent, which makes one call for each task."""
 
     @pytest.mark.parametrize("cls", [OpenAI, AsyncOpenAI])
     @pytest.mark.parametrize(
@@ -398,7 +400,7 @@ class TestAClient:
         assert len(seen) == 1
 
     @pytest.mark.parametrize("task", [{"sum": "1+2?"}, {"messages": ASK, "input": "1+2?"}], ids=["none", "several"])
-    async def test_an_invalid_task_is_explained(self, task: Any) -> None:
+    async def test_an_invalid_task_is_refused_with_its_fields(self, task: Any) -> None:
         async with Lab(AsyncOpenAI(base_url=NOWHERE, api_key="any")) as lab:
             (rollout,) = await lab.run(task)
         assert rollout.attempt.error is not None
@@ -410,12 +412,12 @@ class TestAClient:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", ["chat", "responses"])
 @pytest.mark.parametrize("raw", ["with_streaming_response", "with_raw_response"])
-async def test_an_answer_that_is_parsed_from_an_http_response_is_a_span(
+async def test_an_answer_parsed_from_an_http_response_is_recorded_as_a_span(
     tracer: OtelTracer, raw: str, api: str, stream: bool
 ) -> None:
     from opentelemetry.instrumentation.openai.v1.responses_wrappers import responses
 
-    responses.clear()  # it keeps the answers by their id, and the scripted server repeats its ids
+    responses.clear()  # answers are kept by id, and the scripted server repeats its ids
     given = {"input": "1+2?"} if api == "responses" else {"messages": ASK}
     arguments: Any = {"model": "m", "stream": stream, **given}
 
@@ -493,7 +495,7 @@ def test_instrumentation_can_be_repeated_after_undo() -> None:
         undo()
 
 
-async def test_the_users_own_instrumentation_is_kept(server: ScriptedOpenAI) -> None:
+async def test_instrumentation_by_the_user_is_kept(server: ScriptedOpenAI) -> None:
     code = f"""
 import openai
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor
@@ -520,7 +522,7 @@ assert Config.upload_base64_image is upload
     await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=True)
 
 
-async def test_openai_may_be_imported_before_or_after_and_is_restored_by_undo(
+async def test_openai_is_instrumented_whether_imported_before_or_after_and_undo_restores_it(
     server: ScriptedOpenAI,
 ) -> None:
     code = f"""
@@ -554,7 +556,7 @@ assert undone.get_finished_spans() == ()
     await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=True)
 
 
-async def test_versions_of_opentelemetry_that_do_not_work_together_are_named_and_openai_can_be_imported() -> None:
+async def test_incompatible_versions_of_opentelemetry_are_logged_and_openai_can_be_imported() -> None:
     code = """
 import logging, sys
 logging.basicConfig()
@@ -574,7 +576,7 @@ assert openai.OpenAI
     assert line.endswith("pip install --upgrade {} {}".format(*names))
 
 
-def test_threads_that_read_the_first_answers_together_read_them_whole() -> None:
+def test_threads_that_read_the_first_answers_concurrently_get_every_field() -> None:
     class Deferred(BaseModel):
         model_config = ConfigDict(defer_build=True)
 
@@ -591,7 +593,7 @@ def test_threads_that_read_the_first_answers_together_read_them_whole() -> None:
             assert [done.result() for done in [threads.submit(read) for _ in range(4)]] == [20] * 4
 
 
-async def test_spans_go_to_the_provider_that_was_given(server: ScriptedOpenAI) -> None:
+async def test_spans_go_to_the_given_tracer_provider(server: ScriptedOpenAI) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     undo = openai_integration.instrument(provider)

@@ -47,7 +47,7 @@ def check_question(context: Any, agent: Agent[Any], task: Any) -> GuardrailFunct
 
 
 def make_team() -> Agent[Any]:
-    """A front desk that asks a librarian as a tool, and hands over to the calculator."""
+    """Returns a front desk that calls a librarian as a tool and hands over to the calculator."""
     librarian = Agent(name="librarian", instructions="Look it up.")
     calculator = Agent(name=AGENT_NAME, instructions=INSTRUCTIONS, tools=[function_tool(add)])
     return Agent(
@@ -60,7 +60,7 @@ def make_team() -> Agent[Any]:
 
 
 def script_of_team(request: RecordedRequest) -> Answer:
-    """The desk asks the librarian and hands over; the calculator adds and answers."""
+    """Answers for a desk that asks the librarian and hands over, and for a calculator that adds and answers."""
     messages = request.body["messages"]
     tools = [tool["function"]["name"] for tool in request.body.get("tools") or ()]
     used = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
@@ -99,7 +99,7 @@ async def test_the_instructions_of_every_agent_of_a_team_can_be_tuned() -> None:
         agl.wrap(make_team(), prompts=["instructions"])
 
 
-async def test_the_error_that_stops_a_run_is_the_error_of_the_attempt() -> None:
+async def test_an_error_that_stops_a_run_of_the_sdk_is_recorded_on_the_attempt() -> None:
     async with Lab(make_team(), script_of_team) as lab:
         (rollout,) = await lab.run("forbidden " + ask(2, 3))
     assert rollout.attempt.error is not None
@@ -115,7 +115,7 @@ async def test_the_error_that_stops_a_run_is_the_error_of_the_attempt() -> None:
     assert "Traceback" in rollout.attempt.error.traceback
 
 
-async def test_a_tool_that_raises_is_a_span_with_its_error() -> None:
+async def test_an_error_of_a_tool_is_recorded_on_its_span() -> None:
     @function_tool(name_override="add", failure_error_function=None)
     def broken(a: int, b: int) -> int:
         """Adds."""
@@ -132,7 +132,7 @@ async def test_a_tool_that_raises_is_a_span_with_its_error() -> None:
 
 
 class Uploads(BackendSpanExporter):
-    """The SDK's exporter, which counts instead of sending."""
+    """The SDK's exporter, which collects items instead of sending them."""
 
     def __init__(self) -> None:
         super().__init__(api_key="sk-of-the-user")
@@ -143,7 +143,7 @@ class Uploads(BackendSpanExporter):
 
 
 class Other(TracingProcessor):
-    """A processor of the user's own."""
+    """A processor that the user added."""
 
     def __init__(self) -> None:
         self.traces = 0
@@ -164,7 +164,7 @@ class Other(TracingProcessor):
 
 @pytest.fixture
 def processors() -> Iterator[tuple[Uploads, Other]]:
-    """An upload, as the SDK sets one up by itself, and a processor of the user's own."""
+    """Sets an uploading processor, as the SDK does by default, and a processor of the user."""
     before = _processors()
     uploads, other = Uploads(), Other()
     batch = BatchTraceProcessor(uploads)
@@ -175,7 +175,7 @@ def processors() -> Iterator[tuple[Uploads, Other]]:
 
 
 @pytest.mark.parametrize("tracer", ["otel", "dummy"])
-async def test_no_trace_is_uploaded_and_the_users_own_processors_stay(
+async def test_no_trace_is_uploaded_and_processors_of_the_user_stay(
     processors: tuple[Uploads, Other], tracer: str
 ) -> None:
     uploads, other = processors
@@ -190,7 +190,7 @@ async def test_no_trace_is_uploaded_and_the_users_own_processors_stay(
     assert _processors() == before
 
 
-async def test_a_processor_added_meanwhile_stays_after_teardown(
+async def test_a_processor_added_while_a_tracer_is_in_use_stays_after_teardown(
     processors: tuple[Uploads, Other],
 ) -> None:
     before = _processors()
@@ -218,8 +218,8 @@ async def test_a_function_that_runs_an_agent_is_traced_as_well() -> None:
     assert [triplet.metadata["agent_name"] for triplet in agl.TraceToTriplet().adapt(spans)] == [AGENT_NAME] * 2
 
 
-async def test_the_agents_own_model_is_used_without_an_endpoint() -> None:
-    """As when only prompts are tuned."""
+async def test_without_an_endpoint_the_agent_uses_its_own_model() -> None:
+    """This is the case when only prompts are tuned."""
     from agents import OpenAIChatCompletionsModel
     from openai import AsyncOpenAI
 
@@ -254,7 +254,7 @@ async def test_a_streamed_run_has_a_span_for_its_model_call(model: Any) -> None:
     assert triplet.response["raw_content"] == [{"role": "assistant", "content": "three"}]
 
 
-def test_different_instructions_of_agents_with_one_name_cannot_be_tuned() -> None:
+def test_different_instructions_of_agents_with_the_same_name_cannot_be_tuned() -> None:
     translator = Agent(name="helper", instructions="Translate.")
     agent = Agent(name="helper", instructions="Summarise.", handoffs=[translator])
     with pytest.raises(agl.ConfigError, match=r"different texts at 'helper\.instructions'.*its own name"):
@@ -263,7 +263,9 @@ def test_different_instructions_of_agents_with_one_name_cannot_be_tuned() -> Non
 
 
 @pytest.mark.parametrize("instructions", [None, lambda context, agent: "Translate."])
-def test_instructions_do_not_replace_those_that_another_agent_of_the_name_lacks_or_makes(instructions: Any) -> None:
+def test_instructions_cannot_be_tuned_if_another_agent_of_the_same_name_has_none_or_makes_them_by_code(
+    instructions: Any,
+) -> None:
     translator = Agent(name="helper", instructions=instructions)
     agent = Agent(name="helper", instructions="Summarise.", handoffs=[translator])
     with pytest.raises(agl.ConfigError, match=r"different texts at 'helper\.instructions'.*or one that code makes"):

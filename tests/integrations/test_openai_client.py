@@ -41,7 +41,7 @@ async def test_stopping_the_client_ends_calls_in_threads_even_if_file_descriptor
             waiting = asyncio.create_task(asyncio.to_thread(ask, client))
             await asyncio.wait_for(called.wait(), 30)
             await asyncio.sleep(0.05)
-        others = [socket.socketpair() for _ in range(8)]  # take the numbers of files that were closed
+        others = [socket.socketpair() for _ in range(8)]  # reuse the file descriptors that were closed
         with pytest.raises(Exception, match=r"over|onnection|closed|peer") as ended:
             await asyncio.wait_for(waiting, 30)
         assert not isinstance(ended.value, TimeoutError)
@@ -54,7 +54,7 @@ async def test_stopping_the_client_ends_calls_in_threads_even_if_file_descriptor
     assert len(server.requests) == 1
 
 
-async def test_a_call_that_is_still_connecting_is_not_sent_once_the_client_is_stopped(
+async def test_a_call_that_is_connecting_when_the_client_is_stopped_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looking, stopped = threading.Event(), threading.Event()
@@ -79,7 +79,7 @@ async def test_a_call_that_is_still_connecting_is_not_sent_once_the_client_is_st
         assert server.requests == []
 
 
-def test_sockets_and_streams_are_only_used_under_the_lock_because_threads_add_to_them() -> None:
+def test_sockets_and_streams_are_used_only_while_holding_the_lock() -> None:
     class Set(weakref.WeakSet[Any]):
         def __iter__(self) -> Iterator[Any]:
             assert transport._lock.locked()
@@ -90,7 +90,7 @@ def test_sockets_and_streams_are_only_used_under_the_lock_because_threads_add_to
             super().add(item)
 
     class Connection:
-        """A stream of the transport, and its socket."""
+        """A stream of the transport that is also its socket."""
 
         is_shut_down = False
 

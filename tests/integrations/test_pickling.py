@@ -1,4 +1,4 @@
-"""Objects that frameworks hold and that cannot be pickled reach a runner process."""
+"""Objects of frameworks that cannot be pickled are sent to a runner process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentlightning_integrations.framework import openai_client  # noqa: F401 # 
 from agentlightning_integrations.framework.pickling import dump, load
 
 MISSING = object()
-"""A sentinel as frameworks use it: compared by identity."""
+"""A sentinel that is compared by identity, as in frameworks."""
 
 
 class Node:
@@ -28,7 +28,7 @@ def through(value: Any) -> Any:
     return load(dump(value))
 
 
-def test_locks_are_new_and_free() -> None:
+def test_locks_are_replaced_by_new_unlocked_ones() -> None:
     held = threading.Lock()
     held.acquire()
     lock, rlock = through((held, threading.RLock()))
@@ -37,7 +37,7 @@ def test_locks_are_new_and_free() -> None:
     rlock.release()
 
 
-def test_tls_settings_are_the_default_ones() -> None:
+def test_tls_settings_are_replaced_by_the_defaults() -> None:
     assert through(ssl.create_default_context()).verify_mode is ssl.CERT_REQUIRED
 
 
@@ -72,7 +72,7 @@ def test_a_client_keeps_its_settings(cls: Any) -> None:
     assert copy["completions"]._client is other
 
 
-def test_a_client_of_azure_keeps_its_version() -> None:
+def test_a_client_of_azure_keeps_its_api_version() -> None:
     client = AsyncAzureOpenAI(api_version="2026-01-01", azure_endpoint="https://mine.example.com", api_key="k")
     other = through(client)
     assert (other._api_version, str(other.base_url)) == ("2026-01-01", str(client.base_url))
@@ -108,7 +108,7 @@ def test_a_client_of_azure_keeps_its_token_or_the_function_that_returns_it(cls: 
     assert (other._azure_ad_token, other._azure_ad_token_provider) == ("token", None)
 
 
-def test_a_client_keeps_its_workload_identity_if_openai_has_them() -> None:
+def test_a_client_keeps_its_workload_identity_if_openai_supports_it() -> None:
     if "workload_identity" in inspect.signature(OpenAI).parameters:
         identity = {
             "identity_provider_id": "idp",

@@ -1,4 +1,4 @@
-"""The conformance kit can fail: integrations with a planted bug, each caught by the test that is named beside it."""
+"""Integrations with a planted bug, each of which fails the conformance test that is named next to it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"typ
 
 
 class Calculator:
-    """The object of a framework of our own, as small as it can be."""
+    """The object of a minimal framework."""
 
     def __init__(self) -> None:
         self.instructions = INSTRUCTIONS
 
 
 class CalculatorAgent(FrameworkAgent[Calculator]):
-    """Its integration, without bugs."""
+    """The integration of the minimal framework, without bugs."""
 
     def texts(self) -> Mapping[str, str]:
         return {"instructions": self.agent.instructions}
@@ -115,7 +115,7 @@ class IgnoresParameters(CalculatorAgent):
 
 
 class SharesItsClient(CalculatorAgent):
-    """As an integration that changes the object itself: the last rollout to begin gets everybody's calls."""
+    """Changes shared state, as some integrations do: the rollout that begins last gets the calls of all rollouts."""
 
     endpoint: LLM
 
@@ -216,7 +216,7 @@ async def test_a_planted_bug_fails_the_test_of_the_broken_feature(
     kit = TestCalculator()
     kit.integration = integration
     more = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(test).parameters else {}
-    inspect.signature(test).bind(kit, Calculator(), **more)  # else the TypeError of a wrong call would pass below
+    inspect.signature(test).bind(kit, Calculator(), **more)  # a TypeError of a wrong call must not count below
     try:
         with pytest.raises((AssertionError, TypeError, ValueError)):
             await test(kit, Calculator(), **more)

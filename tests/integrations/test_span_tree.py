@@ -53,7 +53,7 @@ def test_inner_spans_are_children_of_the_innermost_open_span(recording: Recordin
     assert dict(recording.spans["tool"].attributes or {}) == {"kept": 1, "result": "5"}
 
 
-def test_a_given_parent_takes_precedence_over_the_active_span_and_is_found_through_omitted_ids(
+def test_a_given_parent_takes_precedence_over_the_active_span_even_if_its_id_was_omitted(
     recording: Recording,
 ) -> None:
     recording.tree.begin("a", "agent", {})
@@ -110,7 +110,7 @@ def test_an_error_is_recorded_on_the_span_and_unknown_ids_are_ignored(recording:
     assert [event.name for event in span.events] == ["exception"]
 
 
-def test_an_omitted_id_is_forgotten_alone_or_with_all_others_when_open_spans_end(recording: Recording) -> None:
+def test_forget_removes_one_omitted_id_and_clear_removes_all_and_ends_open_spans(recording: Recording) -> None:
     recording.tree.begin("a", "agent", {})
     recording.tree.omit("s", "a")
     recording.tree.omit("t", "a")
@@ -123,5 +123,5 @@ def test_an_omitted_id_is_forgotten_alone_or_with_all_others_when_open_spans_end
 
 
 @pytest.mark.parametrize(("value", "text"), [("as it is", "as it is"), (None, None), ({"a": 1}, '{"a": 1}'), (5, "5")])
-def test_a_value_is_a_text_or_json(value: object, text: str | None) -> None:
+def test_a_value_is_converted_to_text_as_it_is_or_as_json(value: object, text: str | None) -> None:
     assert to_text(value) == text

@@ -1,4 +1,4 @@
-"""One step of GRPO for the agent of each framework. All share one model server: step by step it trains the next one."""
+"""One step of GRPO for the agent of each framework, in one run with one model server; each step trains one agent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AgentOfTask(agl.LitAgent[Any]):
 
 
 def grade(task: str, output: Any, rollout: agl.Rollout) -> float:
-    """A reward that is the same only for the same words, so that no group of an untrained model is without spread."""
+    """Returns a reward that differs for different words, so that every group of an untrained model has spread."""
     return zlib.crc32(str(output).encode()) % 1009 / 1008
 
 
@@ -46,9 +46,9 @@ class Training:
 
     rollouts: dict[str, list[agl.Rollout]] = field(default_factory=dict)
     spans: dict[str, list[agl.Span]] = field(default_factory=dict)
-    """By framework."""
+    """Spans by framework, like ``rollouts``."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    """By step."""
+    """Metrics by step."""
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_one_step_of_grpo_trains_the_agent(framework: str, training: Training) -
     assert math.isfinite(metrics["grad_norm"])
     assert metrics["grad_norm"] > 0
     versions = {span.attributes[agl.semconv.WEIGHT_VERSION] for span in spans if agl.semconv.is_gateway_call(span)}
-    assert versions == {step}, "each step samples from the weights that the step before has made"
+    assert versions == {step}, "each step samples with the weights of the previous step"
 
 
 def _errors(rollouts: Sequence[agl.Rollout]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A framework's own object, given to the trainer as it is; runners are processes of their own."""
+"""Objects of frameworks that are passed to the trainer directly; runners are separate processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_an_object_can_be_passed_to_fit_with_a_reward() -> None:
     await store.close()
 
 
-async def test_the_trainer_begins_with_the_texts_of_the_object() -> None:
+async def test_initial_resources_include_the_tunable_texts_of_the_object() -> None:
     class Polite(agl.Algorithm):
         """Publishes the initial prompt and a polite version of it."""
 
@@ -156,7 +156,7 @@ MAIN = """
 
 
 def call_tool_if_there(request: RecordedRequest) -> Answer:
-    """The kit's calculator; asked by the bare client, which has no tool, it adds by itself."""
+    """Answers like the kit's calculator; without a tool, as for the bare client, the answer is the sum."""
     if request.body.get("tools"):
         return answer(request)
     a, b = re.findall(r"\d+", request.body["messages"][-1]["content"])
@@ -175,9 +175,9 @@ def run_program(program: str, *arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def rollouts_of_a_script() -> list[dict[str, Any]]:
-    """The results of a one-file program that runs two rollouts of the agents of all frameworks at once.
+    """Returns the results of a program that concurrently runs two rollouts for the agent of each framework.
 
-    The objects, their tools and the reward live in ``__main__``, which the runner process does not import.
+    Objects, tools and reward function are in ``__main__``, which the runner process does not import.
     """
     with Server(call_tool_if_there) as server:
         return [json.loads(line) for line in run_program(MAIN, server.endpoint)]
@@ -193,7 +193,7 @@ def test_objects_of_a_script_run_in_a_runner_process_and_never_mix(
     assert len(mine) == 2
     for rollout in mine:
         assert (rollout["error"], rollout["reward"]) == (None, 1.0)
-        if framework == "openai":  # a client, which calls once
+        if framework == "openai":  # a client makes one call
             assert (rollout["agents"], rollout["tools"]) == ([None], [])
             continue
         assert rollout["agents"] == ["mine"] * 2
@@ -241,7 +241,7 @@ LATE = """
 
 @pytest.fixture(scope="module")
 def imported_late() -> dict[str, Any]:
-    """The spans that a process recorded of frameworks imported after the tracer was ready, and its settings."""
+    """Returns spans of frameworks that a process imported after the tracer was ready, and settings of the process."""
     found: dict[str, Any] = json.loads(run_program(LATE)[-1])
     return found
 
@@ -249,16 +249,20 @@ def imported_late() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("framework", AGENTS)
-def test_a_framework_that_is_imported_after_us_is_traced(framework: str, imported_late: dict[str, Any]) -> None:
+def test_a_framework_that_is_imported_after_agentlightning_is_traced(
+    framework: str, imported_late: dict[str, Any]
+) -> None:
     assert imported_late["early"] == []
-    name, tools = (None, 0) if framework == "openai" else (AGENT_NAME, 1)  # which is a function, with its own tools
+    name, tools = (
+        (None, 0) if framework == "openai" else (AGENT_NAME, 1)
+    )  # openai's agent is a function with its own tools
     assert imported_late["seen"][framework] == [[name, name], tools]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_no_framework_takes_the_global_provider_and_crewai_sends_no_report(imported_late: dict[str, Any]) -> None:
-    """In a process of its own: CrewAI's telemetry begins once and stays."""
+def test_no_framework_replaces_the_global_provider_and_crewai_telemetry_is_off(imported_late: dict[str, Any]) -> None:
+    """Uses a separate process, because CrewAI's telemetry starts once and stays active."""
     assert imported_late["the user's provider stays"] is True
     assert imported_late["crewai reports"] is False
 
@@ -279,7 +283,7 @@ def test_wrap_agent_returns_none_for_unknown_objects() -> None:
         agl.wrap(Stranger())
 
 
-def test_a_framework_with_a_missing_dependency_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_about_a_missing_dependency_of_a_framework_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "importlib", _Refuses(ImportError("No module named 'langchain_openai'")))
     with pytest.raises(
         agl.PluginError, match=r"No module named 'langchain_openai'.*pip install 'lightning\[langchain\]'"
@@ -297,7 +301,7 @@ def test_an_integration_that_fails_to_instrument_does_not_break_the_import(
     assert "openai is not traced: RuntimeError: no luck" in caplog.text
 
 
-def test_a_package_of_the_user_with_the_name_of_a_framework_is_no_framework(
+def test_a_users_package_with_the_name_of_a_framework_is_not_mistaken_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Writer:

@@ -1,4 +1,4 @@
-"""AgentOps' instrumentation and decorators, with its real library and without its cloud."""
+"""AgentOps' instrumentation and decorators, with the real library and without AgentOps' cloud."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def server() -> AsyncIterator[ScriptedOpenAI]:
 
 
 async def act(base_url: str) -> None:
-    """A decorated agent with a tool and two calls, the second one streamed."""
+    """Runs a decorated agent with a tool and two calls, the second of which is streamed."""
 
     @tool
     def add(a: int, b: int) -> int:
@@ -114,11 +114,11 @@ async def test_a_decorated_agent_gives_exactly_the_expected_triplets(
     await store.close()
 
 
-async def test_spans_of_agentops_alone_are_read(tracer: AgentOpsTracer, server: ScriptedOpenAI) -> None:
+async def test_spans_recorded_only_by_agentops_are_adapted(tracer: AgentOpsTracer, server: ScriptedOpenAI) -> None:
     async with tracer.trace_context() as trace:
         await act(server.endpoint)
     calls = [span for span in trace.spans if semconv.is_llm_call(span)]
-    assert {span.name for span in calls} == {"openai.chat.completion"}, "ours is off"
+    assert {span.name for span in calls} == {"openai.chat.completion"}, "our instrumentation is off"
     assert len(calls) == 2
     assert all("gen_ai.prompt.0.role" in span.attributes for span in calls)
     asked, answered = TraceToTriplet().adapt(trace.spans)
@@ -151,8 +151,8 @@ async def test_eight_concurrent_agents_never_mix(tracer: AgentOpsTracer) -> None
         assert triplet.response["raw_content"][0]["content"] == f"answer {number}"
 
 
-def test_the_process_is_not_changed_and_no_request_is_sent() -> None:
-    """In a process of its own, because AgentOps replaces ``print`` and ``__import__`` for good, and calls home."""
+def test_agentops_changes_no_builtin_function_and_sends_no_request() -> None:
+    """Uses a new process, because AgentOps permanently replaces ``print`` and ``__import__`` and sends telemetry."""
     code = """
 import asyncio, builtins, os, socket
 before = builtins.print, builtins.__import__
@@ -185,10 +185,10 @@ assert core.tracer.initialized is False
     assert builtins.print.__module__ == "builtins"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "", "no address of a page in the cloud"
+    assert done.stdout == "", "no link to AgentOps' cloud is printed"
 
 
-def test_clients_are_as_they_were_after_teardown() -> None:
+def test_teardown_restores_the_methods_of_clients() -> None:
     completions = openai.resources.chat.completions.AsyncCompletions
     before = vars(completions)["create"]
     for _ in range(2):
@@ -199,8 +199,10 @@ def test_clients_are_as_they_were_after_teardown() -> None:
         assert vars(completions)["create"] is before
 
 
-async def test_an_agent_of_openai_agents_has_its_name(tracer: AgentOpsTracer, server: ScriptedOpenAI) -> None:
-    """AgentOps records the client's calls beside the agent; the adapter finds their place."""
+async def test_calls_of_an_openai_agents_agent_have_the_agents_name(
+    tracer: AgentOpsTracer, server: ScriptedOpenAI
+) -> None:
+    """AgentOps records the client's calls next to the agent's span; the adapter moves them under it."""
     from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool
 
     @function_tool
@@ -217,8 +219,8 @@ async def test_an_agent_of_openai_agents_has_its_name(tracer: AgentOpsTracer, se
     assert answered.response["raw_content"] == [{"role": "assistant", "content": "it is 3"}]
 
 
-async def test_langgraph_works_beside_it(tracer: AgentOpsTracer, server: ScriptedOpenAI) -> None:
-    """AgentOps' own instrumentor of LangGraph breaks ``create_agent`` when it is imported after."""
+async def test_langgraph_works_while_agentops_is_active(tracer: AgentOpsTracer, server: ScriptedOpenAI) -> None:
+    """AgentOps' instrumentor of LangGraph breaks ``create_agent`` if LangGraph is imported later."""
     from langchain.agents import create_agent
     from langchain_openai import ChatOpenAI
     from pydantic import SecretStr

@@ -77,7 +77,7 @@ async def test_a_run_records_calls_at_the_client_and_at_the_gateway(strategy: st
         await store.close()
 
 
-async def test_a_served_store_takes_what_a_client_sends(tmp_path: Any) -> None:
+async def test_a_served_store_accepts_the_requests_of_a_client(tmp_path: Any) -> None:
     store = agl.create_store(f"sqlite:///{tmp_path}/agl.db")
     async with LightningStoreServer(store, port=0) as server:
         client = agl.LightningStoreClient(server.endpoint)
@@ -96,7 +96,7 @@ async def test_a_served_store_takes_what_a_client_sends(tmp_path: Any) -> None:
     await store.close()
 
 
-async def test_each_answer_of_the_responses_api_is_recorded_also_when_it_is_parsed() -> None:
+async def test_each_answer_of_the_responses_api_is_recorded_whether_created_or_parsed() -> None:
     class Sum(BaseModel):
         value: int
 

@@ -39,7 +39,7 @@ async def test_a_connection_that_is_accepted_while_the_server_stops_is_closed(tu
     address = await connections.listen("127.0.0.1", 0)
     with socket.create_connection(address) as client:
         client.setblocking(False)
-        for _ in range(turns):  # of the event loop, which accepts the connection in several
+        for _ in range(turns):  # the event loop accepts the connection over several turns
             await asyncio.sleep(0)
         await connections.close()
         with contextlib.suppress(ConnectionResetError):

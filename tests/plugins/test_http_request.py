@@ -1,4 +1,4 @@
-"""The library that servers read requests with."""
+"""The library with which servers read requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INFLATED_LIMIT = 50_000
 
 @contextlib.asynccontextmanager
 async def body_server() -> AsyncIterator[str]:
-    """Answers with the size of the body, or with the refusal of it."""
+    """Serves requests with the size of their body, or with the reason for its refusal."""
 
     async def answer(request: web.Request) -> web.Response:
         try:
@@ -126,5 +126,5 @@ async def test_large_json_is_parsed_and_the_last_value_of_a_duplicate_key_counts
         ("[::1", None, False),
     ],
 )
-def test_requests_of_web_pages_are_not_local(host: str, origin: str | None, is_local: bool) -> None:
+def test_requests_of_web_pages_do_not_count_as_local(host: str, origin: str | None, is_local: bool) -> None:
     assert is_local_request(host, origin) is is_local

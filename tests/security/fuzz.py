@@ -1,4 +1,4 @@
-"""Sends random requests to a server by a grammar, and watches its answers, its memory and its health."""
+"""Sends random requests of a grammar to a server and observes its answers, memory and health."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ _RAW = [b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b"{}" * 9, b'{"model":' 
 
 @dataclass
 class Grammar:
-    """The parts that requests to one server are made of."""
+    """Parts from which requests to a server are made."""
 
     paths: Sequence[str]
     bodies: Sequence[Mapping[str, Any]]
-    """Valid ones, which are then changed."""
+    """Valid request bodies, which are then changed."""
     tokens: Sequence[str]
     """Values of the header Authorization."""
     port: int
     big: bool = True
-    """Whether bodies of many MiB are made too."""
+    """Whether bodies of many MiB are also sent."""
 
 
 @dataclass
 class Findings:
-    """The answers and costs that a fuzz observed."""
+    """Answers and costs that were observed while fuzzing."""
 
     statuses: dict[int, int] = field(default_factory=dict)
-    """How often; 0: no answer."""
+    """Number of answers by status; status 0 means no answer."""
     bad: list[str] = field(default_factory=list)
-    """Requests with answers that no request may get."""
+    """Requests that got an answer that no request may get."""
     health_s: list[float] = field(default_factory=list)
     resident: list[int] = field(default_factory=list)
     """Resident memory of the server in bytes, at even intervals."""
 
     @property
     def memory_growth(self) -> float:
-        """How much resident memory grew from the first quarter of the time to the last one, in bytes, by their medians.
+        """Growth of resident memory in bytes from the first to the last quarter of the time, by their medians.
 
-        Medians, because a request of many MiB that is being answered does not count.
+        Medians exclude short peaks, such as while a request of many MiB is answered.
         """
         quarter = len(self.resident) // 4
         return statistics.median(self.resident[-quarter:]) - statistics.median(self.resident[:quarter])
 
 
 async def fuzz(grammar: Grammar, pid: int, seconds: float, seed: int, *, clients: int = 6) -> Findings:
-    """Sends requests for a time, after some that need much memory."""
+    """Sends random requests for some time, after requests that need much memory."""
     chance, findings, done = random.Random(seed), Findings(), asyncio.Event()
     end = 0.0
 
@@ -83,7 +83,7 @@ async def fuzz(grammar: Grammar, pid: int, seconds: float, seed: int, *, clients
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), 0.05)
 
-    for request in heavy_requests(grammar):  # the allocator keeps some of what it once needed
+    for request in heavy_requests(grammar):  # the allocator keeps some memory that was once used
         await asyncio.gather(*(send(grammar.port, request) for _ in range(clients)))
     end = time.monotonic() + seconds
     watcher = asyncio.create_task(watch())
@@ -124,7 +124,7 @@ async def send(port: int, request: bytes, limit_s: float = 30.0) -> int:
 
 
 def make_request(grammar: Grammar, chance: random.Random) -> tuple[bytes, bool]:
-    """Makes one request, sometimes malformed on every level, and says whether all of its body is sent."""
+    """Returns a request, which may be malformed at any level, and whether its whole body is sent."""
     method = chance.choices(["POST", "GET", "PUT", "OPTIONS", "DELETE", "HEAD", "B\x7fD"], [30, 6, 1, 1, 1, 1, 1])[0]
     path = chance.choice(grammar.paths)
     if chance.random() < 0.1:
@@ -164,7 +164,7 @@ def make_request(grammar: Grammar, chance: random.Random) -> tuple[bytes, bool]:
 
 
 def heavy_requests(grammar: Grammar) -> list[bytes]:
-    """The valid requests that cost most memory."""
+    """Returns the valid requests that need the most memory."""
     head = f"Host: 127.0.0.1\r\nAuthorization: {grammar.tokens[0]}\r\nConnection: close\r\n"
     requests = []
     for body, encoding in [*((body, "") for body in _BIG), *((body, "Content-Encoding: gzip\r\n") for body in _BOMBS)]:
@@ -190,7 +190,7 @@ def make_body(grammar: Grammar, chance: random.Random) -> bytes:
 
 
 def change(value: Any, chance: random.Random) -> Any:
-    """Changes one place of a JSON value."""
+    """Returns a JSON value with a change in one place."""
     if isinstance(value, dict) and value and chance.random() < 0.85:
         key = chance.choice(list(value))
         if chance.random() < 0.1:
@@ -219,7 +219,7 @@ def compress(body: bytes, encoding: str) -> bytes:
 
 
 def bomb(chance: random.Random) -> bytes:
-    """A few dozen KB that inflate to 32 MiB and more."""
+    """Returns a few dozen KB that inflate to 32 MiB or more."""
     return _BOMBS[chance.randrange(len(_BOMBS))]
 
 

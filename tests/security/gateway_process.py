@@ -1,4 +1,4 @@
-"""Servers in processes of their own, with their output in a file."""
+"""Servers in separate processes that write their output to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @contextlib.asynccontextmanager
 async def process(log: Path, *arguments: str, wrapper: Sequence[str] = ()) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A Python program, run by a wrapper such as ``prlimit``, with its output in a file."""
+    """Runs a Python program, with a wrapper such as ``prlimit``, that writes its output to a file."""
     with log.open("wb") as file:
         started = await asyncio.create_subprocess_exec(*wrapper, sys.executable, *arguments, stdout=file, stderr=file)
     try:

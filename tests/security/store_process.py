@@ -1,4 +1,4 @@
-"""A store in a process of its own, and the cost of requests to it."""
+"""A store in a separate process, and the cost of requests to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AGL = "/v1/agl"
 
 
 class Answer(NamedTuple):
-    """The answer to a raw request; status 0: the connection was closed without one."""
+    """Answer to a raw request; status 0 means that the connection was closed without an answer."""
 
     status: int
     body: bytes
@@ -56,13 +56,13 @@ class StoreProcess:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
     def ask(self, method: str, path: str, body: bytes = b"", *, token: str | None = None, headers: str = "") -> Answer:
-        """Sends one request on a connection of its own, and reads the answer while it sends."""
+        """Sends one request on a new connection and reads the answer while it sends."""
         shown = f"authorization: Bearer {token}\r\n" if token is not None else ""
         head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n{shown}{headers}content-length: {len(body)}\r\n\r\n"
         with self.connect() as connection:
 
             def send() -> None:
-                with contextlib.suppress(OSError):  # refused before it was sent to its end
+                with contextlib.suppress(OSError):  # refused before it was completely sent
                     connection.sendall(head.encode() + body)
 
             sender = threading.Thread(target=send)
@@ -77,7 +77,7 @@ class StoreProcess:
         return self.ask("POST", AGL + path, json.dumps(content).encode(), token=token)
 
     def claim(self) -> tuple[str, str, str]:
-        """The ids of a rollout that a worker has just taken and of its attempt, and the attempt's token."""
+        """Returns the ids of a newly started rollout and of its attempt, and the attempt's token."""
         rollout = self.post("/rollouts", {"input": "task"}).json()
         ids = rollout["rollout_id"], rollout["attempt"]["attempt_id"]
         return *ids, attempt_token.mint(attempt_token.derive_secret(TOKEN), *ids, time.time() + 3600)
@@ -87,13 +87,13 @@ class StoreProcess:
         return self._status("VmRSS")
 
     def measure(self, method: str, path: str, body: bytes, *, token: str | None, headers: str) -> tuple[Answer, Cost]:
-        """As ``ask``, three times, with the least CPU time of all threads and the least rise of the memory's peak.
+        """Calls ``ask`` three times; the cost is the least CPU time of all threads and the least rise of peak memory.
 
         Other processes of a busy machine make a request cost more, never less.
         """
         costs = []
         for _ in range(3):
-            Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")  # the peak starts anew
+            Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")  # resets the peak
             memory, cpu_s = self.memory_bytes, self._cpu_s()
             answer = self.ask(method, path, body, token=token, headers=headers)
             costs.append(Cost(self._cpu_s() - cpu_s, self._status("VmHWM") - memory))
@@ -116,9 +116,9 @@ def running_store(
     """Runs a store until the block ends.
 
     Args:
-        folder: its working directory.
-        backend: its database.
-        wrapper: a command that runs it.
+        folder: the working directory of the store.
+        backend: the URL of the database.
+        wrapper: a command that runs the store.
         max_poll_s: how long a request may wait for work.
     """
     log = folder / "store.log"

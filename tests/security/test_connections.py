@@ -1,4 +1,4 @@
-"""Connections that clients without a token open, tried at real server processes."""
+"""Connections that clients without a token open to real server processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def many_files() -> Iterator[None]:
 
 
 def _is_answered(connection: socket.socket, path: str) -> bool:
-    """Whether a request on an open connection is answered with 200."""
+    """Returns whether a request on an open connection is answered with 200."""
     head = f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {TOKEN}\r\n\r\n"
     connection.sendall(head.encode())
     return b" 200 " in connection.recv(65536)
@@ -56,7 +56,7 @@ def _wait_until_closed(connection: socket.socket) -> None:
 
 
 @pytest.mark.usefixtures("many_files")
-def test_1100_idle_connections_lock_no_client_out(store: StoreProcess) -> None:
+def test_1100_idle_connections_do_not_lock_out_clients_of_a_store(store: StoreProcess) -> None:
     with contextlib.ExitStack() as stack:
         runner = stack.enter_context(store.connect())
         assert _is_answered(runner, f"{AGL}/statistics")
@@ -68,18 +68,18 @@ def test_1100_idle_connections_lock_no_client_out(store: StoreProcess) -> None:
         for _ in range(20):
             assert store.ask("GET", f"{AGL}/health").status == 200
             assert store.ask("GET", f"{AGL}/statistics", token=TOKEN).status == 200
-        assert time.monotonic() - began < 4, "they are answered while the idle connections are open"
+        assert time.monotonic() - began < 4, "requests are answered while the idle connections are open"
         for connection in idle:
             _wait_until_closed(connection)
         assert time.monotonic() - began < 20
         _wait_until_closed(slow)
-        assert time.monotonic() - slow_began < 30, "a request that does not arrive is not waited for"
+        assert time.monotonic() - slow_began < 30, "the server does not wait longer for the rest of a request"
         assert _is_answered(runner, f"{AGL}/statistics"), "the connection of a client with a token stays open"
     assert store.log.stat().st_size < 20_000, store.log.read_text()[:2000]
 
 
 @pytest.mark.usefixtures("many_files")
-async def test_idle_connections_lock_no_client_out_of_a_gateway(tmp_path: Path) -> None:
+async def test_idle_connections_do_not_lock_out_clients_of_a_gateway(tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with LightningStoreServer(InMemoryLightningStore(), port=0, token=TOKEN) as served:
         arguments = ["--store", served.endpoint, "--token", TOKEN, "--port", "0", "--model", "m=http://127.0.0.1:9/v1"]
@@ -90,7 +90,7 @@ async def test_idle_connections_lock_no_client_out_of_a_gateway(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("many_files")
-async def test_idle_connections_lock_no_client_out_of_a_policy_server(tmp_path: Path) -> None:
+async def test_idle_connections_do_not_lock_out_clients_of_a_policy_server(tmp_path: Path) -> None:
     log = tmp_path / "log"
     save_tiny_model(tmp_path / "model")
     arguments = ["--model", str(tmp_path / "model"), "--threads", "1"]
@@ -103,7 +103,7 @@ async def test_idle_connections_lock_no_client_out_of_a_policy_server(tmp_path: 
 
 
 async def _check_idle_connections(port: int, log: Path, path: str, key: str) -> None:
-    """Opens idle connections, and checks that clients are answered."""
+    """Opens idle connections and checks that requests of other clients are answered."""
     size = len(text_of(log))
     headers = {"Authorization": f"Bearer {key}"}
     one = aiohttp.TCPConnector(limit=1)
@@ -119,7 +119,7 @@ async def _check_idle_connections(port: int, log: Path, path: str, key: str) -> 
         for _ in range(10):
             async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as other, other.get("/health") as answer:
                 assert answer.status == 200
-        assert time.monotonic() - began < 4, "they are answered while the idle connections are open"
+        assert time.monotonic() - began < 4, "requests are answered while the idle connections are open"
         for reader, writer in idle:
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b""

@@ -1,4 +1,4 @@
-"""The gateway under random requests, as a process of its own."""
+"""A gateway process under random requests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ DURATION = [
 
 
 async def answer(request: web.Request) -> web.Response:
-    """Answers anything as a model server would."""
+    """Answers any request like a model server."""
     try:
         body: Any = json.loads(await request.read())
     except (ValueError, RecursionError):
@@ -78,7 +78,7 @@ def check(findings: Findings, seed: int, seconds: float) -> None:
     assert {200, 400, 404, 413, 415} <= findings.statuses.keys(), shown
     limit = (
         100 if seconds > 60 else 160
-    ) * MIB  # in its first seconds a process grows to what concurrent requests need
+    ) * MIB  # in its first seconds a process grows to the memory of concurrent requests
     assert findings.memory_growth < limit, f"{shown}: it grew by {findings.memory_growth / MIB:.0f} MiB"
     health_s = sorted(findings.health_s)
     assert len(health_s) > 10

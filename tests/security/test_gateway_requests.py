@@ -52,7 +52,7 @@ def reset_peak(pid: int) -> None:
 
 
 async def measure(port: int, pid: int, request: bytes) -> tuple[int, float, int]:
-    """Returns the status of the answer, and the CPU seconds and the bytes that it took."""
+    """Returns the status of the answer, and the CPU seconds and the bytes of memory that it took."""
     reset_peak(pid)
     clock = (~pid << 3) | 2  # Linux' clock of a process
     before, began = memory_of(pid, "VmHWM"), time.clock_gettime(clock)
@@ -60,7 +60,7 @@ async def measure(port: int, pid: int, request: bytes) -> tuple[int, float, int]
     return status, time.clock_gettime(clock) - began, memory_of(pid, "VmHWM") - before
 
 
-async def test_a_hostile_request_costs_little_and_without_a_key_almost_nothing(tmp_path: Path) -> None:
+async def test_a_hostile_request_costs_little_cpu_and_memory_and_without_a_key_almost_none(tmp_path: Path) -> None:
     store = InMemoryLightningStore()
     served = LightningStoreServer(store, port=0, token=TOKEN)
     await served.start()

@@ -1,4 +1,4 @@
-"""The policy server under random requests, as a process of its own."""
+"""A policy server process under random requests."""
 
 from __future__ import annotations
 

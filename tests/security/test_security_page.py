@@ -1,4 +1,4 @@
-"""SECURITY.md names tests that exist."""
+"""The tests that SECURITY.md names exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from tests.source import REPO
 
 
-def test_every_promise_names_a_test_that_exists() -> None:
+def test_every_test_that_security_md_names_exists() -> None:
     named = re.findall(r"`([\w/]*test_\w+\.py)(?:::(test_\w+))?`", (REPO / "SECURITY.md").read_text(encoding="utf-8"))
     missing = []
     for path, name in named:

@@ -1,4 +1,4 @@
-"""Random requests to every route of a store, with and without each kind of token, at a real server process."""
+"""Random requests to every route of a real store process, with and without each kind of token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 
 
 class Health(threading.Thread):
-    """Asks for the health of a store all the time, and keeps the times of the answers."""
+    """Continuously requests the health of a store and records the times of the answers."""
 
     def __init__(self, store: StoreProcess) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Health(threading.Thread):
 
 
 def _fuzz(store: StoreProcess, folder: Path, token: str | None, options: list[str]) -> int:
-    """Runs schemathesis; returns how many requests it has sent."""
+    """Runs schemathesis and returns the number of requests that it sent."""
     shown = [] if token is None else ["-H", f"Authorization: Bearer {token}"]
     document = folder / "openapi.json"
     document.write_bytes(store.ask("GET", "/openapi.json", token=TOKEN).body)
@@ -88,13 +88,13 @@ def _fuzz_with_every_token(folder: Path, options: list[str], backend: str, slowe
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_random_requests_find_no_fault_and_cost_little(tmp_path: Path) -> None:
+def test_random_requests_find_no_fault_in_a_store_and_cost_little_memory(tmp_path: Path) -> None:
     options = ["--phases", "coverage,fuzzing", "--max-examples", "2", "--seed", "1", "--max-time", "5"]
-    _fuzz_with_every_token(tmp_path, options, "memory://", slowest_health_s=1.0)  # beside other tests
+    _fuzz_with_every_token(tmp_path, options, "memory://", slowest_health_s=1.0)  # other tests may run at the same time
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_random_requests_find_nothing_in_twenty_minutes(tmp_path: Path) -> None:
+def test_random_requests_find_no_fault_in_a_store_in_twenty_minutes(tmp_path: Path) -> None:
     options = ["--max-examples", "300", "--max-time", "300"]
     _fuzz_with_every_token(tmp_path, options, f"sqlite:///{tmp_path}/store.db", slowest_health_s=0.2)

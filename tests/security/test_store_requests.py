@@ -1,4 +1,4 @@
-"""The cost of one request to a store, measured at a real server process."""
+"""The cost of one request to a real store process."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ BROTLI_SPACES = bytes.fromhex(
 
 
 def _many(unit: bytes, number: int) -> bytes:
-    """A gzip body that repeats bytes, made without having them all."""
+    """Returns a gzip body of repeated bytes, without building the bytes in memory."""
     squeeze, block = zlib.compressobj(9, wbits=31), unit * 100_000
     return b"".join([squeeze.compress(block) for _ in range(number // 100_000)]) + squeeze.flush()
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """A field of a protobuf message."""
+    """Returns a field of a protobuf message."""
     size, varint = len(content), b""
     while size > 127:
         varint += bytes([size & 127 | 128])
@@ -131,7 +131,7 @@ def test_a_request_with_the_token_of_an_attempt_costs_less_than_500_ms_and_200_m
 
 
 @pytest.mark.parametrize(("expect", "status"), [("\xff", 417), ("100-continue", 100), ("200-ok", 417)])
-def test_an_expectation_is_met_or_refused(store: StoreProcess, expect: str, status: int) -> None:
+def test_an_expect_header_is_answered_or_refused(store: StoreProcess, expect: str, status: int) -> None:
     head = f"POST {AGL}/rollouts HTTP/1.1\r\nhost: 127.0.0.1\r\nexpect: {expect}\r\ncontent-length: 5\r\n\r\n"
     with store.connect() as connection:
         connection.sendall(head.encode("latin-1"))
@@ -147,13 +147,13 @@ def test_the_rest_of_a_refused_body_is_not_read(store: StoreProcess) -> None:
         with store.connect() as connection:
             connection.sendall((head + shown + "\r\n").encode() + b"[" * 1000)
             answer = b""
-            while piece := connection.recv(65536):  # to its end: the server closes the connection
+            while piece := connection.recv(65536):  # until the server closes the connection
                 answer += piece
         assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
         assert b"connection: close" in answer.lower()
 
 
-def test_health_is_answered_at_once_while_large_bodies_are_read(store: StoreProcess) -> None:
+def test_health_is_answered_quickly_while_large_bodies_are_read(store: StoreProcess) -> None:
     rollout_id, attempt_id, token = store.claim()
     start = json.dumps({"rollout_id": rollout_id, "attempt_id": attempt_id, **SPAN})[:-1].encode()
     body = start + b',"attributes":{"a":[' + b'{"a":1},' * 49_000 + b"1]}}"
@@ -169,4 +169,4 @@ def test_health_is_answered_at_once_while_large_bodies_are_read(store: StoreProc
         assert store.ask("GET", AGL + "/health").status == 200
         waits.append(time.monotonic() - began)
     assert len(waits) > 3
-    assert max(waits) < 4, waits  # on a machine with other work, too
+    assert max(waits) < 4, waits  # also on a busy machine

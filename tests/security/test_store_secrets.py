@@ -1,4 +1,4 @@
-"""Tokens, passwords and files of a store, tried with real processes."""
+"""Tokens, passwords and files of real store processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.security.store_process import running_store
 
 
 def _fails(folder: Path, *arguments: str, token: str | None = None) -> str:
-    """The last words of a command that fails."""
+    """Runs a command that must fail, and returns its output."""
     environment = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
     if token is not None:
         environment["AGL_TOKEN"] = token
@@ -29,7 +29,9 @@ def _fails(folder: Path, *arguments: str, token: str | None = None) -> str:
 
 
 @pytest.mark.parametrize("token", ["secret-of-mine\r\n", "secret-of-mine ", "secret-\tof-mine"])
-def test_a_token_that_no_header_can_carry_is_one_sentence_without_it(tmp_path: Path, token: str) -> None:
+def test_the_error_about_a_token_with_invalid_characters_is_one_line_without_the_token(
+    tmp_path: Path, token: str
+) -> None:
     for command in (["store", "--port", "0", "--backend", "memory://"], ["rollouts", "list", "--store", "http://x"]):
         words = _fails(tmp_path, *command, token=token)
         assert words.count("\n") == 1, words
@@ -38,7 +40,7 @@ def test_a_token_that_no_header_can_carry_is_one_sentence_without_it(tmp_path: P
 
 
 @pytest.mark.parametrize("damage", ["header", "pages", "end"])
-def test_a_damaged_database_is_one_sentence(tmp_path: Path, damage: str) -> None:
+def test_the_error_about_a_damaged_database_is_one_line(tmp_path: Path, damage: str) -> None:
     with running_store(tmp_path, backend="sqlite:///store.db") as store:
         for _ in range(20):
             assert store.post("/rollouts", {"input": "x" * 10_000}).status == 201
@@ -55,7 +57,7 @@ def test_a_damaged_database_is_one_sentence(tmp_path: Path, damage: str) -> None
     assert "store.db" in words
 
 
-def test_the_files_of_a_database_are_readable_by_their_owner_only(tmp_path: Path) -> None:
+def test_the_files_of_a_database_are_readable_only_by_their_owner(tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     with running_store(tmp_path, backend=f"sqlite:///{folder}/store.db") as store:
         store.claim()
@@ -76,19 +78,19 @@ def test_the_files_of_a_database_are_readable_by_their_owner_only(tmp_path: Path
         "postgresql://127.0.0.1:1/x?user=me&password=hunter2&connect_timeout=x",
     ],
 )
-def test_an_error_of_a_store_url_does_not_show_its_password(url: str) -> None:
+def test_an_error_about_a_store_url_does_not_show_the_password(url: str) -> None:
     with pytest.raises(Exception, match=".") as caught:
         create_store(url)
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_client_refuses_a_token_that_no_header_can_carry() -> None:
+def test_a_client_refuses_a_token_with_characters_that_are_invalid_in_a_header() -> None:
     for token in ("a\r\nb", "a ", " a", "a\x7f"):
         with pytest.raises(ConfigError, match="token"):
             LightningStoreClient("http://127.0.0.1:1", token)
 
 
-async def test_released_requests_are_forgotten() -> None:
+async def test_the_number_of_remembered_released_requests_is_bounded() -> None:
     polls = Polls()
     for number in range(10_000):
         await polls.release(str(number))

@@ -1,4 +1,4 @@
-"""Limits of the token of an attempt, tried at a real server process."""
+"""Limits of an attempt token, tested with a real store process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _reward(value: float) -> dict[str, Any]:
     "name",
     ["agentlightning.gateway.complete", "agentlightning.gateway.cost", "agentlightning.weight_version"],
 )
-def test_an_attempt_token_cannot_write_what_only_the_gateway_writes(store: StoreProcess, name: str) -> None:
+def test_an_attempt_token_cannot_write_attributes_reserved_for_the_gateway(store: StoreProcess, name: str) -> None:
     rollout_id, attempt_id, token = store.claim()
     forged = _span(rollout_id, attempt_id, {name: -1.0})
     good = _span(rollout_id, attempt_id, {"mine": 1})
@@ -72,7 +72,7 @@ def test_an_attempt_token_cannot_write_what_only_the_gateway_writes(store: Store
     assert store.post("/spans", forged, token=TOKEN).status == 201, "the gateway has the store's token"
 
 
-async def test_an_attempt_token_cannot_change_the_reward_after_the_end(store: StoreProcess) -> None:
+async def test_an_attempt_token_cannot_change_the_reward_after_the_end_of_the_attempt(store: StoreProcess) -> None:
     rollout_id, attempt_id, token = store.claim()
     ids = rollout_id, attempt_id
     assert store.post("/spans", _span(*ids, _reward(0.25)), token=token).status == 201
@@ -90,7 +90,7 @@ async def test_an_attempt_token_cannot_change_the_reward_after_the_end(store: St
     assert find_final_reward(spans) == 0.25
 
 
-def test_a_span_number_that_stalls_an_attempt_is_refused_and_others_go_on(store: StoreProcess) -> None:
+def test_a_span_number_that_would_block_later_spans_is_refused(store: StoreProcess) -> None:
     rollout_id, attempt_id, token = store.claim()
     stalling = {**_span(rollout_id, attempt_id, {}), "sequence_id": 2**63 - 1}
     assert store.post("/spans", stalling, token=token).status == 422
@@ -99,7 +99,7 @@ def test_a_span_number_that_stalls_an_attempt_is_refused_and_others_go_on(store:
     assert (answer.status, answer.json()) == (201, {"sequence_ids": [1]})
 
 
-def test_an_attempt_token_is_refused_before_its_body_is_read(store: StoreProcess) -> None:
+def test_a_request_that_an_attempt_token_does_not_allow_is_refused_before_its_body_is_read(store: StoreProcess) -> None:
     _, _, token = store.claim()
     for path in ("/rollouts/search", "/queues/rollouts/enqueue", "/runs"):
         assert store.ask("POST", AGL + path, b"{", token=token).status == 403

@@ -1,4 +1,4 @@
-"""Texts of agents and models do not reach the terminal as escapes, in any command."""
+"""No command prints escape sequences from texts of agents and models to the terminal."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ OTHERS = (
     "completion config-schema dashboard demo export gateway-pause gateway-resume gateway-status legacy new-agent "
     "new-plugin plugins resources-follow rollouts-follow spans-follow workers-follow runner serve store-compact trace"
 ).split()
-"""They print nothing of agents, or what the tested ones print, by the same functions."""
+"""Commands that print no text of agents, or print it with the same functions as the tested commands."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained run, and a store whose every text has escapes."""
+    """A folder with a configuration, and a store in which every text has escapes."""
     folder = tmp_path_factory.mktemp("terminal")
     (folder / "my_agents.py").write_text(AGENT)
     (folder / "tasks.jsonl").write_text("".join(json.dumps({"n": n, "evil": EVIL}) + "\n" for n in range(4)))
@@ -98,10 +98,12 @@ def leaves(command: click.Command, name: str = "") -> Iterator[str]:
         yield name
 
 
-def test_no_text_of_an_agent_reaches_the_terminal_as_an_escape(folder: Path) -> None:
+def test_no_text_of_an_agent_is_printed_as_a_terminal_escape(folder: Path) -> None:
     for implementation in get_manager().hook.add_commands.get_hookimpls():
         implementation.function(cli)
-    assert set(leaves(cli)) == {*UNTRUSTED, *OTHERS}, "say of a new command whether it prints what agents say"
+    assert set(leaves(cli)) == {*UNTRUSTED, *OTHERS}, (
+        "add a new command to UNTRUSTED if it prints texts of agents, otherwise to OTHERS"
+    )
 
     def agl_here(*arguments: str, shows: bool = True) -> Said:
         return check(run_here(folder, *arguments), shows=shows)
@@ -149,5 +151,5 @@ def test_no_text_of_an_agent_reaches_the_terminal_as_an_escape(folder: Path) -> 
     ("text", "shown"),
     [("a\tb\nc", "a\tb\nc"), ("a\r\nb", "a\nb"), ("\r", "\\u000d"), ("\x9b", "\\u009b"), ("\ud800", "\\ud800")],
 )
-def test_what_a_terminal_would_obey_is_shown(text: str, shown: str) -> None:
+def test_control_characters_are_printed_in_escaped_form(text: str, shown: str) -> None:
     assert printable(text) == shown

@@ -1,4 +1,4 @@
-"""Keys and passwords in the settings of a training stay out of the files of its run and of its exported model."""
+"""Keys and passwords in the settings of a training do not get into files of its run and its exported model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def describe_verl(run: Path) -> None:
         ),
     ],
 )
-def test_the_record_and_the_card_of_a_trained_model_have_no_key_and_no_password(
+def test_the_record_and_the_card_of_a_trained_model_contain_no_key_or_password(
     tmp_path: Path, describe: Any, kept: dict[str, Any]
 ) -> None:
     describe(tmp_path)

@@ -1,4 +1,4 @@
-"""Trainings that many tests check: each runs once, in its own process, as a user would start it."""
+"""Trainings that many tests check. Each runs once, in a separate process, as a user would start it."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ PATIENCE_S = 300.0
 
 @dataclass
 class Training:
-    """The results of a training."""
+    """Results of a training."""
 
     directory: Path
     log: str
     metrics: dict[int, dict[str, float]]
-    """By step; of a step that was done twice, the second."""
+    """Metrics by step; of the second try for a step that was repeated."""
     rollouts: list[Any]
     resources: list[Any]
     rows: list[dict[str, Any]]
-    """The record that ``verl_train`` wrote of every row."""
+    """Records of all rows, as written by ``verl_train``."""
     killed_at: float | None = None
     spans: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -129,7 +129,7 @@ def read(directory: Path, log: Path) -> Training:
 
 
 def has_begun(directory: Path, step: int) -> bool:
-    """Whether rollouts of a step were queued, which means that the step before it is complete."""
+    """Returns whether rollouts of a step were queued, which means that the previous step is complete."""
     if not Path(f"{directory}.db").exists():
         return False
 
@@ -146,7 +146,7 @@ def has_begun(directory: Path, step: int) -> bool:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Training:
-    """Three steps of GRPO with working and failing agents; killed in the third and resumed."""
+    """Three steps of GRPO with working and failing agents, killed in the third step and resumed."""
     directory = tmp_path_factory.mktemp("verl") / "grpo"
     train = [
         *(task("tool", "say a", 3), task("stream", "say b"), task("crash", "say c"), task("overlong", "too long ")),
@@ -182,13 +182,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Training:
 
 @pytest.fixture(scope="session")
 def variants_of_rewards(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Training]:
-    """One real step of PPO and one of REINFORCE++."""
+    """Trainings of one real step of PPO and one of REINFORCE++."""
     return run_variants(tmp_path_factory.mktemp("verl-rewards"), model, ("ppo", "reinforce"))
 
 
 @pytest.fixture(scope="session")
 def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Training]:
-    """One real step of other settings; three of LoRA, the first of which has nothing to train on."""
+    """Trainings of one real step with other settings, and of three with LoRA, of which the first trains on nothing."""
     return run_variants(tmp_path_factory.mktemp("verl-variants"), model, ("rloo", "credit", "lora"))
 
 

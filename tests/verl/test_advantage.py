@@ -1,4 +1,4 @@
-"""Advantages of rows by verl's estimators, where each rollout counts once."""
+"""Advantages of rows by verl's estimators, in which each rollout counts once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of verl's imports
 
 
 @pytest.mark.parametrize("rejected", [(), (0,), (1,), (0, 1)])
-def test_rejected_rows_leave_the_other_rows_of_their_rollout_its_advantage(rejected: tuple[int, ...]) -> None:
+def test_rejected_rows_do_not_change_the_advantage_of_other_rows_of_their_rollout(rejected: tuple[int, ...]) -> None:
     from tensordict import TensorDict
     from verl.protocol import DataProto
 

@@ -69,19 +69,19 @@ def test_calls_without_tokens_or_logprobs_are_counted() -> None:
         assert sorted(built.left_out.values()) == ["no_logprobs", "no_tokens"]
 
 
-def test_a_response_of_observations_only_is_cut_to_nothing() -> None:
+def test_a_response_cut_before_its_first_sampled_token_is_empty() -> None:
     row = BatchRow([1], [2, 3, 4], [0, 0, 1], [0.0, 0.0, -1.0])
     assert cut_row(row, 2)
     assert row.response_ids == []
 
 
-def test_a_placeholder_trains_nothing() -> None:
+def test_a_placeholder_row_has_no_token_to_train_on() -> None:
     row = placeholder_row(7)
     assert sum(row.response_mask) == 0
     assert len(row.prompt_ids) == len(row.response_ids) == len(row.response_mask) == len(row.response_logprobs) == 1
 
 
-def test_weight_versions_of_a_rollout_are_a_range() -> None:
+def test_the_weight_versions_of_a_rollout_are_reported_as_a_range() -> None:
     rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
     assert weight_range(rows, 7) == (0, 1)
     assert weight_range([placeholder_row(0)], 7) == (7, 7)
@@ -91,7 +91,7 @@ def test_a_step_without_rollouts_has_no_metrics() -> None:
     assert summarize([]) == {}
 
 
-def test_rollouts_without_rows_count_in_every_mean() -> None:
+def test_rollouts_without_rows_count_in_the_mean_metrics() -> None:
     built = BuiltRows([BatchRow([1], [2] * 10, [1] * 10, [0.0] * 10)], calls=2)
     good = RolloutStats(1.0, True, built=built, queue_s=1.0, run_s=2.0, call_s=(0.5, 1.5))
     bad = RolloutStats(0.0, False, "ValueError", queue_s=3.0, run_s=4.0)
@@ -101,7 +101,7 @@ def test_rollouts_without_rows_count_in_every_mean() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of verl's imports
-def test_rewards_of_calls_are_kept_beside_their_rows() -> None:
+def test_rewards_of_calls_are_kept_in_the_extra_fields_of_rows() -> None:
     from agentlightning_algorithms.verl.rollout.agent_loop import episode_to_outputs
 
     rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
@@ -112,7 +112,7 @@ def test_rewards_of_calls_are_kept_beside_their_rows() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of verl's imports
-def test_the_advantages_of_calls_with_credit_are_those_of_grpo() -> None:
+def test_advantages_of_calls_with_credit_equal_the_advantages_of_grpo() -> None:
     from agentlightning_algorithms.verl.training.advantage import call_advantages
 
     def credited(turn: int, value: float) -> agl.Triplet:
@@ -139,11 +139,11 @@ def test_the_advantages_of_calls_with_credit_are_those_of_grpo() -> None:
     expected = compute_advantages(items)
     assert found[:3, 0].tolist() == found[:3, 1].tolist() == pytest.approx(expected[::2])
     assert found[:3, 3].tolist() == pytest.approx(expected[1::2])
-    assert found[:, 2].tolist() == [0.0] * 4, "the tokens between the calls were given"
+    assert found[:, 2].tolist() == [0.0] * 4, "tokens between the calls were not sampled"
     assert found[3].tolist() == [0.0] * 4
 
 
-def test_the_calls_of_a_failed_rollout_get_its_reward() -> None:
+def test_every_call_of_a_failed_rollout_gets_the_failed_reward() -> None:
     calls = [call.model_copy(update={"metadata": {**call.metadata, "credit": "x", "turn": None}}) for call in CHAIN]
     (row,) = build_rows(calls, kind="trajectory", max_prompt=9, max_response=9, failed_reward=-1.0).rows
     assert [tuple(credit) for credit in row.credit] == [(0, 2, -1.0, None), (3, 4, -1.0, None)]

@@ -1,4 +1,4 @@
-"""verl's configuration as users write it."""
+"""Configurations of verl as users write them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from agentlightning_algorithms.verl.default import CPU_DEFAULTS, DEFAULTS
 REPO = Path(__file__).resolve().parents[2]
 
 
-def test_our_defaults_override_verls_and_the_users_keys_override_both() -> None:
+def test_our_defaults_override_defaults_of_verl_and_keys_of_the_user_override_both() -> None:
     composed = compose_config({"data": {"train_batch_size": 64}, "algorithm.gamma": 0.9})
     assert composed.data.train_batch_size == 64
     assert composed.algorithm.gamma == 0.9
@@ -31,7 +31,7 @@ def test_our_defaults_override_verls_and_the_users_keys_override_both() -> None:
     assert composed.algorithm.lam == 1.0  # verl's
 
 
-def test_the_defaults_of_the_contract_hold() -> None:
+def test_the_defaults_have_the_documented_values() -> None:
     composed = compose_config({})
     actor, model = composed.actor_rollout_ref.actor, composed.actor_rollout_ref.model
     assert composed.algorithm.adv_estimator == "grpo"
@@ -44,7 +44,7 @@ def test_the_defaults_of_the_contract_hold() -> None:
     assert model.use_remove_padding is model.enable_gradient_checkpointing is True
 
 
-def test_verl_has_a_key_for_each_of_our_defaults() -> None:
+def test_verl_has_the_key_of_each_of_our_defaults() -> None:
     compose_config({**DEFAULTS, **CPU_DEFAULTS})  # as a user's keys, which are checked
 
 
@@ -71,25 +71,25 @@ def test_verl_has_a_key_for_each_of_our_defaults() -> None:
         ),
     ],
 )
-def test_an_error_about_a_key_or_value_names_the_right_one(config: dict[str, Any], message: str) -> None:
+def test_the_error_about_a_key_or_value_suggests_a_valid_one(config: dict[str, Any], message: str) -> None:
     with pytest.raises(agl.ConfigError, match=re.escape(message)):
         compose_config(config)
 
 
-def test_mappings_that_verl_leaves_open_take_any_key() -> None:
+def test_mappings_that_are_open_in_verl_accept_any_key() -> None:
     key = "actor_rollout_ref.model.override_config"
     composed = compose_config({key: {"rope": {"factor": 2}}, "actor_rollout_ref.rollout.engine_kwargs.vllm": {"a": 1}})
     assert composed.actor_rollout_ref.model.override_config.rope.factor == 2
     assert composed.actor_rollout_ref.rollout.engine_kwargs.vllm.a == 1
 
 
-def test_a_field_that_only_verls_dataclass_has_is_known() -> None:
+def test_a_key_that_only_a_dataclass_of_verl_has_is_accepted() -> None:
     key = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
     composed = compose_config({key: {"param_dtype": "bf16"}})
     assert composed.actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype == "bf16"
 
 
-def test_a_key_with_a_plus_is_added_unchecked() -> None:
+def test_a_key_with_a_plus_is_added_without_a_check() -> None:
     assert compose_config({"+trainer.mine": 1}).trainer.mine == 1
 
 
@@ -99,7 +99,7 @@ def test_the_composed_configuration_can_be_printed() -> None:
     assert dump_config(compose_config({})) == dump_config(compose_config({}))
 
 
-def test_the_command_prints_the_configuration_and_loads_neither_verl_nor_ray_nor_torch(tmp_path: Path) -> None:
+def test_agl_train_prints_the_configuration_without_importing_verl_ray_or_torch(tmp_path: Path) -> None:
     algorithm = {"name": "verl", "config": {"trainer.device": "cpu", "data.train_batch_size": 64}}
     (tmp_path / "train.yaml").write_text(yaml.safe_dump({"agent": "mine:agent", "algorithm": algorithm}))
     program = (
@@ -116,7 +116,7 @@ def test_the_command_prints_the_configuration_and_loads_neither_verl_nor_ray_nor
     assert ended.stderr == "set()\n"
 
 
-def test_the_hydra_configuration_of_a_users_script_stays(tmp_path: Path) -> None:
+def test_the_hydra_configuration_of_the_users_script_is_kept(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("a: 1")
     _compose_own.cache_clear()
     with initialize_config_dir(str(tmp_path), version_base=None):
@@ -124,7 +124,7 @@ def test_the_hydra_configuration_of_a_users_script_stays(tmp_path: Path) -> None
         assert compose("mine").a == 1
 
 
-def test_bypass_mode_reaches_the_loss() -> None:
+def test_bypass_mode_is_set_in_the_loss_configuration() -> None:
     composed = compose_config({"algorithm.rollout_correction": {"bypass_mode": True, "rollout_rs": "token_k1"}})
     loss = composed.actor_rollout_ref.actor.policy_loss
     assert (loss.loss_mode, loss.rollout_correction.rollout_rs) == ("bypass_mode", "token_k1")
@@ -139,12 +139,12 @@ def test_the_error_about_an_unsupported_verl_names_the_supported_releases(monkey
 
 
 @pytest.mark.parametrize("settings", [{"rows": "rollout"}, {"rollout_timeout_s": 0}, {"drain_timeout_s": -1}])
-def test_settings_of_ours_are_checked(settings: dict[str, Any]) -> None:
+def test_invalid_settings_of_our_algorithm_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(agl.ConfigError, match=next(iter(settings))):
         agl.VERL({}, **settings)
 
 
-def test_the_runs_seed_replaces_seeds_that_are_not_given(tmp_path: Path) -> None:
+def test_the_seed_of_the_run_replaces_only_seeds_that_are_not_given(tmp_path: Path) -> None:
     batch = {"data.train_batch_size": 2, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}
     algorithm = agl.VERL({**batch, "actor_rollout_ref.rollout.seed": 5})
     algorithm.context = agl.RunContext(seed=7)
@@ -157,7 +157,7 @@ def test_the_runs_seed_replaces_seeds_that_are_not_given(tmp_path: Path) -> None
     assert config.actor_rollout_ref.rollout.seed == 5
 
 
-def test_verl_finds_the_dataset_of_the_tasks(tmp_path: Path) -> None:
+def test_verl_can_load_the_dataset_class_of_the_tasks(tmp_path: Path) -> None:
     batch = {"data.train_batch_size": 2, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}
     algorithm = agl.VERL(batch)
     algorithm.context = agl.RunContext()
@@ -183,7 +183,7 @@ async def test_a_credit_rule_is_refused_with_settings_for_whole_rollouts(
 
 
 @pytest.mark.parametrize("config", [{}, {"actor_rollout_ref": {"model": {"path": "other"}}}])
-def test_a_training_begins_with_the_best_model_of_a_run(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_training_from_a_run_directory_begins_with_the_best_model(config: dict[str, Any], tmp_path: Path) -> None:
     TrainingRecord(algorithm="sft", base="Qwen/Qwen2.5-0.5B-Instruct").write(tmp_path)
     (tmp_path / "best").mkdir()
     algorithm = agl.VERL(config, model=str(tmp_path))

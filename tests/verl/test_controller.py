@@ -1,4 +1,4 @@
-"""Rows of rollouts, and open rollouts of a run that is resumed."""
+"""Rows of rollouts, and open rollouts of a resumed run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_rollouts_left_open_before_a_resume_are_cancelled() -> None:
     await store.close()
 
 
-def test_a_rollout_gives_no_rows_of_the_calls_of_another_model() -> None:
+def test_calls_of_another_model_give_no_rows() -> None:
     spans = [
         agl.types.Span.from_attributes(
             attributes={

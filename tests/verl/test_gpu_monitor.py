@@ -20,7 +20,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_utilization_and_memory_of_all_gpus_are_reported_once(tool: Path) -> None:
+def test_the_monitor_reports_mean_utilization_and_largest_memory_over_all_gpus(tool: Path) -> None:
     monitor = GPUMonitor()
     try:
         deadline = time.monotonic() + 60

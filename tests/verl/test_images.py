@@ -17,7 +17,7 @@ from agentlightning_algorithms.verl.rollout.images import ImageLoader
 pytestmark = pytest.mark.filterwarnings("ignore")  # of verl's imports
 
 RED, BLUE, GREEN = image_url("red", 16), image_url("blue", 16), image_url("green", 24)
-"""Images of 4, 4 and 9 tokens."""
+"""Images with 4, 4 and 9 tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def rows_of(*calls: agl.Triplet, limit: int = 99) -> BuiltRows:
 
 
 def with_images(processor: Any, sizes: list[int], urls: list[str]) -> BuiltRows:
-    """One row whose prompt has runs of image tokens of these lengths."""
+    """Returns one row whose prompt has runs of image tokens of these lengths."""
     prompt = [token for size in sizes for token in [1, *[processor.image_token_id] * size]]
     return rows_of(call([*prompt, 1], [2], *urls))
 
@@ -59,12 +59,12 @@ def test_each_image_of_a_conversation_is_in_its_row_once_and_in_order() -> None:
     assert [turn.end - turn.start for turn in row.calls] == [1, 1]
 
 
-def test_calls_whose_earlier_image_changed_become_rows_of_their_own() -> None:
+def test_calls_whose_earlier_image_changed_become_separate_rows() -> None:
     first, second = call([1, 2], [3], RED), call([1, 2, 3, 4, 5], [6], BLUE)
     assert [row.image_urls for row in rows_of(first, second).rows] == [[RED], [BLUE]]
 
 
-def test_a_row_with_images_is_dropped_where_one_of_text_is_cut() -> None:
+def test_a_row_that_is_too_long_is_dropped_if_it_has_images_and_cut_if_it_has_none() -> None:
     calls = [call([1, 2], [3]), call([1, 2, 3, 4, 5], [6])]
     assert [row.response_ids for row in rows_of(*calls, limit=2).rows] == [[3]]
     calls = [call([1, 2], [3], RED), call([1, 2, 3, 4, 5], [6], RED)]
@@ -87,14 +87,16 @@ def test_verl_gets_the_images_of_a_row_in_the_order_of_its_prompt(processor: Any
     assert text.multi_modal_data is None
 
 
-def test_a_transparent_image_is_shown_on_white(processor: Any, loader: ImageLoader) -> None:
+def test_a_transparent_image_gets_a_white_background(processor: Any, loader: ImageLoader) -> None:
     built = with_images(processor, [4], [image_url("#ff000080", 16, mode="RGBA")])
     assert loader.load(built, "ro-1") == []
     (image,) = built.rows[0].images
     assert (image.mode, image.getpixel((0, 15))) == ("RGB", (255, 127, 127))
 
 
-def test_rows_whose_images_have_other_tokens_at_the_server_are_dropped(processor: Any, loader: ImageLoader) -> None:
+def test_rows_whose_images_have_another_number_of_tokens_at_the_server_are_dropped(
+    processor: Any, loader: ImageLoader
+) -> None:
     for reported in ([1, 9], [4, 1], [4, 9, 1]):
         built = with_images(processor, reported, [RED, GREEN])
         (explanation,) = loader.load(built, "ro-1")
@@ -103,13 +105,13 @@ def test_rows_whose_images_have_other_tokens_at_the_server_are_dropped(processor
         assert set(built.left_out.values()) == {"unusable_images"}
 
 
-def test_settings_of_the_processor_count_as_they_do_for_verl(processor: Any) -> None:
+def test_image_settings_of_the_processor_are_used_as_in_verl(processor: Any) -> None:
     smaller = ImageLoader(processor, "tiny", {"min_pixels": 64, "max_pixels": 64})
     assert smaller.load(with_images(processor, [1, 1], [RED, GREEN]), "ro-1") == []
     assert len(smaller.load(with_images(processor, [4, 9], [RED, GREEN]), "ro-1")) == 1
 
 
-def test_rows_in_which_the_model_sampled_tokens_of_media_are_dropped(processor: Any, loader: ImageLoader) -> None:
+def test_rows_with_sampled_image_or_video_tokens_are_dropped(processor: Any, loader: ImageLoader) -> None:
     for token in (processor.image_token_id, processor.video_token_id):
         built = rows_of(call([1], [token]), call([1, 3], [2]))
         assert loader.load(built, "ro-1") == ["the model sampled 1 tokens that stand for images or videos"]
@@ -125,16 +127,16 @@ def test_rows_with_an_image_that_cannot_be_read_are_dropped(processor: Any, load
         assert (built.rows, built.dropped) == ([], {"image_unreadable": 1})
 
 
-def test_a_model_of_text_refuses_images_and_keeps_rows_of_text() -> None:
+def test_a_text_model_refuses_images_and_keeps_rows_of_text() -> None:
     loader = ImageLoader(None, "tiny-text")
     built = rows_of(call([1], [2]))
     assert loader.load(built, "ro-1") == []
     assert len(built.rows) == 1
-    with pytest.raises(agl.errors.ConfigError, match="ro-1 sent images to the model, and tiny-text has no processor"):
+    with pytest.raises(agl.errors.ConfigError, match="ro-1 sent images to the model, but tiny-text has no processor"):
         loader.load(rows_of(call([1], [2], RED)), "ro-1")
 
 
-async def test_a_rollout_with_an_image_behind_a_url_is_refused_by_name(loader: ImageLoader) -> None:
+async def test_the_error_about_an_image_that_is_not_a_data_uri_names_rollout_and_image(loader: ImageLoader) -> None:
     from omegaconf import OmegaConf
 
     from agentlightning_algorithms.rollout_result import read_result
@@ -171,7 +173,7 @@ async def test_a_rollout_with_an_image_behind_a_url_is_refused_by_name(loader: I
     await store.close()
 
 
-def test_dropping_one_of_two_equal_rows_leaves_the_other() -> None:
+def test_dropping_one_of_two_equal_rows_keeps_the_other() -> None:
     row, other = BatchRow([1], [2], [1], [0.0]), BatchRow([1], [2], [1], [0.0])
     built = BuiltRows([row, other])
     built.drop(other, "image_unreadable", "unusable_images")

@@ -11,7 +11,7 @@ from agentlightning_algorithms.verl.inference.lora import merge_adapter
 
 @pytest.mark.filterwarnings("ignore")  # of peft's imports
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_merged_weights_equal_those_of_peft(use_rslora: bool) -> None:
+def test_merged_weights_equal_the_weights_merged_by_peft(use_rslora: bool) -> None:
     from peft import LoraConfig, get_peft_model
     from peft.utils.save_and_load import get_peft_model_state_dict
 

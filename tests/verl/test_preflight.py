@@ -43,6 +43,8 @@ def test_a_complete_configuration_passes(model: Path) -> None:
         ({"actor_rollout_ref.actor.loss_agg_mode": "mean"}, "Invalid loss_agg_mode: mean"),
     ],
 )
-def test_the_error_about_an_impossible_run_says_what_to_do(model: Path, config: dict[str, Any], message: str) -> None:
+def test_the_error_about_an_impossible_run_names_the_wrong_setting(
+    model: Path, config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(agl.ConfigError, match=re.escape(message)):
         check_run(compose(model, config))

@@ -39,7 +39,7 @@ def record(*rows: object, **options: bool) -> tuple[list[TrainedRow], dict[str, 
     return kept, {entry.rollout_id: entry for entry in entries}
 
 
-def test_flat_groups_are_not_trained_on_unless_the_loss_has_other_terms() -> None:
+def test_flat_groups_are_recorded_as_trained_only_if_the_loss_has_other_terms() -> None:
     flat = [row(name, "flat", 1.0, [0.0] * 4, [1, 1, 0, 1]) for name in "ab"]
     rows, entries = record(*flat)
     assert (rows, {entry.outcome for entry in entries.values()}) == ([], {"flat_group"})
@@ -57,7 +57,7 @@ def test_drift_counts_the_updates_since_the_calls_of_the_batch_were_sampled() ->
     assert mean_drift([], 4) == 0.0
 
 
-def test_a_call_whose_tokens_were_rejected_is_a_mismatch_and_the_rest_of_its_row_is_trained_on() -> None:
+def test_a_rejected_call_is_recorded_as_a_mismatch_and_other_calls_of_its_row_as_trained() -> None:
     rows, entries = record(
         row("a", "g", 1.0, [1.0, 1.0, 0.0, 0.0], [1, 1, 0, 0]), row("b", "g", 0.0, [-1.0] * 2 + [0.0] * 2, [0] * 4)
     )
@@ -67,7 +67,7 @@ def test_a_call_whose_tokens_were_rejected_is_a_mismatch_and_the_rest_of_its_row
     assert (rows[0].texts[3], rows[0].calls[0].weight_version) == ("<3>", 4)
 
 
-def test_advantages_that_differ_within_a_call_are_kept_by_token() -> None:
+def test_advantages_that_differ_within_a_call_are_recorded_for_each_token() -> None:
     rows, _ = record(
         row("a", "g", 1.0, [1.0, 0.5, 0.0, 0.25], [1, 1, 0, 1]), row("b", "g", 0.0, [0.5] * 4, [1, 1, 0, 1])
     )

@@ -27,7 +27,7 @@ STEPS = (1, 2, 3)
 
 
 def rows_of(training: Training, step: int) -> list[dict[str, Any]]:
-    """The rows of a step; of a step that was done twice, those of the second."""
+    """Returns the rows of a step; of the second try if the step was repeated."""
     rows = [row for row in training.rows if row["step"] == step and not row["padding"]]
     return [row for row in rows if row["life"] == rows[-1]["life"]]
 
@@ -83,7 +83,7 @@ def test_weights_change_and_each_version_is_published(trained: Training) -> None
     assert all(trained.metrics[step]["actor/grad_norm"] > 0 for step in STEPS)
 
 
-def test_a_batch_gets_as_many_optimizer_steps_whatever_its_rows(trained: Training) -> None:
+def test_the_number_of_optimizer_steps_of_a_batch_does_not_depend_on_its_number_of_rows(trained: Training) -> None:
     assert len({len(rows_of(trained, step)) for step in STEPS}) > 1, "the steps had different numbers of rows"
     for step in STEPS:
         checkpoint = trained.directory / "checkpoints" / f"global_step_{step}" / "actor"
@@ -92,7 +92,7 @@ def test_a_batch_gets_as_many_optimizer_steps_whatever_its_rows(trained: Trainin
         assert trained.metrics[step]["optimizer_steps"] == 4 // 2
 
 
-def test_advantages_equal_those_of_verl_for_rollouts(trained: Training) -> None:
+def test_advantages_of_rows_equal_the_advantages_of_verl_for_whole_rollouts(trained: Training) -> None:
     import numpy
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
@@ -116,7 +116,7 @@ def test_advantages_equal_those_of_verl_for_rollouts(trained: Training) -> None:
                 )
 
 
-def test_rewards_stay_float32_and_are_the_agents_own(trained: Training) -> None:
+def test_rewards_are_the_agents_rewards_in_float32(trained: Training) -> None:
     from agentlightning.reward import find_final_reward
 
     rewards = defaultdict(list)
@@ -142,10 +142,10 @@ def test_an_agent_that_crashes_is_counted_and_does_not_stall_training(trained: T
 def test_an_agent_that_hangs_is_stopped_and_counted(trained: Training) -> None:
     assert [trained.metrics[step].get("errors/Timeout", 0) for step in STEPS] == [0, 4, 0]
     assert trained.metrics[2]["run_s_max"] >= TIMEOUT_S
-    assert trained.metrics[2]["rollouts_without_reward"] == 8  # of agents that hang, and of those that return nothing
+    assert trained.metrics[2]["rollouts_without_reward"] == 8  # of agents that hang and of agents that return nothing
 
 
-def test_an_agent_that_returns_nothing_counts_as_failed_reward(trained: Training) -> None:
+def test_a_rollout_whose_agent_returns_nothing_gets_the_failed_reward(trained: Training) -> None:
     silent = {r.metadata["group"] for r in trained.rollouts if r.mode == "train" and r.metadata["task_id"] == 6}
     (sessions,) = [sessions for group, sessions in by_group(rows_of(trained, 2)).items() if group in silent]
     assert [[sum(row["rm_scores"]) for row in session] for session in sessions.values()] == [[0.0]] * 4
@@ -159,7 +159,7 @@ def test_a_prompt_that_is_too_long_is_dropped_or_refused_and_counted(trained: Tr
         assert trained.metrics[step]["rollouts_without_rows"] == 4
 
 
-def test_failing_agents_remove_no_task_from_its_batch(trained: Training) -> None:
+def test_tasks_of_failing_agents_stay_in_the_batch(trained: Training) -> None:
     for step in STEPS:
         assert trained.metrics[step]["valid_ratio"] == 0.5
         groups = by_group(rows_of(trained, step))
@@ -167,7 +167,7 @@ def test_failing_agents_remove_no_task_from_its_batch(trained: Training) -> None
         assert len(groups) == 4, "each task has its group, even if its agent failed"
 
 
-def test_streamed_calls_with_tools_are_trained_on_like_others(trained: Training) -> None:
+def test_streamed_calls_with_tools_are_trained_on(trained: Training) -> None:
     streamed = [r for r in trained.rollouts if r.mode == "train" and r.metadata["task_id"] == 5]
     assert [rollout.status for rollout in streamed] == ["succeeded"] * 4
     for rollout in streamed:
@@ -177,7 +177,7 @@ def test_streamed_calls_with_tools_are_trained_on_like_others(trained: Training)
         assert all(semconv.GEN_AI_TIME_TO_FIRST_CHUNK in s.attributes for s in calls)
 
 
-def test_calls_of_a_rollout_are_joined_where_their_tokens_continue(trained: Training) -> None:
+def test_calls_of_a_rollout_are_joined_if_their_tokens_continue(trained: Training) -> None:
     joined = [row for step in STEPS for row in rows_of(trained, step) if 0 in row["response_mask"][1:]]
     assert joined
     for row in joined:
@@ -212,7 +212,7 @@ def test_a_killed_run_continues_from_its_checkpoint(trained: Training) -> None:
     before, _, after = trained.log.partition("=== killed ===")
     assert "step    2" in before
     assert "step    3" not in before
-    assert any(r.status == "cancelled" for r in trained.rollouts), "those of the third step were open"
+    assert any(r.status == "cancelled" for r in trained.rollouts), "rollouts of the third step were open"
     assert "step    1" not in after
     assert "step    3" in after
     tasks = {
@@ -235,12 +235,12 @@ def test_metrics_describe_the_rollouts(trained: Training) -> None:
 
 
 def records_of(training: Training, name: str, step: int) -> list[Any]:
-    """The spans of a step's training records."""
+    """Returns the spans of a step's training records."""
     spans = [span for spans in training.spans.values() for span in spans if span.name == name]
     return [span for span in spans if span.attributes["agentlightning.training.step"] == step]
 
 
-def test_the_ledger_of_each_step_accounts_for_all_of_its_rollouts(trained: Training) -> None:
+def test_the_ledger_of_each_step_has_an_entry_for_every_rollout(trained: Training) -> None:
     for step in STEPS:
         entries = {span.rollout_id: LedgerEntry.from_span(span) for span in records_of(trained, LEDGER_SPAN, step)}
         tasks: dict[str, int] = {
@@ -249,7 +249,7 @@ def test_the_ledger_of_each_step_accounts_for_all_of_its_rollouts(trained: Train
             if r.mode == "train" and r.metadata["step"] == step - 1 and r.status in ("succeeded", "failed")
         }
         assert entries.keys() <= tasks.keys()
-        assert len(entries) == 16, "4 tasks, 4 rollouts of each: all of the batch"
+        assert len(entries) == 16, "all of the batch: 4 tasks with 4 rollouts each"
         counts = Counter(entry.outcome for entry in entries.values())
         reported = {name: value for name, value in trained.metrics[step].items() if name.startswith("outcome/")}
         assert reported == {f"outcome/{name}": count for name, count in counts.items()}
@@ -261,7 +261,7 @@ def test_the_ledger_of_each_step_accounts_for_all_of_its_rollouts(trained: Train
         assert by_task[6 if step == 2 else 3] == ({"no_calls"} if step == 2 else {"too_long"})
 
 
-def test_each_trained_row_is_recorded_as_verl_trained_on_it(trained: Training) -> None:
+def test_the_record_of_a_row_has_the_values_that_verl_trained_on(trained: Training) -> None:
     def show(mask: Any, advantages: Any, logprobs: Any) -> tuple[list[int], list[float], list[float]]:
         kept = [round(value, 4) for value, is_kept in zip(logprobs, mask, strict=True) if is_kept]
         return mask, [round(value, 4) for value in advantages], kept
@@ -284,12 +284,12 @@ def test_each_trained_row_is_recorded_as_verl_trained_on_it(trained: Training) -
             assert set(row.texts) == {*row.prompt_ids, *row.response_ids}
 
 
-def test_recording_costs_at_most_three_hundredths_of_a_step(trained: Training) -> None:
+def test_recording_takes_at_most_3_percent_of_a_step(trained: Training) -> None:
     shares = [trained.metrics[step]["record_s"] / trained.metrics[step]["timing_s/step"] for step in STEPS]
-    assert statistics.median(shares) <= 0.03, shares  # of a single step, neighbours on the machine change it
+    assert statistics.median(shares) <= 0.03, shares  # the median, because other processes disturb single steps
 
 
-def test_metrics_tell_data_sources_and_turns_apart(trained: Training) -> None:
+def test_metrics_are_reported_per_data_source_and_per_turn(trained: Training) -> None:
     assert {"val_reward/easy", "val_reward/hard"} <= set(trained.metrics[2])
     metrics = trained.metrics[1]
     assert metrics["turn/1/calls"] > metrics["turn/2/calls"] >= metrics["turn/3/calls"] == 4
@@ -316,7 +316,7 @@ def check_step(training: Training, name: str) -> None:
     assert any(first_advantage(row) for row in rows_of(training, 1))
 
 
-def test_ppo_trains_its_critic_too_and_each_token_has_an_advantage_of_its_own(
+def test_ppo_trains_its_critic_and_gives_each_token_its_own_advantage(
     variants_of_rewards: dict[str, Training],
 ) -> None:
     training = variants_of_rewards["ppo"]
@@ -370,7 +370,7 @@ def test_a_credit_rule_gives_the_calls_of_joined_rows_the_advantages_of_grpo(var
 
 
 @pytest.mark.soak  # three more runs of verl
-def test_transitions_give_a_row_for_every_call(variants: dict[str, Training]) -> None:
+def test_with_transition_rows_every_call_becomes_a_row(variants: dict[str, Training]) -> None:
     metrics = variants["rloo"].metrics[1]
     assert metrics["rows"] == metrics["calls"] == 3 * (3 + 1)
 

@@ -31,7 +31,7 @@ TASKS = {
     "long": show("green", 64, 64, 64, 64, 64),
     "collapsed": show("black", 16, text=COLLAPSED),
 }
-"""Each image of 16, 24 and 64 pixels has 4, 9 and 64 tokens."""
+"""Tasks by kind. Images of 16, 24 and 64 pixels have 4, 9 and 64 tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def trained_on_images(tmp_path_factory: pytest.TempPathFactory, vision_model: Pa
 
 @pytest.fixture(scope="module")
 def sampler(vision_model: Path) -> tuple[Any, Any]:
-    """The processor and the model of the first step."""
+    """Processor and model of the first step."""
     from tiny_vision_model import register_processor
     from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 
@@ -62,7 +62,7 @@ def sampler(vision_model: Path) -> tuple[Any, Any]:
 
 
 def records(training: Training, name: str, step: int, task: str) -> list[Any]:
-    """The training records of a task's rollouts."""
+    """Returns the training records of a task's rollouts."""
     place = list(TASKS).index(task)
     rollouts = [r for r in training.rollouts if r.mode == "train" and r.metadata["task_id"] == place]
     spans = [span for rollout in rollouts for span in training.spans[rollout.rollout_id] if span.name == name]
@@ -71,7 +71,7 @@ def records(training: Training, name: str, step: int, task: str) -> list[Any]:
 
 
 def logprobs_of(row: TrainedRow, sampler: tuple[Any, Any], urls: list[str]) -> list[float]:
-    """Of the sampled tokens of a row, by the model of the first step with these images."""
+    """Returns the log-probabilities of a row's sampled tokens, by the model of the first step with these images."""
     processor, model = sampler
     ids = [*row.prompt_ids, *row.response_ids]
     images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
@@ -94,9 +94,7 @@ def test_sampler_and_trainer_agree_on_every_token_of_rows_with_images(trained_on
         assert trained_on_images.metrics[step]["actor/grad_norm"] > 0
 
 
-def test_the_trainer_sees_the_pixels_of_the_row_in_their_order(
-    trained_on_images: Training, sampler: tuple[Any, Any]
-) -> None:
+def test_the_trainer_gets_the_images_of_a_row_in_order(trained_on_images: Training, sampler: tuple[Any, Any]) -> None:
     for row in records(trained_on_images, ROW_SPAN, 1, "two"):
         pixels = [image_url("red", 16), image_url("red", 24)]
         own = [value for value, kept in zip(row.trainer_logprobs, row.mask, strict=True) if kept]
@@ -106,7 +104,7 @@ def test_the_trainer_sees_the_pixels_of_the_row_in_their_order(
             assert max(gaps) > 1e-2, "another image of the same size gives other log-probabilities"
 
 
-def test_an_image_of_a_later_call_is_among_the_given_tokens_of_its_row(
+def test_tokens_of_an_image_in_a_later_call_are_masked_in_its_row(
     trained_on_images: Training, sampler: tuple[Any, Any]
 ) -> None:
     pad = sampler[0].image_token_id
@@ -119,7 +117,7 @@ def test_an_image_of_a_later_call_is_among_the_given_tokens_of_its_row(
                 assert len(row.calls) == 2
 
 
-def test_the_weights_that_read_images_are_trained(trained_on_images: Training, sampler: tuple[Any, Any]) -> None:
+def test_the_weights_of_the_vision_encoder_are_trained(trained_on_images: Training, sampler: tuple[Any, Any]) -> None:
     before = sampler[1].state_dict()
     folder = trained_on_images.directory / "checkpoints" / f"global_step_{STEPS[-1]}" / "actor"
     after = torch.load(folder / "model_world_size_1_rank_0.pt", weights_only=False)
@@ -130,7 +128,9 @@ def test_the_weights_that_read_images_are_trained(trained_on_images: Training, s
         assert not torch.equal(weight, before[name]), name
 
 
-def test_rows_that_cannot_be_trained_on_are_in_the_ledger_and_the_rest_is_trained(trained_on_images: Training) -> None:
+def test_rows_that_cannot_be_trained_on_are_in_the_ledger_and_other_rows_are_trained_on(
+    trained_on_images: Training,
+) -> None:
     for step in STEPS:
         metrics = trained_on_images.metrics[step]
         assert (metrics["dropped/image_tokens_differ"], metrics["dropped/image_row_too_long"]) == (N, N)

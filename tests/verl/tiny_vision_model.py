@@ -1,4 +1,4 @@
-"""A tiny Qwen2-VL of random weights, with a tokenizer of bytes and a processor of images."""
+"""A tiny Qwen2-VL with random weights, a tokenizer of bytes and an image processor."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor as
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 PLACEHOLDERS = ["<|image_pad|>", "<|video_pad|>"]
 PATCH = 4
-"""Pixels; a token of the model stands for 2 by 2 patches."""
+"""Size of a patch in pixels; a token of the model represents 2 by 2 patches."""
 
 
 class Qwen2VLProcessor(FullProcessor):
-    """Without videos, because transformers reads them with torchvision, of which PyPI has no build without CUDA.
+    """A processor without videos, because transformers reads them with torchvision, which PyPI has only with CUDA.
 
-    It is named as the original, because verl selects the position ids by the name of the processor's class.
+    It has the name of the original, because verl selects the position ids by the name of the processor's class.
     """
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, **_: Any) -> None:
@@ -41,7 +41,7 @@ def register_processor() -> None:
 
 
 def save_tiny_vision_model(directory: Path) -> None:
-    """Writes a model of which a square image of n pixels has (n / 8)^2 tokens."""
+    """Writes a model for which a square image with sides of n pixels has (n / 8)^2 tokens."""
     names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *SPECIAL, *PLACEHOLDERS]
     vocabulary = {piece: place for place, piece in enumerate(names)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -1,4 +1,4 @@
-"""The agents that verl trains in the tests."""
+"""Agents that verl trains in the tests."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ async def agent(task: dict[str, Any], llm: agl.LLM) -> float | None:
         for _ in range(task["turns"]):
             message = await ask(client, llm, messages, stream=kind == "stream")
             said += message.get("content") or ""
-            if kind != "fresh":  # a fresh agent starts every conversation anew
+            if kind != "fresh":  # a fresh agent starts a new conversation with every call
                 messages += [message, {"role": "tool", "content": f"plain = {count_plain(said)}"}]
             if kind == "crash":
                 raise ZeroDivisionError("the agent fell over")
             if kind == "hang":
                 await asyncio.sleep(3600)
-        if kind == "overlong":  # the first prompt is too long for training, this one for the model
+        if kind == "overlong":  # the first prompt is too long for training, and this one is too long for the model
             await ask(client, llm, [{"role": "user", "content": prompt * 9}])
     return count_plain(said) / max(1, len(said))
 

@@ -1,4 +1,4 @@
-"""A training as a user would start it, in a process that a test may kill. It records verl's rows for the test.
+"""A training as a user would start it, in a process that a test may kill, with records of verl's rows for the test.
 
 python tests/verl/verl_train.py JOB.json
 """
@@ -15,7 +15,7 @@ import agentlightning as agl
 
 
 def record_advantages(path: Path) -> None:
-    """Makes the trainers record key, reward, mask and advantages of every row from verl's queue."""
+    """Makes the trainers record key, rewards, mask, advantages and log-probabilities of every row in verl's queue."""
     import transfer_queue
 
     from agentlightning_algorithms.verl.training import trainer

@@ -29,13 +29,13 @@ async def agent(task: dict[str, Any], llm: agl.LLM) -> float:
 
 
 def ask(color: str, size: int, text: str = "look") -> list[dict[str, Any]]:
-    """The content of a message with an image; without one if the size is 0."""
+    """Returns the content of a message with an image, or without an image if the size is 0."""
     said: dict[str, Any] = {"type": "text", "text": text}
     return [said, {"type": "image_url", "image_url": {"url": image_url(color, size)}}] if size else [said]
 
 
 def image_url(color: str, size: int, mode: str = "RGB") -> str:
-    """The data URI of a square image: white above, the color below, so that rows of pixels matter."""
+    """Returns the data URI of a square image: white in the upper half, the color below, so that orientation matters."""
     image = Image.new(mode, (size, size), "white")
     image.paste(Image.new(mode, (size, size), color), (0, size // 2))
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""An inference server for the tiny vision-language model, in the place of the rollout backend ``transformers``."""
+"""An inference server for the tiny vision-language model, which replaces the rollout backend ``transformers``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 
 
 def install() -> None:
-    """Makes the replicas of this process serve images, and verl find the processor of the tiny model."""
+    """Makes replicas of this process serve images, and registers the processor of the tiny model for verl."""
     from agentlightning_algorithms.verl.inference import replica
 
     register_processor()
@@ -29,7 +29,7 @@ def install() -> None:
 
 
 COLLAPSED = "collapsed"
-"""The first text of a conversation whose images the server reports as one token each."""
+"""First text of a conversation whose images the server reports as one token each."""
 
 
 class VisionServer:
@@ -40,7 +40,7 @@ class VisionServer:
 
     def __init__(self, *, model: str, seed: int, **_: Any) -> None:
         register_processor()
-        # In the folder of the test, because Ray kills this process without any clean-up.
+        # In the folder of the test, because Ray kills this process, which therefore cannot clean up.
         self._folder = Path(tempfile.mkdtemp(dir=Path(model).parent), "model")
         shutil.copytree(model, self._folder)
         self._processor = AutoProcessor.from_pretrained(self._folder)
@@ -146,7 +146,7 @@ class VisionServer:
 
 
 def model_inputs(processor: Any, ids: list[int], images: list[Image.Image]) -> dict[str, Any]:
-    """The inputs of the model, from which it computes positions itself."""
+    """Returns the inputs of the model, without positions, which the model computes itself."""
     tokens = torch.tensor([ids])
     inputs = {
         "input_ids": tokens,

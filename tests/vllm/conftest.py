@@ -27,12 +27,12 @@ class Server:
 
     endpoint: str
     model: Path
-    """Of its first weights."""
+    """Directory of the first weights."""
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serves one model to all tests, which begin with the weights that they publish themselves."""
+    """Serves one model to all tests; each test first publishes its weights."""
     folder = tmp_path_factory.mktemp("vllm")
     model, log, port = folder / "model", folder / "server.log", reserve_port()
     # vLLM's attention on the CPU needs heads of 32 dimensions or more.
@@ -60,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 async def backend(server: Server, tmp_path: Path) -> AsyncIterator[VLLMBackend]:
-    """The backend, connected to the server, which has its first weights."""
+    """The backend, connected to the server, with the first weights loaded."""
     backend = VLLMBackend(endpoint=server.endpoint)
     await backend.start(PolicySetup(model=str(server.model), model_name="policy", directory=tmp_path))
     await backend.load_weights(server.model, 0)
@@ -77,7 +77,7 @@ def policy(server: Server) -> Policy:
 
 @pytest.fixture
 async def gateway(backend: VLLMBackend) -> AsyncIterator[agl.LLMProxy]:
-    """The gateway before the server, with a store of its own."""
+    """A gateway in front of the server, with a new store."""
     gateway = agl.LLMProxy(model_list=[dict(backend.model_entry)], store=agl.InMemoryLightningStore())
     await gateway.start()
     yield gateway

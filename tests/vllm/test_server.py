@@ -34,7 +34,7 @@ TOOL_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool
 
 
 async def ask(gateway: agl.LLMProxy, *, stream: bool = False, **options: Any) -> agl.Triplet:
-    """Calls the model as an agent does, and returns what the adapter makes of the recorded span."""
+    """Calls the model as an agent does, and returns the triplet of the recorded span."""
     store = gateway.store
     rollout = await store.start_rollout({})
     llm: Any = gateway.as_resource(rollout.rollout_id, rollout.attempt.attempt_id, model="policy")
@@ -55,14 +55,14 @@ async def ask(gateway: agl.LLMProxy, *, stream: bool = False, **options: Any) ->
 
 
 def score(policy: Policy, triplet: agl.Triplet, temperature: float = 1.0) -> list[float]:
-    """The trainer's log-probabilities of the recorded tokens."""
+    """Returns the trainer's log-probabilities of the recorded tokens."""
     response = list(triplet.response["token_ids"])
     row = TrainingRow(list(triplet.prompt["token_ids"]), response, [0.0] * len(response), 1.0)
     return policy.score([row], temperature)[0]
 
 
 def change(policy: Policy, seed: int = 1, scale: float = 0.05) -> None:
-    """Moves every weight, as a training step does."""
+    """Changes every weight, as a training step does."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.model.parameters():
@@ -71,7 +71,7 @@ def change(policy: Policy, seed: int = 1, scale: float = 0.05) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_recorded_tokens_and_logprobs_are_those_of_the_trainer(
+async def test_recorded_tokens_and_logprobs_agree_with_the_trainer(
     gateway: agl.LLMProxy, policy: Policy, stream: bool, temperature: float
 ) -> None:
     triplet = await ask(gateway, stream=stream, temperature=temperature, seed=4)
@@ -88,7 +88,7 @@ async def test_a_stream_has_the_tokens_of_the_whole_answer_with_the_same_seed(ga
     assert streamed.metadata["finish_reason"] == whole.metadata["finish_reason"]
 
 
-async def test_reloaded_weights_sample_from_now_on(
+async def test_calls_after_a_reload_are_sampled_with_the_new_weights(
     gateway: agl.LLMProxy, backend: VLLMBackend, policy: Policy, server: Any, tmp_path: Path
 ) -> None:
     before = await ask(gateway, seed=4)
@@ -103,7 +103,7 @@ async def test_reloaded_weights_sample_from_now_on(
 
 
 async def count_running(server: Any) -> float:
-    """The calls that vLLM is sampling."""
+    """Returns the number of calls that vLLM is sampling."""
     url = server.endpoint.removesuffix("/v1") + "/metrics"
     async with aiohttp.ClientSession() as session, session.get(url) as response:
         found = re.search(r"^vllm:num_requests_running\{.*\} (.*)$", await response.text(), re.MULTILINE)
@@ -118,7 +118,7 @@ async def until_running(server: Any, calls: int) -> None:
     raise TimeoutError(f"vLLM never sampled {calls} calls at once")
 
 
-async def test_calls_during_a_reload_finish_or_wait(
+async def test_calls_during_a_reload_use_either_the_old_or_the_new_weights(
     gateway: agl.LLMProxy, backend: VLLMBackend, policy: Policy, server: Any, tmp_path: Path
 ) -> None:
     old = load_policy(server.model)
@@ -164,7 +164,7 @@ def save_adapter(model: Path, directory: Path, seed: int) -> None:
     get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(directory)
 
 
-async def test_adapters_are_sampled_by_name_and_replaced(
+async def test_an_adapter_is_selected_by_name_and_can_be_replaced(
     gateway: agl.LLMProxy, backend: VLLMBackend, policy: Policy, server: Any, tmp_path: Path
 ) -> None:
     entry = dict(backend.model_entry)
@@ -179,14 +179,14 @@ async def test_adapters_are_sampled_by_name_and_replaced(
         own.load_weights(directory)
         assert triplet.response["logprobs"] == pytest.approx(score(own, triplet), abs=1e-4)
         changes.append(max(abs(a - b) for a, b in zip(score(own, triplet), score(policy, triplet), strict=True)))
-    assert min(changes) > 0.05, "the adapter changes nothing"
+    assert min(changes) > 0.05, "the adapter has no effect"
     gateway.update_model_list([entry])
     triplet = await ask(gateway, seed=4)
     assert triplet.response["logprobs"] == pytest.approx(score(policy, triplet), abs=1e-4)
 
 
 def teach(policy: Policy, prompt: list[int], answer: str) -> None:
-    """Fits the model to one answer."""
+    """Trains the model to give one answer."""
     tokens = policy.tokenizer(answer, add_special_tokens=False)["input_ids"]
     ids = torch.tensor([[*prompt, *tokens]])
     labels = torch.tensor([[-100] * len(prompt) + tokens])
@@ -219,7 +219,7 @@ async def test_a_trained_tool_call_is_parsed_and_recorded_with_its_tokens(
         assert triplet.response["logprobs"] == pytest.approx(score(policy, triplet), abs=1e-4)
 
 
-async def test_a_teacher_behind_the_server_scores_as_the_same_model_here(
+async def test_a_teacher_served_by_vllm_scores_like_the_same_model_in_this_process(
     backend: VLLMBackend, policy: Policy, server: Any
 ) -> None:
     settings = TeacherSettings(model="policy", endpoint=server.endpoint)

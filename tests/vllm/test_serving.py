@@ -18,7 +18,7 @@ from tests.vllm.vllm_process import OPTIONS, SERVER, wait_until_ready
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_a_model_is_served_by_a_vllm_command(tmp_path: Path) -> None:
+def test_agl_serve_can_serve_a_model_with_a_vllm_command(tmp_path: Path) -> None:
     model, log, port = tmp_path / "model", tmp_path / "serve.log", reserve_port()
     save_tiny_model(model, hidden_size=128)
     own = shlex.join([*SERVER, "--model", "{model}", "--served-model-name", "{name}", "--port", "{port}"])

@@ -27,17 +27,17 @@ def share_of_digits(text: str) -> float:
 
 
 def counting_agent(task: str, llm: agl.LLM) -> float:
-    """Is rewarded for digits."""
+    """Earns the share of digits in the answer."""
     return share_of_digits(call(llm, task))
 
 
 def two_agents(task: str, writer: agl.LLM, reviewer: agl.LLM) -> float:
-    """Two agents with a policy each."""
+    """Calls two agents, each with its own policy."""
     return (share_of_digits(call(writer, task)) + share_of_digits(call(reviewer, task))) / 2
 
 
 def train(agent: Any, server: Any, directory: Path, **settings: Any) -> list[dict[str, float]]:
-    """Trains, and returns the metrics of each step."""
+    """Trains and returns the metrics of each step."""
     store = agl.create_store("memory://")
     algorithm = {
         "name": "grpo",
@@ -60,7 +60,7 @@ def train(agent: Any, server: Any, directory: Path, **settings: Any) -> list[dic
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_policy_learns_and_the_server_follows_its_weights(server: Any, tmp_path: Path) -> None:
+def test_the_policy_learns_and_the_server_samples_with_its_newest_weights(server: Any, tmp_path: Path) -> None:
     steps = train(counting_agent, server, tmp_path, steps=12, update={"lr": 3e-3, "minibatches": 2})
     assert len(steps) == 12
     for step in steps:

@@ -1,4 +1,4 @@
-"""The recorded answers of the fake server have the fields of the real one."""
+"""Recorded answers of the fake server have the fields of the real server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def request(server: Any, method: str, path: str, body: Any = None) -> Any:
 
 
 def missing(recorded: Any, real: Any, place: str = "") -> list[str]:
-    """The fields of a recorded answer that the real one lacks, or has with another type."""
+    """Returns the fields of a recorded answer that the real answer lacks or has with another type."""
     if isinstance(recorded, dict) and isinstance(real, dict):
         return [
             place + name if name not in real else item
@@ -72,8 +72,8 @@ async def test_recorded_chunks_have_the_fields_of_the_real_stream(server: Any) -
     recorded: list[dict[str, Any]] = WIRE["stream"]
     assert not missing(recorded[0], real[0])
     with_prompt = [[bool(chunk.get("prompt_token_ids")) for chunk in chunks] for chunks in (recorded, real)]
-    assert [sum(chunks) for chunks in with_prompt] == [1, 1], "the prompt's tokens come once"
-    assert all(chunks[0] for chunks in with_prompt), "the prompt's tokens come first"
+    assert [sum(chunks) for chunks in with_prompt] == [1, 1], "the prompt's tokens are sent once"
+    assert all(chunks[0] for chunks in with_prompt), "the prompt's tokens are sent in the first chunk"
     fields: list[set[str]] = [set(), set()]
     for seen, chunks in zip(fields, (recorded, real), strict=True):
         for chunk in chunks:

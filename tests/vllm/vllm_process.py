@@ -1,4 +1,4 @@
-"""A process of vLLM."""
+"""Command, environment variables and start of a vLLM process."""
 
 from __future__ import annotations
 

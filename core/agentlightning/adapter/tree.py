@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -183,8 +184,21 @@ def read_agent_name(span: Span) -> str | None:
             return str(attributes[key])
     if attributes.get("agentops.span.kind") == "agent" and attributes.get("operation.name"):
         return str(attributes["operation.name"])
-    if attributes.get("openinference.span.kind") == "AGENT":
+    kind = attributes.get("openinference.span.kind")
+    if kind == "AGENT" or (kind == "CHAIN" and span.name in _read_langchain_names(attributes.get("metadata"))):
         return span.name
     if attributes.get("lc_name") and not semconv.is_llm_call(span):  # LangChain names its models like that too
         return str(attributes["lc_name"])
     return None
+
+
+def _read_langchain_names(metadata: object) -> tuple[object, ...]:
+    """Returns the names of LangChain's agent and of the graph's node from OpenInference's attribute ``metadata``."""
+    if not isinstance(metadata, str) or "lang" not in metadata:
+        return ()
+    try:
+        found = json.loads(metadata)
+        is_node_of_agent = found.get("ls_integration") == "langchain_create_agent"  # its nodes are model and tools
+        return found.get("lc_agent_name"), None if is_node_of_agent else found.get("langgraph_node")
+    except (AttributeError, ValueError):
+        return ()

@@ -179,7 +179,7 @@ def test_in_a_merged_row_every_call_keeps_its_own_credit() -> None:
     assert row.advantages == pytest.approx([apart[0]] * 2 + [apart[1]] * 2)
 
 
-def test_a_merged_row_that_is_too_long_loses_its_last_calls_only() -> None:
+def test_a_merged_row_that_is_too_long_loses_only_its_last_calls() -> None:
     batch = [Episode(rollout("a", i), reward, conversation(3)) for i, reward in enumerate([1.0, 0.0])]
     experience = build(batch, ExperienceSettings(rows="trajectories"), max_length=9)
     assert [len(row.prompt_ids) + len(row.response_ids) for row in experience.rows] == [8, 8]
@@ -284,7 +284,7 @@ def test_tasks_are_drawn_without_repetition_and_depend_only_on_position_and_seed
     assert max(Counter(across_epochs).values()) == 2
 
 
-def test_undecided_tasks_are_drawn_before_those_that_always_or_never_succeed() -> None:
+def test_undecided_tasks_are_drawn_before_tasks_that_always_or_never_succeed() -> None:
     rewards = {0: 1.0, 1: 0.0, 2: 0.4, 3: 0.9}
     assert set(undecided(8, 4, 0, seed=3, rewards=rewards)) <= {2, 4, 5, 6, 7}
     assert set(undecided(8, 5, 0, seed=3, rewards=rewards)) == {2, 4, 5, 6, 7}

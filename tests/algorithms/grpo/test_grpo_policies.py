@@ -1,4 +1,4 @@
-"""Several policies in one run: LoRA adapters over one model, each sampled, trained and saved apart."""
+"""Several policies in one run: LoRA adapters over one model, each sampled, trained and saved separately."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def weights_of(policy: Policy) -> list[torch.Tensor]:
 
 
 async def sample(client: AsyncOpenAI, model: str) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log-probabilities, one prompt after the other: another batch may round differently."""
+    """Returns tokens and log-probabilities of one prompt after the other: another batch may round differently."""
     found = []
     for prompt in PROMPTS:
         answer = await client.completions.create(
@@ -78,7 +78,7 @@ async def sample(client: AsyncOpenAI, model: str) -> list[tuple[list[int], list[
 
 
 @pytest.mark.timeout(300)
-async def test_a_step_on_one_policy_leaves_the_tokens_of_the_others_bit_identical(
+async def test_a_step_on_one_policy_leaves_the_tokens_of_other_policies_bit_identical(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     policies = load_policies(tiny_model)
@@ -128,7 +128,9 @@ async def test_a_step_on_one_policy_leaves_the_tokens_of_the_others_bit_identica
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_eight_adapters_that_sample_at_once_give_what_each_gives_alone(tiny_model: Path, tmp_path: Path) -> None:
+async def test_adapters_that_sample_concurrently_give_the_same_tokens_as_on_their_own(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     names = [f"policy_{number}" for number in range(8)]
     settings = GRPOSettings(model=str(tiny_model), policies=dict.fromkeys(names), lora=LoraSettings(rank=2))
     assert settings.update is not None
@@ -164,7 +166,7 @@ def test_a_checkpoint_restores_every_policy_and_its_optimizer(tiny_model: Path, 
     assert restored.read(tmp_path / "checkpoint")["step"] == 1
     for one, other in zip(policies, restored, strict=True):
         rows = rows_of(one.updater.policy)
-        for policy in (one, other):  # Adam's moments, the reference and the order of rows count in the second update
+        for policy in (one, other):  # the second update depends on Adam's moments, the reference and the order of rows
             policy.updater.update(rows)
         assert all(map(torch.equal, weights_of(one.updater.policy), weights_of(other.updater.policy)))
     third = GRPOSettings(model=str(tiny_model), policies={"other": None}, lora=LoraSettings(rank=4))
@@ -174,7 +176,7 @@ def test_a_checkpoint_restores_every_policy_and_its_optimizer(tiny_model: Path, 
 
 
 def reviewed_agent(task: dict[str, Any], solver: agl.LLM, critic: agl.LLM) -> float:
-    """The demo's agent and a critic of its work, each with a policy of its own."""
+    """Runs the demo's agent and a critic of its work, each with its own policy."""
     reward = calculator_agent(task, solver)
     client = CLIENT.with_options(base_url=critic.get_base_url(), api_key=critic.api_key or "unused")
     said = client.chat.completions.create(
@@ -206,7 +208,7 @@ def train(store: agl.LightningStore, directory: Path, steps: int, *, resume: boo
 
 
 async def check_records(store: agl.LightningStore) -> None:
-    """Each rollout has one entry, and each row the calls of one policy."""
+    """Checks that each rollout has one ledger entry and that each row has the calls of only one policy."""
     entries = await read_ledger(store)
     assert len({entry.rollout_id for entry in entries}) == len(entries) == 3 * 8
     trained: dict[str, int] = {}
@@ -227,7 +229,7 @@ def own_metrics(step: Mapping[str, float], name: str) -> dict[str, float]:
 
 
 def check_joined(parts: Mapping[str, Mapping[str, float]], step: Mapping[str, float]) -> None:
-    """Beside the metrics of each policy, the step has those of the run, of which charts and health words are made."""
+    """Checks that the step joins the metrics of its policies to metrics of the run, for charts and health states."""
     tokens = {name: part["response_tokens"] for name, part in parts.items() if "loss" in part}
     assert tokens
     for metric in ("loss", "entropy", "grad_norm", "approx_kl", "clip_fraction"):
@@ -253,7 +255,7 @@ def test_a_run_trains_two_agents_and_resumes_serves_and_exports_both(tmp_path: P
         check_joined({name: own_metrics(step, name) for name in ("solver", "critic")}, step)
         assert step["calls_per_rollout"] == step["solver/calls_per_rollout"] + step["critic/calls_per_rollout"]
         assert step["critic/calls_per_rollout"] == 1.0
-        # A call that were trained with the other adapter would differ by far more, from the second step on.
+        # From the second step on, a call trained with the other adapter would differ by far more.
         for name in ("solver", "critic"):
             assert step.get(f"{name}/logprob_gap_max", 0.0) < 1e-3
     assert {step["critic/lr"] for step in learned} == {2e-2}
@@ -287,7 +289,7 @@ def test_a_run_trains_two_agents_and_resumes_serves_and_exports_both(tmp_path: P
     assert "has several policies (critic, solver)" in str(refused.exception)
 
 
-def test_a_policy_without_calls_makes_no_step_and_is_reported(
+def test_a_policy_without_calls_takes_no_optimizer_step_and_is_reported(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = GRPOSettings(model=str(tiny_model), policies={"writer": None, "reviewer": None}, lora=LoraSettings())
@@ -297,7 +299,9 @@ def test_a_policy_without_calls_makes_no_step_and_is_reported(
     asked = {"requested_model": "writer", "response_id": "1"}
     call = Triplet(prompt={"token_ids": [3, 4]}, response=response, metadata=asked)
     other = call.model_copy(update={"metadata": {"requested_model": "judge", "response_id": "2"}})
-    unasked = call.model_copy(update={"metadata": {"model": "writer"}})  # of an adapter that does not know the name
+    unasked = call.model_copy(
+        update={"metadata": {"model": "writer"}}
+    )  # from an adapter that does not record requested_model
     one = Episode(Rollout(rollout_id="ro-1", input=0, start_time=0.0), 1.0, [unasked, other])
     assert [list(policy.select([one])[0].triplets) for policy in policies] == [[unasked], []]
     episodes = [
@@ -342,7 +346,7 @@ def test_the_only_policy_of_a_run_is_not_trained_on_the_calls_of_another_model(t
     assert all("clerk" not in str(turn.triplet.metadata) for _, turns in experience.sources for turn, _ in turns)
 
 
-def test_metrics_of_several_policies_are_joined_to_those_of_the_run() -> None:
+def test_metrics_of_several_policies_are_joined_to_metrics_of_the_run() -> None:
     writer = {
         "calls": 8.0, "groups": 2.0, "rows": 8.0, "response_tokens": 30.0, "loss": 1.0, "entropy": 0.5,
         "logprob_gap_max": 1e-5, "advantage_min": -1.0, "train_tokens_per_s": 100.0, "seconds": 1.0,
@@ -360,7 +364,7 @@ def test_metrics_of_several_policies_are_joined_to_those_of_the_run() -> None:
     assert join_metrics([flat, flat])["groups_without_spread"] == 1.0
 
 
-def test_warnings_of_a_policy_are_about_its_own_metrics(tiny_model: Path) -> None:
+def test_a_warning_about_a_policy_uses_only_the_metrics_of_that_policy(tiny_model: Path) -> None:
     policies = load_policies(tiny_model)
     usual = {"reward": 0.5, "entropy": 1.0, "writer/entropy": 1.0, "writer/optimizer_steps": 1.0}
     assert [policies.observe(usual) for _ in range(4)] == [[]] * 4
@@ -383,7 +387,9 @@ def test_wrong_policies_are_refused_before_the_run(tiny_model: Path, settings: d
         agl.Trainer(algorithm={"name": "grpo", "model": str(tiny_model), **settings})
 
 
-async def test_what_serves_or_trains_one_policy_only_refuses_several(tiny_model: Path, tmp_path: Path) -> None:
+async def test_backends_and_sessions_for_a_single_policy_refuse_several_policies(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     settings = GRPOSettings(model=str(tiny_model), policies={"writer": None}, lora=LoraSettings())
     with pytest.raises(agl.ConfigError, match="TrainingSession trains one policy"):
         async with TrainingSession.open(agl.RunContext(store=agl.InMemoryLightningStore()), settings):

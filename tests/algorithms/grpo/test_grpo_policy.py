@@ -31,7 +31,7 @@ ROWS = [
 
 
 def naive_logprobs(model: PreTrainedModel, row: TrainingRow, temperature: float) -> list[float]:
-    """One row at a time, every logit computed, no padding."""
+    """Returns the log-probabilities of a row computed on its own, from all logits and without padding."""
     ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
     logprobs = (model(ids).logits[0].float() / temperature).log_softmax(-1)
     first = len(row.prompt_ids) - 1
@@ -40,7 +40,7 @@ def naive_logprobs(model: PreTrainedModel, row: TrainingRow, temperature: float)
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("max_tokens", [1, 60, 10_000])
-def test_batched_logprobs_equal_those_of_each_row_alone(
+def test_batched_logprobs_equal_the_logprobs_of_each_row_on_its_own(
     tiny_policy: Policy, temperature: float, max_tokens: int
 ) -> None:
     scores = tiny_policy.score(ROWS, temperature, max_tokens=max_tokens)
@@ -48,7 +48,7 @@ def test_batched_logprobs_equal_those_of_each_row_alone(
         assert score == pytest.approx(naive_logprobs(tiny_policy.model, row, temperature), abs=1e-5)
 
 
-def test_entropy_is_that_of_the_distribution_at_each_response_token(tiny_policy: Policy) -> None:
+def test_entropy_is_computed_from_the_distribution_at_each_response_token(tiny_policy: Policy) -> None:
     _, entropy_BT = tiny_policy.token_logprobs(collate(ROWS))
     logits = tiny_policy.model(torch.tensor([[5, 6, 7, 8]])).logits[0, 2:]
     expected = torch.distributions.Categorical(logits=logits).entropy()
@@ -56,7 +56,7 @@ def test_entropy_is_that_of_the_distribution_at_each_response_token(tiny_policy:
     assert entropy_BT[0, 2:].tolist() == [0, 0]
 
 
-def test_a_head_that_caps_its_logits_is_not_bypassed() -> None:
+def test_the_logit_cap_of_a_model_head_is_applied() -> None:
     config = Gemma2Config(
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, max_position_embeddings=64, final_logit_softcapping=0.05,
@@ -79,14 +79,14 @@ def test_batches_hold_every_item_once_and_keep_to_the_budget(lengths: list[int],
 
 
 @pytest.mark.parametrize("scale", [1, 10, 100])
-def test_batches_are_filled_whatever_the_length_of_their_items(scale: int) -> None:
+def test_batches_are_well_filled_for_items_of_any_length(scale: int) -> None:
     lengths = [scale * (30 + i) for i in range(40)]
     batches = batch_by_tokens(lengths, 400 * scale)
     assert len(batches) <= 1.3 * sum(lengths) / (400 * scale)
 
 
 def rows_with_distributions(policy: Policy) -> list[TrainingRow]:
-    """Rows sampled with parameters of their own."""
+    """Returns rows that were each sampled with different parameters."""
     sampler = Sampler(policy, seed=1)
     try:
         found = []
@@ -102,7 +102,7 @@ def rows_with_distributions(policy: Policy) -> list[TrainingRow]:
         sampler.close()
 
 
-def test_a_row_is_scored_by_the_distribution_that_it_was_drawn_from(tiny_policy: Policy) -> None:
+def test_a_row_is_scored_with_the_distribution_it_was_sampled_from(tiny_policy: Policy) -> None:
     rows = rows_with_distributions(tiny_policy)
     plain = [5, 6], [7, 8], [0.0, 0.0]
     rows.append(TrainingRow(*plain, 1.0))
@@ -138,7 +138,7 @@ def test_scoring_a_few_tokens_at_a_time_gives_the_same_gradient(
 @pytest.mark.slow
 @pytest.mark.parametrize(("n_rows", "limit_gb"), [(4, 0.7), pytest.param(32, 3.0, marks=pytest.mark.soak)])
 def test_an_update_at_a_large_vocabulary_keeps_few_logits_in_memory(n_rows: int, limit_gb: float) -> None:
-    """256 sampled tokens a row, 152k words: each copy of all logits takes 0.15 GB a row, backward needs several."""
+    """With 256 sampled tokens per row and 152k words, a copy of all logits takes 0.15 GB; backward needs several."""
     program = f"""
         import resource, torch
         from types import SimpleNamespace
@@ -171,7 +171,7 @@ def test_saved_policies_are_ordinary_transformers_models(tiny_policy: Policy, tm
     assert load_policy(tmp_path).tokenizer.chat_template == tiny_policy.tokenizer.chat_template
 
 
-def test_weights_are_copied_in_whole_or_not_at_all(tiny_policy: Policy, tiny_model: Path, tmp_path: Path) -> None:
+def test_weights_are_loaded_completely_or_not_at_all(tiny_policy: Policy, tiny_model: Path, tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in tiny_policy.model.state_dict().items()}
     with torch.no_grad():
         for parameter in tiny_policy.model.parameters():
@@ -204,7 +204,7 @@ def test_a_missing_model_is_named_in_the_error(tmp_path: Path) -> None:
         load_policy(tmp_path, dtype="int4")
 
 
-def test_a_directory_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_directory_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
 
     def write(text: str) -> None:
@@ -225,7 +225,7 @@ def test_a_directory_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
+def test_a_kill_between_the_two_renames_of_a_directory_loses_nothing(tmp_path: Path) -> None:
     old = tmp_path / "checkpoint.old"
     old.mkdir()
     (old / "file").write_text("first")

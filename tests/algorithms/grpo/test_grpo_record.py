@@ -1,4 +1,4 @@
-"""Training records of a step: its rows by the token, and a reason for every rollout that was left out."""
+"""Training records of a step: its rows with every token, and a reason for every rollout that was left out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _ledger(episodes: list[Episode], uses: Any = (), **options: Any) -> dict[str
     return {span.rollout_id: LedgerEntry.from_span(span) for span in spans if span.name == LEDGER_SPAN}
 
 
-def test_every_rollout_has_one_outcome_with_the_reason() -> None:
+def test_every_rollout_has_one_outcome_in_the_ledger() -> None:
     pair = [_call("a"), _call("b")]
     episodes = [
         Episode(_rollout("a", 0), 1.0, pair),
@@ -91,7 +91,7 @@ def test_a_row_that_the_update_skipped_is_not_counted_as_trained(outcome: Any) -
     assert [entry.outcome for entry in entries.values()] == [outcome, "trained"]
 
 
-def test_a_row_survives_the_store_with_every_token() -> None:
+def test_a_row_read_from_the_store_has_every_token() -> None:
     episodes = [Episode(_rollout("a", i), float(i), [_call("x")]) for i in range(2)]
     experience = build_experience(episodes, ExperienceSettings(), max_length=50)
     uses = [RowUse([-0.2501, float("nan")], 0, "trained")] * 2
@@ -114,7 +114,7 @@ def test_the_arrays_of_a_row_take_at_most_16_bytes_a_token() -> None:
     assert TrainedRow.from_span(row.to_span()).trainer_logprobs == [-1.25] * count
 
 
-def test_a_broken_record_names_its_span() -> None:
+def test_the_error_about_an_unreadable_record_names_its_span() -> None:
     span = agl.Span.from_attributes(
         attributes={"agentlightning.training.token_ids": "?"}, rollout_id="ro-1", name=ROW_SPAN
     )
@@ -123,7 +123,7 @@ def test_a_broken_record_names_its_span() -> None:
 
 
 async def _fill(file: Path) -> str:
-    """Makes a store with a trained rollout, one of a flat group, a cancelled one and one that waits."""
+    """Creates a store with a trained, a flat-group, a cancelled and a queued rollout; returns the trained one's id."""
     store = agl.create_store(f"sqlite:///{file}")
     try:
         enqueued = [
@@ -151,7 +151,7 @@ async def _fill(file: Path) -> str:
         await store.close()
 
 
-def test_the_ledger_and_the_tokens_are_shown_at_the_terminal(tmp_path: Path) -> None:
+def test_the_ledger_and_tokens_commands_print_training_records(tmp_path: Path) -> None:
     file = tmp_path / "store.db"
     trained = asyncio.run(_fill(file))
     PluginManager().hook.add_commands(cli=cli)

@@ -1,4 +1,4 @@
-"""What the policy server accepts in a request, and what the chat template gets."""
+"""Fields that the policy server accepts in a request, and the values that it passes to the chat template."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_prompt_is_what_the_chat_template_renders(completions: Completions, 
     )
 
 
-def test_tools_are_hidden_from_the_model_when_the_choice_is_none(completions: Completions) -> None:
+def test_tools_are_hidden_from_the_model_when_tool_choice_is_none(completions: Completions) -> None:
     hidden = completions.prompt(chat(tools=[TOOL], tool_choice="none"))
     assert hidden.token_ids == completions.prompt(chat()).token_ids
 
@@ -115,7 +115,7 @@ def test_an_invalid_field_is_named_in_the_error(
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_fields_of_vllm_are_accepted_at_values_without_effect(completions: Completions) -> None:
+def test_fields_of_vllm_are_accepted_with_values_that_have_no_effect(completions: Completions) -> None:
     fields = {"min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "guided_json": None, "typical_p": 1.0}
     fields |= {"chat_template": "", "documents": [], "stop_regex": "", "logits_processors": []}
     fields |= {"add_generation_prompt": True, "truncate_prompt_tokens": -1}
@@ -123,14 +123,14 @@ def test_fields_of_vllm_are_accepted_at_values_without_effect(completions: Compl
     assert completions.prompt(chat(**fields)) == completions.prompt(chat(**dict.fromkeys(fields)))
 
 
-def test_fields_of_the_chat_template_have_no_effect_on_a_text(completions: Completions) -> None:
+def test_fields_of_the_chat_template_have_no_effect_on_a_text_completion(completions: Completions) -> None:
     fields = {"chat_template": "x", "documents": [{}], "add_generation_prompt": False, "reasoning_effort": "low"}
     parse_request(TextRequest, {"prompt": "x", **fields}, ["policy"])
     with pytest.raises(RequestError, match="truncate_prompt_tokens = 1 is not supported"):
         parse_request(TextRequest, {"prompt": "x", "truncate_prompt_tokens": 1}, ["policy"])
 
 
-def test_arguments_of_the_chat_template_are_passed_on(completions: Completions) -> None:
+def test_chat_template_kwargs_reach_the_chat_template(completions: Completions) -> None:
     completions.tokenizer.chat_template += "{% if enable_thinking is false %}<think></think>{% endif %}"
     request = chat(chat_template_kwargs={"enable_thinking": False})
     assert completions.tokenizer.decode(completions.prompt(request).token_ids).endswith("<think></think>")
@@ -168,7 +168,7 @@ def test_reasoning_effort_reaches_a_chat_template_that_reads_it(
     ("template", "rendered", "said"),
     [("", "", "the server ignores this field"), (THINKING, "[True]", "the server passes enable_thinking instead")],
 )
-def test_one_log_line_says_that_the_chat_template_does_not_read_reasoning_effort(
+def test_a_chat_template_that_ignores_reasoning_effort_is_logged_once(
     completions: Completions, caplog: pytest.LogCaptureFixture, template: str, rendered: str, said: str
 ) -> None:
     plain = completions.prompt(chat())
@@ -181,7 +181,7 @@ def test_one_log_line_says_that_the_chat_template_does_not_read_reasoning_effort
     assert (prompt.digest == plain.digest) == (not template), "an ignored field does not separate conversations"
 
 
-def test_the_error_of_a_chat_template_names_the_fields_that_it_got(completions: Completions) -> None:
+def test_an_error_of_a_chat_template_names_the_request_fields_passed_to_it(completions: Completions) -> None:
     completions.tokenizer.chat_template += "{% if reasoning_effort %}{{ raise_exception('no effort') }}{% endif %}"
     for fields, said in (
         ({"reasoning_effort": "low"}, "reasoning_effort"),
@@ -202,7 +202,7 @@ def test_an_unknown_model_is_not_found() -> None:
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
-def test_a_body_that_is_no_object_is_refused() -> None:
+def test_a_body_that_is_not_an_object_is_refused() -> None:
     with pytest.raises(RequestError, match="body: Input should be a valid dictionary"):
         parse_request(ChatRequest, ["{"], ["policy"])
 

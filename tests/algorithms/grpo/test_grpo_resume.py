@@ -38,13 +38,13 @@ def start(directory: Path, log: Path, staleness: int = 0) -> subprocess.Popen[by
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills the trainer and all of its children at once."""
+    """Kills the trainer and all of its child processes at the same time."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 async def finished(directory: Path) -> dict[str, tuple[str, float | None]]:
-    """Status and end of every rollout, by id."""
+    """Returns status and end time of every rollout, by rollout id."""
     if not (directory.parent / f"{directory.name}.db").is_file():
         return {}
     store = agl.create_store(f"sqlite:///{directory.parent}/{directory.name}.db")
@@ -55,7 +55,7 @@ async def finished(directory: Path) -> dict[str, tuple[str, float | None]]:
 
 
 async def rewards(directory: Path) -> list[dict[str, float]]:
-    """Rewards of every step, in training and in evaluation."""
+    """Returns the rewards and sizes of every step, in training and in evaluation."""
     store = agl.create_store(f"sqlite:///{directory.parent}/{directory.name}.db")
     try:
         steps = (await store.query_metrics()).items
@@ -79,9 +79,9 @@ def wait_for(condition: object, process: subprocess.Popen[bytes], log: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_training_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_training_killed_twice_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
-    # Once after the first checkpoint, in the middle of a step's rollouts; once while a checkpoint is written.
+    # Killed once after the first checkpoint, during a step's rollouts, and once while a checkpoint is written.
     process = start(directory, log)
     checkpoint = directory / "checkpoint" / "updater.pt"
     wait_for(checkpoint.is_file, process, log)
@@ -140,7 +140,7 @@ def test_a_killed_training_ends_like_an_uninterrupted_one(tmp_path: Path) -> Non
     begin, killed, uninterrupted_weights = map(
         weights, (CHECKPOINT, directory / "checkpoint", uninterrupted / "checkpoint")
     )
-    # Other batches round differently; other rows would differ as much as the initial weights.
+    # Different batches round differently; training on other rows would move the weights much further apart.
     assert (killed - uninterrupted_weights).norm() < 0.02 * (uninterrupted_weights - begin).norm()
 
 

@@ -25,7 +25,7 @@ from agentlightning_algorithms.grpo.sampling.slot_cache import BLOCK
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 TOLERANCE = 1e-5
-"""Tolerance between sampler and trainer in float32."""
+"""Largest allowed difference between log-probabilities of sampler and trainer in float32."""
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def largest_gap(policy: Policy, prompts: list[list[int]], generations: list[Gene
 
 
 def naive_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Token by token from the likeliest, as the definitions say."""
+    """Returns the distribution by the definitions of top_k and top_p, token by token from the likeliest."""
     kept = torch.zeros_like(logits)
     probability = (logits.double() / params.temperature).softmax(-1)
     order = sorted(range(len(logits)), key=lambda i: -probability[i].item())[: params.top_k or None]
@@ -105,7 +105,7 @@ def test_filtered_tokens_are_never_drawn(uniform: float) -> None:
     assert torch.isfinite(drawn.logprob_n).all()
 
 
-def test_temperature_zero_takes_the_likeliest_token_next_to_rows_that_sample() -> None:
+def test_a_greedy_row_takes_the_likeliest_token_in_a_batch_with_sampled_rows() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, 0.0, 0.1]])
     drawn = draw_tokens(
         logits, [SamplingParams(max_tokens=1, temperature=0.0, top_p=0.1), SamplingParams(max_tokens=1)], [0.0, 0.0]
@@ -118,7 +118,7 @@ def test_temperature_zero_takes_the_likeliest_token_next_to_rows_that_sample() -
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-def test_sampler_and_trainer_agree_whatever_shares_the_batch(
+def test_sampler_and_trainer_agree_on_logprobs_of_rows_that_share_a_batch(
     tiny_policy: Policy, sampler: Sampler, temperature: float
 ) -> None:
     prompts = random_prompts(24)
@@ -154,7 +154,7 @@ def test_a_seeded_request_gets_the_same_response_alone_and_in_a_batch(sampler: S
     assert len({tuple(g.token_ids) for g in other}) > 1
 
 
-def test_greedy_responses_are_those_of_transformers(tiny_policy: Policy, sampler: Sampler) -> None:
+def test_greedy_responses_equal_the_responses_of_transformers(tiny_policy: Policy, sampler: Sampler) -> None:
     for prompt in random_prompts(4, seed=1):
         expected = cast(Any, tiny_policy.model).generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=16, do_sample=False
@@ -163,7 +163,7 @@ def test_greedy_responses_are_those_of_transformers(tiny_policy: Policy, sampler
         assert generation.token_ids == expected[0, len(prompt) :].tolist()
 
 
-def test_a_response_ends_at_its_stop_token_or_its_length(tiny_policy: Policy, sampler: Sampler) -> None:
+def test_a_response_ends_at_its_stop_token_or_at_max_tokens(tiny_policy: Policy, sampler: Sampler) -> None:
     prompt = random_prompts(1)[0]
     (free,) = collect([sampler.submit(prompt, SamplingParams(max_tokens=20, temperature=0.0))])
     assert free.finish_reason == "length"
@@ -221,7 +221,7 @@ def moved_weights(tiny_model: Path, directory: Path) -> Policy:
     return policy
 
 
-def test_a_swap_waits_for_the_rows_before_it_and_holds_for_those_after(
+def test_a_weight_swap_waits_for_running_rows_and_applies_to_later_requests(
     tiny_policy: Policy, tiny_model: Path, tmp_path: Path, sampler: Sampler
 ) -> None:
     moved = moved_weights(tiny_model, tmp_path)
@@ -240,7 +240,7 @@ def test_a_swap_waits_for_the_rows_before_it_and_holds_for_those_after(
 
 
 @pytest.mark.parametrize("batch_size", [5, 16])
-def test_a_swap_in_flight_waits_for_no_row_and_each_token_has_the_logprob_of_its_version(
+def test_an_in_flight_swap_does_not_wait_for_rows_and_tokens_have_the_logprobs_of_their_version(
     tiny_policy: Policy, tiny_model: Path, tmp_path: Path, batch_size: int
 ) -> None:
     moved = moved_weights(tiny_model, tmp_path)
@@ -295,7 +295,7 @@ def test_sampling_from_a_version_of_the_weights_does_not_depend_on_earlier_reque
     assert sample(3, before=0, greedy=0) != sample(4, before=0, greedy=0)
 
 
-def test_weights_that_do_not_fit_change_nothing(
+def test_weights_that_cannot_be_loaded_leave_the_old_weights(
     tiny_policy: Policy, sampler: Sampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="safetensors"):
@@ -310,7 +310,7 @@ def test_weights_that_do_not_fit_change_nothing(
     assert collect([sampler.submit([1], SamplingParams(max_tokens=1))])[0].weight_version == 0
 
 
-def test_weights_that_are_not_finite_fail_the_request_and_not_the_sampler(
+def test_weights_that_are_not_finite_fail_requests_but_not_the_sampler(
     tiny_policy: Policy, tiny_model: Path, tmp_path: Path, sampler: Sampler
 ) -> None:
     broken = load_policy(tiny_model)
@@ -324,7 +324,7 @@ def test_weights_that_are_not_finite_fail_the_request_and_not_the_sampler(
     assert len(collect([sampler.submit([1], SamplingParams(max_tokens=3, top_k=1))])[0].token_ids) == 3
 
 
-def test_a_batch_that_fails_is_answered_and_the_next_one_works(
+def test_an_error_in_a_batch_reaches_its_requests_and_the_next_batch_works(
     tiny_policy: Policy, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> torch.Tensor:
@@ -360,12 +360,12 @@ def test_a_model_with_a_sliding_window_is_refused(tiny_policy: Policy) -> None:
 
 
 def turns(count: int) -> list[list[int]]:
-    """The messages that each turn adds to a conversation."""
+    """Returns the tokens that each turn adds to a conversation."""
     rng = random.Random(5)
     return [[rng.randrange(256) for _ in range(37)] for _ in range(count)]
 
 
-def test_a_cached_prefix_is_not_run_again_and_changes_no_result(tiny_policy: Policy, sampler: Sampler) -> None:
+def test_a_cached_prefix_is_not_computed_again_and_changes_no_result(tiny_policy: Policy, sampler: Sampler) -> None:
     prompts: list[list[int]] = []
     generations: list[Generation] = []
     prompt: list[int] = []
@@ -385,7 +385,7 @@ def test_a_cached_prefix_is_not_run_again_and_changes_no_result(tiny_policy: Pol
     assert sampler.statistics["reused_tokens"] == sum(g.cached_tokens for g in [*generations, *again])
 
 
-def test_prompts_with_and_without_cached_prefix_share_a_batch(tiny_policy: Policy, sampler: Sampler) -> None:
+def test_prompts_with_and_without_a_cached_prefix_share_a_batch(tiny_policy: Policy, sampler: Sampler) -> None:
     stem = [random.Random(3).randrange(256) for _ in range(64)]
     collect([sampler.submit(stem, SamplingParams(max_tokens=1))])
     prompts = [stem[: 8 * i + 1] + [i] * (5 + i) for i in range(8)] + random_prompts(8)
@@ -397,7 +397,7 @@ def test_prompts_with_and_without_cached_prefix_share_a_batch(tiny_policy: Polic
 
 @contextlib.contextmanager
 def held(sampler: Sampler) -> Iterator[None]:
-    """Holds the sampler at a request of its own, so that those submitted meanwhile are admitted together."""
+    """Blocks the sampler with a request, so that requests submitted meanwhile are admitted together."""
     running, released = threading.Event(), threading.Event()
 
     def hold(_: Token) -> None:
@@ -411,7 +411,7 @@ def held(sampler: Sampler) -> Iterator[None]:
     collect([request])
 
 
-def test_a_prefix_that_waiting_prompts_share_is_run_once_and_changes_no_token(tiny_policy: Policy) -> None:
+def test_a_prefix_shared_by_waiting_prompts_is_computed_once_and_changes_no_token(tiny_policy: Policy) -> None:
     rng = random.Random(4)
     system, *tasks = ([rng.randrange(256) for _ in range(n)] for n in (96, 96, 96, 96))
     prompts = [[*system, *task, *[rng.randrange(256) for _ in range(8)]] for task in tasks for _ in range(4)] * 2
@@ -429,11 +429,11 @@ def test_a_prefix_that_waiting_prompts_share_is_run_once_and_changes_no_token(ti
     assert sum(len(p) - g.cached_tokens for p, g in zip(prompts, shared, strict=True)) == distinct
 
 
-def test_prompts_whose_prefix_is_short_or_does_not_fit_the_pool_are_run_in_one_batch() -> None:
+def test_prompts_do_not_wait_for_a_shared_prefix_that_is_short_or_larger_than_the_pool() -> None:
     short, long = list(range(5 * BLOCK)), list(range(20 * BLOCK))
     pairs = [[*short, 1], [*short, 2]], [[*long, 1], [*long, 2]]
-    assert PrefixCache(20 * BLOCK, 1).leaders(pairs[0]) == pairs[0], "too little to wait for"
-    assert PrefixCache(19 * BLOCK, 1).leaders(pairs[1]) == pairs[1], "too large"
+    assert PrefixCache(20 * BLOCK, 1).leaders(pairs[0]) == pairs[0], "too short to wait for"
+    assert PrefixCache(19 * BLOCK, 1).leaders(pairs[1]) == pairs[1], "larger than the pool"
     assert PrefixCache(20 * BLOCK, 1).leaders([*pairs[1], long[:40]]) == pairs[1][:1]
 
 
@@ -450,7 +450,7 @@ def test_new_weights_clear_the_prefix_cache(
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 3, 8])
-def test_a_small_pool_evicts_blocks_and_never_mixes_them_up(tiny_policy: Policy, blocks: int) -> None:
+def test_a_small_prefix_pool_evicts_blocks_without_mixing_them_up(tiny_policy: Policy, blocks: int) -> None:
     per_token = 2 * 4 * 32  # keys and values of the tiny model, in bytes, at most
     sampler = Sampler(tiny_policy, max_batch_size=4, seed=0, prefix_cache_bytes=blocks * 16 * per_token * 2)
     rng = random.Random(8)
@@ -461,9 +461,7 @@ def test_a_small_pool_evicts_blocks_and_never_mixes_them_up(tiny_policy: Policy,
     assert largest_gap(tiny_policy, prompts, generations, 1.0) <= TOLERANCE
 
 
-def test_weights_that_cannot_be_used_are_refused_without_waiting_for_the_batch(
-    sampler: Sampler, tmp_path: Path
-) -> None:
+def test_missing_weights_are_refused_without_waiting_for_running_rows(sampler: Sampler, tmp_path: Path) -> None:
     running = sampler.submit([1], SamplingParams(max_tokens=480))
     with pytest.raises(ConfigError, match="safetensors"):
         sampler.load_weights(tmp_path, 7).result(timeout=60)
@@ -475,7 +473,7 @@ def test_weights_that_cannot_be_used_are_refused_without_waiting_for_the_batch(
 
 @pytest.fixture
 def long_policy() -> Policy:
-    """A model with 8,192 positions, of which each takes 1 kB."""
+    """A model with 8,192 positions; keys and values of each position take 1 kB."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -487,7 +485,7 @@ def long_policy() -> Policy:
 def peak_of(
     policy: Policy, prompts: list[list[int]], max_tokens: int, **options: Any
 ) -> tuple[list[Generation], int, Mapping[str, float]]:
-    """The responses, the most memory that keys and values took at any token, and the counters."""
+    """Returns the responses, the peak memory of keys and values in bytes, and the counters."""
     sampler = Sampler(policy, seed=0, prefix_cache_bytes=0, **options)
     peak = 0
 
@@ -505,7 +503,7 @@ def peak_of(
     return generations, peak, sampler.statistics
 
 
-def test_one_long_request_does_not_make_room_for_all_of_them_as_long(long_policy: Policy) -> None:
+def test_one_long_request_does_not_reserve_its_length_for_every_request(long_policy: Policy) -> None:
     rng = random.Random(1)
     lengths = [rng.randint(60, 140) for _ in range(63)]
     lengths.insert(30, 4200)
@@ -516,7 +514,9 @@ def test_one_long_request_does_not_make_room_for_all_of_them_as_long(long_policy
 
 
 @pytest.mark.parametrize("prompt_length", [10, 300])
-def test_requests_beyond_the_budget_wait_and_get_the_same_responses(long_policy: Policy, prompt_length: int) -> None:
+def test_requests_beyond_the_memory_budget_wait_and_get_the_same_responses(
+    long_policy: Policy, prompt_length: int
+) -> None:
     rng = random.Random(2)
     prompts = [[rng.randrange(256) for _ in range(prompt_length + i)] for i in range(12)]
     free, most, _ = peak_of(long_policy, prompts, 90)
@@ -528,7 +528,7 @@ def test_requests_beyond_the_budget_wait_and_get_the_same_responses(long_policy:
     assert statistics["requests"] == len(prompts)
 
 
-def test_a_request_that_needs_more_than_the_budget_runs_alone(long_policy: Policy) -> None:
+def test_a_request_that_needs_more_than_the_memory_budget_runs_on_its_own(long_policy: Policy) -> None:
     generations, _, _ = peak_of(long_policy, [[1] * 50, [2] * 50], 4, kv_cache_bytes=1024)
     assert [len(g.token_ids) for g in generations] == [4, 4]
 
@@ -536,7 +536,7 @@ def test_a_request_that_needs_more_than_the_budget_runs_alone(long_policy: Polic
 # Tokens as they come
 
 
-def test_on_token_gets_tokens_as_they_are_sampled(sampler: Sampler) -> None:
+def test_the_on_token_callback_gets_every_token_before_the_response_ends(sampler: Sampler) -> None:
     told: list[Token] = []
     seen_before_the_end: list[int] = []
     future = sampler.submit([1, 2], SamplingParams(max_tokens=30, top_logprobs=2), told.append)
@@ -551,7 +551,7 @@ def test_on_token_gets_tokens_as_they_are_sampled(sampler: Sampler) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_in_bfloat16_sampler_and_trainer_differ_by_rounding_only(tiny_model: Path, device: str) -> None:
+def test_in_bfloat16_sampler_and_trainer_differ_only_by_rounding(tiny_model: Path, device: str) -> None:
     policy = load_policy(tiny_model, dtype="bfloat16", device=device)
     sampler = Sampler(policy, max_batch_size=8, seed=0)
     prompts = random_prompts(12)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def stubborn_agent(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> float:
-    """The demo's agent, which samples every rollout in a way of its own."""
+    """Runs the demo's agent with different sampling parameters in each rollout of a group."""
     index = int((rollout.metadata or {}).get("repetition", 0))
     own: dict[str, Any] = [{"temperature": 0.3}, {"temperature": 2.0}, {"top_p": 0.6}, {}][index]
     sampling = {**llm.sampling_parameters, **own}
@@ -29,11 +29,11 @@ def stubborn_agent(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> 
 
 
 def plain_agent(task: dict[str, Any], llm: agl.LLM) -> float:
-    """The demo's agent, which leaves all parameters out."""
+    """Runs the demo's agent without sampling parameters."""
     return calculator_agent(task, llm.model_copy(update={"sampling_parameters": {}}))
 
 
-def test_an_agent_without_parameters_gets_those_of_the_run(tmp_path: Path) -> None:
+def test_an_agent_without_sampling_parameters_gets_the_parameters_of_the_run(tmp_path: Path) -> None:
     store = train(tmp_path, plain_agent, steps=1, sampling={"temperature": 0.8, "max_tokens": 3})
     calls = [call for key, found in read_calls(store).items() if "train" in key for call in found]
     assert {call["gen_ai.request.temperature"] for call in calls} == {0.8}
@@ -52,7 +52,7 @@ def test_rollouts_of_old_steps_are_deleted_from_a_store_in_memory(tmp_path: Path
     ("keep_steps", "durable", "left"),
     [(None, False, [4, 5, 6, 7]), (None, True, [*range(8)]), (0, False, [*range(8)]), (2, True, [6, 7])],
 )
-def test_a_store_that_is_lost_with_its_process_keeps_four_steps_by_default(
+def test_a_store_that_is_not_durable_keeps_four_steps_by_default(
     keep_steps: int | None, durable: bool, left: list[int]
 ) -> None:
     kept = [*range(8)]
@@ -109,7 +109,7 @@ PARTS = {
 }  # fmt: skip
 
 
-def test_a_plugin_replaces_every_part_of_a_training(tmp_path: Path) -> None:
+def test_a_plugin_can_replace_every_part_of_a_training(tmp_path: Path) -> None:
     offers = [Component(cast(Any, kind), f.__name__, f"{__name__}:{f.__name__}") for kind, f in PARTS.items()]
     manager, plugin = get_manager(), SimpleNamespace(components=hookimpl(lambda: offers))
     manager.register(plugin, "test-parts")
@@ -154,7 +154,7 @@ def train(
 
 
 def read_calls(store: agl.LightningStore) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """The gateway's records of the calls of each rollout, by mode, step, group, task and repetition."""
+    """Returns the attributes of each rollout's gateway spans, by mode, step, group, task and repetition."""
 
     async def read() -> dict[tuple[Any, ...], list[dict[str, Any]]]:
         found = {}
@@ -182,7 +182,7 @@ def read_curve(store: agl.LightningStore) -> list[dict[str, float]]:
 
 
 def test_the_same_seed_gives_the_same_answers_and_curve_at_any_concurrency(tmp_path: Path) -> None:
-    """Exactly the same tokens; log-probabilities and what is computed from them up to rounding."""
+    """The tokens are identical; log-probabilities, and metrics computed from them, agree up to rounding."""
     alone = train(tmp_path / "alone", calculator_agent, runners=1, concurrency=1)
     together = train(tmp_path / "together", calculator_agent, runners=2, concurrency=16)
     tokens = [
@@ -197,7 +197,7 @@ def test_the_same_seed_gives_the_same_answers_and_curve_at_any_concurrency(tmp_p
 
 
 @pytest.mark.parametrize("force", [True, False])
-def test_sampler_and_trainer_agree_whatever_parameters_the_agent_asks_for(
+def test_sampler_and_trainer_agree_for_any_parameters_that_the_agent_requests(
     tmp_path: Path, force: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampling = {"temperature": 0.8, "max_tokens": 32, "force": force}

@@ -61,7 +61,7 @@ async def idle(server: TransformersBackend) -> None:
     assert (state["running"], state["waiting"]) == (0, 0)
 
 
-async def test_the_openai_client_gets_tokens_whose_logprobs_the_trainer_agrees_with(
+async def test_the_openai_client_gets_tokens_with_the_logprobs_of_the_trainer(
     client: AsyncOpenAI, tiny_policy: Policy
 ) -> None:
     answers = await asyncio.gather(
@@ -88,7 +88,7 @@ async def test_the_openai_client_gets_tokens_whose_logprobs_the_trainer_agrees_w
         assert row.logprobs == pytest.approx(score, abs=1e-5)
 
 
-async def test_a_stream_is_the_same_answer_in_parts(client: AsyncOpenAI) -> None:
+async def test_a_stream_has_the_same_content_as_a_whole_answer(client: AsyncOpenAI) -> None:
     fields: dict[str, Any] = {"model": "policy", "messages": HELLO, "max_tokens": 9, "seed": 4, "extra_body": TOKENS}
     whole = await client.chat.completions.create(**fields)
     stream = await client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
@@ -112,7 +112,7 @@ async def test_tokens_are_sent_as_they_are_sampled(client: AsyncOpenAI, server: 
         chunks += 1
         if chunks < 4:
             running.add((await health(server))["running"])
-    assert running == {1}  # the first tokens were here long before the last one was sampled
+    assert running == {1}  # the first tokens arrived long before the last one was sampled
     assert chunks > 4
 
 
@@ -140,7 +140,7 @@ async def test_a_stream_that_fails_reports_the_error(
     await server.load_weights(tiny_model, before)
 
 
-async def test_no_answer_mixes_weights_however_often_they_change(
+async def test_no_answer_mixes_weight_versions_when_weights_change_often(
     client: AsyncOpenAI, server: TransformersBackend, tiny_model: Path, tmp_path: Path
 ) -> None:
     policies = {}
@@ -158,7 +158,9 @@ async def test_no_answer_mixes_weights_however_often_they_change(
 
     async def talk(number: int) -> None:
         while not swaps_done.is_set():
-            prompt = [number] * (20 + number)  # long enough to leave blocks behind that the next weights must not use
+            prompt = [number] * (
+                20 + number
+            )  # long enough for the prefix cache, whose blocks must not be used with the next weights
             stream = await client.completions.create(
                 model="policy", prompt=prompt, max_tokens=40, logprobs=0, stream=True, extra_body=TOKENS
             )
@@ -184,7 +186,7 @@ async def test_no_answer_mixes_weights_however_often_they_change(
             assert row.logprobs == pytest.approx(score, abs=1e-5)
 
 
-async def test_turns_of_a_conversation_are_continued_from_their_tokens(
+async def test_each_turn_of_a_conversation_continues_the_tokens_of_earlier_turns(
     client: AsyncOpenAI, server: TransformersBackend, tiny_policy: Policy
 ) -> None:
     before = await server.statistics()
@@ -206,7 +208,7 @@ async def test_turns_of_a_conversation_are_continued_from_their_tokens(
     assert after["reused_tokens"] > before["reused_tokens"]
 
 
-async def test_seeds_repeat_and_stop_strings_end(client: AsyncOpenAI) -> None:
+async def test_an_equal_seed_repeats_a_response_and_a_stop_string_ends_it(client: AsyncOpenAI) -> None:
     async def complete(**fields: Any) -> Any:
         return await client.completions.create(model="policy", prompt=[1, 2, 3], max_tokens=40, **fields)
 
@@ -247,7 +249,7 @@ async def test_models_and_health_are_reported(client: AsyncOpenAI, server: Trans
     assert (state["status"], state["running"], state["waiting"]) == ("ok", 0, 0)
 
 
-async def test_answers_carry_the_version_of_the_weights(
+async def test_answers_carry_the_weight_version(
     client: AsyncOpenAI, server: TransformersBackend, tiny_model: Path, tmp_path: Path
 ) -> None:
     moved = load_policy(tiny_model)
@@ -276,7 +278,7 @@ async def test_answers_carry_the_version_of_the_weights(
     await server.load_weights(tiny_model, before)
 
 
-async def test_the_weights_are_replaced_only_with_the_key_and_those_that_were_meant(
+async def test_weights_are_replaced_only_with_the_key_and_only_by_weights_with_the_right_digest(
     server: TransformersBackend, tiny_model: Path, tmp_path: Path
 ) -> None:
     root = server.endpoint.removesuffix("/v1")
@@ -323,7 +325,7 @@ async def test_the_weights_are_replaced_only_with_the_key_and_those_that_were_me
         (b"\xff", 400),
     ],
 )
-async def test_a_strange_body_is_refused(server: TransformersBackend, body: bytes, status: int) -> None:
+async def test_a_malformed_or_too_large_body_is_refused(server: TransformersBackend, body: bytes, status: int) -> None:
     url = f"{server.endpoint}/completions"
     async with aiohttp.ClientSession() as session, session.post(url, data=io.BytesIO(body)) as response:
         assert response.status == status
@@ -332,7 +334,7 @@ async def test_a_strange_body_is_refused(server: TransformersBackend, body: byte
     assert (await health(server))["status"] == "ok"
 
 
-async def test_the_last_value_of_a_repeated_key_counts(server: TransformersBackend) -> None:
+async def test_the_last_value_of_a_repeated_json_key_counts(server: TransformersBackend) -> None:
     url = f"{server.endpoint}/completions"
     body = io.BytesIO(b'{"prompt": [1], "max_tokens": 1, "max_tokens": 2, "seed": 1}')
     async with aiohttp.ClientSession() as session, session.post(url, data=body) as response:
@@ -340,7 +342,7 @@ async def test_the_last_value_of_a_repeated_key_counts(server: TransformersBacke
         assert (await response.json())["usage"]["completion_tokens"] == 2
 
 
-async def test_http_answers_while_the_model_runs_and_without_nagles_delay(
+async def test_health_is_answered_while_the_model_runs_and_without_nagles_delay(
     client: AsyncOpenAI, server: TransformersBackend
 ) -> None:
     tasks = [
@@ -369,7 +371,7 @@ async def test_a_client_that_disconnects_frees_its_rows(server: TransformersBack
     await idle(server)
 
 
-async def test_a_server_that_cannot_start_reports_why(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
     server = TransformersBackend()
     with pytest.raises(LightningError, match="ended with exit status 2") as caught:
         await server.start(make_setup(tmp_path, tmp_path / "logs"))

@@ -1,4 +1,4 @@
-"""The model that a run trained is served, evaluated, checked, compared and exported."""
+"""Serving, evaluating, checking, comparing and exporting the trained model of a run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 
 def generate(model: Path, text: str) -> str:
-    """The greedy answer of a directory's weights, by transformers."""
+    """Returns the greedy answer of transformers with the weights of a directory."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -94,7 +94,7 @@ def running(folder: Path, *arguments: str) -> Iterator[str]:
     assert code == 0
 
 
-def test_the_weights_of_a_step_answer_the_openai_client(folder: Path) -> None:
+def test_agl_serve_serves_the_weights_of_a_step_to_the_openai_client(folder: Path) -> None:
     with running(folder, "runs/tiny", "--checkpoint", "2", "--port", "0", "--name", "mine") as line:
         found = re.fullmatch(r"Serving runs/tiny \(step 2\) at (\S+/v1) as the model mine\. Try it:\n", line)
         assert found, line
@@ -128,11 +128,11 @@ def test_beyond_loopback_the_served_model_needs_a_key(folder: Path, monkeypatch:
         right = {"Authorization": "Bearer the-key"}
         assert httpx.get(f"{address}/statistics", headers=right).status_code == 401
         assert httpx.post(f"{address}/weights", json={}, headers=right).status_code == 401, (
-            "only the trainer's key does"
+            "only the trainer's key is accepted"
         )
 
 
-def test_eval_and_doctor_start_the_trained_model_themselves(folder: Path) -> None:
+def test_eval_and_doctor_start_a_server_for_the_trained_model(folder: Path) -> None:
     said = run_here(folder, "eval", "config.yaml", "--resources", "runs/tiny", "--json")
     assert said.code == 0, said.stderr
     texts = [generate(folder / "runs/tiny/best", task["text"]) for task in TASKS]
@@ -146,7 +146,7 @@ def test_eval_and_doctor_start_the_trained_model_themselves(folder: Path) -> Non
 
 
 @pytest.mark.slow
-def test_compare_goes_on_from_trained_weights_and_serves_the_newest_for_the_test_tasks(folder: Path) -> None:
+def test_compare_continues_from_trained_weights_and_tests_the_newest_weights(folder: Path) -> None:
     stages = "[{name: grpo, steps: 1}, {name: grpo, steps: 50}]"
     first, second = (folder / "runs/compared/0-grpo-grpo-0" / name for name in ("1-grpo", "2-grpo"))
 
@@ -164,14 +164,16 @@ def test_compare_goes_on_from_trained_weights_and_serves_the_newest_for_the_test
     weights = [
         folder / place / "model.safetensors" for place in (first / "best", second / "best", second / "checkpoint")
     ]
-    assert weights[0].read_bytes() == weights[1].read_bytes(), "the second begins with the weights of the first"
-    assert weights[1].read_bytes() != weights[2].read_bytes(), "it was stopped after a step, before a validation"
+    assert weights[0].read_bytes() == weights[1].read_bytes(), "the second stage begins with the weights of the first"
+    assert weights[1].read_bytes() != weights[2].read_bytes(), (
+        "the second stage was stopped after a step, before a validation"
+    )
     assert row["reward"] == pytest.approx(expected(second / "checkpoint"))
     assert row["missing"] == 0
     assert 26 < row["rollouts"] <= 32
 
 
-def test_another_server_gets_the_directory_of_the_model(folder: Path) -> None:
+def test_the_command_of_another_server_gets_the_directory_of_the_model(folder: Path) -> None:
     code = "import pathlib, sys; print(sorted(p.name for p in pathlib.Path(sys.argv[1]).iterdir()), *sys.argv[2:])"
     command = f'"{sys.executable}" -c "{code}" {{model}} {{port}} \'{{"a": 1}}\''
     done = subprocess.run(
@@ -182,7 +184,7 @@ def test_another_server_gets_the_directory_of_the_model(folder: Path) -> None:
     assert re.search(r"'config.json', .*'model.safetensors', .*\] 1234 \{\"a\": 1\}\n", done.stdout), done.stdout
 
 
-def test_a_checkpoint_that_a_run_does_not_have_is_an_error_that_names_those_it_has(folder: Path) -> None:
+def test_an_unknown_checkpoint_is_refused_with_the_checkpoints_of_the_run(folder: Path) -> None:
     said = run_here(folder, "serve", "runs/tiny", "--checkpoint", "7")
     assert said.code == 2
     assert "runs/tiny holds no 7 model; it has: best, latest, 1, 2" in said.stderr

@@ -1,4 +1,4 @@
-"""A session of a training: how it is opened and resumed, and rows of ``TrainingSession``."""
+"""How a training session is opened and resumed, and the rows and steps of ``TrainingSession``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_session(model: Path, **settings: Any) -> Session:
     return Session(own, unused, unused, unused, unused, unused, policies, directory=model)
 
 
-def test_a_resumed_run_knows_the_rollouts_that_it_still_has_to_delete(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_stores_the_rollouts_that_are_still_to_be_deleted(tiny_model: Path, tmp_path: Path) -> None:
     session = make_session(tiny_model)
     session.rollout_ids = {0: ["ro-a", "ro-b"], 1: ["ro-c"]}
     session.save(tmp_path / "checkpoint")
@@ -40,7 +40,7 @@ def test_a_resumed_run_knows_the_rollouts_that_it_still_has_to_delete(tiny_model
     resumed.restore(tmp_path / "checkpoint")
     assert resumed.rollout_ids == session.rollout_ids
     states = session.state()
-    del states[""]["caller"]["rollout_ids"]  # as older versions wrote it
+    del states[""]["caller"]["rollout_ids"]  # as in checkpoints of older versions
     session.policies.write(tmp_path / "older", states)
     resumed.restore(tmp_path / "older")
     assert resumed.rollout_ids == {}
@@ -69,7 +69,7 @@ async def test_reading_a_checkpoint_does_not_block_the_event_loop(
 
 
 @pytest.mark.parametrize(("force", "expected"), [(False, Distribution(0.3)), (True, None)])
-def test_rows_have_the_distribution_of_their_calls_if_agents_choose_it(
+def test_rows_have_the_sampling_distribution_of_their_calls_unless_the_run_forces_one(
     tiny_model: Path, force: bool, expected: Distribution | None
 ) -> None:
     context: Any = None
@@ -83,7 +83,7 @@ def test_rows_have_the_distribution_of_their_calls_if_agents_choose_it(
     ]
 
 
-async def test_the_ledger_names_filtered_rollouts_and_has_the_rewards_that_were_compared(tiny_model: Path) -> None:
+async def test_the_ledger_has_filtered_rollouts_and_the_shaped_rewards(tiny_model: Path) -> None:
     sampling = {"max_tokens": 4}
     session = make_session(tiny_model, sampling=sampling, rollout_filter="finished", reward_shaping="soft_overlong")
     spans: list[Span] = []
@@ -114,7 +114,7 @@ async def test_the_ledger_names_filtered_rollouts_and_has_the_rewards_that_were_
 
 
 def make_episode(index: int, length: int, end: str) -> Episode:
-    """A rollout with reward 1 and one call of ``length`` tokens."""
+    """Returns a rollout with reward 1 and one call of ``length`` tokens."""
     response = {"token_ids": [3] * length, "logprobs": [-0.1] * length}
     metadata = {"response_id": f"r{index}", "finish_reason": end, "requested_model": "policy"}
     call = Triplet(prompt={"token_ids": [1, 2]}, response=response, metadata=metadata)
@@ -125,7 +125,7 @@ def make_episode(index: int, length: int, end: str) -> Episode:
     return Episode(rollout, 1.0, [call])
 
 
-async def test_samples_are_drawn_from_the_distribution_that_is_recorded(tiny_model: Path) -> None:
+async def test_a_sample_is_drawn_from_the_recorded_distribution(tiny_model: Path) -> None:
     core = make_session(tiny_model)
     context: Any = None
     async with FakeVLLM() as server:
@@ -140,7 +140,7 @@ async def test_samples_are_drawn_from_the_distribution_that_is_recorded(tiny_mod
 
 
 @pytest.mark.parametrize(("reward", "steps"), [(0.6, []), (0.4, [2])])
-async def test_steps_of_ones_own_end_at_once_if_a_resumed_run_has_reached_its_target(
+async def test_steps_of_a_resumed_session_end_immediately_if_the_target_reward_is_reached(
     tiny_model: Path, reward: float, steps: list[int]
 ) -> None:
     async def publish() -> None: ...
@@ -161,7 +161,7 @@ async def test_steps_of_ones_own_end_at_once_if_a_resumed_run_has_reached_its_ta
 
 
 @pytest.mark.parametrize("force", [True, False])
-def test_penalties_are_off_also_where_agents_choose_the_other_parameters(tiny_model: Path, force: bool) -> None:
+def test_penalties_are_off_even_if_agents_choose_their_sampling_parameters(tiny_model: Path, force: bool) -> None:
     session = make_session(tiny_model, sampling={"force": force, "temperature": 0.8})
     train, _ = opening.model_entries({"endpoint": "http://host/v1"}, session.settings, session.policies)
     own = {"temperature": 0.8, "top_p": 1.0, "top_k": -1}
@@ -187,7 +187,9 @@ def test_penalties_are_off_also_where_agents_choose_the_other_parameters(tiny_mo
         ("rollout_filter", "finished"),
     ],
 )
-async def test_a_setting_that_steps_of_ones_own_do_not_use_is_refused(tiny_model: Path, name: str, value: Any) -> None:
+async def test_a_setting_that_a_training_session_does_not_use_is_refused(
+    tiny_model: Path, name: str, value: Any
+) -> None:
     settings = GRPOSettings(model=str(tiny_model), **{name: value})
     with pytest.raises(agl.ConfigError, match=f"TrainingSession does not use {name}; leave it out"):
         async with TrainingSession.open(agl.RunContext(store=agl.InMemoryLightningStore()), settings):

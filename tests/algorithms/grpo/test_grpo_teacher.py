@@ -1,4 +1,4 @@
-"""On-policy distillation: training towards the distribution of a second model."""
+"""On-policy distillation: training towards the distribution of a teacher model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_divergence_from_the_teacher_falls(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("is_served", [False, True])
-def test_a_run_learns_from_the_teacher_where_no_rollout_is_rewarded(
+def test_a_run_learns_from_the_teacher_if_no_rollout_is_rewarded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_served: bool
 ) -> None:
     teacher = load_policy(str(CHECKPOINT))
@@ -115,7 +115,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(tiny_model: Path) -> None:
         Teacher.load(TeacherSettings(model=str(tiny_model)), student, dtype="float32")
 
 
-def test_groups_of_one_are_for_learning_from_the_teacher_only(tiny_model: Path) -> None:
+def test_groups_of_one_rollout_are_allowed_only_with_a_teacher_and_without_rewards(tiny_model: Path) -> None:
     own = {"model": str(tiny_model), "rollouts_per_task": 1}
     agl.GRPO(**own, teacher=TeacherSettings(model=str(tiny_model), reward_coefficient=0.0))
     with pytest.raises(agl.ConfigError, match="a group needs at least 2"):
@@ -124,7 +124,7 @@ def test_groups_of_one_are_for_learning_from_the_teacher_only(tiny_model: Path) 
         TeacherSettings(model=str(tiny_model), coefficient=0)
 
 
-def test_a_teacher_behind_an_endpoint_guides_like_the_same_model_in_this_process(
+def test_a_served_teacher_gives_the_same_advantages_as_one_in_this_process(
     tiny_policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [
@@ -159,7 +159,7 @@ def test_a_teacher_behind_an_endpoint_guides_like_the_same_model_in_this_process
         Teacher.load(settings, tiny_policy, dtype="float32")
 
 
-def test_a_server_without_prompt_logprobs_and_another_temperature_are_refused(tiny_policy: Policy) -> None:
+def test_a_teacher_without_prompt_logprobs_or_with_another_temperature_is_refused(tiny_policy: Policy) -> None:
     with ScriptedOpenAI([Answer("a")], models=["large"]) as server:
         settings = TeacherSettings(model="large", endpoint=server.endpoint)
         with pytest.raises(agl.ConfigError, match="returns no prompt_logprobs; use vLLM, or `agl serve`"):
@@ -171,9 +171,9 @@ def test_a_server_without_prompt_logprobs_and_another_temperature_are_refused(ti
 
 @contextlib.contextmanager
 def scoring_server(statuses: list[int]) -> Iterator[TeacherSettings]:
-    """A server that answers completions with these statuses, the last of them from then on.
+    """Runs a server that answers completions with these statuses in order and repeats the last one.
 
-    At 0 it closes the connection without an answer; at -1 it does not answer until the server closes.
+    With status 0 it closes the connection without an answer; with -1 it does not answer until it closes.
     """
     closing = threading.Event()
 
@@ -206,7 +206,7 @@ def scoring_server(statuses: list[int]) -> Iterator[TeacherSettings]:
         thread.join()
 
 
-def test_requests_to_a_served_teacher_are_repeated(tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_requests_to_a_served_teacher_are_repeated(tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_teacher, "_DELAYS_S", (0.0, 0.0, 0.0))
     rows = [TrainingRow([1, 2], [3, 4], [-1.0, -1.0], 0.0)]
     with scoring_server([200, 503, 0, 429, 200]) as settings:
@@ -250,7 +250,7 @@ def test_a_request_to_a_teacher_that_timed_out_is_not_repeated(
             teacher.score([TrainingRow([1, 2], [3, 4], [-1.0, -1.0], 0.0)])
 
 
-def test_a_teacher_that_does_not_answer_at_first_is_refused_at_once(
+def test_a_teacher_whose_first_answer_is_an_error_is_refused_without_a_retry(
     tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_teacher, "_DELAYS_S", (1000.0,))

@@ -33,7 +33,7 @@ from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 
 def make_rows(policy: Policy, count: int, seed: int = 0) -> list[TrainingRow]:
-    """Random rows whose log-probabilities are a little off the policy's own, so that ratios differ from 1."""
+    """Returns random rows whose log-probabilities differ a little from the policy's, so that ratios differ from 1."""
     rng = random.Random(seed)
     rows = [
         TrainingRow(
@@ -51,7 +51,7 @@ def make_rows(policy: Policy, count: int, seed: int = 0) -> list[TrainingRow]:
 
 
 def gradients(policy: Policy, rows: list[TrainingRow], **options: Any) -> tuple[list[Tensor], dict[str, float]]:
-    """The gradients of one optimizer step over ``rows``; the weights stay as they are."""
+    """Returns the gradients and metrics of one optimizer step over ``rows``; the weights stay as they are."""
     updater = Updater(policy, UpdateSettings(lr=1e-30, max_grad_norm=1e9, **options))
     caught: list[Tensor] = []
 
@@ -64,7 +64,7 @@ def gradients(policy: Policy, rows: list[TrainingRow], **options: Any) -> tuple[
 
 
 def assert_same_gradients(left: list[Tensor], right: list[Tensor]) -> None:
-    """Up to the rounding of float32, which sums in another order."""
+    """Checks equality up to the rounding of float32, which depends on the order of sums."""
     assert len(left) == len(right)
     if not left:  # no token was trusted
         return
@@ -91,7 +91,7 @@ EVERYTHING = [
 
 
 def masked(rows: list[TrainingRow]) -> list[TrainingRow]:
-    """Pairs of rows are of one rollout, and of longer rows the second token was given and each has its advantage."""
+    """Joins rows to rollouts in pairs; in every third row masks the second token and varies the advantage by token."""
     return [
         replace(
             row,
@@ -149,7 +149,7 @@ def test_a_row_of_weight_two_counts_as_two_rows(tiny_policy: Policy) -> None:
     assert_same_gradients(gradients(tiny_policy, weighted)[0], gradients(tiny_policy, [rows[0], *rows])[0])
 
 
-def test_the_gradient_is_that_of_the_formula(tiny_policy: Policy) -> None:
+def test_the_gradient_agrees_with_the_clipped_loss_written_out(tiny_policy: Policy) -> None:
     rows = make_rows(tiny_policy, 5)
     ours, metrics = gradients(tiny_policy, rows)
     losses = []
@@ -166,7 +166,7 @@ def test_the_gradient_is_that_of_the_formula(tiny_policy: Policy) -> None:
 
 
 def test_merged_calls_have_the_gradient_of_separate_rows(tiny_policy: Policy) -> None:
-    """Two calls, the second of which goes on from the first, as two rows and as one with a mask."""
+    """Compares two calls, the second of which continues the first, as two rows and as one row with a mask."""
     calls = [TrainingRow([1, 2, 3], [4, 5], [], 0.7), TrainingRow([1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11], [], -0.4)]
     calls = [
         replace(row, logprobs=[v + 0.1 for v in score])
@@ -187,7 +187,7 @@ def test_merged_calls_have_the_gradient_of_separate_rows(tiny_policy: Policy) ->
     assert tiny_policy.score([merged])[0][2:5] == [0.0, 0.0, 0.0]
 
 
-def test_the_divergence_and_the_entropy_add_to_the_loss_as_the_formula_says(tiny_policy: Policy) -> None:
+def test_kl_and_entropy_terms_are_added_to_the_loss_with_their_coefficients(tiny_policy: Policy) -> None:
     rows = make_rows(tiny_policy, 3)
     with torch.no_grad():
         before = [p.clone() for p in tiny_policy.model.parameters()]
@@ -195,7 +195,7 @@ def test_the_divergence_and_the_entropy_add_to_the_loss_as_the_formula_says(tiny
         lr=1e-30, max_grad_norm=1e9, kl_coefficient=0.3, kl_estimator="k2", entropy_coefficient=0.2
     )
     updater = Updater(tiny_policy, settings)
-    with torch.no_grad():  # the policy leaves the reference
+    with torch.no_grad():  # the policy moves away from the reference
         for p in tiny_policy.model.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     moved = weights(tiny_policy)
@@ -214,7 +214,7 @@ def test_the_divergence_and_the_entropy_add_to_the_loss_as_the_formula_says(tiny
     assert metrics["reference_kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-3)
 
 
-def test_an_averaging_reference_follows_and_a_frozen_one_stays(tiny_policy: Policy) -> None:
+def test_a_reference_with_decay_follows_the_policy_and_one_without_stays_frozen(tiny_policy: Policy) -> None:
     start = [p.detach().clone() for p in tiny_policy.model.parameters()]
     for decay, share in ((None, 0.0), (0.25, 0.75), (0.0, 1.0)):
         with torch.no_grad():
@@ -230,7 +230,7 @@ def test_an_averaging_reference_follows_and_a_frozen_one_stays(tiny_policy: Poli
 def test_tokens_on_which_sampler_and_trainer_disagree_are_weighted_and_masked(tiny_policy: Policy) -> None:
     rows = make_rows(tiny_policy, 6)
     exact = [replace(row, logprobs=score) for row, score in zip(rows, tiny_policy.score(rows), strict=True)]
-    wrong = replace(exact[0], logprobs=[v + 5.0 for v in exact[0].logprobs])  # the sampler's was e^5 times likelier
+    wrong = replace(exact[0], logprobs=[v + 5.0 for v in exact[0].logprobs])  # e^5 times likelier for the sampler
     options: dict[str, Any] = {"old_logprobs": "trainer"}
     masks, metrics = gradients(tiny_policy, [wrong, *exact[1:]], trust_mask="token", **options)
     assert_same_gradients(masks, gradients(tiny_policy, exact[1:], **options)[0])
@@ -243,7 +243,7 @@ def test_tokens_on_which_sampler_and_trainer_disagree_are_weighted_and_masked(ti
     assert metrics["grad_norm"] == 0.0
 
 
-def test_recomputed_activations_and_no_dropout_give_the_same_gradient(tiny_model: Path) -> None:
+def test_gradient_checkpointing_without_dropout_gives_the_same_gradient(tiny_model: Path) -> None:
     policy = load_policy(tiny_model)
     rows = make_rows(policy, 4)
     plain, _ = gradients(policy, rows)
@@ -255,7 +255,7 @@ def test_recomputed_activations_and_no_dropout_give_the_same_gradient(tiny_model
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         gradients(load_policy(tiny_model), rows)
     assert_same_gradients(recomputed, plain)
-    assert with_checkpoints != sum(saved)  # it did something
+    assert with_checkpoints != sum(saved)  # checkpointing stored other tensors
 
 
 def test_in_bfloat16_the_weights_stay_in_float32(tiny_policy: Policy) -> None:
@@ -320,7 +320,7 @@ def test_large_models_recompute_activations_by_default(
     assert {bool(layer.gradient_checkpointing and layer.training) for layer in layers} == {expected}
 
 
-def test_gradients_add_up_until_the_optimizer_step(tiny_policy: Policy, tiny_model: Path) -> None:
+def test_gradients_accumulate_until_the_optimizer_step(tiny_policy: Policy, tiny_model: Path) -> None:
     rows = make_rows(tiny_policy, 4)
     other = load_policy(tiny_model)
     options = UpdateSettings(lr=1e-3, aggregation="token-sum")
@@ -332,15 +332,15 @@ def test_gradients_add_up_until_the_optimizer_step(tiny_policy: Policy, tiny_mod
         assert two.grad is not None
         torch.testing.assert_close(one.grad, two.grad, atol=1e-5, rtol=1e-4)
     metrics = parts.optim_step()
-    assert "logprob_gap_max" not in metrics, "it is not measured"
+    assert "logprob_gap_max" not in metrics, "forward_backward does not measure the gap"
     assert sum(reported) == pytest.approx(at_once, abs=1e-4)
     assert metrics["loss"] == pytest.approx(at_once, abs=1e-4)
     assert metrics["grad_norm"] == pytest.approx(whole.optim_step()["grad_norm"], rel=1e-4)
     assert (parts.updates, metrics["rows"], metrics["optimizer_steps"]) == (1, 4.0, 1.0)
-    assert parts.optim_step()["optimizer_steps"] == 0.0  # nothing was added since
+    assert parts.optim_step()["optimizer_steps"] == 0.0  # no gradient was added since the last step
 
 
-def test_a_loss_of_the_caller_replaces_the_objective(tiny_policy: Policy) -> None:
+def test_the_loss_passed_to_forward_backward_replaces_the_objective(tiny_policy: Policy) -> None:
     rows = make_rows(tiny_policy, 2)
     updater = Updater(tiny_policy)
     found = updater.forward_backward(rows, "cross_entropy")["loss"]
@@ -357,7 +357,7 @@ def test_a_loss_of_the_caller_replaces_the_objective(tiny_policy: Policy) -> Non
 
 
 def read_example() -> dict[str, Any]:
-    """Runs the plugin of docs/grpo.md, and returns its names."""
+    """Executes the example plugin of docs/grpo.md and returns its names."""
     page = (Path(__file__).parents[3] / "docs" / "grpo.md").read_text(encoding="utf-8")
     code = next(block for block in page.split("```")[1::2] if "def soft_gate" in block).removeprefix("python")
     assert len([line for line in code.splitlines() if line.strip() and "import" not in line]) <= 20
@@ -379,7 +379,7 @@ def third_party(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     del manager._offers["advantage", "maxrl"]
 
 
-def test_a_third_party_adds_a_loss_and_an_advantage(tiny_policy: Policy, third_party: None) -> None:
+def test_a_plugin_can_add_a_loss_and_an_advantage(tiny_policy: Policy, third_party: None) -> None:
     (row,) = make_rows(tiny_policy, 1)
     own = replace(row, advantage=1.0, logprobs=tiny_policy.score([row])[0])
     soft, _ = gradients(tiny_policy, [own], objective="soft_gate")
@@ -393,7 +393,7 @@ def test_a_third_party_adds_a_loss_and_an_advantage(tiny_policy: Policy, third_p
     assert maxrl(items, std_floor=0.01) == [3.0, -1.0, -1.0, -1.0]
 
 
-def test_an_unknown_loss_or_advantage_is_refused_with_the_known_ones(tiny_policy: Policy) -> None:
+def test_an_unknown_loss_or_advantage_is_refused_with_a_suggestion(tiny_policy: Policy) -> None:
     with pytest.raises(PluginError, match="no policy_loss named 'pp0'. Did you mean 'ppo'"):
         Updater(tiny_policy, UpdateSettings(objective="pp0"))
     with pytest.raises(PluginError, match="no advantage named 'grp0'. Did you mean 'grpo'"):
@@ -418,7 +418,7 @@ def test_lora_on_the_output_layer_trains_it(tiny_policy: Policy, tmp_path: Path)
     assert load_policy(tmp_path).score(rows)[0] == pytest.approx(policy.score(rows)[0], abs=1e-4)
 
 
-def test_weights_decay_but_not_norms_and_biases(tiny_policy: Policy) -> None:
+def test_weight_decay_does_not_apply_to_norms_and_biases(tiny_policy: Policy) -> None:
     with torch.no_grad():
         for parameter in tiny_policy.model.parameters():
             parameter.fill_(1.0)
@@ -444,7 +444,7 @@ def test_lora_target_modules_without_a_layer_are_refused(tiny_policy: Policy) ->
         add_lora(tiny_policy.model, LoraSettings(target_modules="nonsense"))
 
 
-def test_training_raises_the_probability_of_what_was_rewarded(tiny_policy: Policy) -> None:
+def test_training_raises_the_probability_of_rewarded_responses(tiny_policy: Policy) -> None:
     good, bad = [10, 11, 258], [20, 21, 258]
     updater = Updater(tiny_policy, UpdateSettings(lr=1e-2))
 
@@ -472,7 +472,11 @@ def test_two_updates_a_checkpoint_and_two_more_equal_four_updates_bit_by_bit(tin
     for batch in batches[:2]:
         first.update(batch)
     first.save(tmp_path / "step-2")
-    drawn = (random.random(), numpy.random.rand(), torch.rand(1).item())  # the global one is under test
+    drawn = (
+        random.random(),
+        numpy.random.rand(),
+        torch.rand(1).item(),
+    )  # the state of the global generators is under test
 
     resumed = Updater(load_policy(tiny_model), options)
     resumed.load(tmp_path / "step-2")
@@ -486,7 +490,7 @@ def test_two_updates_a_checkpoint_and_two_more_equal_four_updates_bit_by_bit(tin
         assert torch.equal(value, resumed.policy.model.state_dict()[name]), name
 
 
-def test_a_checkpoint_is_an_ordinary_model_and_overwritten_in_whole(tiny_policy: Policy, tmp_path: Path) -> None:
+def test_a_checkpoint_is_an_ordinary_model_and_is_replaced_as_a_whole(tiny_policy: Policy, tmp_path: Path) -> None:
     updater = Updater(tiny_policy, UpdateSettings(lr=1e-2))
     updater.save(tmp_path / "last")
     updater.update(make_rows(tiny_policy, 4))
@@ -538,7 +542,7 @@ def test_a_minibatch_that_is_not_finite_is_skipped_and_reported(
     assert all(torch.isfinite(value).all() for value in weights(tiny_policy).values())
 
 
-def test_the_number_of_optimizer_steps_does_not_drift_with_the_number_of_rows(tiny_policy: Policy) -> None:
+def test_the_number_of_optimizer_steps_does_not_grow_with_the_number_of_rows(tiny_policy: Policy) -> None:
     updater = Updater(tiny_policy, UpdateSettings(minibatches=3, epochs=2))
     assert [updater.update(make_rows(tiny_policy, n))["optimizer_steps"] for n in (3, 7, 20)] == [6, 6, 6]
     assert updater.update(make_rows(tiny_policy, 2))["optimizer_steps"] == 4
@@ -548,7 +552,7 @@ def test_the_number_of_optimizer_steps_does_not_drift_with_the_number_of_rows(ti
     assert all(torch.equal(value, before[name]) for name, value in weights(tiny_policy).items())
 
 
-def test_gradients_are_scaled_down_to_the_longest_allowed(tiny_policy: Policy) -> None:
+def test_gradients_are_scaled_down_to_max_grad_norm(tiny_policy: Policy) -> None:
     rows = make_rows(tiny_policy, 4)
     updater = Updater(tiny_policy, UpdateSettings(max_grad_norm=1e-3))
     norms: list[float] = []
@@ -570,7 +574,7 @@ def test_the_gap_between_sampler_and_trainer_is_measured_before_the_weights_move
     assert updater.update(off)["logprob_gap_max"] > 0.3
 
 
-def test_old_logprobs_of_the_trainer_make_the_first_ratio_one(tiny_policy: Policy) -> None:
+def test_with_old_logprobs_of_the_trainer_the_first_ratio_is_one(tiny_policy: Policy) -> None:
     rows = make_rows(tiny_policy, 6)
     wrong = [*rows[:5], replace(rows[5], logprobs=[v - 3.0 for v in rows[5].logprobs])]
     metrics = Updater(tiny_policy, UpdateSettings(old_logprobs="trainer")).update(wrong)
@@ -609,12 +613,12 @@ def test_the_learning_rate_follows_its_schedule(options: dict[str, Any], expecte
         ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "expected gradient of 0.*kl_in: reward.*k2 or k3"),
     ],
 )
-def test_invalid_update_settings_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_invalid_update_settings_are_refused_with_their_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         UpdateSettings(**options)
 
 
-def test_a_schedule_without_an_end_is_refused(tiny_policy: Policy) -> None:
+def test_a_schedule_without_total_updates_is_refused(tiny_policy: Policy) -> None:
     with pytest.raises(ConfigError, match="schedule = 'linear' needs total_updates"):
         Updater(tiny_policy, UpdateSettings(schedule="linear"))
 
@@ -647,6 +651,8 @@ def test_settings_from_a_file_are_checked_by_key_and_value() -> None:
         (TrainingRow([1], [1, 2], [0.0, 0.0], [1.0]), "2 response tokens but 1 advantages"),
     ],
 )
-def test_invalid_rows_are_refused_by_name(tiny_policy: Policy, row: TrainingRow, message: str) -> None:
+def test_an_invalid_row_is_refused_with_its_index_and_reason(
+    tiny_policy: Policy, row: TrainingRow, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Updater(tiny_policy).update([row])

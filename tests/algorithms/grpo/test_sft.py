@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on recorded rollouts and on files, and what is trained from there on."""
+"""Supervised fine-tuning on recorded rollouts and on files, and training that starts from its model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def unused_agent(task: Any, llm: agl.LLM) -> float:
 
 
 def tune(run: Path, model: Path, source: Path, **settings: Any) -> list[dict[str, float]]:
-    """Trains, and returns the metrics of each epoch."""
+    """Trains and returns the metrics of each epoch."""
     algorithm = {"name": "sft", "model": str(model), "source": str(source), "train_threads": 1, **settings}
     trainer = agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[], run_dir=run, resume=run.exists())
     assert trainer.fit(unused_agent, [0]).status == "succeeded"
@@ -51,7 +51,7 @@ def tune(run: Path, model: Path, source: Path, **settings: Any) -> list[dict[str
 
 
 def likelihood(model: Path, answer: str = ANSWER) -> float:
-    """The mean log-likelihood of the tokens of an answer."""
+    """Returns the mean log-likelihood of the tokens of an answer."""
     policy = load_policy(model)
     rows, _ = make_rows(policy, [FineTuningExample(**conversation(answer))])
     (scores,) = policy.score(rows)
@@ -72,7 +72,7 @@ def test_a_model_learns_the_conversations_of_a_file_and_grpo_starts_from_it(tmp_
     assert agl.GRPO(model=str(run)).model == str(run / "checkpoint")
 
 
-def test_the_best_rollouts_of_each_task_are_learned(tmp_path: Path, tiny_model: Path) -> None:
+def test_sft_learns_from_the_best_rollouts_of_each_task(tmp_path: Path, tiny_model: Path) -> None:
     answers = iter(["aaa", "bbb", "ccc", "ddd", "eee", "fff"])
 
     def model(request: RecordedRequest) -> Answer:
@@ -123,7 +123,7 @@ def solve(request: RecordedRequest) -> Answer:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_warm_start_begins_with_a_higher_reward_than_the_base_model(tmp_path: Path) -> None:
+def test_grpo_after_sft_begins_with_a_higher_reward_than_from_the_base_model(tmp_path: Path) -> None:
     recorded, warm = tmp_path / "recorded", tmp_path / "warm"
     problems, held_out = make_problems("train", 48), make_problems("val", 24)
     with Server(solve) as server:
@@ -146,7 +146,7 @@ def test_a_warm_start_begins_with_a_higher_reward_than_the_base_model(tmp_path: 
     assert started >= base + 0.2, f"{base:.2f} before and {started:.2f} after fine-tuning"
 
 
-def test_a_row_has_the_prompt_that_the_model_gets_and_ends_with_the_turn(tiny_policy: Policy) -> None:
+def test_a_row_has_the_rendered_prompt_and_ends_with_the_end_of_turn_token(tiny_policy: Policy) -> None:
     tool_call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "content": "add"},
@@ -178,7 +178,7 @@ def test_the_learning_rate_decays_over_the_steps_of_all_epochs(tmp_path: Path, t
     rates = [decay.lr_at(step) for step in range(6)]
     assert [step["lr"] for step in first] == pytest.approx([sum(rates[:3]) / 3, sum(rates[3:]) / 3])
     assert [(step["rows"], step["response_tokens"]) for step in first] == [(5.0, 10.0)] * 2
-    assert len(tune(run, tiny_model, file, epochs=3, **settings)) == 3, "a resumed run makes the epochs that are left"
+    assert len(tune(run, tiny_model, file, epochs=3, **settings)) == 3, "a resumed run does the remaining epochs"
 
 
 def test_a_line_may_contain_any_character_that_json_allows(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_line_may_contain_any_character_that_json_allows(tmp_path: Path) -> No
         ({"source": "latin.jsonl"}, "latin.jsonl' cannot be read: it is not UTF-8"),
     ],
 )
-def test_a_source_that_cannot_be_used_is_an_error(
+def test_an_invalid_source_is_refused(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], complaint: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -212,7 +212,7 @@ def test_a_source_that_cannot_be_used_is_an_error(
         asyncio.run(algorithm.run())
 
 
-def test_a_store_without_good_rollouts_is_an_error_without_its_password(
+def test_the_error_about_a_source_without_usable_rollouts_hides_the_password(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(example, "create_store", lambda url: agl.create_store("memory://"))

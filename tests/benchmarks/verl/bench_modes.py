@@ -1,9 +1,9 @@
-"""verl's ``colocate_async`` against ``sync``: ``python tests/benchmarks/verl/bench_modes.py [--steps 8] [--tail 4]``.
+"""verl's ``colocate_async`` and ``sync``: ``python tests/benchmarks/verl/bench_modes.py [--steps 8] [--tail 4]``.
 
-The demo's agent and model on a CPU, in the environment of docs/verl.md. One rollout in sixteen takes ``--tail`` seconds
-longer, as a slow tool would make it; with ``--tail 0`` none does. Each mode trains in a process of its own, from the
-same weights and seed, for the same number of steps. The time is that from the end of the first step to the end of the
-last one; the reward is the mean of the last quarter of the steps, in training.
+Trains the demo's agent and model on a CPU, in the environment of docs/verl.md. One rollout in sixteen takes ``--tail``
+seconds longer, as with a slow tool; with ``--tail 0`` none does. Each mode trains in a separate process, from the same
+weights and seed, for the same number of steps. Time is measured from the end of the first step to the end of the last;
+the reward is the mean training reward of the last quarter of the steps.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MODES = ("sync", "colocate_async")
 
 
 def uneven_agent(task: Mapping[str, Any], llm: agl.LLM, rollout: agl.AttemptedRollout) -> float:
-    """The demo's agent, slow for some rollouts."""
+    """Runs the demo's agent, slowed down in some rollouts."""
     if random.Random(rollout.rollout_id).random() < SLOW_SHARE:
         time.sleep(task["tail_s"])
     return calculator_agent(task, llm)
 
 
 class Steps:
-    """A tracker that keeps the end and the reward of each step."""
+    """A tracker that records the end, reward and drift of each step."""
 
     def __init__(self) -> None:
         self.ended: list[float] = []
@@ -60,7 +60,7 @@ class Steps:
 
 
 def train(mode: str, steps: int, tail_s: float) -> dict[str, float]:
-    """Trains and returns what is compared."""
+    """Trains and returns the compared figures."""
     config = {
         "actor_rollout_ref": {"model.path": str(CHECKPOINT), "actor.optim.lr": 1e-3, "rollout.n": SIZE},
         "actor_rollout_ref.actor.ppo_mini_batch_size": TASKS,
@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tail", type=float, default=4.0, help="seconds that slow rollouts take longer")
-    parser.add_argument("--mode", choices=MODES, help="train in this mode only, in this process")
+    parser.add_argument("--mode", choices=MODES, help="train only in this mode, in this process")
     arguments = parser.parse_args()
     if arguments.mode:
         print(json.dumps(train(arguments.mode, arguments.steps, arguments.tail)))

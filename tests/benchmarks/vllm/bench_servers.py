@@ -1,8 +1,8 @@
-"""Policy server against vLLM on one CPU: ``python tests/benchmarks/vllm/bench_servers.py`` in the environment `vllm`.
+"""Policy server and vLLM on one CPU: ``python tests/benchmarks/vllm/bench_servers.py`` in the environment `vllm`.
 
-The same requests by HTTP to both, float32, one thread: 64 at once with replies of 64 tokens to prompts of 32, and 32 at
-once with replies of 32 tokens to 4 prompts of 1,024, each asked 8 times. Rounds are interleaved; medians of tokens per
-second are printed, with the CPU seconds of the server's processes for 1,000 tokens.
+Sends the same requests to both over HTTP (float32, one thread): 64 concurrent requests with replies of 64 tokens to
+prompts of 32, and 32 concurrent requests with replies of 32 tokens, 8 for each of 4 prompts of 1,024 tokens. Rounds are
+interleaved; medians of tokens per second are printed, with the CPU seconds of the server's processes for 1,000 tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.port import reserve_port
 from tests.vllm.vllm_process import OPTIONS, wait_until_ready
 
 LOADS = {"64 short prompts": (64, 32, 1, 64), "4 long prompts, 8 times each": (4, 1024, 8, 32)}
-"""Different prompts, their tokens, how often each is asked at once, and tokens of a reply."""
+"""Number of different prompts, tokens of a prompt, concurrent requests for each, and tokens of a reply, by name."""
 
 
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -45,7 +45,7 @@ def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
 
 
 async def measure(url: str, load: tuple[int, int, int, int], seed: int) -> float:
-    """Seconds of the load."""
+    """Returns the seconds that the server takes for the load."""
     count, length, times, reply = load
     rng = random.Random(seed)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for _ in range(count)]

@@ -45,7 +45,7 @@ def call(
     )
 
 
-def test_calls_with_continuing_tokens_are_one_trajectory_with_masks() -> None:
+def test_calls_whose_tokens_continue_each_other_become_one_trajectory_with_a_mask() -> None:
     first = call([1, 2], [3, 4], id="a", reward=0.5)
     second = call([1, 2, 3, 4, 5], [6], id="b", reward=1.0)
     result = build_trajectories([first, second])
@@ -63,7 +63,7 @@ def test_calls_with_continuing_tokens_are_one_trajectory_with_masks() -> None:
     assert result.counts == {"template": 0, "retokenisation": 0, "other": 0}
 
 
-def test_conversations_that_run_at_once_stay_apart() -> None:
+def test_interleaved_conversations_become_separate_trajectories() -> None:
     calls = []
     for turn in range(4):
         for agent in range(3):
@@ -77,7 +77,7 @@ def test_conversations_that_run_at_once_stay_apart() -> None:
         assert sum(trajectory.mask) == 8
 
 
-def test_the_longest_prefix_is_continued() -> None:
+def test_a_call_continues_the_trajectory_with_the_longest_matching_prefix() -> None:
     short = call([1], [2])
     long = call([1, 2, 3], [4])
     other = call([1], [9])
@@ -86,18 +86,18 @@ def test_the_longest_prefix_is_continued() -> None:
     assert [trajectory.ids for trajectory in result.trajectories] == [[1, 2, 3, 4, 5, 6], [1, 9]]
 
 
-def test_of_identical_calls_only_the_one_that_is_continued_is_trained_on() -> None:
+def test_of_identical_calls_only_the_continued_one_is_trained_on() -> None:
     first, again, child = call([1], [2, 3], id="a"), call([1], [2, 3], id="b"), call([1, 2, 3, 4], [5])
     result = build_trajectories([first, again, child])
     (trajectory,) = result.trajectories
     assert (trajectory.ids, trajectory.mask) == ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1])
     assert result.left_out == {"repeated": 1}
     other_split = call([1, 2], [3])
-    assert len(build_trajectories([other_split, again, child]).trajectories) == 2, "its prompt is another"
+    assert len(build_trajectories([other_split, again, child]).trajectories) == 2, "the prompts differ"
     assert len(build_trajectories([first, again]).trajectories) == 2, "two samples of one prompt"
 
 
-def test_an_attempt_with_a_call_that_broke_off_or_several_roots_is_reported_and_masked() -> None:
+def test_an_attempt_with_a_broken_off_call_or_several_roots_is_reported_and_masked() -> None:
     def record(trace: Recorder, name: str, prompt: list[int], **settings: Any) -> None:
         trace.gateway(name, **settings)
         attributes = {**trace.spans[-1].attributes, "prompt_token_ids": prompt}
@@ -121,7 +121,7 @@ def test_an_attempt_with_a_call_that_broke_off_or_several_roots_is_reported_and_
         TraceToTrajectories(irregular="drop")
 
 
-def test_the_second_of_two_calls_from_one_point_starts_a_new_trajectory() -> None:
+def test_the_second_of_two_calls_that_continue_the_same_call_starts_a_new_trajectory() -> None:
     start = [SYSTEM, said("user", "go")]
     later = [*start, said("assistant", "A")]
     calls = [
@@ -166,7 +166,7 @@ def test_a_mismatch_has_a_kind_and_a_position(kind: str, prompt: list[int], posi
     assert result.counts[mismatch.kind] == 1
 
 
-def test_with_a_tokenizer_the_text_decides_the_kind() -> None:
+def test_with_a_tokenizer_the_text_decides_the_kind_of_a_mismatch() -> None:
     texts = {1: "ab", 2: "a", 3: "b", 4: "x"}
 
     def decode(ids: Sequence[int]) -> str:
@@ -187,7 +187,7 @@ def test_an_edited_history_is_counted_and_explained() -> None:
     assert mismatch.explanation == "the agent changed the history of the conversation, from message 2 on"
 
 
-def test_conversations_that_share_a_system_prompt_are_no_mismatch() -> None:
+def test_conversations_that_share_a_system_prompt_are_not_a_mismatch() -> None:
     calls = [
         call([1, 2], [3], [SYSTEM, said("user", "one")], "1"),
         call([1, 4], [5], [SYSTEM, said("user", "two")], "2"),
@@ -237,12 +237,14 @@ def test_ids_mask_and_logprobs_are_consistent(
             sampled[turn.start : turn.end] = [True] * (turn.end - turn.start)
         assert [bool(flag) for flag in trajectory.mask] == sampled
         assert all(value == 0.0 for value, flag in zip(trajectory.logprobs, sampled, strict=True) if not flag)
-    assert len(set(seen)) == len(seen) == len(calls) - result.left_out.get("repeated", 0), "each call is there once"
+    assert len(set(seen)) == len(seen) == len(calls) - result.left_out.get("repeated", 0), "each call is used once"
 
 
 @given(steps)
 @settings(max_examples=100, deadline=None)
-def test_the_index_agrees_with_a_comparison_of_all_pairs(steps: list[tuple[bool, int, list[int], list[int]]]) -> None:
+def test_the_prefix_index_agrees_with_a_comparison_of_all_pairs(
+    steps: list[tuple[bool, int, list[int], list[int]]],
+) -> None:
     calls: list[Triplet] = []
     for goes_on, which, added, response in steps:
         before: list[int] = []
@@ -311,7 +313,7 @@ def test_a_transition_has_the_messages_that_follow_an_answer() -> None:
     assert three.is_terminal
 
 
-def test_adapters_take_the_settings_of_their_source() -> None:
+def test_adapters_accept_settings_for_their_source_adapter() -> None:
     trace = Recorder()
     for name in ("boss", "writer"):
         agent = trace.add("agent", {"agent.name": name}, at=(trace.now, trace.now + 5))

@@ -1,4 +1,4 @@
-"""Commands as agents: real processes, most of them Python with the standard library alone."""
+"""Commands as agents: real processes, most of them Python with only the standard library."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def printed(spans: list[Span]) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that waits to be reaped by a stranger does not."""
+    """Returns whether a process runs; a zombie that its parent has not reaped yet does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -167,7 +167,7 @@ async def test_a_json_object_gives_several_rewards(store: agl.LightningStore) ->
     assert agl.get_reward_value(reward) == 0.5
 
 
-async def test_the_trainers_reward_function_judges_what_a_command_prints(store: agl.LightningStore) -> None:
+async def test_the_trainers_reward_function_judges_the_output_of_a_command(store: agl.LightningStore) -> None:
     async def reward(task: str, output: str, rollout: agl.Rollout) -> float:
         return float(output.strip() == task)
 
@@ -177,7 +177,7 @@ async def test_the_trainers_reward_function_judges_what_a_command_prints(store: 
 
 
 @pytest.mark.parametrize("code", ["", "print('no number')", "print('{\"score\": 1}')", "print('true')"])
-async def test_a_command_without_a_valid_reward_fails_its_attempt_with_its_output(
+async def test_a_command_without_a_valid_reward_fails_its_attempt_and_the_error_shows_its_output(
     store: agl.LightningStore, code: str
 ) -> None:
     rollout, _ = await run(store, agl.CommandAgent(python(code), reward="stdout"))
@@ -187,7 +187,9 @@ async def test_a_command_without_a_valid_reward_fails_its_attempt_with_its_outpu
 
 
 @pytest.mark.parametrize("source", ["stdout", "file"])
-async def test_an_error_about_the_reward_does_not_quote_the_key(store: agl.LightningStore, source: Any) -> None:
+async def test_an_error_about_the_reward_does_not_show_the_providers_key(
+    store: agl.LightningStore, source: Any
+) -> None:
     place = "sys.stdout" if source == "stdout" else "open(os.environ['AGL_REWARD_FILE'], 'w')"
     code = f"import os, sys; print('bad key', os.environ['OPENAI_API_KEY'], file={place})"
     llm = agl.LLM(endpoint="http://127.0.0.1:1/v1", model="m", api_key="secret-of-the-provider")
@@ -226,7 +228,7 @@ async def test_eight_concurrent_commands_never_mix(tracer: agl.OtelTracer) -> No
             assert triplet.response["token_ids"] == [*encode(task * 2), EOS]
 
 
-async def test_a_command_inherits_what_it_needs_and_no_keys(
+async def test_a_command_inherits_only_the_variables_that_it_needs_and_no_keys(
     store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "DATABASE_URL", "AGL_TOKEN"):
@@ -335,7 +337,7 @@ async def test_the_trace_continues_in_the_command(store: agl.LightningStore) -> 
         ("import os, sys; sys.stderr.write('no such tool'); sys.stderr.flush(); os.abort()", "was ended by SIGABRT"),
     ],
 )
-async def test_a_command_that_fails_fails_its_attempt_with_the_end_of_its_stderr(
+async def test_a_failing_command_fails_its_attempt_with_the_end_of_its_stderr(
     store: agl.LightningStore, code: str, how: str
 ) -> None:
     rollout, spans = await run(store, agl.CommandAgent(python(code), reward="stdout", name="solver"))
@@ -357,7 +359,7 @@ async def test_a_command_that_does_not_exist_is_named(store: agl.LightningStore,
     assert str(tmp_path / "missing") in rollout.attempt.error.message
 
 
-async def test_a_task_too_long_for_an_argument_suggests_stdin(store: agl.LightningStore) -> None:
+async def test_the_error_for_a_task_too_long_for_an_argument_suggests_stdin(store: agl.LightningStore) -> None:
     rollout, _ = await run(store, agl.CommandAgent(python("", "{task}")), "x" * 1_000_000)
     assert rollout.attempt.error is not None
     assert "task_via='stdin'" in rollout.attempt.error.message
@@ -365,7 +367,7 @@ async def test_a_task_too_long_for_an_argument_suggests_stdin(store: agl.Lightni
     assert printed(spans) == "1000000\n"
 
 
-# In the shell, which is ready for its signal long before the time is over, however busy the machine is.
+# A shell script, because a shell sets its trap long before the timeout, however busy the machine is.
 STUBBORN = """
     trap 'echo told to end' TERM
     (trap '' TERM; exec sleep 60) &
@@ -375,7 +377,7 @@ STUBBORN = """
 """
 
 
-async def test_a_timeout_kills_the_whole_group_and_keeps_what_was_printed(
+async def test_a_timeout_kills_the_whole_process_group_and_keeps_its_output(
     store: agl.LightningStore, tmp_path: Path
 ) -> None:
     agent = agl.CommandAgent(shell(STUBBORN, str(tmp_path / "pids")), kill_after_s=0.3)
@@ -386,7 +388,7 @@ async def test_a_timeout_kills_the_whole_group_and_keeps_what_was_printed(
     assert [await is_gone(pid) for pid in pids] == [True, True]
 
 
-async def test_cancelling_a_rollout_kills_the_whole_group(store: agl.LightningStore, tmp_path: Path) -> None:
+async def test_cancelling_a_rollout_kills_the_whole_process_group(store: agl.LightningStore, tmp_path: Path) -> None:
     path = tmp_path / "pids"
     agent = agl.CommandAgent(shell(STUBBORN, str(path)), kill_after_s=0.1)
     rollout = await store.enqueue_rollout("task")
@@ -402,7 +404,7 @@ async def test_cancelling_a_rollout_kills_the_whole_group(store: agl.LightningSt
     assert [await is_gone(pid) for pid in pids] == [True, True]
 
 
-async def test_a_second_cancellation_leaves_neither_processes_nor_pipes(tmp_path: Path) -> None:
+async def test_a_second_cancellation_leaves_no_process_running_and_no_pipe_open(tmp_path: Path) -> None:
     path = tmp_path / "pids"
     agent = agl.CommandAgent(shell(STUBBORN, str(path)), kill_after_s=60)
     open_files = count_open_files()
@@ -412,7 +414,7 @@ async def test_a_second_cancellation_leaves_neither_processes_nor_pipes(tmp_path
             await asyncio.sleep(0.02)
         work.cancel()
         await asyncio.sleep(0.2)
-        assert not work.done(), "it waits for the command to end by itself"
+        assert not work.done(), "the agent waits for the command to end by itself"
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
     pids = [int(pid) for pid in path.read_text().split()]
@@ -453,7 +455,7 @@ async def test_the_end_of_long_output_is_kept(store: agl.LightningStore) -> None
     assert span.attributes["agentlightning.command.dropped_bytes"] == total - 2000
 
 
-async def test_several_models_require_a_name(store: agl.LightningStore) -> None:
+async def test_a_command_must_name_its_model_if_there_are_several(store: agl.LightningStore) -> None:
     models = {name: agl.LLM(endpoint=f"http://{name}/v1", model=name) for name in ("small", "large")}
     code = "import os; print(os.environ['OPENAI_BASE_URL'])"
     rollout, _ = await run(store, agl.CommandAgent(python(code)), resources=models)
@@ -502,7 +504,7 @@ SEND_OTLP = (
 
 
 @pytest.mark.parametrize("code", [SEND_SPAN, SEND_OTLP], ids=["as a span", "by OTLP"])
-async def test_a_command_sends_its_reward_to_the_store_with_its_own_token(code: str) -> None:
+async def test_a_command_sends_its_reward_to_the_store_with_the_token_of_its_attempt(code: str) -> None:
     token = "the-whole-stores-token"
     backing = agl.InMemoryLightningStore()
     async with LightningStoreServer(backing, port=0, token=token) as server:
@@ -516,7 +518,7 @@ async def test_a_command_sends_its_reward_to_the_store_with_its_own_token(code: 
     assert agl.find_final_reward(spans) == 0.75
     (reward,) = agl.find_reward_spans(spans)
     assert reward.parent_id == command_span(spans).span_id
-    assert printed(spans) == "***\n", "a token for the attempt, not the store's own, which is not redacted"
+    assert printed(spans) == "***\n", "the attempt's token is redacted; the store's token would be shown"
 
 
 def test_a_command_agent_trains_through_the_trainer(tmp_path: Path) -> None:

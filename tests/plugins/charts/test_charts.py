@@ -36,7 +36,7 @@ def _count(chart: Markup, tag: str) -> int:
         lambda: heat_strip([1.0], title=HOSTILE),
     ],
 )
-def test_hostile_names_are_text_in_a_well_formed_picture(draw: Callable[[], Markup]) -> None:
+def test_hostile_names_are_shown_as_text_in_well_formed_svg(draw: Callable[[], Markup]) -> None:
     picture = draw()
     tree = _parse(picture)
     assert _count(picture, "script") == 0
@@ -54,7 +54,7 @@ def test_a_link_that_runs_code_is_not_drawn(href: str) -> None:
     assert [link.get("href") for link in _parse(chart).iter(SVG + "a")] == []
 
 
-def test_a_point_links_to_what_is_behind_it() -> None:
+def test_a_point_links_to_the_given_address() -> None:
     chart = line_chart([Series("a", [Point(0, 1, href="/runs/r?step=0&x=1"), Point(1, 2)])], title="t")
     links = list(_parse(chart).iter(SVG + "a"))
     assert [link.get("href") for link in links] == ["/runs/r?step=0&x=1"]
@@ -70,14 +70,14 @@ def test_a_value_that_is_not_finite_interrupts_the_line() -> None:
     assert "inf" not in chart
 
 
-def test_an_interval_is_a_band_of_a_line_and_a_bar_of_dots() -> None:
+def test_an_interval_is_drawn_as_a_band_around_a_line_but_not_around_dots() -> None:
     points = [Point(0, 1, 0.5, 1.5), Point(1, 2, 1.5, 2.5)]
     assert _count(line_chart([Series("a", points)], title="t"), "polygon") == 1
     assert _count(line_chart([Series("a", points, is_line=False)], title="t"), "polygon") == 0
 
 
 @pytest.mark.parametrize("values", [[], [math.nan]])
-def test_a_chart_without_values_says_so(values: list[float]) -> None:
+def test_a_chart_without_values_shows_no_data(values: list[float]) -> None:
     points = [Point(x, y) for x, y in enumerate(values)]
     assert "no data" in line_chart([Series("a", points)], title="t")
     assert "no data" in histogram(values, title="t")

@@ -1,4 +1,4 @@
-"""`agl` in this process: what takes a tenth of the time of a process of its own."""
+"""`agl` in this process, which takes a tenth of the time of a separate process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Said(NamedTuple):
 
 
 def run_here(folder: Path, *arguments: str, module: str = "my_agents") -> Said:
-    """Runs a command in ``folder``; ``module``, the user's, is imported afresh."""
+    """Runs a command in ``folder``; the user's ``module`` is imported again."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     logger = logging.getLogger("agentlightning")  # restored, because fixtures of a module may call this too
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate

@@ -1,4 +1,4 @@
-"""``agl doctor``: each check broken on purpose, and the right line says so."""
+"""``agl doctor``: each check is broken on purpose, and the right line reports it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def ignores_endpoint(task, llm):
         openai.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
     return 1.0
 
-def calls_nobody(task, llm):
+def makes_no_call(task, llm):
     return 1.0
 
 def fails(task, llm):
@@ -193,7 +193,7 @@ async def test_every_check_of_a_working_agent_passes(agents: str, server: Server
 
 
 @pytest.mark.parametrize("agent", ["good", "blocks_its_loop"])
-async def test_without_an_endpoint_a_scripted_one_answers_and_says_so(agents: str, agent: str) -> None:
+async def test_without_an_endpoint_a_scripted_server_answers_and_this_is_reported(agents: str, agent: str) -> None:
     checks = await check(agents, agent)
     assert broken(checks) == []
     assert "a scripted server answers" in checks["endpoint"].text
@@ -209,7 +209,9 @@ def distribution(folder: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
 
 
-def test_the_other_lightning_is_distinguished_from_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_lightning_is_distinguished_from_our_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert check_environment().state == "ok"
     distribution(tmp_path, "lightning", "2.5.0")
     monkeypatch.syspath_prepend(tmp_path)
@@ -226,7 +228,7 @@ def test_a_module_named_lightning_is_reported(tmp_path: Path, monkeypatch: pytes
     assert "a module named lightning can be imported" in check_environment().text
 
 
-def test_a_version_that_does_not_work_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     distribution(tmp_path, "openai", "1.3.0")
     distribution(tmp_path, "pydantic", "1.10.0")
     monkeypatch.syspath_prepend(tmp_path)
@@ -237,9 +239,7 @@ def test_a_version_that_does_not_work_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("api", "state"), [("1.43.0", "ok"), ("1.44.0", "broken")])
-def test_versions_that_do_not_work_together_are_named(
-    api: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incompatible_versions_are_named(api: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     distribution(tmp_path, "opentelemetry_instrumentation_openai", "0.48.0")
     distribution(tmp_path, "opentelemetry_api", api)
     monkeypatch.syspath_prepend(tmp_path)
@@ -274,7 +274,7 @@ async def test_an_object_that_is_not_an_agent_is_reported(agents: str, agent: st
     assert checks["rollout"] == Check("rollout", "unchecked", "depends on the check 'agent'")
 
 
-async def test_a_module_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
+async def test_the_reason_why_a_module_cannot_be_imported_is_reported(tmp_path: Path) -> None:
     (tmp_path / "broken_patient.py").write_text("import no_such_package_anywhere\n", encoding="utf-8")
     checks = await run_checks(Request(agent=f"{tmp_path}/broken_patient.py:agent"))
     assert checks[1].state == "broken"
@@ -292,7 +292,7 @@ async def test_an_unreachable_endpoint_is_reported(agents: str) -> None:
     assert "start the model server" in checks["endpoint"].fix
 
 
-async def test_a_base_url_without_v1_is_noticed(agents: str, server: Server) -> None:
+async def test_a_base_url_without_v1_is_reported(agents: str, server: Server) -> None:
     checks = await check(agents, endpoint=server.url.removesuffix("/v1"))
     assert broken(checks) == ["endpoint"]
     assert "the base URL usually ends in /v1" in checks["endpoint"].fix
@@ -306,7 +306,7 @@ async def test_a_base_url_without_v1_is_noticed(agents: str, server: Server) -> 
         (b'HTTP/1.0 200 OK\r\n\r\n{"models": 3}', "the response is not a list of models"),
     ],
 )
-async def test_a_server_of_something_else_is_reported(agents: str, greeting: bytes, said: str) -> None:
+async def test_a_server_that_is_not_openai_compatible_is_reported(agents: str, greeting: bytes, said: str) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(greeting)
@@ -320,13 +320,13 @@ async def test_a_server_of_something_else_is_reported(agents: str, greeting: byt
     assert "give the base URL" in checks["endpoint"].fix
 
 
-async def test_an_endpoint_that_is_no_url_is_reported(agents: str) -> None:
+async def test_an_endpoint_that_is_not_a_url_is_reported(agents: str) -> None:
     checks = await check(agents, endpoint="http://127.0.0.1:80x/v1")
     assert broken(checks) == ["endpoint"]
     assert "nonnumeric port: '80x'" in checks["endpoint"].text
 
 
-async def test_a_model_that_the_server_does_not_have_is_noticed(agents: str, server: Server) -> None:
+async def test_a_model_that_the_server_does_not_have_is_reported(agents: str, server: Server) -> None:
     checks = await check(agents, endpoint=server.url, model="n")
     assert broken(checks) == ["endpoint"]
     assert "has no model 'n'; it has: m" in checks["endpoint"].text
@@ -337,7 +337,7 @@ async def test_a_model_that_the_server_does_not_have_is_noticed(agents: str, ser
 
 async def test_the_error_and_line_of_a_failing_agent_are_reported(agents: str) -> None:
     checks = await check(agents, "fails")
-    assert broken(checks) == ["rollout"], "the others are no news"
+    assert broken(checks) == ["rollout"], "checks that depend on it are not reported as broken"
     assert "TypeError: string indices must be integers" in checks["rollout"].text
     assert f"at {agents}:" in checks["rollout"].text
     assert "the task was 'Say hello.'; give a task that the agent accepts" in checks["rollout"].fix
@@ -367,7 +367,7 @@ async def test_a_prompt_that_the_agent_asks_for_can_be_given(agents: str) -> Non
 
 async def test_an_agent_that_calls_another_server_is_reported(agents: str) -> None:
     async with ScriptedOpenAI() as elsewhere:
-        await check(agents, "calls_nobody")  # imports the module
+        await check(agents, "makes_no_call")  # imports the module
         sys.modules["doctors_patients"].ELSEWHERE = elsewhere.endpoint
         checks = await check(agents, "ignores_endpoint")
     assert broken(checks)[0] == "calls"
@@ -378,14 +378,14 @@ async def test_an_agent_that_calls_another_server_is_reported(agents: str) -> No
 
 
 async def test_an_agent_that_makes_no_call_is_reported(agents: str) -> None:
-    checks = await check(agents, "calls_nobody")
+    checks = await check(agents, "makes_no_call")
     assert broken(checks) == ["calls", "triplets"]
     assert checks["calls"].text == "the agent made no model call"
     assert checks["triplets"].text == "no triplets: no span is a model call"
 
 
 async def test_an_agent_whose_model_is_not_traced_is_reported_because_critics_see_nothing(agents: str) -> None:
-    checks = await check(agents, "calls_nobody", trains_weights=False)
+    checks = await check(agents, "makes_no_call", trains_weights=False)
     assert broken(checks) == ["calls"]
     assert "critics would see only tasks and rewards" in checks["calls"].text
     assert checks["triplets"].state == "unchecked"
@@ -400,7 +400,7 @@ async def test_a_connection_error_that_the_agent_swallows_is_reported_with_url_a
     assert "m at http://127.0.0.1:9/v1/" in checks["calls"].text
 
 
-async def test_a_call_that_failed_among_answered_ones_is_reported(agents: str) -> None:
+async def test_a_failed_call_among_answered_calls_is_reported(agents: str) -> None:
     async with ScriptedOpenAI([Answer("one"), Answer(status=400, error="context too long")]) as server:
         checks = await check(agents, "survives_twice", endpoint=server.endpoint, trains_weights=False)
     assert broken(checks) == ["calls"]
@@ -420,14 +420,14 @@ async def test_a_prompt_and_a_task_that_no_model_call_contains_are_reported(agen
     assert (used["task"].state, used["prompts"].state) == ("ok", "ok")
 
 
-async def test_a_command_that_makes_no_call_is_seen_by_its_output() -> None:
+async def test_for_a_command_without_a_traced_call_critics_read_its_output() -> None:
     command = CommandConfig(command=[sys.executable, "-c", "print(1)"], reward=None)
     checks = {each.name: each for each in await run_checks(Request(agent=command, trains_weights=False))}
     assert checks["calls"].text == "the agent made no traced model call; critics read its output"
 
 
 @pytest.mark.parametrize("algorithm", ["apo", "my_algorithm.py:PromptTuner"])
-async def test_a_configuration_names_agent_resources_task_and_what_is_tuned(
+async def test_agent_resources_task_and_algorithm_are_read_from_a_configuration(
     agents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
     (tmp_path / "my_algorithm.py").write_text(
@@ -456,7 +456,7 @@ async def test_a_server_that_answers_no_call_is_reported(agents: str) -> None:
     assert "context too long" in checks["calls"].text
 
 
-def test_spans_that_were_lost_are_counted() -> None:
+def test_lost_spans_are_counted() -> None:
     attempt = Attempt(
         rollout_id="ro-1", attempt_id="at-1", sequence_id=1, start_time=0.0, status="succeeded", spans_dropped=3
     )
@@ -476,7 +476,7 @@ async def test_a_server_without_token_ids_is_reported(agents: str) -> None:
     assert broken(checks) == ["token ids"]
     assert checks["token ids"].text == "3 of 3 answered calls have no token ids"
     assert "return_token_ids" in checks["token ids"].fix
-    assert broken(for_prompts) == [], "tuning prompts needs none"
+    assert broken(for_prompts) == [], "tuning prompts needs no token ids"
 
 
 async def test_a_server_without_logprobs_is_reported(agents: str, server: Server) -> None:
@@ -486,7 +486,7 @@ async def test_a_server_without_logprobs_is_reported(agents: str, server: Server
     assert checks["logprobs"].text == "3 of 3 answered calls have no logprobs"
 
 
-async def test_a_server_that_forgets_a_logprob_is_reported(agents: str, server: Server) -> None:
+async def test_a_server_that_omits_a_logprob_is_reported(agents: str, server: Server) -> None:
     server.spoil_answer = lambda choice: choice["logprobs"]["content"].pop()
     checks = await check(agents, endpoint=server.url)
     assert broken(checks) == ["logprobs", "triplets"]
@@ -515,7 +515,7 @@ async def test_an_agent_match_that_matches_no_agent_is_reported(
     matched = await check(agents, "named", endpoint=server.url, agent_match="solver")
     assert matched["triplets"].text == "1 triplet to learn from, by solver"
     assert matched["template"].text == "no call continues the conversation of another"
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == [], "the checks say it"
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == [], "the checks report it"
 
 
 # Template.
@@ -529,7 +529,7 @@ async def test_an_agent_match_that_matches_no_agent_is_reported(
     ],
     ids=["template", "retokenisation"],
 )
-async def test_history_that_becomes_other_tokens_is_reported(
+async def test_a_history_that_is_tokenized_differently_is_reported(
     agents: str, server: Server, spoil: Callable[[list[int]], list[int]], kind: str
 ) -> None:
     server.spoil_history = spoil
@@ -572,7 +572,7 @@ def test_the_command_exits_with_1_when_a_check_fails(agents: str) -> None:
     assert CliRunner().invoke(command, ["demo", "--timeout", "-1"]).exit_code == 2
 
 
-def test_the_scripted_server_calls_a_tool_with_arguments_that_fit() -> None:
+def test_the_scripted_server_calls_a_tool_with_arguments_that_match_its_schema() -> None:
     properties = {
         "a": {"type": "integer"},
         "b": {"anyOf": [{"type": "number"}, {"type": "null"}]},

@@ -114,7 +114,7 @@ def evaluate(folder: Path, *arguments: str, code: int = 0) -> Any:
     return json.loads(said.stdout) if "--json" in arguments else said.stdout + said.stderr
 
 
-def test_eval_says_reward_interval_pass_at_k_and_errors(folder: Path) -> None:
+def test_eval_prints_reward_interval_pass_at_k_and_errors(folder: Path) -> None:
     (folder / "tasks.jsonl").write_text((folder / "tasks.jsonl").read_text() + '{"n": 9}\n')
     found = evaluate(folder, "-n", "2", "--json")
     assert found["reward"] == pytest.approx(2 / 9)
@@ -126,11 +126,11 @@ def test_eval_says_reward_interval_pass_at_k_and_errors(folder: Path) -> None:
     shown = evaluate(folder, "--run-dir", "kept")
     assert "reward   0.222" in shown
     assert "1 failed: KeyError" in shown
-    assert "run succeeded" not in shown, "the score is what was asked for"
+    assert "run succeeded" not in shown, "the command prints the score instead"
     assert (folder / "kept" / "store.db").is_file()
 
 
-def test_eval_plans_how_many_tasks_find_a_difference(folder: Path) -> None:
+def test_eval_plans_how_many_tasks_are_needed_to_detect_a_difference(folder: Path) -> None:
     found = evaluate(folder, "--plan", "0.05", "--json")["plan"]
     assert [each["repetitions"] for each in found] == [1, 2, 4, 8, 16]
     assert found[0]["same_tasks"] == found[0]["other_tasks"] > found[4]["same_tasks"] > 20
@@ -139,7 +139,7 @@ def test_eval_plans_how_many_tasks_find_a_difference(folder: Path) -> None:
     assert "the worst case is assumed" in shown
 
 
-def test_eval_takes_what_a_run_has_learned(folder: Path) -> None:
+def test_eval_can_use_the_resources_that_a_run_has_learned(folder: Path) -> None:
     run(folder, "train", "config.yaml", "algorithm=learner", "--run-dir", "learned")
     assert evaluate(folder, "--resources", "learned", "--json")["reward"] == 1.0
     assert evaluate(folder, "--json")["reward"] == 0.25
@@ -151,14 +151,14 @@ def test_eval_of_an_agent_that_always_fails_has_exit_code_1(folder: Path) -> Non
     assert "no data.train" in evaluate(folder, "data={val: tasks.jsonl}", "--data", "train", code=2)
 
 
-def test_eval_of_an_agent_without_rewards_says_so_instead_of_a_score(folder: Path) -> None:
+def test_eval_of_an_agent_without_rewards_reports_this_instead_of_a_score(folder: Path) -> None:
     (folder / "unrewarded.py").write_text("def agent(task):\n    pass\n")
     said = evaluate(folder, "agent=unrewarded:agent", code=1)
     assert "none of the first 8 rollouts has a reward: return a number from the agent" in said
     assert "Traceback" not in said
 
 
-def test_compare_tells_a_better_algorithm_from_the_first_on_held_out_tasks_and_keeps_its_budget(folder: Path) -> None:
+def test_compare_detects_a_better_algorithm_on_held_out_tasks_and_keeps_its_budget(folder: Path) -> None:
     numbers = [10, 4, 11, 8, 13, 1, 14, 2, 15, 3, 17, 5, 18, 6, 19, 7]  # every second one is held out
     (folder / "tasks.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in numbers))
     rows = run(
@@ -176,7 +176,7 @@ def test_compare_tells_a_better_algorithm_from_the_first_on_held_out_tasks_and_k
     assert "--seeds a" in run(folder, "compare", "config.yaml", "-a", "baseline", "--seeds", "a", code=2)
     wrong = run(folder, "compare", "config.yaml", "-a", "baseline", "-a", "lerner", "--run-dir", "never", code=2)
     assert "Did you mean 'learner'" in wrong
-    assert not (folder / "never").exists(), "a mistake in the last is known before the first has trained"
+    assert not (folder / "never").exists(), "a mistake in the last algorithm is reported before the first one trains"
     seen = run(
         folder, "compare", "config.yaml", "-a", "baseline", "--test", "tasks.jsonl", "--run-dir", "never", code=2
     )
@@ -196,7 +196,9 @@ def test_compare_uses_the_settings_of_the_configuration_and_labels_variants(fold
     assert [row["rollouts"] > 10 for row in rows[:2]] == [True, False], "the first wastes, as configured"
 
 
-def test_algorithms_of_a_list_begin_with_what_the_one_before_learned_and_share_the_budget(folder: Path) -> None:
+def test_each_algorithm_of_a_list_begins_with_the_result_of_the_previous_one_and_all_share_the_budget(
+    folder: Path,
+) -> None:
     chain = "[{name: prepender, text: od, rollouts: 5}, {name: prepender, text: go, rollouts: 6}]"
     wasteful = "[learner, {name: learner, wasteful: true}]"
     said = run(
@@ -223,14 +225,14 @@ def test_algorithms_of_a_list_begin_with_what_the_one_before_learned_and_share_t
     assert not (folder / "never").exists()
 
 
-def test_a_training_that_the_budget_stops_before_it_saved_weights_has_learned_nothing(folder: Path) -> None:
+def test_a_training_that_the_budget_stops_before_it_saves_weights_counts_as_no_training(folder: Path) -> None:
     stopped = "{name: learner, wasteful: true, trains_weights: true}"
     (row,) = run(folder, "compare", "config.yaml", "-a", stopped, "--budget", "3", "--json")
     assert row["reward"] == 0.0
     assert row["prompts"] == [{"prompt": "bad {n}"}]
 
 
-def test_an_algorithm_of_a_file_is_compared(folder: Path) -> None:
+def test_an_algorithm_in_a_users_file_can_be_compared(folder: Path) -> None:
     (folder / "own.py").write_text("from learner_plugin import Learner as Own\n")
     chain = "['own.py:Own', 'own.py:Own']"
     said = run(folder, "compare", "config.yaml", "-a", "own.py:Own", "-a", chain, "--run-dir", "compared", "--json")
@@ -242,7 +244,7 @@ def test_an_algorithm_of_a_file_is_compared(folder: Path) -> None:
     assert (folder / "compared" / "1-own.py-Own-own.py-Own-0" / "2-own.py-Own" / "store.db").is_file()
 
 
-def test_the_results_remain_when_two_algorithms_have_no_task_in_common(
+def test_the_results_are_shown_even_if_two_algorithms_have_no_task_in_common(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     rewards = {"first": [[1.0], []], "other": [[], [1.0]], "third": [[0.0], []]}
@@ -278,10 +280,10 @@ def test_the_interval_of_an_algorithm_is_wider_if_its_seeds_differ(tmp_path: Pat
 
     alike, apart = compare(0.5, 0.5), compare(0.4, 0.6)
     assert alike["low"] > 0.29
-    assert apart["low"] < -0.5 < 1.5 < apart["high"], "two seeds say little"
+    assert apart["low"] < -0.5 < 1.5 < apart["high"], "two seeds that differ give a wide interval"
 
 
-def test_eval_and_compare_are_gates_against_regressions(folder: Path) -> None:
+def test_eval_and_compare_can_fail_on_a_regression(folder: Path) -> None:
     assert "Error" not in evaluate(folder, "--fail-under", "0.25")
     assert "the mean reward 0.250 is less than 0.26 (--fail-under)" in evaluate(folder, "--fail-under", "0.26", code=1)
     worse = "compare", "config.yaml", "-p", "good {n}", "-p", "bad {n}"
@@ -344,7 +346,7 @@ def test_an_agent_is_evaluated_from_python() -> None:
         agl.evaluate(agent, range(2), strategy="shm", resources=prompts, trackers=[])
 
 
-def test_the_run_of_a_trainer_has_its_scores_and_only_its_own() -> None:
+def test_the_run_of_a_trainer_has_only_its_own_scores() -> None:
     store = agl.InMemoryLightningStore()
     for epochs, reward in ((3, 1.0), (1, 0.5)):
         trainer = agl.Trainer(algorithm=agl.Baseline(n_epochs=epochs), store=store, strategy="shm", trackers=[])
@@ -374,7 +376,7 @@ async def test_a_rollout_without_a_reward_is_left_out_and_counted() -> None:
 
 
 async def test_the_first_successes_without_a_reward_end_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if they are not in the first batch of rollouts."""
+    """This holds even if these rollouts are not in the first batch."""
     monkeypatch.setattr("agentlightning_algorithms.evaluation.algorithm._BATCH_SIZE", 2)
     store = agl.InMemoryLightningStore()
     algorithm = Evaluation()
@@ -388,7 +390,7 @@ async def test_the_first_successes_without_a_reward_end_an_evaluation(monkeypatc
     await store.close()
 
 
-async def test_an_evaluation_in_a_run_is_not_run_twice_when_repeated() -> None:
+async def test_repeating_an_evaluation_in_a_run_runs_no_rollout_again() -> None:
     store = agl.InMemoryLightningStore()
     algorithm = Evaluation(repetitions=2)
     algorithm.context = agl.RunContext(store=store, key="key")

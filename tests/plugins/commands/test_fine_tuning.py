@@ -1,4 +1,4 @@
-"""`agl rollouts export --format openai-sft`: the conversations of good rollouts, as OpenAI's fine-tuning takes them."""
+"""`agl rollouts export --format openai-sft`: conversations of good rollouts, in the format of OpenAI's fine-tuning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(request: RecordedRequest) -> Answer:
 
 
 def agent(task: dict[str, Any], llm: agl.LLM) -> float:
-    """Two calls that are one conversation, with a tool, and one call apart."""
+    """Makes two calls that form one conversation with a tool, and one separate call."""
     import openai
 
     with openai.OpenAI(base_url=llm.endpoint, api_key="any") as client:
@@ -74,7 +74,7 @@ def export(place: Path, file: Path, *arguments: str, code: int = 0) -> Result:
     return result
 
 
-def test_conversations_of_good_rollouts_are_written_as_fine_tuning_takes_them(place: Path, tmp_path: Path) -> None:
+def test_conversations_of_good_rollouts_are_written_in_the_format_of_fine_tuning(place: Path, tmp_path: Path) -> None:
     file = tmp_path / "sft.jsonl"
     result = export(place, file, "--format", "openai-sft", "--min-reward", "0.5")
     assert "4 conversations in" in result.output
@@ -93,7 +93,7 @@ def test_conversations_of_good_rollouts_are_written_as_fine_tuning_takes_them(pl
     }
 
 
-def test_only_rewards_from_the_threshold_on_count_and_what_failed_never(place: Path, tmp_path: Path) -> None:
+def test_only_successful_rollouts_with_at_least_the_minimum_reward_are_exported(place: Path, tmp_path: Path) -> None:
     for threshold, count in ((1.0, 2), (0.0, 6), (1.1, 0)):
         file = tmp_path / f"{threshold}.jsonl"
         export(place, file, "--format", "openai-sft", "--min-reward", str(threshold))
@@ -101,7 +101,7 @@ def test_only_rewards_from_the_threshold_on_count_and_what_failed_never(place: P
         assert "validation" not in file.read_text()
 
 
-def test_it_is_said_how_many_rollouts_of_validation_are_left_out(
+def test_the_number_of_excluded_validation_rollouts_is_reported(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING", "agentlightning"):
@@ -109,7 +109,7 @@ def test_it_is_said_how_many_rollouts_of_validation_are_left_out(
     assert "1 of 4 rollouts are excluded, because they belong to validation or test" in caplog.text
 
 
-def test_a_format_that_does_not_go_with_the_rest_is_refused(place: Path, tmp_path: Path) -> None:
+def test_a_file_name_or_status_that_does_not_suit_the_format_is_refused(place: Path, tmp_path: Path) -> None:
     for arguments in (
         ("x.parquet", "--format", "openai-sft"),
         ("x.jsonl", "--format", "openai-sft", "--status", "failed"),

@@ -67,7 +67,7 @@ async def _run(store: agl.LightningStore, mode: Any, metadata: dict[str, Any], r
     return rollout
 
 
-async def test_the_page_has_the_whole_run_and_needs_nothing_else(run: tuple[agl.LightningStore, Path]) -> None:
+async def test_the_page_shows_the_whole_run_and_loads_no_other_file(run: tuple[agl.LightningStore, Path]) -> None:
     page = (await write_html(*run)).read_text()
     for part in ("validation, before", "+0.875", "95 %:", "Before: reward 0.0", "After: reward 1.0", "Entropy by step"):
         assert part in page
@@ -76,7 +76,7 @@ async def test_the_page_has_the_whole_run_and_needs_nothing_else(run: tuple[agl.
     assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)""", _without_text(page))
 
 
-async def test_the_interval_of_the_reward_leaves_out_rollouts_without_one(tmp_path: Path) -> None:
+async def test_the_interval_of_the_reward_excludes_rollouts_without_a_reward(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"key": "k"}')
     store = agl.create_store("memory://")
     for step in (1, 2):
@@ -87,8 +87,8 @@ async def test_the_interval_of_the_reward_leaves_out_rollouts_without_one(tmp_pa
     assert [point["low"] for point in make_series((await store.query_metrics()).items, "reward")] == [0.402] * 2
 
 
-async def test_the_phases_of_a_step_are_added_once_and_fill_its_time(tmp_path: Path) -> None:
-    """A step of ``grpo`` waits while it samples, writes its checkpoint beside the next step, and lasts 13 s."""
+async def test_the_phases_of_a_step_are_counted_once_and_add_up_to_its_time(tmp_path: Path) -> None:
+    """A step of ``grpo`` waits while it samples, writes its checkpoint during the next step, and lasts 13 s."""
     (tmp_path / "run.json").write_text('{"key": "k"}')
     store = agl.create_store("memory://")
     sampled = {"sample_s": 6.0, "wait_s": 6.1, "prepare_s": 0.5, "train_s": 5.0, "record_s": 0.2, "publish_s": 0.4}
@@ -100,7 +100,7 @@ async def test_the_phases_of_a_step_are_added_once_and_fill_its_time(tmp_path: P
     assert sum(float(seconds) for _, seconds in rows) == pytest.approx(13.0)
 
 
-async def test_a_step_of_verl_has_the_phases_of_verls_own_times() -> None:
+async def test_the_phases_of_a_verl_step_come_from_verls_own_timings() -> None:
     store = agl.create_store("memory://")
     spent = {"gen": 6.0, "old_log_prob": 1.0, "adv": 0.5, "update_actor": 4.0, "update_weights": 0.5, "step": 12.1}
     await store.add_metrics(1, {"record_s": 0.1, **{f"timing_s/{name}": value for name, value in spent.items()}})
@@ -123,7 +123,7 @@ def _without_text(page: str) -> str:
     return page.replace("src=x", "")
 
 
-def test_the_command_writes_the_page_where_it_is_told(run: tuple[agl.LightningStore, Path], tmp_path: Path) -> None:
+def test_the_command_writes_the_page_to_the_given_path(run: tuple[agl.LightningStore, Path], tmp_path: Path) -> None:
     PluginManager().hook.add_commands(cli=cli)
     page = tmp_path / "page.html"
     result = CliRunner().invoke(cli, ["report", str(run[1]), "--html", str(page)])
@@ -133,7 +133,7 @@ def test_the_command_writes_the_page_where_it_is_told(run: tuple[agl.LightningSt
     assert "cannot be written" in str(refused.exception or refused.output)
 
 
-def test_a_run_directory_has_the_page_at_its_end(tmp_path: Path) -> None:
+def test_the_page_is_in_the_run_directory_when_a_run_has_ended(tmp_path: Path) -> None:
     trainer = agl.Trainer(algorithm="baseline", run_dir=tmp_path / "r", trackers=[])
     trainer.fit(_rewarded, [1, 2], [3])
     page = (tmp_path / "r" / "report.html").read_text()
@@ -202,7 +202,7 @@ async def test_of_candidates_with_the_same_score_the_page_shows_the_published_on
     assert "<h2>Best prompt</h2>\n<h3>p</h3>\n<pre>best</pre>" in page
 
 
-async def test_the_curve_is_written_as_a_picture(run: tuple[agl.LightningStore, Path], tmp_path: Path) -> None:
+async def test_the_curve_is_written_as_a_png(run: tuple[agl.LightningStore, Path], tmp_path: Path) -> None:
     store, _ = run
     picture = await write_png(store, tmp_path / "curve.png")
     data = picture.read_bytes()
@@ -210,7 +210,7 @@ async def test_the_curve_is_written_as_a_picture(run: tuple[agl.LightningStore, 
     assert struct.unpack(">II", data[16:24]) == (1080, 540)
 
 
-def test_a_picture_without_its_letters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_png_is_refused_if_its_fonts_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     chart = line_chart([Series("reward", [Point(0, 0.0), Point(1, 1.0)])], title="t")
     assert to_png(chart)
     monkeypatch.setattr(png, "_FONTS", "No Such Font")
@@ -218,7 +218,7 @@ def test_a_picture_without_its_letters_is_refused(monkeypatch: pytest.MonkeyPatc
         to_png(chart)
 
 
-async def test_without_the_library_the_error_names_the_extra(
+async def test_without_the_png_library_the_error_names_the_extra(
     run: tuple[agl.LightningStore, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", None)
@@ -227,7 +227,7 @@ async def test_without_the_library_the_error_names_the_extra(
     assert not (tmp_path / "curve.png").exists()
 
 
-def test_the_command_writes_page_and_picture(tmp_path: Path) -> None:
+def test_the_command_writes_html_and_png(tmp_path: Path) -> None:
     async def fill() -> None:
         store = agl.create_store(f"sqlite:///{tmp_path}/store.db")
         await store.add_metrics(1, {"reward": 0.5})

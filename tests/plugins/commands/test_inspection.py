@@ -174,7 +174,7 @@ def test_rollouts_are_cancelled_retried_and_deleted(place: Path) -> None:
     assert len(listed(place, "rollouts", "list")) == 2
 
 
-def test_resources_are_shown_rolled_back_and_never_show_a_key(place: Path) -> None:
+def test_resources_are_shown_and_rolled_back_without_showing_a_key(place: Path) -> None:
     update, older = listed(place, "resources", "list")
     assert (update["version"], older["version"]) == (2, 1)
     resources_id = update["resources_id"]
@@ -252,11 +252,11 @@ def test_a_parquet_export_has_all_columns_whatever_its_first_record_is(tmp_path:
     rows = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
     assert [row["attempt"] is None for row in rows] == [True, False]
     for what, record in (("spans", Span), ("resources", agl.ResourcesUpdate)):
-        assert columns(tmp_path, what) == list(record.model_fields), "of an export without records"
+        assert columns(tmp_path, what) == list(record.model_fields), "an export without records has all columns too"
 
 
 async def run_one(store: agl.LightningStore) -> None:
-    """A rollout from beginning to end, as other processes may bring it about."""
+    """Runs a rollout from beginning to end, as another process might."""
     await store.add_resources({"prompt": "text"})
     await store.enqueue_rollout({"n": 9})
     (claimed,) = await store.dequeue_many_rollouts(worker_id="w-9")
@@ -274,7 +274,7 @@ async def run_one(store: agl.LightningStore) -> None:
         ("workers", " w-9 busy ro-", {"worker_id", "status"}),
     ],
 )
-def test_following_prints_what_others_do_as_it_happens(
+def test_following_prints_changes_by_others_as_they_happen(
     monkeypatch: pytest.MonkeyPatch, what: str, shown: str, fields: set[str]
 ) -> None:
     def follow(*options: str) -> str:
@@ -288,7 +288,7 @@ def test_following_prints_what_others_do_as_it_happens(
             enough.set()
 
         async def play() -> None:
-            while not enough.is_set():  # the follower says nothing when it begins to listen
+            while not enough.is_set():  # the follower does not report when it begins to listen
                 await run_one(store)
                 await asyncio.sleep(0.01)
             await store.close()
@@ -335,7 +335,7 @@ def test_following_ends_with_ctrl_c_and_exit_code_130(place: Path) -> None:
     assert any("rollout_enqueued" in line for line in lines)
 
 
-def test_every_command_speaks_json() -> None:
+def test_every_command_has_a_json_option() -> None:
     groups = {name: cli.commands[name] for name in ("rollouts", "runs", "spans", "resources", "workers")}
     for name, group in groups.items():
         assert isinstance(group, click.Group)

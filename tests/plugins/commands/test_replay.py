@@ -1,4 +1,4 @@
-"""`agl replay`: a recorded rollout again, without its model."""
+"""`agl replay`: a recorded rollout runs again without its model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def replay(folder: Path, rollout_id: str, *options: str, agent: str = "replayed_
     return run_here(folder, *command, module="replayed_agent")
 
 
-async def test_a_rollout_is_replayed_without_its_model_and_differences_are_said(tmp_path: Path, recorded: str) -> None:
+async def test_a_rollout_is_replayed_without_its_model_and_differences_are_reported(
+    tmp_path: Path, recorded: str
+) -> None:
     same = await asyncio.to_thread(replay, tmp_path, recorded)
     assert same.code == 0, same.stderr + same.stdout
     assert "succeeded, reward 1.0, 2 of 2 recorded model calls" in same.stdout
@@ -96,7 +98,7 @@ async def test_a_rollout_is_replayed_without_its_model_and_differences_are_said(
     assert "2 model calls then, 3 now" in further.stdout
 
 
-async def test_what_cannot_be_replayed_is_said(tmp_path: Path, recorded: str) -> None:
+async def test_an_unknown_rollout_or_agent_is_reported(tmp_path: Path, recorded: str) -> None:
     unknown = await asyncio.to_thread(replay, tmp_path, "ro-none")
     assert (unknown.code, "no rollout 'ro-none'" in unknown.stderr) == (2, True)
     missing = await asyncio.to_thread(replay, tmp_path, recorded, agent="replayed_agent.py:agen")
@@ -135,7 +137,7 @@ def agent(task):
 """
 
 
-async def test_clients_of_the_agents_own_get_the_recorded_answers(tmp_path: Path, recorded: str) -> None:
+async def test_clients_that_the_agent_creates_itself_get_the_recorded_answers(tmp_path: Path, recorded: str) -> None:
     (tmp_path / "replayed_agent.py").write_text(OWN_CLIENTS)
     said = await asyncio.to_thread(replay, tmp_path, recorded, "--json")
     result = json.loads(said.stdout)
@@ -144,7 +146,7 @@ async def test_clients_of_the_agents_own_get_the_recorded_answers(tmp_path: Path
     assert "the recording has 2 model calls, and this is one more" in said.stderr, "the last call was answered too"
 
 
-async def test_a_call_that_cannot_be_replayed_is_refused_and_other_requests_are_made(
+async def test_a_model_call_that_cannot_be_replayed_is_refused_and_other_requests_are_sent(
     tmp_path: Path, recorded: str
 ) -> None:
     (tmp_path / "replayed_agent.py").write_text(OTHER_CALLS)

@@ -1,4 +1,4 @@
-"""The files that a run's report writes beside `report.md`."""
+"""The files that a run's report writes next to `report.md`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRIAL = Candidate.of({"prompt": agl.PromptTemplate("trial")}, BEST, batch_score=
         pytest.param({"other": agl.PromptTemplate("x")}, "best", id="something else was published last"),
     ],
 )
-async def test_the_prompts_beside_the_report_are_the_best_of_the_search(
+async def test_the_prompts_next_to_the_report_are_the_published_or_else_the_best_ones_of_the_search(
     tmp_path: Path, published: dict[str, agl.PromptTemplate], written: str
 ) -> None:
     (tmp_path / "run.json").write_text('{"key": "k"}')

@@ -1,4 +1,4 @@
-"""`agl new`: what it writes works, and passes its own test."""
+"""`agl new`: the files that it writes work and pass their own test."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(folder: Path, *command: str, code: int = 0, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_new_agent_trains_as_it_is(tmp_path: Path) -> None:
+def test_a_new_agent_trains_without_changes(tmp_path: Path) -> None:
     assert run_here(tmp_path, "new", "agent", "word-adder").code == 0
     assert "run succeeded" in run(tmp_path / "word-adder", "agentlightning", "train", "config.yaml", "strategy=shm")
     assert "@" not in (tmp_path / "word-adder" / "config.yaml").read_text()
@@ -68,7 +68,7 @@ def test_a_new_agent_for_apo_trains_and_finds_a_better_prompt(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_a_new_plugin_installs_is_listed_and_passes_its_own_test(tmp_path: Path) -> None:
+def test_a_new_plugin_can_be_installed_is_listed_and_passes_its_own_test(tmp_path: Path) -> None:
     assert run_here(tmp_path, "new", "plugin", "reward-file").code == 0
     folder = tmp_path / "reward-file"
     run(
@@ -96,8 +96,8 @@ def test_a_new_plugin_installs_is_listed_and_passes_its_own_test(tmp_path: Path)
         ("--verl", "pip install -c constraints/verl.txt '.[verl]'    # in a checkout of Lightning\n"),
     ],
 )
-def test_a_new_agent_says_what_to_install_and_where(tmp_path: Path, option: str, command: str) -> None:
-    """The environment of this `agl` has Lightning; that of verl is a new one, where the index's would be installed."""
+def test_agl_new_agent_prints_what_to_install_and_where(tmp_path: Path, option: str, command: str) -> None:
+    """This environment has Lightning already; verl needs a separate one, which must get Lightning from a checkout."""
     said = run_here(tmp_path, "new", "agent", "word-adder", option).stdout
     assert command in said
     assert ("Next, in a separate environment" in said) == (option == "--verl")
@@ -111,7 +111,7 @@ def test_an_invalid_name_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["class", "json"])
-def test_a_name_that_python_uses_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_name_that_is_reserved_by_python_is_refused(tmp_path: Path, name: str) -> None:
     refused = run_here(tmp_path, "new", "plugin", name)
     assert (refused.code, f"choose another, as in my-{name}" in refused.stderr) == (2, True)
     assert list(tmp_path.iterdir()) == []
@@ -125,7 +125,7 @@ def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "agent.py").read_text() == "precious"
 
 
-def test_completion_is_for_each_shell(tmp_path: Path) -> None:
+def test_completion_is_available_for_each_shell(tmp_path: Path) -> None:
     for shell in ("bash", "zsh", "fish"):
         assert f"_AGL_COMPLETE={shell}_complete" in run_here(tmp_path, "completion", shell).stdout
     words = {"_AGL_COMPLETE": "bash_complete", "COMP_WORDS": "agl roll", "COMP_CWORD": "1"}

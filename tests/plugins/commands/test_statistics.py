@@ -51,19 +51,19 @@ def limit(trials: int, level: float = LEVEL) -> float:
 # --- the same numbers as SciPy ---
 
 
-def test_few_values_have_the_p_value_of_every_permutation() -> None:
+def test_the_p_value_of_few_values_equals_that_of_all_permutations() -> None:
     assert paired_p_value([0.3, -0.1, 0.4, 0.25, -0.05, 0.6, 0.1, 0.2]) == pytest.approx(0.046875)
     one, other = [0.1, 0.9, 0.4, 0.7], [0.5, 0.55, 0.45, 0.6, 0.52, 0.48]
     assert unpaired_p_value(one, other) == pytest.approx(0.96666667)
 
 
-def test_many_values_have_the_p_value_of_200_000_permutations() -> None:
+def test_the_p_value_of_many_values_agrees_with_200_000_permutations() -> None:
     one, other = [n % 10 / 10 for n in range(30)], [n * n % 7 / 7 + 0.12 for n in range(40)]
     assert unpaired_p_value(one, other) == pytest.approx(0.4432, abs=0.03)
     assert paired_p_value([n * 7 % 11 / 11 - 0.35 for n in range(30)]) == pytest.approx(0.0498, abs=0.012)
 
 
-def test_intervals_and_student_t_equal_those_of_scipy() -> None:
+def test_intervals_and_students_t_agree_with_scipy() -> None:
     assert wilson(1.0, 5) == pytest.approx((0.56551754, 1.0))
     assert wilson(0.95, 20) == pytest.approx((0.76386881, 0.99111855))
     for t, freedom, expected in ((2.0, 3.7, 0.12181720), (4.58, 7, 0.00254376), (12.706, 1, 0.05000080)):
@@ -76,7 +76,9 @@ def test_intervals_and_student_t_equal_those_of_scipy() -> None:
 
 
 @pytest.mark.parametrize(("n_one", "n_other"), [(10, 40), (40, 10), (20, 20)])
-def test_unequal_variances_keep_the_level_of_the_unpaired_test(few_resamples: None, n_one: int, n_other: int) -> None:
+def test_the_unpaired_test_keeps_its_level_with_unequal_variances(
+    few_resamples: None, n_one: int, n_other: int
+) -> None:
     """Without studentizing, 39 to 50 % of comparisons were significant where the smaller group varies more."""
     draw, trials = np.random.default_rng(17), 150
     hits = 0
@@ -99,7 +101,7 @@ def test_skewed_scores_on_one_side_make_the_unpaired_p_value_too_small_for_few_t
 
 
 @pytest.mark.parametrize("rate", [0.95, 0.5])
-def test_intervals_of_successes_contain_the_rate_as_often_as_the_page_says(rate: float) -> None:
+def test_intervals_of_successes_contain_the_rate_as_often_as_the_documentation_says(rate: float) -> None:
     row = f"successes of {rate:g}".replace("0.", ".")
     found = []
     for n in (5, 10, 30, 100):
@@ -204,14 +206,14 @@ def test_the_interval_of_a_difference_agrees_with_its_p_value_and_contains_the_d
 
 
 def test_a_significant_difference_lies_in_its_interval() -> None:
-    """Of skewed differences, the middle of the interval is below 0 and the mean above."""
+    """With these skewed differences, the middle of the interval is below 0 and the mean above."""
     found = paired_difference([0.48 + 0.005 * n for n in range(13)] + [-1.0])
     assert found.p_value <= LEVEL
     assert found.low == 0.0 < found.mean <= found.high
 
 
-def test_seeds_are_a_sample_too(few_resamples: None) -> None:
-    """Trainings differ by .1; with their means taken for the truth, most comparisons were significant."""
+def test_a_comparison_over_seeds_treats_the_seeds_as_a_sample(few_resamples: None) -> None:
+    """Trainings differ by .1; when their means were treated as exact, most comparisons were significant."""
     draw, trials, hits = np.random.default_rng(17), 100, 0
     for _ in range(trials):
         tasks = draw.beta(4, 2, 20)
@@ -240,7 +242,7 @@ def test_the_interval_of_an_algorithm_contains_the_mean_over_seeds(
     assert hits / trials >= 0.9 - 3 * math.sqrt(0.9 * 0.1 / trials)
 
 
-def test_seeds_of_one_task_or_without_a_common_task_or_alike_have_the_interval_over_tasks() -> None:
+def test_the_interval_over_tasks_is_used_if_seeds_share_no_task_or_all_agree() -> None:
     score = Score([[1.0], [0.0], [1.0]])
     assert interval_over_seeds(score, [{0: 1.0, 1: 0.0}, {2: 1.0}]) == score.interval()
     assert interval_over_seeds(Score([[1.0, 0.0]]), [{0: 1.0}, {0: 0.0}]) is None
@@ -255,7 +257,7 @@ def test_algorithms_without_a_common_task_cannot_be_compared() -> None:
         difference_over_seeds([{0: 1.0}], [{1: 1.0}])
 
 
-def test_a_planned_comparison_finds_the_difference(few_resamples: None) -> None:
+def test_a_planned_comparison_detects_the_difference_with_the_promised_power(few_resamples: None) -> None:
     """Promised: a power of 80 %, from an evaluation of 60 tasks with 4 repetitions."""
     draw = np.random.default_rng(17)
 
@@ -287,7 +289,7 @@ def test_five_successes_do_not_prove_that_every_task_succeeds() -> None:
     assert varied[1] - varied[0] < 0.32, "all variance is within tasks, so the rollouts count"
 
 
-def test_one_task_has_no_interval_and_values_that_cannot_be_judged_have_none() -> None:
+def test_one_task_or_equal_values_outside_0_to_1_have_no_interval() -> None:
     assert mean_interval([0.7]) is None
     assert mean_interval([7.0] * 5) is None
     assert paired_interval([3.0, 3.0]) is None
@@ -311,7 +313,7 @@ def group(rewards: Sequence[float | None], offset: float = 0.0) -> Group:
     return Group("g", known)
 
 
-def test_a_task_without_a_reward_is_dropped_and_the_others_stay_paired() -> None:
+def test_a_task_without_a_reward_is_dropped_and_the_other_tasks_stay_paired() -> None:
     levels = [n / 40 for n in range(40)]
     whole = compare_groups(group(levels), group([level + 0.01 * (n % 3) for n, level in enumerate(levels)]))
     part = compare_groups(group(levels), group([None, *(lev + 0.01 * (n % 3) for n, lev in enumerate(levels[1:], 1))]))

@@ -1,4 +1,4 @@
-"""`agl trace`: programs that know nothing of Lightning are recorded."""
+"""`agl trace`: programs that do not use Lightning are recorded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if __name__ == "__main__":
 
 
 async def trace(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], list[AttemptedRollout]]:
-    """Runs `agl trace` in a process of its own; returns it and the rollouts of its store."""
+    """Runs `agl trace` in a separate process; returns the completed process and the rollouts of its store."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "own_module.py").write_text("FROM_SITECUSTOMIZE = False\n")
     (folder / "site").mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ async def test_the_calls_of_an_unchanged_script_and_its_children_are_recorded(tm
     assert f"4 model calls recorded: agl rollouts show {rollout.rollout_id}" in done.stderr
 
 
-async def test_the_exit_code_is_the_commands_and_fails_the_rollout(tmp_path: Path) -> None:
+async def test_the_exit_code_of_the_command_is_returned_and_fails_the_rollout(tmp_path: Path) -> None:
     done, (rollout,) = await trace(tmp_path, sys.executable, "script.py", "fail")
     assert done.returncode == 3
     assert rollout.status == "failed"
@@ -144,7 +144,7 @@ print("finished")
 """
 
 
-async def test_spans_that_the_store_does_not_take_at_first_are_stored_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_spans_are_stored_later_if_the_store_fails_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     async with unreliable_store(monkeypatch, failures=3) as store:
         assert await trace_command._trace("memory://", None, [sys.executable, "-c", WRITER, "0"]) == 0
         (rollout,) = await store.query_rollouts()
@@ -153,7 +153,7 @@ async def test_spans_that_the_store_does_not_take_at_first_are_stored_later(monk
         assert names[:3] == ["0", "1", "2"], "and the span of the process"
 
 
-async def test_a_line_that_is_no_span_is_left_out_and_counted(
+async def test_a_line_that_is_not_a_span_is_skipped_and_counted(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with unreliable_store(monkeypatch, failures=0) as store:

@@ -1,4 +1,4 @@
-"""`agl train`: from a file to a run, with errors that say where."""
+"""`agl train`: from a configuration file to a run, with errors that name the place."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_file_and_overrides_make_a_run_with_a_directory_of_its_own(folder: Path) -> None:
+def test_each_run_from_a_file_and_overrides_gets_its_own_directory(folder: Path) -> None:
     write(folder)
     for number in ("config", "config-2"):
         result = agl_command(folder, "train", "config.yaml", "algorithm.n_epochs=2")
@@ -108,7 +108,7 @@ def test_a_file_and_overrides_make_a_run_with_a_directory_of_its_own(folder: Pat
     assert (folder / "runs" / "config" / "store.db").is_file()
 
 
-def test_a_run_that_fails_has_another_exit_code_than_one_that_is_refused(
+def test_a_failed_run_and_a_refused_run_have_different_exit_codes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(folder)
@@ -163,7 +163,7 @@ class Counting(agl.Hook):
 
 
 @pytest.mark.parametrize("module", ["parts", "parts.py"])
-def test_algorithm_adapter_tracker_and_hook_are_classes_of_the_users_files(folder: Path, module: str) -> None:
+def test_algorithm_adapter_tracker_and_hook_can_be_classes_in_the_users_files(folder: Path, module: str) -> None:
     (folder / "parts.py").write_text(PARTS)
     write(
         folder,
@@ -196,7 +196,7 @@ def test_a_run_fails_if_every_rollout_fails(folder: Path) -> None:
     assert run_here(folder, "train", "config.yaml", "--run-dir", "s").code == 0, "two of three succeeded"
 
 
-def test_what_an_algorithm_would_refuse_is_known_before_there_is_a_directory(
+def test_what_an_algorithm_needs_is_checked_before_a_run_directory_is_created(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
@@ -216,14 +216,14 @@ def test_what_an_algorithm_would_refuse_is_known_before_there_is_a_directory(
     assert not (folder / "runs").exists()
 
 
-def test_an_adapter_that_nobody_reads_is_said(folder: Path) -> None:
+def test_an_adapter_that_has_no_effect_is_reported(folder: Path) -> None:
     write(folder, {"adapter": "triplet"})
     said = run_here(folder, "train", "config.yaml")
     assert said.code == 0
     assert "the adapter TraceToTriplet has no effect: baseline learns nothing; leave adapter out" in said.stderr
 
 
-def test_a_run_writes_a_report_and_agl_report_prints_one_of_any_run(
+def test_a_run_writes_a_report_and_agl_report_prints_the_report_of_any_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent = "\n".join(["def agent(task, prompt_template):", "    return 1.0 / (task['n'] - 2)"])
@@ -258,7 +258,7 @@ def test_a_run_writes_a_report_and_agl_report_prints_one_of_any_run(
 
 
 @pytest.mark.parametrize(("store", "run"), [("http://127.0.0.1:1", "mine"), (None, "default")])
-def test_the_half_that_runs_no_agent_says_how_its_runners_are_started(
+def test_a_process_with_only_the_algorithm_prints_how_to_start_its_runners(
     folder: Path, monkeypatch: pytest.MonkeyPatch, store: str | None, run: str
 ) -> None:
     monkeypatch.chdir(folder)
@@ -273,7 +273,9 @@ def test_the_half_that_runs_no_agent_says_how_its_runners_are_started(
     assert (asked["run"] or "default") == run
 
 
-def test_runners_and_port_reach_the_strategy_however_it_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runners_and_port_reach_the_strategy_however_the_strategy_is_given(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     for strategy in ("cs", {"name": "cs", "server_host": "127.0.0.2"}, None):
         changes = {"agent": "my_agents.py:agent", "n_runners": 3, "port": 5000, "strategy": strategy}
@@ -286,7 +288,7 @@ def test_runners_and_port_reach_the_strategy_however_it_is_named(folder: Path, m
         asyncio.run(trainer.store.close())
 
 
-def test_toml_reads_the_same_and_names_its_lines(folder: Path) -> None:
+def test_toml_is_read_like_yaml_and_errors_name_its_lines(folder: Path) -> None:
     (folder / "c.toml").write_text(
         'agent = "my_agents:agent"\nstrategy = "shm"\ntracer = "dummy"\ntrackers = ["jsonl"]\n'
         '[data]\ntrain = "my_agents:TASKS"\n[algorithm]\nname = "baseline"\nn_epoch = 2\n'
@@ -362,7 +364,7 @@ def test_wrong_arguments_are_refused(folder: Path, arguments: tuple[str, ...], c
         ("agent: a\nagent: b", "line 2: agent is given twice"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused(folder: Path, text: str, complaint: str) -> None:
+def test_a_file_that_is_not_a_configuration_is_refused(folder: Path, text: str, complaint: str) -> None:
     (folder / "config.yaml").write_text(text)
     assert complaint in refused(folder, "config.yaml")
 
@@ -376,7 +378,7 @@ def test_print_config_shows_the_overrides_and_never_a_secret(folder: Path) -> No
     assert printed["store"] == "http://host:1/${SECRET}"
 
 
-def test_a_key_reaches_the_agent_and_no_file_of_the_run_which_only_its_user_may_read(
+def test_a_key_reaches_the_agent_but_no_file_of_the_run_and_only_the_user_may_read_these_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "my_agents.py").write_text(
@@ -441,7 +443,7 @@ def test_print_config_shows_what_an_algorithm_composes_from_its_settings(
     assert "hunter2" not in shown
 
 
-def test_an_override_below_a_short_form_sets_a_key_beside_it(folder: Path) -> None:
+def test_an_override_below_a_short_form_sets_a_key_of_the_long_form(folder: Path) -> None:
     (folder / "my_agents.py").write_text(AGENT + "\ndef rate(task, output, rollout):\n    return 1.0\n")
     write(folder, {"agent": "my_agents:agent", "data": {"train": "tasks.jsonl", "val": "tasks.jsonl"}})
     overrides = ("data.train.limit=1", "data.val.limit=2", "agent.reward=my_agents:rate", "algorithm.n_epochs=2")
@@ -540,7 +542,7 @@ def test_a_killed_run_is_resumed_without_running_a_finished_task_again(folder: P
     while not ran.exists() or len(ran.read_text().split()) < 8:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)  # the trainer with its store; the runner is in a session of its own
+    os.killpg(process.pid, signal.SIGKILL)  # the trainer with its store; the runner is in a separate session
     process.wait()
     before = ran.read_text().split()
     assert len(before) < 40
@@ -553,7 +555,7 @@ def test_a_killed_run_is_resumed_without_running_a_finished_task_again(folder: P
     counts = {str(n): ran.read_text().split().count(str(n)) for n in range(40)}
     assert min(counts.values()) == 1
     again = [n for n, count in counts.items() if count > 1]
-    assert len(again) <= 16 + 4  # those that were running, or had run but could not say so any more
+    assert len(again) <= 16 + 4  # tasks that were running, or had run but could not report it any more
     assert agl_command(folder, "train", "--resume", "runs/config").returncode == 0
     assert len(ran.read_text().split()) == sum(counts.values())
 
@@ -576,7 +578,7 @@ def test_runs_started_together_never_choose_the_same_directory(tmp_path: Path, m
     assert len(set(chosen)) == 24
 
 
-def test_a_file_where_the_run_is_to_be_is_one_sentence(folder: Path) -> None:
+def test_a_file_in_place_of_the_run_directory_is_reported_in_one_sentence(folder: Path) -> None:
     (folder / "taken").touch()
     said = refused(folder, str(write(folder)), "--run-dir", "taken/run")
     assert "taken/run cannot be the directory of a run: Not a directory" in said
@@ -597,7 +599,7 @@ def score(task, output, rollout):
 
 
 @pytest.mark.parametrize("target", ["agents.py:agent", "agents:agent"])
-def test_files_named_like_installed_packages_do_no_harm(folder: Path, target: str) -> None:
+def test_user_files_named_like_installed_packages_do_not_replace_the_packages(folder: Path, target: str) -> None:
     (folder / "agents.py").write_text(CLASHING)
     (folder / "openai.py").write_text("raise RuntimeError('not the package')\n")
     (folder / "helper.py").write_text("REWARD = 0.5\n")
@@ -607,7 +609,7 @@ def test_files_named_like_installed_packages_do_no_harm(folder: Path, target: st
     assert metrics(folder / "r")[0]["reward"] == 0.5
 
 
-def test_prompts_of_an_agent_are_a_list_or_may_be_null_as_in_python(folder: Path) -> None:
+def test_the_prompts_of_an_agent_may_be_a_list_or_have_null_values_as_in_python(folder: Path) -> None:
     (folder / "team.py").write_text(
         "from agents import Agent\n\nwriter = Agent(name='writer', instructions='Write.')\n\n"
         "def score(task, output, rollout):\n    return 1.0\n"
@@ -625,7 +627,7 @@ def test_prompts_of_an_agent_are_a_list_or_may_be_null_as_in_python(folder: Path
         read_config(read_document(wrong))
 
 
-def test_a_command_writes_its_reward_where_the_configuration_says(folder: Path) -> None:
+def test_the_reward_of_a_command_is_read_from_the_source_in_the_configuration(folder: Path) -> None:
     command = [sys.executable, "-c", "print('hi'); print(0.25)"]
     write(folder, {"agent": {"command": command, "reward": "stdout"}})
     assert run_here(folder, "train", "config.yaml", "--run-dir", "r").code == 0
@@ -637,7 +639,7 @@ def test_a_command_writes_its_reward_where_the_configuration_says(folder: Path) 
 
 
 @pytest.mark.parametrize("what", ["missing", "empty"])
-def test_resuming_without_the_runs_store_is_refused_unless_told(folder: Path, what: str) -> None:
+def test_resuming_without_the_runs_store_is_refused_unless_a_new_store_is_requested(folder: Path, what: str) -> None:
     write(folder)
     assert run_here(folder, "train", "config.yaml")[0] == 0
     store = folder / "runs" / "config" / "store.db"
@@ -662,7 +664,7 @@ def test_resuming_without_the_runs_store_is_refused_unless_told(folder: Path, wh
         ("run.json", b'{"key": "k", "resumed_at": "then"}'),
     ],
 )
-def test_a_damaged_file_of_a_run_is_one_sentence(folder: Path, name: str, content: bytes) -> None:
+def test_a_damaged_file_of_a_run_is_reported_in_one_sentence(folder: Path, name: str, content: bytes) -> None:
     write(folder)
     assert run_here(folder, "train", "config.yaml")[0] == 0
     (folder / "runs" / "config" / name).write_bytes(content)
@@ -672,7 +674,7 @@ def test_a_damaged_file_of_a_run_is_one_sentence(folder: Path, name: str, conten
     assert name in done.stderr
 
 
-def test_a_line_break_in_the_token_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_break_in_the_token_is_reported_in_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGL_TOKEN", "hunter2\r\n")
     for arguments in (["rollouts", "list", "--store", "http://127.0.0.1:9"], ["store", "--port", "0"]):
         done = agl_command(folder, *arguments)

@@ -29,7 +29,7 @@ async def grader(task: Any, prompt: agl.PromptTemplate) -> float:
 
 
 @pytest.mark.parametrize("kind", ["memory", "file", "served"])
-async def test_a_pinned_rollout_runs_with_its_version_whatever_was_published_since(kind: str, tmp_path: Path) -> None:
+async def test_a_pinned_rollout_runs_with_its_version_whatever_is_published_later(kind: str, tmp_path: Path) -> None:
     owner = agl.create_store("memory://" if kind == "memory" else f"sqlite:///{tmp_path / 'store.db'}")
     async with agl.LightningStoreServer(owner, port=0) as server:
         store = agl.LightningStoreClient(server.endpoint) if kind == "served" else owner
@@ -48,7 +48,7 @@ async def test_a_pinned_rollout_runs_with_its_version_whatever_was_published_sin
     await owner.close()
 
 
-async def test_a_step_can_name_its_version_and_metadata_and_publishes_nothing() -> None:
+async def test_a_runner_step_with_a_given_version_and_metadata_publishes_nothing() -> None:
     store = agl.InMemoryLightningStore()
     await store.update_resources("tuned", {"prompt": "0.1"})
     await store.update_resources("tuned", {"prompt": "0.2"})
@@ -67,14 +67,14 @@ async def test_a_step_can_name_its_version_and_metadata_and_publishes_nothing() 
     await store.close()
 
 
-# --- what the numbers say ---
+# --- statistics ---
 
 
 def group(rewards: Sequence[float], *, tasks: bool = False, start: int = 0) -> Group:
     return Group("g", {f"{'task' if tasks else 'ro'} {start + n}": [reward] for n, reward in enumerate(rewards)})
 
 
-def test_a_difference_has_an_interval_around_it_and_a_small_p_value() -> None:
+def test_a_clear_difference_has_an_interval_around_it_and_a_small_p_value() -> None:
     found = compare_groups(group([0.0] * 30 + [1.0] * 10), group([0.0] * 10 + [1.0] * 30, start=100))
     assert (found.difference, found.paired) == (0.5, False)
     assert 0.25 < found.low < 0.5 < found.high < 0.75
@@ -91,7 +91,7 @@ def test_the_p_value_of_few_rollouts_is_exact() -> None:
     assert (paired.paired, paired.p_value) == (True, pytest.approx(2 / 16))
 
 
-def test_tasks_in_common_are_compared_one_by_one() -> None:
+def test_common_tasks_are_compared_in_pairs() -> None:
     levels = [n / 20 for n in range(20)]
     better = [level + 0.05 + 0.002 * (n % 3 - 1) for n, level in enumerate(levels)]
     paired = compare_groups(group(levels, tasks=True), group(better, tasks=True))
@@ -101,7 +101,7 @@ def test_tasks_in_common_are_compared_one_by_one() -> None:
     assert paired.difference == pytest.approx(apart.difference) == pytest.approx(0.05, abs=1e-3)
 
 
-def test_many_rollouts_are_judged_by_the_normal_limit_and_agree_with_few() -> None:
+def test_the_result_for_many_rollouts_agrees_with_that_for_fewer() -> None:
     few = compare_groups(group([0.0] * 500 + [1.0] * 480), group([0.0] * 440 + [1.0] * 540, start=5000))
     many = compare_groups(group([0.0] * 550 + [1.0] * 528), group([0.0] * 484 + [1.0] * 594, start=5000))
     assert many.p_value == pytest.approx(few.p_value, abs=0.01)
@@ -113,7 +113,7 @@ def test_many_rollouts_are_judged_by_the_normal_limit_and_agree_with_few() -> No
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A run's directory: version 1 earned little, version 2 much; some failed, were cancelled or wait."""
+    """A run's directory: rewards are low for version 1 and high for version 2; some rollouts did not succeed."""
 
     async def fill() -> None:
         store = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}")
@@ -169,12 +169,12 @@ def test_two_groups_or_versions_are_compared_from_the_command_line(place: Path, 
     assert "independent groups" in shown
 
 
-def test_a_snapshot_means_all_of_its_versions(place: Path) -> None:
+def test_a_resources_id_without_a_version_selects_all_of_its_versions(place: Path) -> None:
     whole = json.loads(run(place, "ab", "tuned@1", "tuned", "--json").stdout)
     assert (whole["control"]["n"], whole["treatment"]["n"]) == (16, 32)
 
 
-def test_a_group_without_rewards_is_refused_with_what_there_is(place: Path) -> None:
+def test_a_group_without_rewards_is_refused_with_its_name(place: Path) -> None:
     refused = run(place, "ab", "control", "treatmnt")
     assert isinstance(refused.exception, agl.NotFoundError)
     assert "treatmnt: 0 rollouts with a reward" in str(refused.exception)

@@ -24,7 +24,7 @@ def rewards(trace: Recorder, credit: Any, **settings: Any) -> list[float | None]
 
 
 def three_calls(trace: Recorder) -> None:
-    """Rewards of 1 after the first call and of 2 and 4 after the last."""
+    """Records three calls, with a reward of 1 after the first and rewards of 2 and 4 after the last."""
     trace.client("r0")
     trace.reward(1.0)
     trace.client("r1")
@@ -38,7 +38,7 @@ def test_identical_credit_is_the_final_reward_for_all_calls(trace: Recorder) -> 
     assert rewards(trace, "identical") == [4.0, 4.0, 4.0]
 
 
-def test_nearest_credit_adds_up_what_was_emitted_after_a_call(trace: Recorder) -> None:
+def test_nearest_credit_is_the_sum_of_the_rewards_emitted_after_a_call(trace: Recorder) -> None:
     three_calls(trace)
     trace.reward(10.0, semconv.link_attributes({"gen_ai.response.id": "r1"}))
     assert rewards(trace, "nearest") == [1.0, 10.0, 6.0]
@@ -58,7 +58,7 @@ def test_an_attempt_without_a_reward_gets_no_credit(trace: Recorder, rule: str) 
     assert rewards(trace, rule) == [None, None]
 
 
-def test_without_a_rule_a_triplet_has_the_reward_emitted_about_it(trace: Recorder) -> None:
+def test_without_a_credit_rule_a_triplet_has_the_reward_matched_to_its_call(trace: Recorder) -> None:
     three_calls(trace)
     assert rewards(trace, None) == [1.0, 4.0, 2.0]
     assert "credit" not in TraceToTriplet().adapt(trace.spans)[0].metadata
@@ -87,7 +87,7 @@ def test_credit_goes_to_the_chosen_agent_only(trace: Recorder) -> None:
         trace.reward(float(i + 1), parent=agent, at=(1003 + 10 * i, 1003 + 10 * i))
     assert rewards(trace, {"name": "discounted", "gamma": 0.5}, agent_match="a") == [3.0 + 0.5 * 3.0, 3.0]
     by_sibling = rewards(trace, {"name": "discounted", "gamma": 0.5}, agent_match="a", reward_match="first_sibling")
-    assert by_sibling == [1.0 + 0.5 * 3.0, 3.0], "the reward under the other agent is that agent's"
+    assert by_sibling == [1.0 + 0.5 * 3.0, 3.0], "the reward under the other agent belongs to that agent"
 
 
 def test_a_discount_outside_0_to_1_is_refused() -> None:
@@ -109,7 +109,7 @@ WEIGHTS = {"tool_success": 0.1, "tool_failure": -1.0, "invalid_output": -10.0, "
 
 
 class Chat:
-    """Calls of one agent whose prompts grow; each starts where the last one ended."""
+    """Calls of one agent; the prompt of each call continues the conversation of the previous call."""
 
     def __init__(self, trace: Recorder) -> None:
         self.trace = trace
@@ -151,7 +151,7 @@ def intermediate(trace: Recorder, **settings: Any) -> list[float]:
     return [triplet.reward or 0.0 for triplet in TraceToTriplet(credit=spec).adapt(trace.spans)]
 
 
-def test_tools_are_judged_by_their_results(trace: Recorder) -> None:
+def test_tool_calls_are_judged_by_their_results(trace: Recorder) -> None:
     chat = Chat(trace)
     chat.answer(tool("c1"), tool("c2", '{"a": 2}'))
     chat.tell("c1", "3")
@@ -162,7 +162,7 @@ def test_tools_are_judged_by_their_results(trace: Recorder) -> None:
     assert intermediate(trace) == pytest.approx([0.1 - 1.0, 0.1, 0.0])
 
 
-def test_tools_are_judged_by_their_spans(trace: Recorder) -> None:
+def test_tool_calls_are_judged_by_their_spans(trace: Recorder) -> None:
     chat = Chat(trace)
     chat.answer(tool("c1"))
     trace.add("add", {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.call.id": "c1"}, error=True)
@@ -179,7 +179,7 @@ def test_tools_are_judged_by_their_spans(trace: Recorder) -> None:
     [([text("cut o")], "length"), ([text("  ")], "stop"), ([tool("c1", '{"a": ')], "tool_calls"), ([], "stop")],
     ids=["cut off", "empty", "broken arguments", "nothing"],
 )
-def test_an_unusable_answer_is_counted_once(
+def test_an_unusable_answer_is_penalised_once(
     trace: Recorder, parts: list[Mapping[str, Any]], finish_reason: str
 ) -> None:
     chat = Chat(trace)
@@ -206,7 +206,7 @@ def test_repeating_a_failed_tool_call_is_penalised(trace: Recorder) -> None:
     assert intermediate(trace, tool_success=0.0) == [-1.0, -101.0, 0.0, 0.0]
 
 
-def test_reused_ids_of_tool_calls_do_not_mix(trace: Recorder) -> None:
+def test_tool_calls_that_reuse_an_id_are_judged_separately(trace: Recorder) -> None:
     chat = Chat(trace)
     chat.answer(tool("call_0"))
     chat.tell("call_0", "error: no")
@@ -218,7 +218,7 @@ def test_reused_ids_of_tool_calls_do_not_mix(trace: Recorder) -> None:
     assert intermediate(trace) == pytest.approx([-1.0, 0.1, 0.0])
 
 
-def test_intermediate_rewards_are_added_to_those_of_another_rule(trace: Recorder) -> None:
+def test_intermediate_rewards_are_added_to_the_credit_of_another_rule(trace: Recorder) -> None:
     chat = Chat(trace)
     chat.answer(tool("c1"))
     chat.tell("c1", "Traceback (most recent call last)")
@@ -230,11 +230,11 @@ def test_intermediate_rewards_are_added_to_those_of_another_rule(trace: Recorder
         TraceToTriplet(credit={"name": "intermediate", "error_pattern": "("})
 
 
-# A rule of a third party.
+# A third-party rule.
 
 
 class LastCallOnly(CreditRule):
-    """The last call gets everything, times a setting."""
+    """Gives the final reward, times a factor, to the last call."""
 
     def __init__(self, factor: float = 1.0, wrong_length: bool = False) -> None:
         self.factor = factor
@@ -269,13 +269,13 @@ def test_a_third_party_adds_a_credit_rule(trace: Recorder, third_party: None) ->
     assert {triplet.metadata["credit"] for triplet in triplets} == {"last"}
 
 
-def test_a_rule_with_the_wrong_number_of_values_is_named(trace: Recorder) -> None:
+def test_a_credit_rule_that_returns_the_wrong_number_of_values_is_named(trace: Recorder) -> None:
     three_calls(trace)
     with pytest.raises(AdapterError, match="the credit rule 'LastCallOnly' gave 4 values for 3 model calls"):
         rewards(trace, LastCallOnly(wrong_length=True))
 
 
-def test_spans_belong_to_the_call_before_them_in_whatever_order_the_calls_end() -> None:
+def test_a_span_belongs_to_the_last_call_that_began_before_it_in_whatever_order_the_calls_end() -> None:
     seen = {}
 
     class Watch(CreditRule):

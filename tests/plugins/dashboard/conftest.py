@@ -34,7 +34,7 @@ class Served(NamedTuple):
     url: str
     ids: dict[str, str]
     store: str
-    """The URL of the store behind it."""
+    """The URL of the store behind the dashboard."""
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(url, ids, store_url)
 
 
-@pytest.fixture(scope="module")  # its loop runs until it ends, and asynchronous tests need one of their own
+@pytest.fixture(scope="module")  # its event loop runs as long as it does, and asynchronous tests need their own loop
 def browser() -> Iterator[Browser]:
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     assert executable, "these tests need Chromium: apt-get install chromium"
@@ -111,7 +111,7 @@ def context(served: Served, browser: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def page(context: BrowserContext, served: Served) -> Iterator[Page]:
-    """A page that fails its test for each message of the console, error, dialog and foreign request."""
+    """A page that fails its test on a console message, an error, a dialog or a request to another server."""
     page = context.new_page()
     problems: list[str] = []
 

@@ -91,7 +91,7 @@ async def fill(store: LightningStore, *, steps: int = 40) -> dict[str, str]:
 
 
 async def _record_training(run: LightningStore, step: int) -> None:
-    """Records the training of a step on two calls of each rollout, of which the last group is flat."""
+    """Records the training of a step on two calls of each rollout; the rewards of the last group do not differ."""
     pieces = ["The", " answer", " is", " ", "42", ".", "\n", "<|end|>", " <tool>", " 17", "*", "250"]
     counts = {"trained": 12.0, "flat_group": 4.0}
     for place in range(4):
@@ -272,7 +272,7 @@ def _spans(rollout_id: str, attempt_id: str, question: str, reward: float, answe
 
 
 async def _fail(run: LightningStore, step: int) -> str:
-    """A rollout whose first attempt timed out and whose second raised an error."""
+    """Stores a rollout whose first attempt timed out and whose second raised an error."""
     name = "ro-failed"
     config = RolloutConfig(max_attempts=2, retry_condition=["timeout"])
     await run.enqueue_rollout(
@@ -295,7 +295,7 @@ async def _fail(run: LightningStore, step: int) -> str:
 
 
 async def _be_hostile(run: LightningStore) -> str:
-    """A rollout of hostile texts everywhere, in a run of its own beside it and among the resources."""
+    """Stores a rollout that is full of hostile texts, and a separate run that is full of them too."""
     metadata = {
         "note": HOSTILE,
         HOSTILE: "x",
@@ -336,7 +336,7 @@ async def _be_hostile(run: LightningStore) -> str:
 
 
 async def search_prompts(run: LightningStore) -> None:
-    """The candidates of a prompt search: a seed, two edits of it and an edit of one of these."""
+    """Stores the candidates of a prompt search: a seed, two edits of the seed and an edit of one of these."""
     seed = Candidate.of(
         {"prompt": PromptTemplate("Answer: {question}")}, full_score=0.4, task_scores=(0.0, 1.0, 0.0, 1.0, 0.0)
     )
@@ -364,7 +364,7 @@ async def search_prompts(run: LightningStore) -> None:
 
 
 async def _publish_prompts(run: LightningStore) -> None:
-    """Three versions of a prompt and a model."""
+    """Publishes three versions of a prompt with a model."""
     texts = (
         "Solve the problem.",
         "Solve the problem. Use the calculator for arithmetic.",

@@ -151,7 +151,7 @@ def test_hostile_content_reaches_the_json_twin_unchanged(page: Page) -> None:
     assert answer["shown"]["conversations"][0]["messages"][-1]["text"] == HOSTILE
 
 
-def test_a_page_shows_the_beginning_of_ten_megabytes_and_its_twin_all(page: Page) -> None:
+def test_a_page_shows_only_the_beginning_of_a_huge_text_and_its_json_twin_all_of_it(page: Page) -> None:
     page.goto(f"/runs/{RUN}/rollouts/ro-huge")
     assert len(page.content()) < 200_000
     assert "10,000,000 characters" in page.locator(".message").last.inner_text()
@@ -193,7 +193,7 @@ def test_signing_in_leads_back_to_the_page_and_puts_the_token_into_no_url(browse
     context.close()
 
 
-def test_filters_select_rollouts_and_pages_follow_each_other(page: Page) -> None:
+def test_filters_select_rollouts_and_older_rollouts_are_on_the_next_page(page: Page) -> None:
     page.goto(f"/runs/{RUN}/rollouts")
     first = page.locator("[data-rows] tbody tr").count()
     page.get_by_role("link", name="Older").click()
@@ -223,7 +223,7 @@ def test_the_search_finds_text_in_errors_and_in_messages(page: Page) -> None:
     assert page.request.get(f"/runs/{RUN}/rollouts.json?text=Solve+the+problem&status=failed").json()["rollouts"] == []
 
 
-def test_keys_move_through_the_list_and_from_rollout_to_rollout(page: Page, served: Served) -> None:
+def test_keyboard_shortcuts_move_through_the_list_and_from_rollout_to_rollout(page: Page, served: Served) -> None:
     page.goto(f"/runs/{RUN}/rollouts?step=39")
     names = page.locator("[data-rows] td.id a").all_inner_texts()
     page.keyboard.press("j")
@@ -312,7 +312,9 @@ def test_a_model_call_of_the_waterfall_leads_to_its_tokens(page: Page) -> None:
     assert page.locator("[id='call-resp-ro-step39-0-0-2']").is_visible()
 
 
-def test_actions_label_retry_and_cancel_and_the_labelled_can_be_exported(page: Page, served: Served) -> None:
+def test_rollouts_can_be_labelled_cancelled_and_retried_and_labelled_rollouts_exported(
+    page: Page, served: Served
+) -> None:
     page.goto(f"/runs/{RUN}/rollouts/ro-step38-1-1")
     page.get_by_label("Note").fill("misread the question")
     page.get_by_role("button", name="Bad").click()
@@ -367,7 +369,7 @@ def test_a_comparison_names_the_tasks_that_flipped_with_a_p_value(page: Page) ->
     page.wait_for_url("**/ro-val-2")
 
 
-def test_a_page_that_is_open_shows_what_happens(page: Page, served: Served) -> None:
+def test_an_open_page_shows_new_rollouts_without_a_reload(page: Page, served: Served) -> None:
     page.goto(f"/runs/{RUN}/rollouts/ro-step39-1-1")
     page.locator("#live:not([hidden])").wait_for()
     other = page.context.new_page()

@@ -30,7 +30,7 @@ async def _fill(store: LightningStore, count: int) -> list[str]:
     return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
 
 
-async def test_cursors_page_through_all_rollouts_once_while_others_arrive() -> None:
+async def test_cursors_page_through_all_rollouts_once_while_new_rollouts_arrive() -> None:
     store = InMemoryLightningStore()
     ids = await _fill(store, 230)
     seen: list[str] = []
@@ -45,7 +45,7 @@ async def test_cursors_page_through_all_rollouts_once_while_others_arrive() -> N
     assert seen == ids[::-1]
 
 
-async def test_a_filter_without_an_index_goes_on_where_the_page_before_ended() -> None:
+async def test_a_filter_without_an_index_continues_where_the_previous_page_ended() -> None:
     store = InMemoryLightningStore()
     ids = await _fill(store, 500)
     seen: list[str] = []
@@ -108,7 +108,7 @@ async def test_runs_are_compared_by_all_tasks_of_their_last_validation() -> None
     assert compared["count"] == 450
 
 
-def test_texts_are_compared_by_word_then_by_line_then_as_a_whole() -> None:
+def test_texts_are_compared_by_word_and_longer_texts_by_line_or_as_a_whole() -> None:
     assert find_difference("a b", "a c") == [("same", "a "), ("remove", "b"), ("add", "c")]
     words = "word " * 2000
     assert find_difference(f"{words}\na", f"{words}\nb") == [("same", f"{words}\n"), ("remove", "a"), ("add", "b")]
@@ -122,7 +122,7 @@ async def test_a_cut_prompt_shows_its_last_tokens_with_their_ids() -> None:
     rollout = await store.start_rollout({"question": "?"})
     ids = (rollout.rollout_id, rollout.attempt.attempt_id)
     call = TrainedCall("c", 0, 1, 1.0)
-    texts = {2499: ""}  # a token without a text of its own
+    texts = {2499: ""}  # a token without its own text
     row = TrainedRow(*ids, 1, list(range(2500)), [7000], [1], [-0.1], None, [call], 1.0, texts=texts)
     await store.add_span(row.to_span())
     async with (
@@ -207,7 +207,7 @@ async def test_a_form_needs_its_token_and_must_come_from_our_own_page() -> None:
         assert found.status == "cancelled"
 
 
-async def test_a_session_of_a_forged_or_old_cookie_is_refused_and_a_bearer_token_admits_scripts() -> None:
+async def test_a_forged_or_expired_session_cookie_is_refused_and_scripts_can_use_a_bearer_token() -> None:
     store = InMemoryLightningStore()
     dashboard = Dashboard(store, ["right"])
     server = LightningStoreServer(store, port=0, token="right", pages=[dashboard])
@@ -247,7 +247,7 @@ async def test_servers_of_one_store_accept_the_sessions_and_forms_of_each_other(
         assert found.status == "cancelled"
 
 
-async def test_signing_in_leads_to_no_other_site() -> None:
+async def test_signing_in_never_redirects_to_another_site() -> None:
     store = InMemoryLightningStore()
     dashboard = Dashboard(store, ["right"])
     server = LightningStoreServer(store, port=0, token="right", pages=[dashboard])

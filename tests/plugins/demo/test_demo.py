@@ -15,7 +15,7 @@ AGL = [sys.executable, "-m", "agentlightning"]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_short_demo_that_is_stopped_with_ctrl_c_goes_on_where_it_stopped_learns_and_shows_it(tmp_path: Path) -> None:
+def test_a_demo_that_is_stopped_with_ctrl_c_can_be_resumed_learns_and_reports_its_results(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     command = [*AGL, "demo", "--run-dir", str(directory), "--seed", "0", "--steps", "10"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -37,7 +37,7 @@ def test_a_short_demo_that_is_stopped_with_ctrl_c_goes_on_where_it_stopped_learn
     steps = [step for step in every_step if "reward" in step]
     before, after = (step["test_reward"] for step in every_step if "test_reward" in step)
     assert before <= 0.3
-    assert after >= before + 0.15, "ten steps gain about 0.3; half of it must be there"
+    assert after >= before + 0.15, "ten steps gain about 0.3; at least half of that is required"
     assert max(step["logprob_gap_max"] for step in steps) <= 1e-4
     assert sum(step["calls_without_tokens"] for step in steps) == 0
     assert sum(step["rollouts_without_reward"] for step in steps) == 0
@@ -48,7 +48,7 @@ def test_a_short_demo_that_is_stopped_with_ctrl_c_goes_on_where_it_stopped_learn
     assert "before training, reward" in resumed.stderr
 
 
-def test_the_demo_refuses_what_it_cannot_do_and_says_what_it_can(tmp_path: Path) -> None:
+def test_invalid_options_of_the_demo_are_refused_with_a_reason(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for name, config in (("torn", '{"seed": 0, "st'), ("foreign", '["seed"]')):
@@ -68,7 +68,7 @@ def test_the_demo_refuses_what_it_cannot_do_and_says_what_it_can(tmp_path: Path)
         assert complaint in " ".join(refused.stderr.split())
 
 
-def test_show_agent_prints_a_file_without_a_word_of_training_code() -> None:
+def test_show_agent_prints_the_agents_file_which_has_no_training_code() -> None:
     shown = subprocess.run([*AGL, "demo", "--show-agent"], capture_output=True, text=True, check=True).stdout
     assert "def calculator_agent(" in shown
     assert not any(word in shown.lower() for word in ("torch", "grpo", "algorithm", "trainer", "gradient"))

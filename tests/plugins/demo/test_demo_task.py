@@ -40,17 +40,17 @@ def test_every_operation_has_tasks_in_every_split() -> None:
             assert len(number_pairs(operator, split)) >= 20
 
 
-def test_problems_depend_on_split_and_seed_only() -> None:
+def test_problems_depend_only_on_split_and_seed() -> None:
     assert make_problems("train", 50) == make_problems("train", 60)[:50]
     assert make_problems("train", 50) != make_problems("train", 50, seed=1)
-    # Figures in the documentation were measured on these problems: another generator would silently mean others.
+    # Figures in the documentation were measured on these problems, so the generator must not change unnoticed.
     assert make_problems("test", 2) == [
         Problem(question="Ida fills 14 bags with 5 shells each. How many are inside?", answer=70),
         Problem(question="Leo buys 2 boxes of 13 cards. How many cards is that?", answer=26),
     ]
 
 
-def test_every_problem_of_a_template_has_a_whole_answer_up_to_99() -> None:
+def test_every_problem_of_a_template_has_a_whole_number_up_to_99_as_its_answer() -> None:
     for template in TEMPLATES:
         for split in SPLITS:
             assert all(
@@ -77,11 +77,11 @@ def ask(expression: Any) -> str:
         ("-(1 + 2) * 4", "-12"),
     ],
 )
-def test_the_calculator_calculates(expression: str, result: str) -> None:
+def test_the_calculator_evaluates_arithmetic_expressions(expression: str, result: str) -> None:
     assert ask(expression) == result
 
 
-def test_a_division_by_zero_is_a_message_to_the_model() -> None:
+def test_the_model_gets_an_error_message_for_a_division_by_zero() -> None:
     assert ask("1 / (2 - 2)") == "error: division by zero"
 
 
@@ -112,12 +112,12 @@ def test_the_calculator_never_runs_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", "{", "[]", "null", '"1 + 1"', '{"formula": "1 + 1"}'])
-def test_arguments_of_the_wrong_shape_are_a_message_to_the_model(arguments: str) -> None:
+def test_the_model_gets_an_error_message_for_arguments_of_the_wrong_form(arguments: str) -> None:
     assert calculate(arguments) == "error: not an arithmetic expression"
 
 
 def oracle(request: RecordedRequest) -> Answer:
-    """A model that reads the question right."""
+    """A model that understands the question."""
     messages = request.body["messages"]
     if messages[-1]["role"] == "tool":
         return Answer(messages[-1]["content"])
@@ -136,7 +136,7 @@ async def reward_of(server: ScriptedOpenAI, task: Problem = PROBLEM) -> float:
     return await asyncio.to_thread(calculator_agent, task, llm)
 
 
-async def test_a_right_answer_through_the_tool_is_worth_one() -> None:
+async def test_a_right_answer_that_uses_the_tool_has_a_reward_of_1() -> None:
     async with ScriptedOpenAI(oracle, api_key="key") as server:
         assert await reward_of(server) == 1.0
     first, second = (request.body for request in server.requests)
@@ -161,7 +161,7 @@ async def test_a_right_answer_through_the_tool_is_worth_one() -> None:
     ],
     ids=["wrong operator", "not only the number", "nothing", "division by zero"],
 )
-async def test_a_wrong_answer_is_worth_nothing(script: list[Answer]) -> None:
+async def test_a_wrong_answer_has_a_reward_of_0(script: list[Answer]) -> None:
     async with ScriptedOpenAI(script) as server:
         assert await reward_of(server) == 0.0
 
@@ -183,7 +183,7 @@ async def test_a_model_that_never_answers_is_stopped_after_four_turns() -> None:
     assert len(server.requests) == 4
 
 
-async def test_a_failed_call_raises_and_is_not_repeated() -> None:
+async def test_a_failed_model_call_raises_and_is_not_repeated() -> None:
     async with ScriptedOpenAI([Answer(status=500)]) as server:
         with pytest.raises(Exception, match="scripted error"):
             await reward_of(server)
@@ -197,7 +197,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def conversation(turns: int) -> list[dict[str, Any]]:
-    """A conversation with two calls of the tool, as the OpenAI API has it, cut after some messages."""
+    """Returns the first messages of a conversation with two tool calls, in the form of the OpenAI API."""
 
     def call(arguments: str) -> dict[str, Any]:
         return {"id": "call-1", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
@@ -222,7 +222,7 @@ def render(tokenizer: PreTrainedTokenizerBase, turns: int, *, ask: bool) -> str:
     return text
 
 
-def test_a_conversation_renders_as_qwens_do(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_chat_template_renders_a_conversation_like_that_of_qwen(tokenizer: PreTrainedTokenizerBase) -> None:
     def call(expression: str) -> str:
         return f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
 
@@ -238,14 +238,16 @@ def test_a_conversation_renders_as_qwens_do(tokenizer: PreTrainedTokenizerBase) 
     assert render(tokenizer, 7, ask=False) == "".join(f"<|im_start|>{turn}<|im_end|>" for turn in turns)
 
 
-def test_arguments_render_alike_as_text_and_as_an_object(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_tool_arguments_render_the_same_as_text_and_as_an_object(tokenizer: PreTrainedTokenizerBase) -> None:
     messages = conversation(3)
     messages[2]["tool_calls"][0]["function"]["arguments"] = {"expression": "23 / 0"}
     as_object = tokenizer.apply_chat_template(messages, tools=[dict(CALCULATOR)], tokenize=False)
     assert as_object == render(tokenizer, 3, ask=False)
 
 
-def test_a_reply_and_its_prompt_begin_the_next_prompt_token_for_token(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_next_prompt_begins_with_the_tokens_of_the_last_prompt_and_reply(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     for turns in (2, 4, 6):
         prompt = tokenizer(render(tokenizer, turns, ask=True))["input_ids"]
         replied = tokenizer(render(tokenizer, turns + 1, ask=False))["input_ids"]
@@ -268,7 +270,7 @@ def test_every_prompt_of_the_task_is_short(tokenizer: PreTrainedTokenizerBase) -
 @pytest.mark.parametrize(
     "text", ["", " ", "a  b\n\n\tc", "héllo 世界 🙂", "1234567 x*y ** -3.5 <tool", "<|im_end|><|pad|>"]
 )
-def test_the_tokenizer_loses_nothing(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+def test_the_tokenizer_reproduces_any_text(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
@@ -280,8 +282,10 @@ def test_the_checkpoint_is_small_and_has_the_scripts_tokenizer(tokenizer: PreTra
     assert made.chat_template == tokenizer.chat_template
 
 
-def test_the_checkpoint_holds_the_form_and_not_the_sense(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Greedily it calls the tool with numbers, and mostly with the wrong operator."""
+def test_the_checkpoint_calls_the_tool_in_the_right_form_but_mostly_with_the_wrong_operator(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """With greedy decoding it calls the tool with numbers, mostly with the wrong operator."""
     model: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
     assert model.dtype == torch.float32
     problems = make_problems("val", 96)

@@ -1,6 +1,6 @@
 """Agents as users write them: ``python -m tests.plugins.gateway.gateway_client NAME BASE_URL FILE``.
 
-Each is a process of its own, because the frameworks start slowly and change their process in ways of their own.
+Each runs as a separate process, because the frameworks start slowly and change the global state of their process.
 """
 
 from __future__ import annotations

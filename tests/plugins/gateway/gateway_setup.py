@@ -44,11 +44,11 @@ class Case:
     any_anthropic_client: AsyncAnthropic | None = None
 
     def client(self, endpoint: str) -> AsyncOpenAI:
-        """A client without retries; all share one pool, because a new one costs 50 ms."""
+        """Returns a client without retries; all clients share one connection pool, because a new pool costs 50 ms."""
         return self.any_client.with_options(base_url=endpoint)
 
     async def anthropic_client(self, client: AsyncOpenAI) -> AsyncAnthropic:
-        """Anthropic's client for the attempt of an OpenAI client."""
+        """Returns an Anthropic client for the same attempt as an OpenAI client."""
         from anthropic import AsyncAnthropic  # takes a second to import, which few tests need
 
         if self.any_anthropic_client is None:
@@ -58,7 +58,7 @@ class Case:
         return self.any_anthropic_client.with_options(base_url=f"{root}/anthropic")
 
     async def start(self) -> tuple[AttemptedRollout, AsyncOpenAI]:
-        """A rollout under way, and a client whose calls belong to it."""
+        """Starts a rollout and returns it with a client whose calls belong to it."""
         rollout = await self.store.start_rollout({"task": 1})
         resource = self.proxy.as_resource(model="m")
         assert isinstance(resource, ProxyLLM)
@@ -70,7 +70,7 @@ class Case:
         return list(await self.store.query_spans(rollout.rollout_id, rollout.attempt.attempt_id))
 
     async def eventual_span(self, rollout: AttemptedRollout) -> Span:
-        """The span of a call whose end the test cannot await."""
+        """Waits for the span of a call whose end the test cannot await."""
         async with asyncio.timeout(60):
             while True:
                 for span in await self.spans(rollout):
@@ -87,7 +87,7 @@ def entry(endpoint: str, **more: Any) -> Mapping[str, Any]:
 
 
 def stream_reader(dialect: Dialect, body: Mapping[str, Any]) -> tuple[Call, StreamReader]:
-    """A recorded call of a dialect, and the reader of the stream that answers it."""
+    """Returns a recorded call of a dialect and the reader of the stream that answers it."""
     call = Call(("r", "a"), dialect, body, "m", TraceContext.from_header(None))
     (backend,) = ModelTable([entry("http://127.0.0.1:1/v1")]).backends
     return call, StreamReader(call, prepare(call, backend))

@@ -1,6 +1,6 @@
 """A gateway with the ``litellm`` provider: ``python -m tests.plugins.gateway.litellm_gateway FILE``.
 
-It is a process of its own because litellm takes seconds to import and changes its process in ways of its own.
+It runs as a separate process because litellm takes seconds to import and changes the global state of its process.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ async def test_the_agent_gets_the_same_answer_as_without_the_gateway(stream: boo
         assert semconv.read_token_data(await case.span(rollout), 1) is not None
 
 
-async def test_a_request_changes_only_by_the_fields_of_capture() -> None:
+async def test_the_gateway_adds_only_the_fields_that_request_token_data() -> None:
     image = b'{"type":"image_url",  "image_url":{"url":"data:image/png;base64,AAAA"}}'
     body = (
         b'{ "model":"m",  "messages":[{"role":"user","content":"h\\u00e9"}, {"role":"user", "content": [%b]}],'
@@ -96,12 +96,12 @@ async def test_a_request_changes_only_by_the_fields_of_capture() -> None:
             assert response.status == 200
         sent = server.requests[0].body
     sent_by_agent = json.loads(body)
-    assert sent_by_agent.pop("vendor"), "a field of no API is not passed on"
+    assert sent_by_agent.pop("vendor"), "a field that belongs to no API is not passed on"
     assert sent == sent_by_agent | {"return_token_ids": True, "logprobs": True}
-    assert list(sent)[: len(sent_by_agent)] == list(sent_by_agent), "in the same order"
+    assert list(sent)[: len(sent_by_agent)] == list(sent_by_agent), "the fields keep their order"
 
 
-async def test_a_backend_gets_each_field_once() -> None:
+async def test_a_backend_gets_each_field_of_a_request_once() -> None:
     body = b'{"model":"m","messages":[{"role":"user","role":"user","content":"hi"}],"n":7,"n":1,"n\\u0000":2}'
     async with ScriptedOpenAI() as server, gateway(server) as case:
         for url in ((await case.start())[1].base_url, f"{case.proxy.endpoint}/"):
@@ -116,7 +116,7 @@ async def test_a_backend_gets_each_field_once() -> None:
             assert "n\0" not in request.body
 
 
-async def test_a_backend_gets_only_known_headers_and_parameters_of_the_url() -> None:
+async def test_a_backend_gets_only_known_headers_and_url_parameters() -> None:
     strange = ("X-HTTP-Method-Override", "X-Goog-Api-Key", "X-Forwarded-For", "OpenAI-Organization", "Content-Encoding")
     known = {"anthropic-beta": "b", "openai-beta": "assistants=v2", "user-agent": "agent/1"}
     async with ScriptedOpenAI() as server, gateway(server) as case:
@@ -173,7 +173,7 @@ async def test_a_stream_is_relayed_chunk_by_chunk_and_recorded_like_a_whole_answ
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
-def test_a_stream_may_be_cut_anywhere(newline: bytes) -> None:
+def test_a_stream_is_read_correctly_wherever_it_is_split(newline: bytes) -> None:
     def chunk(token: int) -> bytes:
         choice = {"index": 0, "delta": {"content": chr(token)}, "token_ids": [token], "finish_reason": None}
         return b"data: " + json.dumps({"id": "x", "choices": [choice]}).encode() + newline * 2
@@ -232,7 +232,7 @@ async def test_all_of_n_choices_are_recorded(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_completions_are_recorded_too(stream: bool) -> None:
+async def test_calls_of_the_completions_api_are_recorded_too(stream: bool) -> None:
     async with ScriptedOpenAI([Answer("lo")]) as server, gateway(server) as case:
         rollout, client = await case.start()
         answer: Any = await client.completions.create(model="m", prompt="Hel", stream=stream)
@@ -251,7 +251,7 @@ async def test_completions_are_recorded_too(stream: bool) -> None:
     assert semconv.read_input_messages(span) == [{"role": "user", "content": "Hel"}]
 
 
-async def test_the_gateways_span_is_a_child_of_the_agents_own() -> None:
+async def test_the_gateways_span_is_a_child_of_the_agents_span() -> None:
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     async with ScriptedOpenAI() as server, gateway(server) as case:
         rollout, client = await case.start()
@@ -274,7 +274,7 @@ async def test_the_weight_version_may_come_in_a_header() -> None:
         assert [span.attributes["agentlightning.weight_version"] for span in await case.spans(rollout)] == [12, 12]
 
 
-async def test_a_call_is_incomplete_if_the_agent_disconnects_during_the_stream() -> None:
+async def test_a_call_is_recorded_as_incomplete_if_the_agent_disconnects_during_the_stream() -> None:
     async with ScriptedOpenAI([Answer("Hello, world", chunk_delay_s=0.1)]) as server, gateway(server) as case:
         rollout, client = await case.start()
         stream = await client.chat.completions.create(model="m", messages=HELLO, stream=True)
@@ -287,7 +287,7 @@ async def test_a_call_is_incomplete_if_the_agent_disconnects_during_the_stream()
         assert "Hello, world".startswith(semconv.read_output_messages(span)[0]["content"])
 
 
-async def test_a_call_is_incomplete_if_the_agent_disconnects_before_the_answer() -> None:
+async def test_a_call_is_recorded_as_incomplete_if_the_agent_disconnects_before_the_answer() -> None:
     async with ScriptedOpenAI([Answer(delay_s=30)]) as server, gateway(server) as case:
         rollout, client = await case.start()
         asking = asyncio.create_task(client.chat.completions.create(model="m", messages=HELLO))
@@ -299,7 +299,7 @@ async def test_a_call_is_incomplete_if_the_agent_disconnects_before_the_answer()
         assert semconv.read_token_data(span) is None
 
 
-async def test_an_answer_is_in_the_store_when_flush_returns_streamed_or_not() -> None:
+async def test_streamed_and_whole_answers_are_in_the_store_when_flush_returns() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         rollout, client = await case.start()
         for number in range(1, 6):
@@ -367,7 +367,7 @@ async def test_fields_that_an_endpoint_refuses_are_not_sent_to_it_again() -> Non
         assert all("logprobs" in span.attributes for span in await case.spans(rollout))
 
 
-async def test_fields_that_an_endpoint_refuses_one_after_another_are_not_sent_to_it_again() -> None:
+async def test_fields_that_an_endpoint_refuses_one_by_one_are_not_sent_to_it_again() -> None:
     async with ScriptedOpenAI(token_ids="refuse", refused=["logprobs"]) as server, gateway(server) as case:
         _, client = await case.start()
         for _ in range(2):
@@ -388,7 +388,7 @@ async def test_a_backend_without_a_key_does_not_get_the_agents_key() -> None:
         assert headers["x-request-id"] == "kept"
 
 
-async def test_neither_side_gets_the_key_of_the_other() -> None:
+async def test_the_agent_does_not_get_the_providers_key_nor_the_provider_the_agents_key() -> None:
     def script(request: Any) -> Answer:
         failed = request.body["messages"][0]["content"] == "fail"
         return Answer(status=401, error=f"bad key {PROVIDER_KEY}") if failed else Answer()

@@ -82,7 +82,7 @@ async def test_a_retry_after_beyond_the_maximum_ends_the_retries() -> None:
         assert span.attributes["agentlightning.gateway.complete"] is False
 
 
-async def test_errors_of_the_request_are_not_retried() -> None:
+async def test_an_error_caused_by_the_request_is_not_retried() -> None:
     async with ScriptedOpenAI([Answer(status=400, error="no such thing")]) as server, gateway(server) as case:
         _, client = await case.start()
         with pytest.raises(openai.BadRequestError, match="no such thing"):
@@ -115,10 +115,10 @@ def test_a_backend_that_has_just_failed_is_tried_last() -> None:
     assert table.route("m", "ro-1", now=10.0) == [second, third, first]
     assert table.route("m", "ro-1", now=11.0) == [first, second, third]
     starts = {table.route("m", None, now=20.0)[0].endpoint for _ in range(3)}
-    assert len(starts) == 3  # without a rollout they take turns
+    assert len(starts) == 3  # backends take turns for calls without a rollout
 
 
-def test_a_refused_model_list_changes_no_label_of_the_present_one() -> None:
+def test_an_invalid_model_list_changes_no_label_of_the_current_backends() -> None:
     entries = [{**entry("http://h/v1"), "api_key": key} for key in "abc"]
     table = ModelTable(entries[:2])
     labels = [backend.label for backend in table.backends]
@@ -139,7 +139,7 @@ async def test_an_unreachable_backend_is_named_in_an_openai_error() -> None:
         assert (await case.span(rollout)).status.status_code == "ERROR"
 
 
-async def test_a_stream_that_breaks_off_raises_in_the_agent_and_is_incomplete() -> None:
+async def test_a_stream_that_breaks_off_raises_in_the_agent_and_is_recorded_as_incomplete() -> None:
     async with ScriptedOpenAI([Answer("Hello, world", cut_after=2)]) as server, gateway(server) as case:
         rollout, client = await case.start()
         pieces: list[str] = []
@@ -160,7 +160,9 @@ async def test_a_stream_that_breaks_off_raises_in_the_agent_and_is_incomplete() 
         (b"data: {half a chu", "text/event-stream"),
     ],
 )
-async def test_an_invalid_answer_is_an_error_and_incomplete(body: bytes, content_type: str) -> None:
+async def test_a_call_with_an_invalid_answer_fails_and_is_recorded_as_incomplete(
+    body: bytes, content_type: str
+) -> None:
     async with ScriptedOpenAI([Answer(body=body, content_type=content_type)]) as server, gateway(server) as case:
         rollout, client = await case.start()
         is_stream = content_type == "text/event-stream"
@@ -190,7 +192,9 @@ async def test_an_error_page_becomes_an_openai_error() -> None:
         ("/somewhere", b"", 404, "/v1/chat/completions"),
     ],
 )
-async def test_an_unknown_path_is_refused_with_the_known_paths(path: str, body: bytes, status: int, says: str) -> None:
+async def test_a_request_with_an_unknown_model_or_path_or_an_invalid_body_is_refused(
+    path: str, body: bytes, status: int, says: str
+) -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case, aiohttp.ClientSession() as session:
         root = case.proxy.endpoint.removesuffix("/v1")
         async with session.post(root + path, data=body) as response:
@@ -211,7 +215,7 @@ async def test_models_are_listed() -> None:
             await client.models.retrieve("absent")
 
 
-async def test_calls_of_one_rollout_stay_together_and_rollouts_are_spread() -> None:
+async def test_all_calls_of_a_rollout_go_to_one_backend_and_rollouts_are_spread_over_backends() -> None:
     async with ScriptedOpenAI() as one, ScriptedOpenAI() as two, gateway(one, two) as case:
         for _ in range(24):
             _, client = await case.start()
@@ -224,7 +228,7 @@ async def test_calls_of_one_rollout_stay_together_and_rollouts_are_spread() -> N
         assert two.requests
 
 
-async def test_a_new_model_list_holds_from_the_next_call_on() -> None:
+async def test_a_new_model_list_applies_from_the_next_call_on() -> None:
     release = asyncio.Event()
     slow, fast = ScriptedOpenAI([Answer("old", until=release)]), ScriptedOpenAI([Answer("new")])
     async with slow, fast, gateway(slow) as case:
@@ -241,7 +245,7 @@ async def test_a_new_model_list_holds_from_the_next_call_on() -> None:
         assert (await client.chat.completions.create(model="m", messages=HELLO)).choices
 
 
-async def test_names_and_forced_sampling_reach_the_backend() -> None:
+async def test_the_served_model_name_and_forced_sampling_parameters_reach_the_backend() -> None:
     params = {"model": "hosted_vllm/org/served", "api_key": PROVIDER_KEY}
     async with ScriptedOpenAI() as server:
         model = {
@@ -260,7 +264,7 @@ async def test_names_and_forced_sampling_reach_the_backend() -> None:
     assert (span.attributes["gen_ai.request.model"], span.attributes["gen_ai.provider.name"]) == ("m", "vllm")
 
 
-async def test_default_sampling_fills_in_what_a_request_leaves_out() -> None:
+async def test_sampling_defaults_fill_in_parameters_that_a_request_omits() -> None:
     async with ScriptedOpenAI() as server:
         model = entry(server.endpoint, sampling_defaults={"temperature": 0.7, "top_p": 0.9})
         async with gateway(model_list=[model]) as case:
@@ -273,7 +277,9 @@ async def test_default_sampling_fills_in_what_a_request_leaves_out() -> None:
 
 
 @pytest.mark.parametrize("own", [{}, {"max_tokens": 5}, {"max_completion_tokens": 5}])
-async def test_a_default_length_limit_applies_unless_the_request_has_one_by_either_name(own: dict[str, Any]) -> None:
+async def test_a_default_length_limit_applies_unless_the_request_sets_a_limit_by_either_name(
+    own: dict[str, Any],
+) -> None:
     async with ScriptedOpenAI() as server:
         async with gateway(model_list=[entry(server.endpoint, sampling_defaults={"max_tokens": 9})]) as case:
             _, client = await case.start()
@@ -284,7 +290,7 @@ async def test_a_default_length_limit_applies_unless_the_request_has_one_by_eith
     )
 
 
-async def test_each_call_gets_a_seed_of_its_rollouts_seed_and_its_own_number() -> None:
+async def test_the_seed_of_a_call_depends_on_the_rollouts_seed_and_the_number_of_the_call() -> None:
     async with ScriptedOpenAI() as server, gateway(model_list=[entry(server.endpoint, seed_calls=True)]) as case:
 
         async def seeds(metadata: dict[str, int], attempts: int) -> list[list[int | None]]:
@@ -344,7 +350,7 @@ async def test_calls_of_an_unknown_attempt_are_relayed() -> None:
         await case.proxy.flush()
 
 
-def test_the_memory_of_ended_attempts_is_bounded() -> None:
+def test_the_number_of_remembered_ended_attempts_is_bounded() -> None:
     ended = EndedAttempts(InFlightCalls(), limit=10)
     for number in range(50):
         ended.note(AttemptFinished(rollout_id=f"ro-{number}", attempt_id="at-1", status="failed"))
@@ -357,7 +363,7 @@ def test_the_memory_of_ended_attempts_is_bounded() -> None:
     assert len(ended._attempts) == len(ended._rollouts) == 10
 
 
-async def test_events_are_followed_after_any_error_of_the_store(
+async def test_the_gateway_keeps_following_events_after_any_error_of_the_store(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Strange:
@@ -371,7 +377,7 @@ async def test_events_are_followed_after_any_error_of_the_store(
 
     monkeypatch.setattr("agentlightning_plugins.gateway.access.attempts._RECONNECT_S", 0.01)
     ended, store = EndedAttempts(InFlightCalls()), Strange()
-    following = asyncio.create_task(ended.follow(store))  # it needs no more of a store
+    following = asyncio.create_task(ended.follow(store))  # follow() needs only subscribe()
     await until(lambda: ended.is_over(("ro-1", "at-1")))
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
@@ -417,7 +423,7 @@ async def test_start_and_stop_can_be_repeated() -> None:
         await proxy.flush()
 
 
-def test_a_gateway_on_every_interface_states_a_reachable_address() -> None:
+def test_a_gateway_that_listens_on_every_interface_states_a_reachable_address() -> None:
     host = LLMProxy(host="0.0.0.0", port=4000).endpoint.removeprefix("http://").removesuffix(":4000/v1")
     assert host != "0.0.0.0"
     assert socket.gethostbyname(host)
@@ -473,10 +479,10 @@ def test_keys_can_come_from_the_environment_and_are_hidden(monkeypatch: pytest.M
         (backend,) = table.route(name, None, 0.0)
         assert backend.authorize({})["Authorization"] == f"Bearer {key}"
         assert key not in repr(backend)
-    assert table.route("d", None, 0.0)[0].api_key is None, "an empty variable, as compose files set it"
+    assert table.route("d", None, 0.0)[0].api_key is None, "an empty variable, as compose files set it, gives no key"
 
 
-def test_a_new_list_numbers_the_entries_of_one_endpoint_anew() -> None:
+def test_a_new_model_list_renumbers_the_entries_of_one_endpoint() -> None:
     def entries(*names: str) -> list[dict[str, Any]]:
         common = {"api_base": "http://h/v1", "api_key": "k"}
         return [{"model_name": "m", "litellm_params": {"model": f"openai/{name}", **common}} for name in names]

@@ -37,7 +37,7 @@ def test_rollouts_are_spread_by_weight() -> None:
     assert calls == {"http://a/v1": 30, "http://b/v1": 10}
 
 
-async def test_entries_that_differ_by_their_key_only_share_the_calls_and_are_counted_apart() -> None:
+async def test_entries_that_differ_only_in_their_key_share_the_calls_and_are_counted_separately() -> None:
     async with ScriptedOpenAI(api_key="first") as server, aiohttp.ClientSession() as session:
         entries = [entry(server.endpoint, api_key=key) for key in ("first", "second")]
         models = ModelTable(entries)
@@ -55,7 +55,7 @@ async def test_entries_that_differ_by_their_key_only_share_the_calls_and_are_cou
     assert lines == [f'agl_gateway_backend_up{{backend="{endpoint}",model="m"}} 1.0' for endpoint in endpoints]
 
 
-async def test_the_health_of_entries_with_one_endpoint_is_checked_for_each() -> None:
+async def test_entries_with_the_same_endpoint_are_health_checked_separately() -> None:
     models = ModelTable([entry("http://127.0.0.1:1/v1", api_key=key) for key in ("first", "second")])
     check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.01).run())
     await until(lambda: not any(backend.is_up for backend in models.backends))
@@ -63,7 +63,7 @@ async def test_the_health_of_entries_with_one_endpoint_is_checked_for_each() -> 
     await asyncio.gather(check, return_exceptions=True)
 
 
-def test_a_new_backend_moves_only_the_rollouts_that_it_gets() -> None:
+def test_adding_a_backend_moves_rollouts_only_to_the_new_backend() -> None:
     before, after = first_of(table("a", "b", "c")), first_of(table("d", "c", "b", "a"))
     moved = [rollout for rollout in ROLLOUTS if before[rollout] != after[rollout]]
     assert {after[rollout] for rollout in moved} == {"http://d/v1"}
@@ -92,13 +92,13 @@ def test_invalid_weights_and_prices_are_refused() -> None:
 
 
 def server_to_come() -> ScriptedOpenAI:
-    """A model server that does not listen yet, with a known address."""
+    """Returns a model server that has an address but does not listen yet."""
     server = ScriptedOpenAI()
     server._port = reserve_port()
     return server
 
 
-async def test_health_checks_find_that_a_backend_is_down_and_up_again() -> None:
+async def test_health_checks_notice_that_a_backend_goes_down_and_comes_back() -> None:
     late = server_to_come()
     async with ScriptedOpenAI() as server:
         models = ModelTable([entry(server.endpoint), entry(late.endpoint)])
@@ -138,7 +138,7 @@ async def test_a_busy_backend_is_down_only_after_three_checks() -> None:
     assert "did not answer for 0.5 s, 3 times" in (backend.failure or "")
 
 
-async def test_an_error_of_one_provider_does_not_stop_the_checks_of_others(
+async def test_an_error_in_one_provider_does_not_stop_the_health_checks_of_other_providers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Strange(OpenAICompatible):
@@ -180,7 +180,7 @@ async def test_a_backend_that_cannot_be_reached_is_down_until_it_answers_again()
                 await client.chat.completions.create(model="m", messages=HELLO)
 
 
-async def test_a_call_is_not_retried_after_a_silent_backend() -> None:
+async def test_a_call_is_not_retried_if_the_backend_does_not_answer_in_time() -> None:
     async with ScriptedOpenAI([Answer(delay_s=30)]) as server, gateway(server, read_timeout_s=0.2) as case:
         rollout, client = await case.start()
         with pytest.raises(Exception, match="did not answer in time"):

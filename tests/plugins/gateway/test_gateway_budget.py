@@ -34,7 +34,7 @@ async def test_calls_beyond_the_budget_are_refused_once_and_recorded() -> None:
         assert last["agentlightning.gateway.budget_exceeded"] == "the attempt has used 2 of its 2 calls"
         assert last["agentlightning.gateway.complete"] is False
         _, other = await case.start()
-        await other.chat.completions.create(**ASKED)  # every attempt has limits of its own
+        await other.chat.completions.create(**ASKED)  # every attempt has its own limits
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -52,7 +52,7 @@ async def test_tokens_are_counted_in_streams_too(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("path", ["chat", "completions"])
-async def test_streams_of_a_backend_without_token_ids_count_and_the_agent_does_not_see_the_usage(path: str) -> None:
+async def test_streams_without_token_ids_are_charged_and_their_usage_is_hidden_from_the_agent(path: str) -> None:
     budget = {"tokens": TOKENS_OF_A_CALL}
     async with ScriptedOpenAI(token_ids="ignore") as server, gateway(server, budget=budget) as case:
         rollout, client = await case.start()
@@ -71,11 +71,11 @@ async def test_streams_of_a_backend_without_token_ids_count_and_the_agent_does_n
 
 
 async def counted(case: Case, rollout: AttemptedRollout, calls: int) -> bool:
-    """Whether the calls of a rollout have ended."""
+    """Returns whether this many calls of a rollout have been recorded."""
     return len(await case.spans(rollout)) == calls
 
 
-async def test_a_stream_that_the_agent_breaks_off_counts() -> None:
+async def test_a_stream_that_the_agent_breaks_off_is_charged() -> None:
     script = [Answer("a long answer " * 40, chunk_delay_s=0.001)]
     async with ScriptedOpenAI(script, token_ids="ignore") as server, gateway(server, budget={"tokens": 100}) as case:
         rollout, client = await case.start()
@@ -92,7 +92,7 @@ async def test_a_stream_that_the_agent_breaks_off_counts() -> None:
             await break_off()
 
 
-async def test_a_backend_that_does_not_count_is_charged_by_the_length_of_the_texts() -> None:
+async def test_calls_to_a_backend_that_reports_no_usage_are_charged_by_the_length_of_their_texts() -> None:
     body = (
         b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"' + b"word " * 100 + b'"},"finish_reason":"stop"}]}'
     )
@@ -108,7 +108,7 @@ async def test_a_backend_that_does_not_count_is_charged_by_the_length_of_the_tex
 
 
 @pytest.mark.parametrize("tokens", [-1e9, -5, 1e308, float("inf"), 2**62, "many", True, [1]])
-async def test_a_span_of_an_agent_neither_lowers_nor_breaks_the_ledger(tokens: Any) -> None:
+async def test_a_forged_span_of_an_agent_neither_lowers_nor_corrupts_the_recorded_usage(tokens: Any) -> None:
     names = ("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens", "agentlightning.gateway.tokens")
     forged = dict.fromkeys((*names, "agentlightning.gateway.cost"), tokens)
     async with ScriptedOpenAI() as server, gateway(server, budget={"tokens": 2 * TOKENS_OF_A_CALL, "calls": 9}) as case:
@@ -184,7 +184,7 @@ async def test_calls_whose_client_gives_up_during_a_pause_cost_nothing() -> None
             await client.chat.completions.create(**ASKED)
 
 
-async def test_calls_go_on_if_the_store_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_calls_are_still_served_if_the_store_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
     async with ScriptedOpenAI() as server, gateway(server, budget={"calls": 1}) as case:
         _, client = await case.start()
 
@@ -199,7 +199,7 @@ async def test_calls_go_on_if_the_store_does_not_answer(caplog: pytest.LogCaptur
     assert "the disk is full" in caplog.text
 
 
-async def test_the_agent_gets_the_refusal_in_its_own_dialect() -> None:
+async def test_the_refusal_of_a_call_beyond_the_budget_has_the_form_of_the_agents_dialect() -> None:
     from anthropic import APIStatusError
 
     async with ScriptedOpenAI() as server, gateway(server, budget={"calls": 1}) as case:
@@ -215,7 +215,7 @@ async def test_the_agent_gets_the_refusal_in_its_own_dialect() -> None:
         assert len(await case.spans(rollout)) == 2
 
 
-def test_the_tracker_forgets_the_attempt_with_the_oldest_call() -> None:
+def test_a_full_usage_tracker_removes_the_attempt_with_the_oldest_call() -> None:
     tracker = UsageTracker(UsageLimits(calls=2), max_attempts=2)
     for attempt in ("a", "b", "a", "c"):
         assert tracker.begin(("r", attempt)) is None

@@ -43,7 +43,7 @@ async def respond(client: openai.AsyncOpenAI, **parameters: Any) -> str:
     ],
     ids=["temperature", "seed", "stream", "responses"],
 )
-async def test_the_same_request_gets_the_recorded_answer(call: Any, parameters: Any) -> None:
+async def test_a_repeated_request_gets_the_recorded_answer(call: Any, parameters: Any) -> None:
     servers: list[ScriptedOpenAI] = []
     async with ScriptedOpenAI(number_of_the_request(servers)) as server, gateway(server, cache=True) as case:
         servers.append(server)
@@ -70,13 +70,15 @@ async def test_the_same_request_gets_the_recorded_answer(call: Any, parameters: 
     ],
     ids=["warm", "default", "other request", "other seed", "off"],
 )
-async def test_other_requests_are_sent(settings: Any, first: Any, second: Any) -> None:
+async def test_requests_that_the_cache_must_not_answer_are_sent_to_the_model(
+    settings: Any, first: Any, second: Any
+) -> None:
     async with ScriptedOpenAI([Answer("1"), Answer("2")]) as server, gateway(server, **settings) as case:
         _, client = await case.start()
         assert [await ask(client, **first), await ask(client, **second)] == ["1", "2"]
 
 
-async def test_an_answer_that_failed_or_is_of_other_weights_is_not_given_again() -> None:
+async def test_a_failed_answer_or_an_answer_of_other_weights_is_not_reused() -> None:
     script = [Answer(status=400, error="no"), Answer("2"), Answer("3")]
     async with ScriptedOpenAI(script) as server, gateway(server, cache=True) as case:
         _, client = await case.start()
@@ -116,7 +118,7 @@ def answer(request: RecordedRequest) -> Answer:
     return Answer("good" if "well" in request.body["messages"][0]["content"] else "bad")
 
 
-async def test_an_evaluation_that_is_repeated_costs_no_call_and_the_report_says_so(tmp_path: Path) -> None:
+async def test_a_repeated_evaluation_makes_no_model_call_and_the_report_says_so(tmp_path: Path) -> None:
     async with ScriptedOpenAI(answer) as server:
         rewards = []
         for number in range(2):

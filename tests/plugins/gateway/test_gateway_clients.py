@@ -73,7 +73,7 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """The outcome of every client; they run at the same time, in a home of their own, against one gateway."""
+    """The outcome of every client; all run at the same time, in a temporary home folder, against one gateway."""
     return asyncio.run(run_all(tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("results")))
 
 
@@ -96,7 +96,7 @@ async def run_all(home: Path, results: Path) -> dict[str, Outcome]:
                 env={**os.environ, **QUIET, "HOME": str(home), "XDG_DATA_HOME": str(home)},
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             )  # fmt: skip
-            heartbeat = asyncio.create_task(live(case, rollout))  # all of them may outlast its lease
+            heartbeat = asyncio.create_task(live(case, rollout))  # the processes may outlast the lease
             output = (await process.communicate())[0].decode()
             heartbeat.cancel()
             said = json.loads(result.read_text(encoding="utf-8")) if result.exists() else []

@@ -1,4 +1,4 @@
-"""Responses and Messages through the gateway to a backend that speaks Chat Completions only."""
+"""The Responses and Messages APIs through the gateway, with a backend that speaks Chat Completions only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def assert_tokens(span: Span, prompt: list[dict[str, Any]], token_ids: list[int]
     assert data.logprobs == [logprob(token) for token in token_ids]
 
 
-async def test_responses_reach_a_chat_server_and_are_recorded_with_tokens() -> None:
+async def test_calls_of_the_responses_api_reach_a_chat_server_and_are_recorded_with_tokens() -> None:
     script = [Answer(FULL.content, FULL.tool_calls, extra={"weight_version": 4}, reasoning=FULL.reasoning)]
     async with ScriptedOpenAI(script) as server, gateway(server) as case:
         rollout, client = await case.start()
@@ -74,7 +74,7 @@ async def test_responses_reach_a_chat_server_and_are_recorded_with_tokens() -> N
     assert 0 < spans[1].attributes["gen_ai.response.time_to_first_chunk"] < 5
 
 
-async def test_a_request_of_responses_is_translated_to_chat() -> None:
+async def test_a_request_of_the_responses_api_is_translated_to_chat() -> None:
     body: dict[str, Any] = {
         "model": "m",
         "instructions": "Be brief.",
@@ -153,7 +153,7 @@ async def test_a_request_of_responses_is_translated_to_chat() -> None:
     assert semconv.find_image_urls(semconv.read_input_messages(span)) == ["data:image/png;base64,AA=="]
 
 
-async def test_logprobs_of_responses_are_returned_on_request() -> None:
+async def test_the_responses_api_returns_logprobs_on_request() -> None:
     async with ScriptedOpenAI([Answer("Hello")]) as server, gateway(server) as case:
         _, client = await case.start()
         for include, count in (([], 0), (["message.output_text.logprobs"], 5)):
@@ -197,7 +197,7 @@ async def test_requests_that_chat_cannot_express_are_refused_and_recorded(more: 
     assert span.attributes["error.type"] == "400"
 
 
-async def test_limits_and_empty_answers_have_the_form_of_responses() -> None:
+async def test_limited_and_empty_answers_have_the_form_of_the_responses_api() -> None:
     async with ScriptedOpenAI([Answer("cut", finish_reason="length"), Answer("")]) as server, gateway(server) as case:
         rollout, client = await case.start()
         limited = await client.responses.create(model="m", input="hi")
@@ -212,7 +212,7 @@ async def test_limits_and_empty_answers_have_the_form_of_responses() -> None:
     assert [semconv.read_finish_reasons(span) for span in spans] == [["length"], ["stop"], ["stop"]]
 
 
-async def test_messages_reach_a_chat_server_and_are_recorded_with_tokens() -> None:
+async def test_calls_of_the_messages_api_reach_a_chat_server_and_are_recorded_with_tokens() -> None:
     async with ScriptedOpenAI([FULL]) as server, gateway(server) as case:
         rollout, openai_client = await case.start()
         client = await case.anthropic_client(openai_client)
@@ -244,7 +244,7 @@ async def test_messages_reach_a_chat_server_and_are_recorded_with_tokens() -> No
     assert kinds[-1] == "message_stop"
 
 
-async def test_limits_and_refusals_have_the_form_of_messages() -> None:
+async def test_limited_and_refused_answers_have_the_form_of_the_messages_api() -> None:
     calls = Answer(tool_calls=[("add", {"a": 1})], finish_reason="stop")
     script = [Answer("cut", finish_reason="length"), Answer(refusal="No."), calls]
     async with ScriptedOpenAI(script) as server, gateway(server) as case:
@@ -256,7 +256,7 @@ async def test_limits_and_refusals_have_the_form_of_messages() -> None:
     assert (refused.stop_reason, refused.content[0].to_dict()) == ("refusal", {"type": "text", "text": "No."})
 
 
-async def test_a_request_of_messages_is_translated_to_chat() -> None:
+async def test_a_request_of_the_messages_api_is_translated_to_chat() -> None:
     image = {"type": "base64", "media_type": "image/png", "data": "AA=="}
     body = {
         "model": "m",
@@ -334,7 +334,7 @@ async def test_a_request_of_messages_is_translated_to_chat() -> None:
         assert server.requests[0].body == expected
 
 
-async def test_errors_have_the_form_of_anthropic_for_its_client() -> None:
+async def test_anthropics_client_gets_errors_in_the_form_of_the_messages_api() -> None:
     script = [
         Answer(status=429, error="slow down"),
         Answer(status=400, error="no"),
@@ -362,7 +362,7 @@ async def test_errors_have_the_form_of_anthropic_for_its_client() -> None:
     assert TraceToTriplet().adapt(spans) == []
 
 
-async def test_a_translated_stream_that_breaks_off_raises_in_the_client_of_responses() -> None:
+async def test_a_translated_stream_that_breaks_off_raises_in_the_client_of_the_responses_api() -> None:
     async with ScriptedOpenAI([Answer("Hello, world", cut_after=2)]) as server, gateway(server) as case:
         rollout, client = await case.start()
         with pytest.raises(openai.APIError, match="broke off"):
@@ -373,7 +373,7 @@ async def test_a_translated_stream_that_breaks_off_raises_in_the_client_of_respo
     assert semconv.read_output_messages(span)[0]["content"] == "Hello, w"
 
 
-async def test_a_call_is_incomplete_if_anthropics_client_disconnects() -> None:
+async def test_a_call_is_recorded_as_incomplete_if_anthropics_client_disconnects() -> None:
     async with ScriptedOpenAI([Answer("Hello, world", chunk_delay_s=0.1)]) as server, gateway(server) as case:
         rollout, client = await case.start()
         messages = (await case.anthropic_client(client)).messages
@@ -385,7 +385,7 @@ async def test_a_call_is_incomplete_if_anthropics_client_disconnects() -> None:
     assert "disconnected" in (span.status.description or "")
 
 
-async def test_arguments_that_are_not_json_reach_anthropics_client() -> None:
+async def test_tool_arguments_that_are_not_json_reach_anthropics_client() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": '}}
     choice = {"index": 0, "finish_reason": "tool_calls", "message": {"role": "assistant", "tool_calls": [call]}}
     body = json.dumps({"id": "x", "model": "m", "choices": [choice]}).encode()
@@ -399,7 +399,7 @@ async def test_arguments_that_are_not_json_reach_anthropics_client() -> None:
     assert semconv.read_output_messages(span)[0]["tool_calls"][0]["function"]["arguments"] == '{"a": '
 
 
-async def test_tokens_of_messages_are_counted_by_a_chat_server() -> None:
+async def test_token_counting_of_the_messages_api_works_with_a_chat_server() -> None:
     async with ScriptedOpenAI([Answer("long answer")]) as server, gateway(server) as case:
         rollout, client = await case.start()
         count = await (await case.anthropic_client(client)).messages.count_tokens(model="m", messages=HELLO)
@@ -431,7 +431,7 @@ async def test_completions_with_echo_record_the_logprobs_of_the_answer_only() ->
     assert (triplet.response["token_ids"], triplet.response["logprobs"]) == ([3], [-0.25])
 
 
-async def test_one_part_or_tool_of_a_request_that_is_odd_does_not_hide_the_rest() -> None:
+async def test_a_malformed_part_or_tool_of_a_request_does_not_hide_the_rest_of_the_request() -> None:
     image = {"type": "image_url", "image_url": "http://x/y.png"}
     messages: Any = [{"role": "user", "content": ["hello", image]}, *HELLO]
     tools: Any = [{"type": "function", "function": None}]

@@ -35,7 +35,7 @@ class RawServer:
 
     endpoint: str
     connections: int = 0
-    """Open now."""
+    """Number of open connections."""
     requests: int = 0
 
 
@@ -80,7 +80,7 @@ def sends(*pieces: bytes, then_resets: bool = True) -> Misbehaviour:
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-            await asyncio.sleep(0.1)  # else the reset overtakes what was sent
+            await asyncio.sleep(0.1)  # otherwise the reset would overtake the bytes that were sent
         if then_resets:
             writer.transport.abort()
 
@@ -135,14 +135,14 @@ NOT_STREAMED: dict[str, tuple[Misbehaviour, int, str]] = {
         502,
         "malformed header|is invalid for",
     ),
-    "folds its type": (
+    "folds its content type": (
         sends(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/\r\n event-stream\r\nContent-Length: 2\r\n\r\n{}", then_resets=False
         ),
         502,
         "malformed header|is invalid for",
     ),
-    "has a status that is none of HTTP": (
+    "has a status below 100": (
         sends(
             b"HTTP/1.1 099 Odd\r\nContent-Length: 31\r\n\r\n" + b'{"error": {"message": "odd it"}}'[:31],
             then_resets=False,
@@ -150,7 +150,7 @@ NOT_STREAMED: dict[str, tuple[Misbehaviour, int, str]] = {
         502,
         "answered 99|cannot be reached",
     ),
-    "has a status beyond those of HTTP": (
+    "has a status above 599": (
         sends(
             b"HTTP/1.1 999 Odd\r\nContent-Length: 32\r\n\r\n" + b'{"error": {"message": "odd it"}}', then_resets=False
         ),
@@ -164,7 +164,7 @@ NOT_STREAMED: dict[str, tuple[Misbehaviour, int, str]] = {
         502,
         "answered 307",
     ),
-    "sends a page": (
+    "sends an HTML page": (
         sends(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>", then_resets=False),
         502,
         "is invalid for",
@@ -199,7 +199,7 @@ STREAMED: dict[str, tuple[Misbehaviour, str]] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", NOT_STREAMED)
-async def test_a_server_that(name: str, stream: bool) -> None:
+async def test_a_call_to_a_misbehaving_server_fails_and_is_recorded_as_incomplete(name: str, stream: bool) -> None:
     misbehave, status, says = NOT_STREAMED[name]
     patience_s = 0.3 if misbehave is stalls else 30.0
     async with raw_server(misbehave) as server:
@@ -216,7 +216,7 @@ async def test_a_server_that(name: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("name", STREAMED)
-async def test_a_server_that_streams_and(name: str) -> None:
+async def test_a_call_with_a_broken_stream_fails_and_is_recorded_as_incomplete(name: str) -> None:
     misbehave, says = STREAMED[name]
     patience_s = 0.3 if misbehave is stalls_in_a_stream else 30.0
     async with raw_server(misbehave) as server:
@@ -230,7 +230,7 @@ async def test_a_server_that_streams_and(name: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_comes_byte_by_byte_is_not_silent(stream: bool) -> None:
+async def test_an_answer_that_arrives_byte_by_byte_does_not_time_out(stream: bool) -> None:
     end = {"choices": [{"index": 0, "delta": {"content": "!"}, "finish_reason": "stop"}]}
     whole = body(
         json.dumps({"id": "x", "choices": [{"message": {"content": "word !"}, "finish_reason": "stop"}]}).encode()
@@ -282,7 +282,7 @@ async def assert_incomplete(case: Case, rollout: Any) -> None:
     assert len(await case.spans(rollout)) == 1
 
 
-async def test_an_agent_of_another_dialect_gets_errors_in_its_own() -> None:
+async def test_an_agent_that_uses_the_messages_api_gets_errors_in_its_form() -> None:
     import anthropic
 
     async with raw_server(sends()) as server, gateway(model_list=[entry(server.endpoint)], num_retries=0) as case:
@@ -326,7 +326,7 @@ async def test_very_long_lines_are_relayed_whole(stream: bool) -> None:
             assert (await case.span(rollout)).attributes["agentlightning.gateway.complete"] is True
 
 
-async def test_repeated_429_are_handled_by_waiting_and_by_failover() -> None:
+async def test_repeated_429_answers_are_handled_by_waiting_and_by_failover() -> None:
     stormy = [Answer(status=429, headers={"Retry-After": "0.05"})] * 2 + [Answer("calm")]
     async with ScriptedOpenAI(stormy) as server, gateway(server, num_retries=3) as case:
         _, client = await case.start()
@@ -368,19 +368,19 @@ async def test_an_agent_that_stops_reading_does_not_delay_a_change_of_weights(mi
             assert len(await case.spans(rollout)) == 1
 
 
-async def test_an_unread_stream_ends_with_its_attempt() -> None:
+async def test_a_stream_that_the_agent_does_not_read_ends_with_its_attempt() -> None:
     async with raw_server(floods) as server, gateway(model_list=[entry(server.endpoint)]) as case:
         rollout, client = await case.start()
         reader, writer = await begin_stream(str(client.base_url))
         await until(lambda: server.requests == 1)
-        await asyncio.sleep(0.5)  # until nothing more fits on the way to the agent
+        await asyncio.sleep(0.5)  # until the buffers towards the agent are full
         await case.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
         assert await case.proxy.drain(timeout=30)
         text = b""
         with contextlib.suppress(ConnectionResetError):
             while piece := await reader.read(1 << 20):
                 text = text[-200:] + piece
-                assert b"HTTP/1.1 410" not in text, "an answer within another"
+                assert b"HTTP/1.1 410" not in text, "an error response was sent inside the stream"
         writer.transport.abort()
         span = await case.span(rollout)
         assert (span.attributes["error.type"], span.attributes["agentlightning.gateway.complete"]) == ("_OTHER", False)
@@ -430,7 +430,7 @@ async def test_an_invalid_request_is_refused_in_the_agents_dialect(
     assert not server.requests
 
 
-async def test_a_slow_agent_slows_down_its_own_backend_stream_only() -> None:
+async def test_a_slow_agent_slows_down_only_the_backend_stream_that_it_reads() -> None:
     sent = 0
 
     async def floods(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -449,7 +449,7 @@ async def test_a_slow_agent_slows_down_its_own_backend_stream_only() -> None:
             reader, writer = await begin_stream(str(client.base_url))
             await until(lambda: sent > 0)
             before = -1
-            while before != sent:  # until the pressure has reached the backend
+            while before != sent:  # until backpressure has reached the backend
                 before = sent
                 await asyncio.sleep(0.3)
             assert sent < 4000 * len(EVENT) * 200 / 4, "the gateway must not buffer what the agent does not read"
@@ -458,7 +458,7 @@ async def test_a_slow_agent_slows_down_its_own_backend_stream_only() -> None:
             writer.transport.abort()
             span = await case.eventual_span(rollout)
             assert span.attributes["agentlightning.gateway.complete"] is False
-            await until(lambda: server.connections <= 1)  # the other is a health check's
+            await until(lambda: server.connections <= 1)  # a health check may hold one
             del reader
 
 
@@ -526,7 +526,7 @@ async def test_memory_stays_flat_over_thousands_of_broken_calls() -> None:
     async with raw_server(sends(STREAM_HEAD + chunk(event) * 5)) as server:
         models = [entry(server.endpoint)]
         async with gateway(model_list=models, num_retries=0) as case:
-            root = case.proxy.endpoint  # not recorded: the store would grow
+            root = case.proxy.endpoint  # names no attempt, so that calls are not recorded and the store does not grow
 
             async def break_off() -> None:
                 reader, writer = await begin_stream(root)

@@ -43,7 +43,7 @@ async def post(url: str, headers: Mapping[str, str], body: Mapping[str, Any] = B
         return response.status, await response.json()
 
 
-def test_a_token_names_its_attempt_and_cannot_be_forged() -> None:
+def test_an_attempt_token_names_its_attempt_and_cannot_be_forged() -> None:
     secret, now = attempt_token.derive_secret("the-store's-token"), time.time()
     token = attempt_token.mint(secret, "ro-1", "at-1", now + 60)
     assert attempt_token.read(secret, token, now)[:2] == ("ro-1", "at-1")
@@ -60,7 +60,7 @@ def test_a_token_names_its_attempt_and_cannot_be_forged() -> None:
 
 
 @pytest.mark.parametrize("header", ["Authorization", "x-api-key", "api-key"])
-async def test_a_key_attributes_calls_without_an_attempt_in_their_url(header: str) -> None:
+async def test_a_key_attributes_a_call_whose_url_names_no_attempt(header: str) -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         rollout, _ = await case.start()
         key = key_of(case, rollout)
@@ -72,7 +72,7 @@ async def test_a_key_attributes_calls_without_an_attempt_in_their_url(header: st
         assert key not in str(dict(server.requests[0].headers))
 
 
-async def test_if_keys_are_required_only_the_attempts_own_key_is_accepted() -> None:
+async def test_if_keys_are_required_only_the_key_of_the_attempt_is_accepted() -> None:
     async with ScriptedOpenAI() as server, gateway(server, require_keys=True) as case:
         rollout, client = await case.start()
         other, _ = await case.start()
@@ -90,7 +90,7 @@ async def test_if_keys_are_required_only_the_attempts_own_key_is_accepted() -> N
         assert len(await case.spans(rollout)) == 1
 
 
-async def test_what_looks_like_a_key_and_is_none_is_refused_on_loopback_too() -> None:
+async def test_a_malformed_foreign_or_expired_key_is_refused_on_loopback_too() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         rollout, client = await case.start()
         attempt = rollout.rollout_id, rollout.attempt.attempt_id
@@ -98,12 +98,12 @@ async def test_what_looks_like_a_key_and_is_none_is_refused_on_loopback_too() ->
         foreign = attempt_token.mint(b"another process", *attempt, time.time() + 60)
         url = f"{client.base_url}chat/completions"
         assert (await post(url, {"Authorization": f"Bearer {own}"}))[0] == 200
-        assert (await post(url, {"Authorization": f"Bearer {foreign}"}))[0] == 200, "no token of the store, no check"
+        assert (await post(url, {"Authorization": f"Bearer {foreign}"}))[0] == 200, "checked only with a store token"
         other = attempt_token.mint(b"another process", rollout.rollout_id, "at-2", time.time() + 60)
         assert (await post(url, {"Authorization": f"Bearer {other}"}))[0] == 403
         assert (await post(f"{case.proxy.endpoint}/chat/completions", {"x-api-key": foreign}))[0] == 401
         expired = attempt_token.mint(b"another process", *attempt, time.time() - 1)
-        assert (await post(url, {"Authorization": f"bearer  {other}"}))[0] == 403, "the scheme has no case"
+        assert (await post(url, {"Authorization": f"bearer  {other}"}))[0] == 403, "the scheme is case-insensitive"
         for key in ("agl-", "agl-x", "agl-W10.x", "agl-bnVsbA.x", "agl-eyJhIjoxfQ.x", expired):
             assert (await post(url, {"Authorization": f"Bearer {key}"}))[0] == 401
         store: Any = case.store
@@ -118,7 +118,7 @@ async def test_what_looks_like_a_key_and_is_none_is_refused_on_loopback_too() ->
         assert len(await case.spans(rollout)) == len(server.requests)
 
 
-async def test_a_restarted_gateway_refuses_the_calls_of_attempts_that_had_ended() -> None:
+async def test_a_restarted_gateway_refuses_calls_of_attempts_that_ended_before_the_restart() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         ended, ended_client = await case.start()
         _, live_client = await case.start()
@@ -142,7 +142,7 @@ async def test_a_restarted_gateway_refuses_the_calls_of_attempts_that_had_ended(
             await live_client.chat.completions.create(**BODY)
             with pytest.raises(openai.APIStatusError, match="is over"):
                 await ended_client.chat.completions.create(**BODY)
-        assert len(calls) == 2, "it asks once about each attempt"
+        assert len(calls) == 2, "the store is queried once for each attempt"
 
 
 async def test_an_expired_key_is_refused_even_if_it_was_accepted_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ async def test_a_stream_ends_with_an_error_event_when_its_attempt_ends() -> None
         assert span.status.status_code == "ERROR"
 
 
-async def test_web_pages_get_no_answer_of_a_gateway_on_loopback() -> None:
+async def test_web_pages_get_no_answer_from_a_gateway_on_loopback() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         root = case.proxy.endpoint.removesuffix("/v1")
         own = root.removeprefix("http://")
@@ -261,14 +261,14 @@ async def test_web_pages_get_no_answer_of_a_gateway_on_loopback() -> None:
         assert (await post(f"{root}/v1/chat/completions", {"Origin": root}))[0] == 200
 
 
-async def test_a_gateway_with_keys_answers_under_any_name() -> None:
+async def test_a_gateway_that_requires_keys_answers_under_any_host_name() -> None:
     async with ScriptedOpenAI() as server, gateway(server, require_keys=True) as case:
         rollout, _ = await case.start()
         headers = {"Host": "models.example", "Authorization": f"Bearer {key_of(case, rollout)}"}
         assert (await post(f"{case.proxy.endpoint}/chat/completions", headers))[0] == 200
 
 
-async def test_without_a_token_of_the_store_the_operators_key_is_needed_to_pause() -> None:
+async def test_pausing_needs_the_operators_key_if_the_store_has_no_token() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         root = case.proxy.endpoint.removesuffix("/v1")
         for path in ("pause", "drain", "resume"):
@@ -282,7 +282,7 @@ async def test_without_a_token_of_the_store_the_operators_key_is_needed_to_pause
 
 
 @pytest.mark.parametrize("status", [400, 401, 500])
-async def test_a_key_that_a_provider_quotes_is_redacted(status: int) -> None:
+async def test_a_key_that_a_provider_quotes_in_an_error_is_redacted(status: int) -> None:
     quoting = Answer(status=status, error=f"the key {PROVIDER_KEY} is no good")
     async with ScriptedOpenAI([quoting]) as server, gateway(server, num_retries=0) as case:
         rollout, client = await case.start()
@@ -346,7 +346,7 @@ async def test_a_key_in_an_answer_is_redacted_in_every_common_form(form: str) ->
         assert secret not in seen + spans
 
 
-async def test_a_key_that_a_stream_has_in_pieces_is_not_recorded() -> None:
+async def test_a_key_that_a_stream_sends_in_pieces_is_not_recorded() -> None:
     pieces = [SPLIT[:5], SPLIT[5:9], SPLIT[9:]]
     chunks = [{"id": "x", "choices": [{"index": 0, "delta": {"content": piece}}]} for piece in pieces]
     chunks.append({"id": "x", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
@@ -364,7 +364,7 @@ async def test_a_key_that_a_stream_has_in_pieces_is_not_recorded() -> None:
             assert "***" in span.attributes["gen_ai.output.messages"]
 
 
-async def test_a_key_that_may_be_a_word_stays_in_answers() -> None:
+async def test_a_key_that_is_an_ordinary_word_is_not_redacted_in_answers() -> None:
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(ScriptedOpenAI([Answer("The list is EMPTY.")]))
         async with gateway(model_list=[entry(server.endpoint) | {"api_key": "EMPTY"}]) as case:
@@ -373,7 +373,7 @@ async def test_a_key_that_may_be_a_word_stays_in_answers() -> None:
             assert answer.choices[0].message.content == "The list is EMPTY."
 
 
-async def test_a_key_in_an_error_of_a_stream_is_redacted() -> None:
+async def test_a_key_in_an_error_event_of_a_stream_is_redacted() -> None:
     event = b'data: {"error": {"message": "the key %b is no good"}}\n\n' % PROVIDER_KEY.encode()
     quoting = Answer(body=event, content_type="text/event-stream")
     async with ScriptedOpenAI([quoting]) as server, gateway(server, num_retries=0) as case:

@@ -14,7 +14,7 @@ from tests.plugins.gateway.gateway_setup import PROVIDER_KEY
 pytestmark = [pytest.mark.environment("main"), pytest.mark.slow]
 
 
-async def test_litellm_reaches_a_server_without_an_api_of_openai(tmp_path: Path) -> None:
+async def test_litellm_reaches_a_server_that_has_no_openai_api(tmp_path: Path) -> None:
     result = tmp_path / "outcome"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-W", "ignore", "-m", "tests.plugins.gateway.litellm_gateway", str(result),

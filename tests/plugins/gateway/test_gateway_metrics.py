@@ -28,7 +28,7 @@ from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway, until
 
 
 def samples(text: str) -> dict[str, dict[tuple[str, ...], float]]:
-    """The samples of a Prometheus text by name and values of the labels, which are in the order of their names."""
+    """Returns the samples of a Prometheus text by name and label values; the values are sorted by label name."""
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation
@@ -65,7 +65,7 @@ async def test_calls_tokens_and_times_are_counted() -> None:
             ("m", "200"): 2,
             ("m", "400"): 1,
             ("m", "502"): 1,
-            ("", "404"): 2,  # names that agents invent make no metrics
+            ("", "404"): 2,  # unknown names create no label values
         }
         assert seen["agl_gateway_tokens_total"]["output", "m"] >= 6
         assert seen["agl_gateway_call_seconds_count"]["m",] == 4
@@ -92,7 +92,7 @@ async def test_metrics_have_their_names_types_and_labels_before_the_first_call()
         assert up.labels == {"model": "m", "backend": server.endpoint}
 
 
-async def test_health_tells_whether_calls_are_served() -> None:
+async def test_health_shows_whether_calls_are_served() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         assert json.loads(await read(case.proxy, "/health")) == {"status": "ok"}
         await case.proxy.pause()
@@ -137,7 +137,7 @@ async def test_agl_gateway_serves_rereads_its_models_and_shows_its_status(tmp_pa
             assert isinstance(CliRunner().invoke(command, ["pause", found[0]]).exception, StoreError)
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), 20) == 0
-            assert len(await store.query_spans(rollout.rollout_id)) == 2, "what was recorded is stored before the end"
+            assert len(await store.query_spans(rollout.rollout_id)) == 2, "spans are stored before the process ends"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -171,7 +171,7 @@ def test_agl_gateway_names_missing_settings(tmp_path: Path) -> None:
         ([], None, "http://of-the-file"),
     ],
 )
-def test_the_store_of_the_command_line_counts_before_that_of_the_file(
+def test_the_store_option_takes_precedence_over_the_environment_and_the_file(
     arguments: list[str], variable: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []

@@ -44,12 +44,12 @@ async def change_weights(case: Case, server: ScriptedOpenAI) -> None:
         assert (await case.span(rollout)).attributes["agentlightning.weight_version"] == version
 
 
-async def test_calls_in_flight_finish_and_new_ones_wait_for_the_new_weights() -> None:
+async def test_calls_in_flight_finish_and_new_calls_wait_for_the_new_weights() -> None:
     async with ScriptedOpenAI([Answer("old", delay_s=0.5), Answer("new")]) as server, gateway(server) as case:
         await change_weights(case, server)
 
 
-async def test_a_gateway_process_pauses_as_well() -> None:
+async def test_a_gateway_in_a_separate_process_can_be_paused_too() -> None:
     store = InMemoryLightningStore()
     served = LightningStoreServer(store, port=0, token="a-secret")
     await served.start()
@@ -67,7 +67,7 @@ async def test_a_gateway_process_pauses_as_well() -> None:
             await store.close()
 
 
-async def test_streams_are_drained_to_their_end_with_their_first_weight_version() -> None:
+async def test_draining_waits_for_the_end_of_streams_which_keep_their_first_weight_version() -> None:
     async with ScriptedOpenAI([Answer("a long answer", chunk_delay_s=0.2)]) as server, gateway(server) as case:
         await case.proxy.resume(weight_version=1)
         rollout, client = await case.start()
@@ -96,7 +96,7 @@ async def test_a_gateway_is_paused_drained_and_resumed_over_http_with_the_token(
             _, old_client = await case.start()
             old = asyncio.create_task(old_client.chat.completions.create(model="m", messages=HELLO))
             await until(lambda: bool(server.requests))
-            assert (await post("pause", {}, {}))[0] == 401, "an agent must not pause the others"
+            assert (await post("pause", {}, {}))[0] == 401, "an agent must not pause other agents"
             assert (await post("pause", {}))[1]["paused"] is True
             assert await post("drain", {"timeout_s": 0}) == (200, {"drained": False})
             rollout, client = await case.start()
@@ -111,7 +111,7 @@ async def test_a_gateway_is_paused_drained_and_resumed_over_http_with_the_token(
             async with session.get(f"{root}/resume", headers=headers) as response:
                 assert response.status == 405
             async with session.post(f"{root}/resume", data=b"{}", headers=headers) as response:
-                assert response.status == 415, "web pages may post it"
+                assert response.status == 415, "web pages can post this content type"
             assert (await case.proxy.status())["paused"]
             status = (await post("resume", {"weight_version": 9}))[1]
             assert (status["paused"], status["weight_version"]) == (False, 9)
@@ -144,7 +144,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_reaches_no_backend() -> N
         assert (await case.span(rollout)).attributes["agentlightning.gateway.complete"] is False
 
 
-async def test_a_call_that_a_pause_refuses_uses_up_neither_the_budget_nor_a_seed() -> None:
+async def test_a_call_that_is_refused_during_a_pause_uses_up_neither_the_budget_nor_a_seed() -> None:
     async with ScriptedOpenAI() as server:
         models = [entry(server.endpoint, seed_calls=True)]
         async with gateway(model_list=models, budget={"calls": 2}, pause_wait_s=0) as case:
@@ -163,13 +163,13 @@ async def test_a_call_that_a_pause_refuses_uses_up_neither_the_budget_nor_a_seed
     assert sent[0] == sent[1]
 
 
-async def test_admission_is_refused_beyond_the_maximum_of_calls_and_wait() -> None:
+async def test_a_call_is_refused_if_too_many_calls_wait_or_it_waits_too_long() -> None:
     admission = Admission(max_waiting=1, pause_wait_s=0.05)
     admission.pause()
     patient = asyncio.create_task(admission.enter())
     await asyncio.sleep(0)
-    assert not await admission.enter()  # too many
-    assert not await patient  # too long
+    assert not await admission.enter()  # too many calls wait
+    assert not await patient  # the call has waited too long
     assert (admission.waiting, admission.in_flight) == (0, 0)
     admission.resume(None)
     assert await admission.enter()
@@ -178,7 +178,7 @@ async def test_admission_is_refused_beyond_the_maximum_of_calls_and_wait() -> No
     assert await admission.drain(0.01)
 
 
-async def test_calls_that_must_not_wait_get_429_with_retry_after() -> None:
+async def test_calls_during_a_pause_get_429_with_retry_after_if_waiting_is_disabled() -> None:
     async with ScriptedOpenAI() as server, gateway(server, pause_wait_s=0) as case:
         await case.proxy.pause()
         _, client = await case.start()
@@ -200,6 +200,6 @@ async def test_calls_that_wait_when_the_gateway_stops_reach_no_model() -> None:
         assert not server.requests
 
 
-async def test_a_gateway_that_does_not_serve_cannot_be_paused() -> None:
+async def test_a_gateway_that_is_not_running_cannot_be_paused() -> None:
     with pytest.raises(ConflictError, match="start it first"):
         await LLMProxy(store=InMemoryLightningStore()).pause()

@@ -1,4 +1,4 @@
-"""The gateway in a process of its own, which reaches its store over HTTP, and a gateway whose process is killed."""
+"""The gateway in a separate process that reaches its store over HTTP, and a gateway whose process is killed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_a_gateway_process_records_into_a_served_store_and_its_death_is_re
                 await proxy.flush()
             assert not proxy.is_running
             await proxy.stop()
-            await proxy.start()  # it can be started anew
+            await proxy.start()  # it can be started again
             assert proxy.is_running
         finally:
             await proxy.stop()
@@ -89,7 +89,9 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answered_call_is_in_a_durable_store_when_the_process_is_killed(tmp_path: Path, stream: bool) -> None:
+async def test_an_answered_call_is_already_in_a_durable_store_when_the_process_is_killed(
+    tmp_path: Path, stream: bool
+) -> None:
     url = f"sqlite:///{tmp_path}/store.db"
     body = {"model": "m", "messages": HELLO, "stream": stream}
     async with ScriptedOpenAI([Answer("one")]) as server:

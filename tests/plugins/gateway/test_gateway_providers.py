@@ -1,4 +1,4 @@
-"""Providers and the dialects that they speak, and third-party ones."""
+"""Providers and the dialects that they support, including third-party providers and dialects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PASSED = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
-async def test_a_dialect_of_the_backend_is_relayed_as_it_is(provider: str, stream: bool) -> None:
+async def test_calls_in_a_dialect_of_the_backend_are_relayed_unchanged(provider: str, stream: bool) -> None:
     path, more = PASSED[provider]
     body = {"model": "m", "stream": stream, **more}
     script = [Answer(FULL.content, FULL.tool_calls, reasoning=FULL.reasoning, extra={"id": "same", "created_at": 1})]
@@ -65,7 +65,7 @@ async def test_a_dialect_of_the_backend_is_relayed_as_it_is(provider: str, strea
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
-async def test_a_relayed_stream_that_ends_early_is_incomplete(provider: str) -> None:
+async def test_a_relayed_stream_that_ends_early_is_recorded_as_incomplete(provider: str) -> None:
     path, more = PASSED[provider]
     async with (
         ScriptedOpenAI([Answer("Hello, world", cut_after=6)]) as server,
@@ -88,7 +88,7 @@ async def test_a_relayed_stream_that_ends_early_is_incomplete(provider: str) -> 
         ("anthropic", "messages", {"type": "error", "error": {"type": "overloaded_error", "message": "overloaded"}}),
     ],
 )
-async def test_an_error_inside_a_stream_is_recorded(provider: str, path: str, event: dict[str, Any]) -> None:
+async def test_an_error_event_in_a_relayed_stream_is_recorded(provider: str, path: str, event: dict[str, Any]) -> None:
     sent = f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
     async with (
         ScriptedOpenAI([Answer(body=sent, content_type="text/event-stream")]) as server,
@@ -102,7 +102,7 @@ async def test_an_error_inside_a_stream_is_recorded(provider: str, path: str, ev
     assert span.attributes["agentlightning.gateway.complete"] is False
 
 
-async def test_a_failed_response_is_incomplete() -> None:
+async def test_a_failed_response_is_recorded_as_incomplete() -> None:
     script = [Answer(body=json.dumps(FAILED).encode())]
     async with ScriptedOpenAI(script) as server, gateway(server, provider="openai") as case:
         rollout, client = await case.start()
@@ -113,7 +113,7 @@ async def test_a_failed_response_is_incomplete() -> None:
     assert span.attributes["agentlightning.gateway.complete"] is False
 
 
-async def test_the_query_of_a_url_and_token_counting_are_relayed() -> None:
+async def test_url_queries_and_token_counting_are_relayed() -> None:
     paths: list[str] = []
 
     def script(request: RecordedRequest) -> Answer:
@@ -130,7 +130,7 @@ async def test_the_query_of_a_url_and_token_counting_are_relayed() -> None:
     assert paths == ["/v1/messages?beta=true"]
 
 
-async def test_an_error_inside_a_stream_of_chat_is_recorded() -> None:
+async def test_an_error_event_in_a_chat_stream_is_recorded() -> None:
     sent = b'data: {"error":{"message":"overloaded"}}\n\ndata: [DONE]\n\n'
     async with ScriptedOpenAI([Answer(body=sent, content_type="text/event-stream")]) as server, gateway(server) as case:
         rollout, client = await case.start()
@@ -142,7 +142,7 @@ async def test_an_error_inside_a_stream_of_chat_is_recorded() -> None:
     assert span.attributes["agentlightning.gateway.complete"] is False
 
 
-async def test_embeddings_are_relayed_unchanged_and_not_training_data() -> None:
+async def test_embeddings_are_relayed_unchanged_and_are_not_training_data() -> None:
     body = {"model": "m", "input": ["ab", "c"], "dimensions": 2}
     async with ScriptedOpenAI() as server, gateway(server) as case:
         rollout, client = await case.start()
@@ -160,7 +160,7 @@ async def test_embeddings_are_relayed_unchanged_and_not_training_data() -> None:
     assert not semconv.is_llm_call(span)
 
 
-async def test_a_chat_answer_is_relayed_byte_for_byte_if_capture_added_nothing() -> None:
+async def test_a_chat_answer_is_relayed_byte_for_byte_if_the_agent_requested_the_token_data_itself() -> None:
     text = '{ "id":"x", "choices":[{"index":0,"message":{"role":"assistant","content":"h\\u00e9","reasoning":"r"},'
     text += '"logprobs":{"content":[{"token":"h","logprob":-1.50}]},"finish_reason":"stop"}],"novel":1e2}'
     body = {"model": "m", "messages": HELLO, "logprobs": True, "return_token_ids": True, "modalities": ["text"]}
@@ -184,7 +184,7 @@ async def test_a_chat_answer_is_relayed_byte_for_byte_if_capture_added_nothing()
         ({"litellm_params": {"model": "hosted_vllm/x", "api_base": "http://h/v1"}}, "vllm", "http://h/v1/chat/completions"),
     ],
 )  # fmt: skip
-def test_an_entry_finds_its_provider(given: dict[str, Any], provider: str, url: str) -> None:
+def test_a_model_entry_determines_its_provider_and_url(given: dict[str, Any], provider: str, url: str) -> None:
     ((backend,),) = ModelTable([given | {"model_name": "m"}])._backends.values()
     assert (backend.provider.name, backend.served_model) == (provider, "x")
     assert str(backend.url(url.rpartition("/v1/")[2])) == url
@@ -237,7 +237,7 @@ class Acme(OpenAICompatible):
 
 @pytest.fixture
 async def acme(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """A plugin that offers both, for one test."""
+    """Registers a plugin that offers both for one test."""
 
     @hookimpl
     def components() -> list[Component]:

@@ -39,19 +39,21 @@ FIRST = chunk({"index": 0, "delta": {"role": "assistant", "content": ""}, "logpr
 TOKENS = [chunk(token(text)) for text in NASTY]
 STREAMS: dict[str, list[dict[str, Any]]] = {
     "as vLLM writes it": [FIRST, *TOKENS, END, USAGE],
-    "with a version behind the choices": [chunk(token(text), weight_version=3, tags=[1]) for text in NASTY] + [END],
+    "with a version after the choices": [chunk(token(text), weight_version=3, tags=[1]) for text in NASTY] + [END],
     "with prompt ids everywhere": [chunk(token(text), prompt_token_ids=[1, 2]) for text in NASTY] + [END],
     "of several choices in turn": [chunk(token(text, i)) for text in NASTY for i in range(3)]
     + [chunk(token(".", i, finish_reason="stop")) for i in range(3)],
-    "of several choices at once": [chunk(token("a"), token("b", 1)), chunk(token("c"), token("d", 1)), END],
-    "with an envelope of its own each": [chunk(token(text), created=i) for i, text in enumerate(NASTY)] + [END],
+    "of several choices in one event": [chunk(token("a"), token("b", 1)), chunk(token("c"), token("d", 1)), END],
+    "with a different envelope in each event": [chunk(token(text), created=i) for i, text in enumerate(NASTY)] + [END],
     "with tool calls": [
         chunk(token("", delta={"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f", "arguments": part}}]}))
         for part in ('{"a', '": [1]', "}")
     ]
     + [END],
-    "of what was not asked for": [{"nested": {"choices": [chunk()]}, **piece} for piece in (FIRST, *TOKENS, END)],
-    "that breaks": [FIRST, *TOKENS, {"error": {"message": "out of memory"}}],
+    "with fields that were not requested": [
+        {"nested": {"choices": [chunk()]}, **piece} for piece in (FIRST, *TOKENS, END)
+    ],
+    "that ends with an error": [FIRST, *TOKENS, {"error": {"message": "out of memory"}}],
 }
 
 
@@ -77,7 +79,7 @@ def test_events_that_arrive_together_are_read_as_if_they_arrived_one_by_one(name
     events = [b"data: %b\n\n" % json.dumps(chunk, separators=(",", ":")).encode() for chunk in STREAMS[name]]
     events.append(b"data: [DONE]\n\n")
     expected = read(OneByOne(), options, events)
-    assert expected[2] == (name != "that breaks")
+    assert expected[2] == (name != "that ends with an error")
     shows_usage = USAGE in STREAMS[name] and options.stream_options is None
     assert ("usage" in str(expected[0])) == shows_usage
     whole = b"".join(events)
@@ -92,7 +94,7 @@ def test_events_without_captured_fields_are_relayed_byte_for_byte() -> None:
     assert call.completion.choices[0].text == "é 1e-05" * 3
 
 
-def test_an_event_may_have_other_fields_beside_its_data() -> None:
+def test_an_event_may_have_fields_other_than_its_data() -> None:
     for event in (b"data: {}\nid: 1\n\n", b"id: 1\ndata: {}\n\n", b"data: {}\r\nid: 1\r\n\r\n", b"data: {}\n\n"):
         assert event_data(event) == b"{}"
     assert event_data(b"data: {\ndata: }\n\n") is None

@@ -20,7 +20,7 @@ from agentlightning_plugins.gateway.dialects.messages_translation import Message
 from agentlightning_plugins.gateway.dialects.responses import Responses
 from agentlightning_plugins.gateway.dialects.responses_translation import ResponsesTranslation
 
-pytestmark = pytest.mark.environment("main")  # reads events as a new anthropic does
+pytestmark = pytest.mark.environment("main")  # needs a recent version of anthropic to read events
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 ARGUMENTS = st.dictionaries(TEXT, st.integers() | TEXT, max_size=2).map(json.dumps)
@@ -39,7 +39,7 @@ USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
 
 
 def to_whole(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole answer."""
+    """Returns the answer as one response of Chat Completions."""
     message = {key: answer[key] for key in ("reasoning_content", "content", "refusal")}
     calls = [{"id": f"c{i}", "type": "function", "function": call} for i, call in enumerate(answer["calls"])]
     choice = {"index": 0, "message": message | {"role": "assistant", "tool_calls": calls}}
@@ -48,7 +48,7 @@ def to_whole(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_chunks(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The same as a stream, in pieces of ``size`` characters."""
+    """Returns the answer as chunks of a stream, in pieces of ``size`` characters."""
     size = answer["size"]
 
     def cut(text: str) -> list[str]:
@@ -69,7 +69,7 @@ def to_chunks(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def to_events(text: bytes) -> list[dict[str, Any]]:
-    """The data of server-sent events, each with its type in both places."""
+    """Returns the data of server-sent events and checks that each names its type in the event field and in the data."""
     events = []
     for event in text.split(b"\n\n")[:-1]:
         kind, _, data = event.partition(b"\n")
@@ -80,7 +80,7 @@ def to_events(text: bytes) -> list[dict[str, Any]]:
 
 @settings(deadline=None)
 @given(ANSWERS)
-def test_events_of_responses_add_up_to_the_whole(answer: dict[str, Any]) -> None:
+def test_translated_events_of_the_responses_api_add_up_to_the_translated_whole_answer(answer: dict[str, Any]) -> None:
     body = {"model": "m", "input": "hi"}
     translation = ResponsesTranslation(body)
     events = to_events(b"".join(map(translation.feed, to_chunks(answer))) + translation.close())
@@ -106,7 +106,7 @@ def test_events_of_responses_add_up_to_the_whole(answer: dict[str, Any]) -> None
 
 @settings(deadline=None, max_examples=40)
 @given(ANSWERS)
-def test_events_of_messages_add_up_to_the_whole(answer: dict[str, Any]) -> None:
+def test_translated_events_of_the_messages_api_add_up_to_the_translated_whole_answer(answer: dict[str, Any]) -> None:
     body = {"model": "m", "messages": [], "max_tokens": 9}
     translation = MessagesTranslation(body)
     events = to_events(b"".join(map(translation.feed, to_chunks(answer))) + translation.close())

@@ -34,7 +34,7 @@ def run_old_program(program: str) -> tuple[str, list[str]]:
     return printed, [message for _, _, message in warnings]
 
 
-def test_names_of_0_3_are_imported_from_where_they_were() -> None:
+def test_names_of_0_3_can_be_imported_from_their_old_modules() -> None:
     printed, warned = run_old_program(
         """
         from agentlightning.llm_proxy import LLMProxy
@@ -82,7 +82,7 @@ def test_names_of_0_3_are_imported_from_where_they_were() -> None:
         assert expected in warned
 
 
-def test_arguments_and_methods_of_0_3_are_taken() -> None:
+def test_arguments_and_methods_of_0_3_are_accepted() -> None:
     printed, warned = run_old_program(
         """
         import asyncio
@@ -136,7 +136,7 @@ def test_arguments_and_methods_of_0_3_are_taken() -> None:
     ]
 
 
-def test_a_name_that_is_gone_says_where_to_look() -> None:
+def test_the_error_for_an_unknown_name_refers_to_a_similar_name_and_the_migration_page() -> None:
     printed, _ = run_old_program(
         """
         import agentlightning.store.memory
@@ -168,7 +168,7 @@ def test_spans_are_found_by_links_as_in_0_3() -> None:
     assert compat.extract_tags_from_attributes(agl.semconv.tag_attributes(["x"])) == ["x"]
 
 
-def test_without_compat_nothing_of_0_3_is_there() -> None:
+def test_without_compat_the_names_of_0_3_are_not_available() -> None:
     program = """
     import sys, agentlightning as agl
     print(hasattr(agl, "configure_logger"), hasattr(agl.Trainer, "fit_v0"), "agentlightning.llm_proxy" in sys.modules)
@@ -182,4 +182,4 @@ def test_the_migration_page_lists_every_name() -> None:
     modules = {f"agentlightning.{module}" for module in MODULES}
     assert modules - listed == set()
     assert set(NAMES) - listed == set()
-    assert set(agl.__all__) - listed == set(), "say whether 0.3 had it"
+    assert set(agl.__all__) - listed == set(), "the page must state whether 0.3 had the name"

@@ -1,4 +1,4 @@
-"""Agents of Agent Lightning 0.1 with algorithms of today, in processes of their own."""
+"""Agents of Agent Lightning 0.1 with current algorithms, in separate processes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Trainer(n_workers=2, max_tasks=3, tracer="otel").fit_v0(Adder(), sys.argv[1])
 
 
 @pytest.mark.slow
-def test_an_old_agent_works_for_a_new_algorithm(tmp_path: Path) -> None:
+def test_an_old_agent_works_with_a_new_algorithm(tmp_path: Path) -> None:
     for name, program in (("algorithm.py", ALGORITHM), ("agent.py", AGENT)):
         (tmp_path / name).write_text(program)
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
@@ -168,7 +168,7 @@ async def test_the_key_of_a_claimed_task_is_valid_until_the_task_times_out() -> 
         await server.store.close()
 
 
-async def test_a_lost_agent_of_0_1_loses_its_task() -> None:
+async def test_the_task_of_a_lost_agent_of_0_1_goes_to_another_agent() -> None:
     server = AgentLightningServer(port=0, task_timeout_seconds=0.05)
     config = agl.RolloutConfig(max_attempts=2, retry_condition=["timeout"])
     await server.start()
@@ -184,7 +184,7 @@ async def test_a_lost_agent_of_0_1_loses_its_task() -> None:
         await server.store.close()
 
 
-async def test_a_task_of_queue_task_is_queued_again_when_its_agents_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_from_queue_task_is_queued_again_when_its_agent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     server = AgentLightningServer(port=0, task_timeout_seconds=0.05)
     await server.start()
     update = server.store.update_attempt
@@ -200,7 +200,7 @@ async def test_a_task_of_queue_task_is_queued_again_when_its_agents_are_lost(mon
             assert (await ask(f"{server.endpoint}/task"))["is_available"]
         await asyncio.sleep(0.1)
         found = set()
-        while found != queued:  # several agents ask while the server gives up the lost ones
+        while found != queued:  # several agents request tasks while the server ends the lost attempts
             for answer in await asyncio.gather(*(ask(f"{server.endpoint}/task") for _ in range(4))):
                 found |= {answer["task"]["rollout_id"]} if answer["is_available"] else set()
     finally:
@@ -209,7 +209,7 @@ async def test_a_task_of_queue_task_is_queued_again_when_its_agents_are_lost(mon
 
 
 @pytest.mark.parametrize("error", [StoreError("the server is away"), ConnectionResetError()])
-async def test_a_lost_agent_loses_its_task_although_the_store_was_away_for_a_moment(
+async def test_the_task_of_a_lost_agent_is_queued_again_although_the_store_was_briefly_unavailable(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = AgentLightningServer(port=0, task_timeout_seconds=0.05)
@@ -230,7 +230,7 @@ async def test_a_lost_agent_loses_its_task_although_the_store_was_away_for_a_mom
         await server.store.close()
 
 
-async def test_a_task_of_queue_task_is_queued_again_when_its_lease_ends_after_its_first_span() -> None:
+async def test_a_task_from_queue_task_is_queued_again_when_its_lease_ends_after_its_first_span() -> None:
     server = AgentLightningServer(port=0, store=agl.InMemoryLightningStore(lease_s=0.1))
     await server.start()
     try:
@@ -242,7 +242,7 @@ async def test_a_task_of_queue_task_is_queued_again_when_its_lease_ends_after_it
         span = agl.Span.from_attributes(attributes={}, rollout_id=ids[0], attempt_id=ids[1], name="a model call")
         await server.store.add_span(span)
         for _ in range(20):
-            await asyncio.sleep(0.5)  # longer than the lease, which each question renews
+            await asyncio.sleep(0.5)  # longer than the lease, which each request renews
             if (answer := await ask(f"{server.endpoint}/task"))["is_available"]:
                 break
         assert (answer["task"]["rollout_id"], answer["task"]["num_claims"]) == (rollout_id, 2)
@@ -251,7 +251,7 @@ async def test_a_task_of_queue_task_is_queued_again_when_its_lease_ends_after_it
         await server.store.close()
 
 
-async def test_a_report_that_the_store_could_not_take_may_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_report_that_could_not_be_stored_may_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     server = AgentLightningServer(port=0)
     await server.start()
     try:
@@ -273,14 +273,14 @@ async def test_a_report_that_the_store_could_not_take_may_be_sent_again(monkeypa
             rollout = await server.store.get_rollout_by_id(rollout_id)
             assert rollout is not None
             assert rollout.status == "succeeded"
-        # Nobody asks this server for the reports of rollouts that others enqueue.
+        # This server keeps no reports of rollouts that others enqueue.
         assert [report.rollout_id for report in await server.retrieve_completed_rollouts()] == [own]
     finally:
         await server.stop()
         await server.store.close()
 
 
-async def test_servers_of_one_store_are_workers_of_their_own() -> None:
+async def test_servers_of_one_store_are_separate_workers() -> None:
     store = agl.InMemoryLightningStore()
     servers = [AgentLightningServer(port=0, store=store) for _ in range(2)]
     for server in servers:

@@ -81,7 +81,7 @@ def test_the_call_of_the_judge_is_not_a_model_call_of_the_agent() -> None:
     assert rollout.attempt.reward == 1.0
 
 
-def test_a_reply_without_a_score_is_asked_for_again_and_then_the_rollout_fails() -> None:
+def test_the_judge_is_asked_again_after_a_reply_without_a_score_and_finally_the_rollout_fails() -> None:
     replies = [Answer("ten of ten"), Answer('{"score": 11}'), Answer('{"score": true} {"score": 4, "reason": null}')]
     ((rollout, _),) = fit(replies, say, [{"said": "moo"}])
     assert rollout.attempt.reward == 0.4
@@ -90,7 +90,7 @@ def test_a_reply_without_a_score_is_asked_for_again_and_then_the_rollout_fails()
     assert "the judge rater gave no score from 0.0 to 10.0 in 2 replies; the last one was 'no idea'" in str(rollout)
 
 
-def test_an_answer_cannot_end_the_part_that_holds_it() -> None:
+def test_an_answer_cannot_close_the_section_of_the_prompt_that_contains_it() -> None:
     asked: list[list[dict[str, str]]] = []
 
     def model(request: RecordedRequest) -> Answer:

@@ -1,4 +1,4 @@
-"""The reward ``model``: a reward model behind an address, or in the runner."""
+"""The reward ``model``: a reward model on a server or in the runner."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fit(reward: dict[str, Any], tasks: list[Any]) -> list[tuple[Any, list[agl.Sp
 
 
 def check_spans(found: list[tuple[Any, list[agl.Span]]]) -> None:
-    """Each score is recorded with the answer, and is no model call that could be trained on."""
+    """Checks that each score is recorded with its answer, and not as a model call that could be trained on."""
     for rollout, spans in found:
         (span,) = [each for each in spans if each.attributes.get(semconv.OPERATION_NAME) == "reward_model"]
         assert json.loads(span.attributes[semconv.OPERATION_OUTPUT])["reward"] == rollout.attempt.reward
@@ -76,7 +76,7 @@ def test_a_local_classifier_scores_each_answer(tmp_path: Path, classes: int, has
 
 
 class Server:
-    """A reward model with the four shapes of answers; moo scores 2."""
+    """A reward model that answers in the form of four APIs; ``moo`` scores 2."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any, str | None]] = []

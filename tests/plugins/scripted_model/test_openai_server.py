@@ -41,7 +41,7 @@ async def test_answers_come_in_order_and_the_last_is_repeated() -> None:
     assert server.requests[2].path == "/v1/chat/completions"
 
 
-async def test_requests_whose_bodies_arrive_at_once_get_answers_and_ids_of_their_own() -> None:
+async def test_requests_whose_bodies_arrive_concurrently_get_separate_answers_and_ids() -> None:
     body, other_is_answered = json.dumps({"model": "m", "messages": ASK}).encode(), asyncio.Event()
 
     async def arrive_slowly() -> AsyncIterator[bytes]:
@@ -60,7 +60,7 @@ async def test_requests_whose_bodies_arrive_at_once_get_answers_and_ids_of_their
     assert found == [("scripted-0", "one"), ("scripted-1", "two")]
 
 
-async def test_tokens_and_logprobs_are_given_when_asked_for_and_add_up() -> None:
+async def test_tokens_and_logprobs_are_returned_on_request_and_agree_with_the_usage() -> None:
     extra: Any = {"return_token_ids": True}
     async with ScriptedOpenAI([Answer("é!")]) as server, client_of(server) as client:
         answer: Any = await client.chat.completions.create(
@@ -162,7 +162,7 @@ async def test_embeddings_and_reasoning_are_scripted_too() -> None:
     assert chat.choices[0].message.reasoning_content == "hm"
 
 
-async def test_arguments_of_a_tool_that_are_text_are_sent_unchanged_by_every_api() -> None:
+async def test_tool_arguments_that_are_text_are_sent_unchanged_by_every_api() -> None:
     texts = ['{"a":1}', "{bad"]
     script = [Answer(tool_calls=[("add", text) for text in texts])]
     async with ScriptedOpenAI(script) as server, client_of(server) as client:

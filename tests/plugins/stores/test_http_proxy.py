@@ -75,7 +75,7 @@ async def test_the_client_polls_for_events_when_a_proxy_buffers_the_stream(
 
 
 async def test_an_idle_stream_stays_open_thanks_to_keepalive_comments(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "_SILENCE_S", 1.5)
     monkeypatch.setattr(events, "KEEPALIVE_S", 0.2)
@@ -86,3 +86,4 @@ async def test_an_idle_stream_stays_open_thanks_to_keepalive_comments(
         await store.enqueue_rollout("task")
         assert (await following).kind == "rollout_enqueued"
         await client.close()
+    assert caplog.messages == [], "the client neither reconnects nor polls"

@@ -14,7 +14,7 @@ N_TASKS = 6
 
 
 def agent(task: dict[str, int], prompt: agl.PromptTemplate) -> float:
-    """Takes a while; its reward depends on the task and on what was learned so far."""
+    """Runs for a while and returns a reward that depends on the task and on the prompt learned so far."""
     agl.emit_annotation({"task": task["n"]})
     time.sleep(0.05 + task["n"] * 0.03)
     return worth(task["n"], prompt.template)
@@ -29,7 +29,7 @@ def next_prompt(prompt: str, rewards: list[float]) -> str:
 
 
 class Accumulator(agl.Algorithm):
-    """Each step runs every task with the prompt so far and makes the next prompt of the rewards."""
+    """Runs every task in each step with the current prompt and derives the next prompt from the rewards."""
 
     def __init__(self, *, steps: int) -> None:
         self.steps = steps
@@ -81,7 +81,7 @@ class Accumulator(agl.Algorithm):
 
 
 def undisturbed(steps: int) -> str:
-    """The final prompt of a run without kills."""
+    """Returns the final prompt of a run without kills."""
     prompt = "seed|0"
     for _ in range(steps):
         prompt = next_prompt(prompt, [worth(n, prompt) for n in range(N_TASKS)])

@@ -48,10 +48,10 @@ print("all cells ran")
 
 
 @pytest.mark.parametrize(
-    ("kind", "max_retries", "first"),  # a client that was used in the notebook before has to try again
+    ("kind", "max_retries", "first"),  # a client that the notebook has already used needs retries
     [("shm", 0, "fit"), ("shm", 2, "call"), ("shm-main", 0, "fit"), ("cs-main", 0, "fit")],
 )
-async def test_a_global_client_works_in_several_fits_of_a_notebook_and_in_calls_between_them(
+async def test_a_global_client_works_in_several_fits_of_a_notebook_and_in_calls_between_the_fits(
     tmp_path: Path, kind: str, max_retries: int, first: str
 ) -> None:
     (tmp_path / "program.py").write_text(_PROGRAM)
@@ -71,7 +71,7 @@ async def test_a_global_client_works_in_several_fits_of_a_notebook_and_in_calls_
 @pytest.mark.parametrize(
     "strategy", [{"name": "shm", "main_thread": "runner"}, {"name": "cs", "main_process": "runner"}]
 )
-def test_the_algorithm_finishes_although_the_runner_in_the_main_thread_has_reached_its_limit(
+def test_the_algorithm_finishes_although_the_runner_has_already_reached_its_limit_of_rollouts(
     strategy: dict[str, Any],
 ) -> None:
     @agl.algo

@@ -1,4 +1,4 @@
-"""Everything is killed, again and again, and the run ends as if nothing had been."""
+"""All processes of a run are killed repeatedly, and the run ends with the same result as without kills."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Service:
             )
 
     def pids(self) -> list[int]:
-        """Of the process and of those it started."""
+        """Returns the ids of the process and of its children."""
         if self.process is None or self.process.poll() is not None:
             return []
         found = [self.process.pid]
@@ -102,8 +102,8 @@ def train_command(folder: Path) -> list[str]:
 def run_chaos(folder: Path, *, steps: int, steps_between: int, limit_s: float, seed: int) -> int:
     """Runs to the end; returns how many processes were killed.
 
-    Every ``steps_between`` steps one is killed, a moment later; and a third of the times another one while the run
-    recovers from that.
+    Shortly after every ``steps_between`` steps a process is killed, and in a third of these cases another one while the
+    run recovers.
     """
     port = reserve_port()
     url = f"http://127.0.0.1:{port}"
@@ -143,7 +143,7 @@ def run_chaos(folder: Path, *, steps: int, steps_between: int, limit_s: float, s
                 pids = victim.pids()
                 if pids:
                     due.remove(moment)
-                    pid = draw.choice(pids) if victim in runners else pids[0]  # of a runner, or of who watches it
+                    pid = draw.choice(pids) if victim in runners else pids[0]  # a runner's parent or child process
                     kill(pid)
                     kills += 1
                     print(f"{now - began:6.1f} s: killed {pid} of {victim.name}", file=log, flush=True)
@@ -183,7 +183,7 @@ async def check(folder: Path, steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-def test_a_run_whose_processes_are_killed_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+def test_a_run_whose_processes_are_killed_ends_with_the_same_result_as_without_kills(tmp_path: Path) -> None:
     kills = run_chaos(tmp_path, steps=54, steps_between=3, limit_s=400.0, seed=1)
     assert kills >= 16
     asyncio.run(check(tmp_path, 54))
@@ -192,7 +192,9 @@ def test_a_run_whose_processes_are_killed_ends_as_an_undisturbed_one(tmp_path: P
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [2, 3])
-def test_a_run_whose_processes_are_killed_for_minutes_ends_as_an_undisturbed_one(tmp_path: Path, seed: int) -> None:
+def test_a_run_whose_processes_are_killed_for_minutes_ends_with_the_same_result_as_without_kills(
+    tmp_path: Path, seed: int
+) -> None:
     kills = run_chaos(tmp_path, steps=450, steps_between=5, limit_s=850.0, seed=seed)
     assert kills >= 80
     asyncio.run(check(tmp_path, 450))

@@ -1,4 +1,4 @@
-"""The strategy `cs` with agents that end their process or block its event loop, and with runners that cannot run."""
+"""The strategy `cs` with agents that end their process or block its event loop, and runners that die on their own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def trainer(**settings: Any) -> agl.Trainer:
 
 
 async def ended(store: agl.LightningStore) -> dict[int, AttemptedRollout]:
-    """The rollouts by the number of their task."""
+    """Returns the rollouts by the number of their task."""
     rollouts = (await store.query_rollouts()).items
     return {rollout.input["number"]: rollout for rollout in rollouts if isinstance(rollout, AttemptedRollout)}
 
 
 def killer(task: dict[str, Any]) -> float:
-    time.sleep(0.05)  # until its neighbours have begun
+    time.sleep(0.05)  # until concurrent tasks have begun
     if task["kills"]:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.05)
@@ -37,7 +37,7 @@ def killer(task: dict[str, Any]) -> float:
 
 
 @pytest.mark.timeout(120)
-def test_tasks_that_kill_their_process_fail_with_a_reason_the_others_finish_and_resuming_runs_nothing(
+def test_only_tasks_that_kill_their_process_fail_and_resuming_runs_no_task_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tasks = [{"number": number, "kills": number in (2, 5)} for number in range(8)]
@@ -56,7 +56,7 @@ def test_tasks_that_kill_their_process_fail_with_a_reason_the_others_finish_and_
             assert "5 workers died before the first span" in error.message
             assert f"'number': {number}" in error.message
         deaths = [record for record in caplog.records if "died (signal SIGKILL)" in record.message]
-        assert 8 <= len(deaths) <= 10, "two with their neighbours, then three with each of the two alone"
+        assert 8 <= len(deaths) <= 10, "two with concurrent tasks, then three with each of the two tasks alone"
     asyncio.run(store.close())
 
 
@@ -79,7 +79,7 @@ class FailingRunners:
 
 
 @pytest.mark.parametrize(("quick_s", "expected"), [(10.0, supervisor._QUICK_DEATHS), (0.0, supervisor._DEATHS)])
-async def test_a_runner_that_dies_again_and_again_is_given_up_however_slowly_it_dies(
+async def test_a_runner_that_dies_repeatedly_ends_the_run_whether_it_dies_quickly_or_slowly(
     monkeypatch: pytest.MonkeyPatch, quick_s: float, expected: int
 ) -> None:
     monkeypatch.setattr(supervisor, "_QUICK_DEATH_S", quick_s)
@@ -98,7 +98,7 @@ async def blocker(task: dict[str, Any]) -> float:
 
 
 @pytest.mark.timeout(120)
-def test_an_async_agent_that_blocks_its_loop_beyond_the_lease_is_reported_and_every_task_runs_once(
+def test_an_async_agent_that_blocks_its_event_loop_is_reported_and_every_task_runs_once(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     store = agl.InMemoryLightningStore(lease_s=2.0)

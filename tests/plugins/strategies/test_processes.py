@@ -1,4 +1,4 @@
-"""The strategy `cs`: processes that die, cannot load the agent, are told to stop, or are debugged."""
+"""The strategy `cs`: processes that die, cannot load the agent, are stopped by signals, or are debugged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def dying_once_agent(task: dict[str, Any]) -> float:
     return 1.0
 
 
-def test_the_store_learns_of_a_runners_death_at_once_not_at_the_end_of_its_lease(tmp_path: Path) -> None:
+def test_a_rollout_of_a_dead_runner_is_retried_long_before_its_lease_ends(tmp_path: Path) -> None:
     @agl.algo
     async def algorithm(store: agl.LightningStore, train_dataset: Any) -> None:
         config = RolloutConfig(max_attempts=2, retry_condition=["unresponsive"])
@@ -51,7 +51,7 @@ def test_the_store_learns_of_a_runners_death_at_once_not_at_the_end_of_its_lease
         (done,) = await store.wait_for_rollouts([rollout.rollout_id])
         assert done.status == "succeeded"
         assert isinstance(done, AttemptedRollout)
-        # A claim that the dead one still waited with may get the rollout before the store sees the closed connection.
+        # A waiting claim of the dead runner may get the rollout before the store notices the closed connection.
         assert done.attempt.sequence_id in (2, 3)
 
     store = agl.InMemoryLightningStore(lease_s=600.0)
@@ -65,7 +65,7 @@ def spying_agent(task: Any) -> float:
     return float(os.environ["PROVIDER_KEY"] == "hunter2" and b"hunter2" not in started_with)
 
 
-def test_a_runner_gets_the_environment_after_its_start_because_the_system_shows_what_it_started_with(
+def test_a_runner_gets_its_environment_after_its_start_so_that_proc_does_not_show_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PROVIDER_KEY", "hunter2")
@@ -76,7 +76,7 @@ def test_a_runner_gets_the_environment_after_its_start_because_the_system_shows_
     assert rollout.attempt.reward == 1.0
 
 
-def test_an_agent_that_no_runner_can_load_ends_the_run_at_once_with_one_sentence(
+def test_an_agent_that_no_runner_can_load_fails_the_run_immediately_with_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "vanishing_agent.py"
@@ -92,7 +92,7 @@ def test_an_agent_that_no_runner_can_load_ends_the_run_at_once_with_one_sentence
     assert run.status == "failed"
 
 
-def test_with_main_process_runner_the_agent_runs_here_and_the_algorithm_elsewhere(
+def test_main_process_runner_runs_the_agent_in_this_process_and_the_algorithm_in_another(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = logging.getLogger("agentlightning")
@@ -117,7 +117,7 @@ def test_with_main_process_runner_the_agent_runs_here_and_the_algorithm_elsewher
     rewards, algorithm_pid = asyncio.run(read())
     assert rewards == {float(os.getpid())}
     assert algorithm_pid != float(os.getpid())
-    assert "INFO agentlightning: epoch 1 of 1: " in capsys.readouterr().err, "it logs as this process does"
+    assert "INFO agentlightning: epoch 1 of 1: " in capsys.readouterr().err, "the other process logs as this one does"
 
 
 def test_an_algorithm_that_fails_in_its_own_process_fails_the_run() -> None:
@@ -136,7 +136,7 @@ def test_an_algorithm_that_fails_in_its_own_process_fails_the_run() -> None:
 
 _STOPPED_AGENT = """
 import asyncio, pathlib, signal, time, agentlightning as agl
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for background processes
 def agent(task):
     print("the agent prints", flush=True)
     pathlib.Path("begun").touch()
@@ -155,9 +155,9 @@ finally:
 
 
 def run_and_stop(folder: Path, program: str, signals: list[signal.Signals]) -> int:
-    """Runs a program, sends it a signal while its agent runs, and once it has said that it stops, the others.
+    """Runs a program, sends the first signal while its agent runs, and the others once it reports that it stops.
 
-    What it runs may end only when no other signal is to follow. Returns the exit code; the file ``ended`` has the rest.
+    The agent may finish only if there are no other signals. Returns the exit code; the file ``ended`` has the statuses.
     """
     (folder / "program.py").write_text(program)
     log = folder / "log"
@@ -168,7 +168,7 @@ def run_and_stop(folder: Path, program: str, signals: list[signal.Signals]) -> i
     process.send_signal(first)
     wait_for(lambda: "stopping after" in log.read_text(), process, log)
     for number in others:
-        time.sleep(0.5)  # as a person would: at once, Python may raise it in a finalizer, where it is lost
+        time.sleep(0.5)  # as a person would; without a pause, Python may raise it in a finalizer, where it is lost
         process.send_signal(number)
     if not others:
         (folder / "told").touch()
@@ -178,20 +178,20 @@ def run_and_stop(folder: Path, program: str, signals: list[signal.Signals]) -> i
 
 
 @pytest.mark.parametrize("strategy", ["shm", "cs"])
-def test_sigterm_stops_in_order_and_lets_what_runs_finish(tmp_path: Path, strategy: str) -> None:
+def test_sigterm_stops_a_run_after_its_running_rollouts_have_finished(tmp_path: Path, strategy: str) -> None:
     code = run_and_stop(tmp_path, _STOPPED_PROGRAM.replace("STRATEGY", strategy), [signal.SIGTERM])
     assert code == 128 + signal.SIGTERM
     assert (tmp_path / "ended").read_text() == "interrupted succeeded"
 
 
-def test_a_second_ctrl_c_does_not_wait_for_what_runs(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_stops_a_run_without_waiting_for_running_rollouts(tmp_path: Path) -> None:
     assert run_and_stop(tmp_path, _STOPPED_PROGRAM.replace("STRATEGY", "cs"), [signal.SIGINT, signal.SIGINT]) != 0
     assert (tmp_path / "ended").read_text().startswith("interrupted ")
     assert "did not drain" not in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("strategy", ["shm", "cs"])
-async def test_fit_works_where_an_event_loop_runs_already_as_in_a_notebook(strategy: str) -> None:
+async def test_fit_works_while_an_event_loop_is_running_as_in_a_notebook(strategy: str) -> None:
     assert trainer(strategy=strategy).fit(pid_agent, TASKS).status == "succeeded"
     with pytest.raises(ZeroDivisionError):
         trainer(strategy=strategy, algorithm=failing).fit(pid_agent, TASKS)
@@ -215,19 +215,19 @@ asyncio.new_event_loop().run_until_complete(cell())
 
 
 @pytest.mark.parametrize("strategy", ["shm", "cs"])
-def test_interrupting_a_notebook_lets_what_runs_finish(tmp_path: Path, strategy: str) -> None:
+def test_interrupting_a_notebook_lets_running_rollouts_finish(tmp_path: Path, strategy: str) -> None:
     assert run_and_stop(tmp_path, _NOTEBOOK_PROGRAM.replace("STRATEGY", strategy), [signal.SIGINT]) == 0
     assert (tmp_path / "ended").read_text() == "interrupted succeeded"
 
 
-def test_interrupting_a_notebook_twice_does_not_wait_for_what_runs(tmp_path: Path) -> None:
+def test_interrupting_a_notebook_twice_does_not_wait_for_running_rollouts(tmp_path: Path) -> None:
     program = _NOTEBOOK_PROGRAM.replace("STRATEGY", "cs")
     assert run_and_stop(tmp_path, program, [signal.SIGINT, signal.SIGINT]) == 0
     assert (tmp_path / "ended").read_text().startswith("interrupted ")
     assert "did not drain" not in (tmp_path / "log").read_text()
 
 
-async def test_a_second_cancellation_of_a_run_breaks_off_the_wait_for_what_runs() -> None:
+async def test_a_second_cancellation_of_a_run_ends_the_wait_for_running_rollouts() -> None:
     waits = asyncio.Event()
     waited: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
@@ -280,20 +280,20 @@ async def supervised(store: agl.LightningStore) -> AsyncIterator[NeverRunners]:
     await asyncio.gather(work, return_exceptions=True)
 
 
-async def test_a_supervisor_frees_what_a_dead_predecessor_with_its_own_process_id_held() -> None:
+async def test_a_supervisor_releases_the_rollout_of_a_dead_predecessor_with_the_same_process_id() -> None:
     store = agl.InMemoryLightningStore(lease_s=600.0)
     config = RolloutConfig(max_attempts=3, retry_condition=["unresponsive"])
     rollout = await store.enqueue_rollout("task", config=config)
     async with supervised(store) as first:
         await store.dequeue_rollout(first.worker_ids[0])
-        async with supervised(store) as second:  # the first is alive: its work is let be
+        async with supervised(store) as second:  # the first is alive, so it keeps its rollout
             assert (await one_rollout(store, rollout.rollout_id)).status == "preparing"
         assert first.worker_ids != second.worker_ids
-    async with supervised(store):  # as a container's next life, where process ids are the same
+    async with supervised(store):  # like a restarted container, in which process ids are the same
         assert (await one_rollout(store, rollout.rollout_id)).status == "requeuing"
 
 
-async def test_a_supervisor_leaves_runners_of_another_container_with_its_host_name_alone(
+async def test_a_supervisor_does_not_touch_runners_of_another_container_with_the_same_host_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = agl.InMemoryLightningStore(lease_s=600.0)
@@ -302,11 +302,11 @@ async def test_a_supervisor_leaves_runners_of_another_container_with_its_host_na
         other.setattr(supervisor, "_PID_NAMESPACE", tmp_path)
         async with supervised(store) as elsewhere:
             await store.dequeue_rollout(elsewhere.worker_ids[0])
-    async with supervised(store):  # its process ids say nothing about those of the other
+    async with supervised(store):  # process ids of this container mean nothing in the other
         assert (await one_rollout(store, rollout.rollout_id)).status == "preparing"
 
 
-async def test_a_supervisor_starts_without_proc_and_leaves_runners_of_other_containers_alone(
+async def test_a_supervisor_without_proc_starts_and_does_not_touch_runners_of_other_containers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_PID_NAMESPACE", tmp_path / "hidden")
@@ -385,7 +385,7 @@ def test_two_processes_read_their_role_and_address_from_the_environment(tmp_path
         ("AGL_SERVER_PORT", "x", "AGL_SERVER_PORT = 'x': a port number"),
     ],
 )
-def test_a_wrong_value_in_the_environment_is_refused_by_name(
+def test_an_invalid_environment_variable_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, variable: str, text: str, complaint: str
 ) -> None:
     monkeypatch.setenv(variable, text)
@@ -393,7 +393,7 @@ def test_a_wrong_value_in_the_environment_is_refused_by_name(
         agl.ClientServerExecutionStrategy()
 
 
-def test_the_environment_says_whether_the_store_is_managed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_sets_whether_the_store_is_managed(monkeypatch: pytest.MonkeyPatch) -> None:
     for texts, expected in ((("off", "0", "False", "no"), False), (("on", "1", "TRUE", "yes", ""), True)):
         for text in texts:
             monkeypatch.setenv("AGL_MANAGED_STORE", text)
@@ -402,6 +402,6 @@ def test_the_environment_says_whether_the_store_is_managed(monkeypatch: pytest.M
     assert agl.ClientServerExecutionStrategy(managed_store=True).managed_store is True
 
 
-def test_a_store_that_others_serve_is_expected_at_the_port_of_the_store_server() -> None:
+def test_a_store_that_is_not_managed_is_expected_at_the_default_port_of_agl_store() -> None:
     assert agl.ClientServerExecutionStrategy(managed_store=False).server_port == 4747
     assert agl.ClientServerExecutionStrategy().server_port == 0

@@ -1,4 +1,4 @@
-"""Runners that are killed and suspended at random moments, over each kind of store: every rollout counts once."""
+"""Runners that are killed and suspended at random, over each kind of store: every rollout succeeds exactly once."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresSer
 
 
 def run_with_faults(store: agl.LightningStore, strategy: str, folder: Path, n_faults: int) -> list[str]:
-    """Enqueues tasks until there were so many faults, and checks the rollouts; returns the kinds of faults."""
+    """Enqueues tasks until ``n_faults`` faults have happened, checks the rollouts and returns the kinds of faults."""
     pids = folder / "pids"
     pids.mkdir()
     faults = Faults(pids, n_faults, seed=n_faults)
@@ -137,7 +137,7 @@ def open_store(kind: str, folder: Path, postgresql: PostgresServer) -> agl.Light
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_every_rollout_counts_once_although_runners_are_killed_and_suspended(
+def test_every_rollout_succeeds_exactly_once_although_runners_are_killed_and_suspended(
     kind: str, tmp_path: Path, postgresql: PostgresServer
 ) -> None:
     store = open_store(kind, tmp_path, postgresql)
@@ -150,7 +150,7 @@ def test_every_rollout_counts_once_although_runners_are_killed_and_suspended(
 @pytest.mark.parametrize(
     ("kind", "strategy"), [("memory", "cs"), ("sqlite", "cs"), ("postgresql", "cs"), ("memory", "ray")]
 )
-def test_every_rollout_counts_once_after_a_hundred_random_faults(
+def test_every_rollout_succeeds_exactly_once_after_a_hundred_random_faults(
     kind: str, strategy: str, tmp_path: Path, postgresql: PostgresServer
 ) -> None:
     store = open_store(kind, tmp_path, postgresql)

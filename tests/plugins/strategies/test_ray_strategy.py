@@ -26,7 +26,7 @@ TASKS = [{"number": number} for number in range(8)]
 
 @contextlib.contextmanager
 def ray_cluster(*cpus_of_nodes: int) -> Iterator[Cluster]:
-    # A node that is lost is known after a second, rather than after Ray's usual 15.
+    # Ray notices a lost node after a second rather than after its usual 15.
     fast = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
     cluster = Cluster(
         initialize_head=True,
@@ -83,7 +83,7 @@ def test_the_same_program_gives_the_same_results_with_ray_as_with_processes(clus
 
 
 @pytest.mark.slow
-def test_actors_have_an_environment_of_their_own_and_print_here(
+def test_actors_have_their_own_environment_and_their_output_appears_in_this_process(
     cluster: Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
     strategy = {"name": "ray", "address": cluster.address, "runtime_env": {"env_vars": {"COLOUR": "blue"}}}
@@ -118,7 +118,7 @@ def test_a_local_folder_is_sent_to_the_actors(cluster: Cluster, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_an_agent_that_no_actor_can_load_ends_the_run_at_once_with_one_sentence(
+def test_an_agent_that_no_actor_can_load_fails_the_run_immediately_with_one_error(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "vanishing_ray_agent.py"
@@ -141,7 +141,7 @@ def slow_agent(task: dict[str, Any]) -> float:
 
 
 @pytest.mark.slow
-def test_killing_a_node_mid_run_loses_nothing(tmp_path: Path) -> None:
+def test_killing_a_node_during_a_run_loses_no_rollout(tmp_path: Path) -> None:
     tasks = [{"number": number, "folder": str(tmp_path)} for number in range(40)]
 
     def begun() -> list[str]:
@@ -166,7 +166,7 @@ def test_killing_a_node_mid_run_loses_nothing(tmp_path: Path) -> None:
             (tmp_path / f"{victim.node_id}.lost").touch()
             await store.wait_for_rollouts(ids, timeout=60)
 
-        trainer_store = agl.InMemoryLightningStore(lease_s=600.0)  # only Ray tells of the loss in time
+        trainer_store = agl.InMemoryLightningStore(lease_s=600.0)  # so long that only Ray reports the loss in time
         trainer = agl.Trainer(
             algorithm=algorithm,
             store=trainer_store,
@@ -181,7 +181,7 @@ def test_killing_a_node_mid_run_loses_nothing(tmp_path: Path) -> None:
     assert sorted(result[3] for result in found) == [float(number) for number in range(40)]
     assert {result[2] for result in found} == {"succeeded"}
     starts = [name.split("-")[0] for name in begun()]
-    assert len(starts) > len(set(starts)) == 40  # some ran on the node that was lost, and again
+    assert len(starts) > len(set(starts)) == 40  # rollouts of the lost node ran again
 
 
 def napping_agent(task: dict[str, Any]) -> float:
@@ -193,7 +193,7 @@ def napping_agent(task: dict[str, Any]) -> float:
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_each_rollout_counts_once_while_both_nodes_are_killed_and_replaced_in_turn(tmp_path: Path) -> None:
+def test_each_rollout_succeeds_while_both_nodes_are_killed_and_replaced_in_turn(tmp_path: Path) -> None:
     size, losses = 100, 6
     lost: list[str] = []
 
@@ -226,7 +226,7 @@ def test_each_rollout_counts_once_while_both_nodes_are_killed_and_replaced_in_tu
                 assert len(await waiting) == size
                 first += size
 
-        trainer_store = agl.InMemoryLightningStore(lease_s=600.0)  # only Ray tells of the loss in time
+        trainer_store = agl.InMemoryLightningStore(lease_s=600.0)  # so long that only Ray reports the loss in time
         trainer = agl.Trainer(
             algorithm=algorithm,
             store=trainer_store,
@@ -243,12 +243,12 @@ def test_each_rollout_counts_once_while_both_nodes_are_killed_and_replaced_in_tu
     assert {node_id for _, node_id in starts} >= set(lost)
     assert {result[2] for result in found} == {"succeeded"}
     assert sorted(result[3] for result in found) == [float(number) for number in range(len(found))]
-    assert len(starts) > len({number for number, _ in starts}) == len(found)  # those of lost nodes ran again
+    assert len(starts) > len({number for number, _ in starts}) == len(found)  # rollouts of lost nodes ran again
 
 
 _STOPPED_PROGRAM = """
 import asyncio, pathlib, signal, time, agentlightning as agl
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for background processes
 folder = pathlib.Path(FOLDER)
 def agent(task):
     (folder / "begun").touch()
@@ -267,7 +267,7 @@ finally:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_let_what_actors_run_finish(
+def test_ctrl_c_and_sigterm_let_rollouts_of_actors_finish(
     cluster: Cluster, tmp_path: Path, number: signal.Signals
 ) -> None:
     script = tmp_path / "program.py"
@@ -284,7 +284,7 @@ def test_ctrl_c_and_sigterm_let_what_actors_run_finish(
 
 
 @pytest.mark.slow
-def test_agl_train_starts_a_cluster_of_its_own_when_none_is_named(tmp_path: Path) -> None:
+def test_agl_train_starts_its_own_cluster_when_no_address_is_given(tmp_path: Path) -> None:
     (tmp_path / "ray_agents.py").write_text("def agent(task):\n    print('hello from', task)\n    return task['n']\n")
     (tmp_path / "tasks.jsonl").write_text('{"n": 1}\n{"n": 2}\n')
     (tmp_path / "config.yaml").write_text(
@@ -307,7 +307,7 @@ def test_agl_train_starts_a_cluster_of_its_own_when_none_is_named(tmp_path: Path
     assert "usage stat" not in done.stderr.lower()
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_invalid_settings_of_ray_are_refused() -> None:
     make = agl.Trainer
     with pytest.raises(agl.ConfigError, match="has gpus; it can have num_cpus, num_gpus"):
         make(strategy={"name": "ray", "resources_per_runner": {"gpus": 1}})
@@ -325,7 +325,7 @@ def test_a_local_folder_is_refused_in_a_program_that_has_joined_a_cluster(cluste
         ray.shutdown()
 
 
-def test_a_cluster_that_is_not_there_is_named_at_once() -> None:
+def test_an_unreachable_cluster_is_named_within_45_seconds() -> None:
     started = time.monotonic()
     with pytest.raises(agl.ConfigError, match="'127.0.0.1:1': no Ray cluster was reached there: .*refused"):
         fit(squaring_agent, {"name": "ray", "address": "127.0.0.1:1"})

@@ -1,4 +1,4 @@
-"""Scripts with global variables that pickle does not know, with the strategy `cs`."""
+"""Scripts with global variables that cannot be pickled, with the strategy `cs`."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def run_script(folder: Path, changes: str = "") -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_global_client_and_a_lock_are_created_anew_in_each_runner(tmp_path: Path) -> None:
+def test_a_global_client_and_a_lock_are_recreated_in_each_runner(tmp_path: Path) -> None:
     done = run_script(tmp_path)
     assert done.stdout.splitlines()[-1:] == ["[1.0, 1.0]"], done.stderr
     assert "the global client of" in done.stderr
     assert "cannot be sent to another process; each runner creates its own: OpenAI(" in done.stderr
 
 
-def test_a_global_that_cannot_be_created_anew_is_named_with_its_file_and_the_remedies(tmp_path: Path) -> None:
+def test_a_global_that_cannot_be_recreated_is_named_with_its_file_and_the_remedies(tmp_path: Path) -> None:
     done = run_script(tmp_path, changes="lock = threading.RLock()")
     assert done.returncode == 1
     error = done.stderr.splitlines()[-1]

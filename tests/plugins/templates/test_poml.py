@@ -41,12 +41,12 @@ def poml_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "get_manager", lambda: manager)
 
 
-def test_a_template_gets_the_values() -> None:
+def test_a_template_gets_the_given_values() -> None:
     text = agl.PromptTemplate("<p>Hi</p>", "poml").format(name="Ada", tags=["a"])
     assert text == '<p>Hi</p>{"name": "Ada", "tags": ["a"]}'
 
 
-def test_a_template_sees_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_cannot_read_secrets_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
     names = set(agl.PromptTemplate("environment", "poml").format().split())
     assert "OPENAI_API_KEY" not in names
@@ -54,12 +54,12 @@ def test_a_template_sees_no_secret_of_the_environment(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("template", "reason"), [("broken", "Unclosed tag"), ("image", "other than text")])
-def test_a_template_that_gives_no_text_is_a_config_error(template: str, reason: str) -> None:
+def test_a_template_that_gives_no_text_raises_a_config_error(template: str, reason: str) -> None:
     with pytest.raises(agl.ConfigError, match=reason):
         agl.PromptTemplate(template, "poml").format()
 
 
-def test_a_template_that_takes_too_long_is_ended_with_the_processes_that_it_started(
+def test_a_template_that_takes_too_long_is_killed_with_its_child_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "_TIMEOUT_S", 5.0)
@@ -68,5 +68,5 @@ def test_a_template_that_takes_too_long_is_ended_with_the_processes_that_it_star
     status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
     deadline = time.monotonic() + 60
     while status.exists() and ") Z " not in status.read_text():
-        assert time.monotonic() < deadline, "it still runs"
+        assert time.monotonic() < deadline, "the child process still runs"
         time.sleep(0.05)

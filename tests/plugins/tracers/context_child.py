@@ -16,7 +16,7 @@ def tell_context(connection: Any) -> None:
 
 
 class Teller(SpawnProcess):
-    """A process whose work is a method."""
+    """A process whose work is its method ``run``."""
 
     def __init__(self, connection: Any) -> None:
         super().__init__()

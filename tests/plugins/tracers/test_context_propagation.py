@@ -102,7 +102,7 @@ async def test_a_given_environment_keeps_its_variables(tracer: OtelTracer) -> No
 
 
 @pytest.mark.parametrize("kind", ["fork", "spawn", "subclass"])
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # of fork
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # raised by fork
 async def test_a_process_of_multiprocessing_inherits_the_trace_context(tracer: OtelTracer, kind: str) -> None:
     here, there = multiprocessing.Pipe()
     process: Any
@@ -129,7 +129,7 @@ async def test_each_call_of_a_process_pool_carries_the_trace_context_of_its_call
         assert await asyncio.wrap_future(pool.submit(read_context)) is None
 
 
-async def test_children_of_concurrent_attempts_never_mix(tracer: OtelTracer) -> None:
+async def test_trace_contexts_of_children_of_concurrent_attempts_never_mix(tracer: OtelTracer) -> None:
     async def act() -> bool:
         async with tracer.trace_context() as trace:
             context, _ = await run_in_thread(run, name="agent")
@@ -138,7 +138,7 @@ async def test_children_of_concurrent_attempts_never_mix(tracer: OtelTracer) -> 
     assert await asyncio.gather(*(act() for _ in range(8))) == [True] * 8
 
 
-def test_processes_and_clients_are_as_they_were_after_teardown() -> None:
+def test_teardown_restores_the_patched_methods_of_processes_and_http_clients() -> None:
     def places() -> list[Any]:
         clients = (httpx.Client, httpx.AsyncClient, httpx2.Client, httpx2.AsyncClient, requests.Session)
         return [
@@ -225,7 +225,9 @@ async def test_a_traceparent_set_by_the_caller_is_kept(tracer: OtelTracer, liste
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_calls_of_openais_responses_carry_it_too(tracer: OtelTracer, listener: Listener, stream: bool) -> None:
+async def test_calls_of_openais_responses_api_carry_the_trace_context_too(
+    tracer: OtelTracer, listener: Listener, stream: bool
+) -> None:
     def ask() -> None:
         with (
             OpenAI(base_url=listener.url, api_key="any", max_retries=0) as client,
@@ -259,7 +261,9 @@ provider.get_tracer("child").start_span("in the child", context=parent).end()
 """
 
 
-async def test_spans_of_a_child_come_under_what_started_it_in_a_served_store(tracer: OtelTracer) -> None:
+async def test_in_a_served_store_the_spans_of_a_child_process_are_below_the_span_that_started_it(
+    tracer: OtelTracer,
+) -> None:
     backing = InMemoryLightningStore()
     server = LightningStoreServer(backing, port=0)
     await server.start()

@@ -56,10 +56,10 @@ async def act(client: AsyncOpenAI) -> None:
     assert [chunk async for chunk in stream]
 
 
-async def test_its_spans_and_the_gateways_of_one_call_are_one_triplet(
+async def test_the_openinference_span_and_the_gateway_span_of_a_call_become_one_triplet(
     tracer: OpenInferenceTracer, server: ScriptedOpenAI
 ) -> None:
-    """The stream's span has no response id: the request's ``traceparent`` joins it."""
+    """The span of the streamed call has no response id; it is matched by the request's ``traceparent``."""
     async with gateway(server) as case:
         rollout, client = await case.start()
         ids: Any = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
@@ -68,7 +68,8 @@ async def test_its_spans_and_the_gateways_of_one_call_are_one_triplet(
             emit_reward(1.0)
         spans = await case.spans(rollout)
     calls = [span for span in spans if semconv.is_llm_call(span)]
-    assert [span.name for span in calls if not semconv.is_gateway_call(span)] == ["ChatCompletion"] * 2, "ours is off"
+    names = [span.name for span in calls if not semconv.is_gateway_call(span)]
+    assert names == ["ChatCompletion"] * 2, "our own instrumentation is off"
     assert len(calls) == 4
     asked, answered = TraceToTriplet().adapt(spans)
     assert asked.prompt["token_ids"] == encode("<user>1+2?<assistant>")
@@ -77,7 +78,9 @@ async def test_its_spans_and_the_gateways_of_one_call_are_one_triplet(
     assert [triplet.reward for triplet in (asked, answered)] == [None, 1.0]
 
 
-async def test_spans_of_openinference_alone_are_read(tracer: OpenInferenceTracer, server: ScriptedOpenAI) -> None:
+async def test_openinference_spans_are_read_without_gateway_spans(
+    tracer: OpenInferenceTracer, server: ScriptedOpenAI
+) -> None:
     async with tracer.trace_context() as trace, AsyncOpenAI(base_url=server.endpoint, api_key="any") as client:
         await act(client)
     asked, answered = TraceToTriplet().adapt(trace.spans)
@@ -88,7 +91,7 @@ async def test_spans_of_openinference_alone_are_read(tracer: OpenInferenceTracer
     assert [triplet.metadata["finish_reason"] for triplet in (asked, answered)] == ["tool_calls", "stop"]
 
 
-async def test_an_image_arrives_whole(tracer: OpenInferenceTracer, server: ScriptedOpenAI) -> None:
+async def test_a_large_image_is_recorded_completely(tracer: OpenInferenceTracer, server: ScriptedOpenAI) -> None:
     content: Any = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": IMAGE}}]
     async with tracer.trace_context() as trace, AsyncOpenAI(base_url=server.endpoint, api_key="any") as client:
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
@@ -96,7 +99,7 @@ async def test_an_image_arrives_whole(tracer: OpenInferenceTracer, server: Scrip
     assert triplet.prompt["image_urls"] == [IMAGE]
 
 
-async def test_the_agent_of_a_langchain_graph_has_its_name(server: ScriptedOpenAI) -> None:
+async def test_tool_and_model_calls_of_a_langchain_agent_are_read_with_its_name(server: ScriptedOpenAI) -> None:
     from langchain_openai import ChatOpenAI
     from pydantic import SecretStr
 
@@ -109,12 +112,34 @@ async def test_the_agent_of_a_langchain_graph_has_its_name(server: ScriptedOpenA
         await graph.ainvoke({"messages": [{"role": "user", "content": "1+2?"}]})
     tracer.teardown()
     assert [semconv.read_tool_name(span) for span in trace.spans if semconv.is_tool_call(span)] == ["add"]
-    assert [
-        triplet.response["raw_content"][0]["content"] or None for triplet in TraceToTriplet().adapt(trace.spans)
-    ] == [
-        None,
-        "it is 3",
-    ]
+    triplets = TraceToTriplet().adapt(trace.spans)
+    assert [triplet.response["raw_content"][0]["content"] or None for triplet in triplets] == [None, "it is 3"]
+    has_names = any("lc_agent_name" in str(span.attributes.get("metadata")) for span in trace.spans)
+    name = "solver" if has_names else "agent"  # create_react_agent records only the name of its node
+    assert [triplet.metadata["agent_name"] for triplet in triplets] == [name, name]
+
+
+async def test_a_node_of_a_langgraph_graph_is_an_agent(server: ScriptedOpenAI) -> None:
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import END, START, MessagesState, StateGraph
+    from pydantic import SecretStr
+
+    tracer = OpenInferenceTracer(["langchain"])
+    tracer.init()
+    client = httpx.AsyncClient()
+    model = ChatOpenAI(model="m", base_url=server.endpoint, api_key=SecretStr("any"), http_async_client=client)
+
+    async def write(state: MessagesState) -> Any:
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("writer", write)
+    graph.add_edge(START, "writer")
+    graph.add_edge("writer", END)
+    async with client, tracer.trace_context() as trace:
+        await graph.compile().ainvoke({"messages": [{"role": "user", "content": "1+2?"}]})
+    tracer.teardown()
+    assert [triplet.metadata["agent_name"] for triplet in TraceToTriplet().adapt(trace.spans)] == ["writer"]
 
 
 def test_an_instrumentor_that_is_not_installed_is_named() -> None:
@@ -125,7 +150,7 @@ def test_an_instrumentor_that_is_not_installed_is_named() -> None:
 
 
 async def test_spans_of_the_users_own_instrumentation_are_recorded_too(server: ScriptedOpenAI) -> None:
-    """In a process of its own: the global provider is set once. Both record each call, which stays one triplet."""
+    """Runs in a separate process: the global provider is set once. Both record each call, which stays one triplet."""
     code = f"""
 import asyncio
 from openinference.instrumentation.openai import OpenAIInstrumentor

@@ -1,4 +1,4 @@
-"""Export to an OTLP endpoint besides the store, with a real receiver that decodes the spans."""
+"""Export to an OTLP endpoint in addition to the store, with a real receiver that decodes the spans."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def receiver() -> AsyncIterator[Receiver]:
 
 
 async def act(tracer: OtelTracer, store: InMemoryLightningStore) -> AttemptedRollout:
-    """One attempt of four spans, between ``init`` and ``teardown``."""
+    """Records one attempt with four spans between ``init`` and ``teardown``."""
     rollout = await store.start_rollout(0)
     tracer.init()
     try:
@@ -87,13 +87,15 @@ async def test_the_endpoint_gets_the_spans_that_the_store_gets(receiver: Receive
     by_name = {span.name: span for span in receiver.spans}
     assert by_name["inner"].parent_span_id == by_name["outer"].span_id
     root = {item.key: item.value.string_value for item in by_name["agentlightning.rollout"].attributes}
-    assert root["agentlightning.rollout_id"] == rollout.rollout_id, "so that people find it there"
+    assert root["agentlightning.rollout_id"] == rollout.rollout_id, "so that people can search for the rollout there"
     assert root["agentlightning.attempt_id"] == rollout.attempt.attempt_id
     assert receiver.headers[0]["x-key"] == "secret"
     await store.close()
 
 
-async def test_the_environment_names_the_endpoint_too(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_endpoint_can_also_be_set_in_the_environment(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=from-env")
     store = InMemoryLightningStore()
@@ -101,7 +103,7 @@ async def test_the_environment_names_the_endpoint_too(receiver: Receiver, monkey
     assert len(receiver.spans) == 4
     assert receiver.headers[0]["x-key"] == "from-env"
     await act(OtelTracer(otlp_endpoint=""), store)
-    assert len(receiver.spans) == 4, "an empty endpoint is none, whatever the environment says"
+    assert len(receiver.spans) == 4, "an empty endpoint disables the export, whatever the environment sets"
     await store.close()
 
 

@@ -83,12 +83,12 @@ def check(triplets: list[Triplet], number: int, agent_name: str | None) -> None:
     assert [triplet.reward for triplet in triplets] == [None, float(number)]
 
 
-async def test_16_agents_at_once_each_get_their_own_triplets(tracer: OtelTracer) -> None:
+async def test_16_concurrent_agents_each_get_their_own_triplets(tracer: OtelTracer) -> None:
     async with ScriptedOpenAI(script) as server, gateway(server) as case:
         attempts = await asyncio.gather(*(run(case, tracer, number) for number in range(16)))
     for number, (_, spans) in enumerate(attempts):
-        assert len(spans) == 7, "a root, an operation, a reward, two of the client's and two of the gateway's"
-        assert len({span.trace_id for span in spans}) == 1, "the gateway's spans come under the client's"
+        assert len(spans) == 7, "a root, an operation, a reward, two spans of the client and two of the gateway"
+        assert len({span.trace_id for span in spans}) == 1, "the gateway's spans are below the client's"
         assert find_final_reward(spans) == number
         check(TraceToTriplet().adapt(spans), number, "solver")
         check(TraceToTriplet(agent_match="^solver$").adapt(spans), number, "solver")
@@ -103,7 +103,7 @@ async def test_an_agent_without_instrumentation_gives_the_same_tokens(tracer: Ot
     check(TraceToTriplet().adapt(gateway_alone), 3, None)
 
 
-async def test_the_chat_history_is_the_agents(tracer: OtelTracer) -> None:
+async def test_the_adapted_messages_are_the_agents_chat_history(tracer: OtelTracer) -> None:
     async with ScriptedOpenAI(script) as server, gateway(server) as case:
         _, spans = await run(case, tracer, 4)
     _, last = TraceToMessages().adapt(spans)
@@ -130,7 +130,7 @@ async def test_each_of_n_sampled_answers_is_a_triplet(tracer: OtelTracer) -> Non
     assert [triplet.reward for triplet in triplets] == [1.0] * 3
 
 
-async def test_spans_reach_a_served_store_from_many_attempts_at_once(tracer: OtelTracer) -> None:
+async def test_spans_of_many_concurrent_attempts_reach_a_served_store(tracer: OtelTracer) -> None:
     backing = InMemoryLightningStore()
     server = LightningStoreServer(backing, port=0)
     await server.start()

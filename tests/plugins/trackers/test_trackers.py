@@ -1,4 +1,4 @@
-"""Trackers write to the real libraries, several at once, and none of them holds up training."""
+"""Trackers with the real libraries: several can be used together, and none of them delays training."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def test_wandb_stores_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def assert_sample(table: dict[str, Any]) -> None:
-    """The table has the only rollout."""
+    """Checks that the table has the only rollout."""
     [sample] = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     assert (sample["task"], sample["status"], sample["reward"]) == ("one task", "succeeded", 1.0)
 
 
 def leveldb_records(data: bytes, block_offset: int) -> Iterator[bytes]:
-    """The records of a LevelDB log: blocks of 32 KiB; a record is checksum (4), length (2), type (1) and data."""
+    """Yields the records of a LevelDB log: blocks of 32 KiB, records of checksum (4), length (2), type (1) and data."""
     position, record = 0, b""
     while position + 7 <= len(data):
         left = 32768 - (position + block_offset) % 32768
@@ -208,7 +208,7 @@ def test_a_tracker_gets_the_last_rollouts_of_a_step_with_their_last_model_call()
 
 
 class Slow:
-    """A tracker whose server does not answer until it is told to, and then takes its time."""
+    """A tracker whose server does not answer until ``may_go_on`` is set, and then answers slowly."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -248,7 +248,7 @@ def test_a_tracker_without_a_path_is_dropped_with_the_reason(name: str, caplog: 
     assert f"the tracker '{name}' needs a" in caplog.text
 
 
-def test_a_single_tracker_may_be_given(tmp_path: Path) -> None:
+def test_the_trackers_setting_may_be_a_single_tracker(tmp_path: Path) -> None:
     agl.Trainer(algorithm=climbing, strategy="shm", tracer="dummy", trackers="jsonl", run_dir=tmp_path / "r").fit(
         lambda task: 1.0
     )
@@ -278,7 +278,7 @@ def test_the_time_left_ignores_the_start_and_the_steps_before_a_resume(monkeypat
     ]
 
 
-def test_a_notebook_has_one_line_that_changes_in_place_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_shows_one_line_that_is_updated_in_place_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[str, str]] = []
 
     class Handle:
