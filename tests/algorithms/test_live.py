@@ -231,15 +231,14 @@ async def test_the_horizon_is_the_start_of_the_earliest_rollout_that_may_still_g
         hanging = await store.start_rollout({"n": 1}, metadata=metadata)
         assert [reader.count(group) for group in ("treatment", "control")] == [2, 1]
     await asyncio.sleep(0.4)  # longer than both timeouts: the rating is too late, and the running rollout has failed
-    began = store.now()
-    results, horizon = await reader.read_new_and_horizon()
+    results, _ = await reader.read_new_and_horizon()
     assert [(result.rollout.rollout_id, result.reward) for result in results] == [(hanging.rollout_id, 0.0)]
     assert [reader.count(group) for group in ("treatment", "control")] == [3, 1]
     await store.update_attempt(hanging.rollout_id, hanging.attempt.attempt_id, status="succeeded", reward=1.0)
     reader.feed.gaps += 1
     assert (await reader.read_new_and_horizon())[0] == []
     began = store.now()
-    results, horizon = await reader.read_new_and_horizon()
+    _, horizon = await reader.read_new_and_horizon()
     assert began <= horizon <= store.now()
 
 

@@ -41,7 +41,7 @@ def call(agent: str = "", prompt: str = "?", finish_reason: str = "stop") -> agl
 def assign(
     rule: CreditRule, index: int, rewards: Sequence[float | None], calls: Sequence[agl.Triplet] = (), final: Any = ...
 ) -> Episode:
-    """Returns a rollout of group ``g`` whose calls got ``rewards``, with the credit that a rule assigns to the calls."""
+    """Returns a rollout of group ``g`` whose calls got ``rewards``, with the credit that a rule assigns to them."""
     calls = calls or [call(prompt=str(turn)) for turn in range(len(rewards))]
     steps = [Step([triplet], reward, ()) for triplet, reward in zip(calls, rewards, strict=True)]
     final = next((r for r in reversed(rewards) if r is not None), None) if final is ... else final

@@ -293,7 +293,9 @@ def rollout_lengths(row_lengths: list[int], copies: list[int] | None = None) -> 
 
 
 @given(lengths, st.integers(0, 6), st.sampled_from(AGGREGATIONS))
-def test_the_losses_of_the_parts_of_a_batch_add_up_to_the_loss_of_the_batch(row_lengths: list[int], cut: int, aggregation: Aggregation) -> None:
+def test_the_losses_of_the_parts_of_a_batch_add_up_to_the_loss_of_the_batch(
+    row_lengths: list[int], cut: int, aggregation: Aggregation
+) -> None:
     value_BT, mask_BT = random_batch(row_lengths)
     lengths_B = rollout_lengths(row_lengths)
     whole = loss_normalizer(mask_BT, aggregation, rollout_length_B=lengths_B, horizon=7)

@@ -260,14 +260,12 @@ def test_gradient_checkpointing_without_dropout_gives_the_same_gradient(tiny_mod
 
 def test_in_bfloat16_the_weights_stay_in_float32(tiny_policy: Policy) -> None:
     rows = make_rows(tiny_policy, 4)
-    exact, _ = gradients(tiny_policy, rows)
     updater = Updater(tiny_policy, UpdateSettings(lr=1e-6, old_logprobs="trainer"), autocast=True)
     before = weights(tiny_policy)
     metrics = updater.update(rows)
     assert 1e-4 < metrics["logprob_gap_max"] < 2.0
     assert {p.dtype for p in tiny_policy.model.parameters()} == {torch.float32}
     assert any(not torch.equal(before[name], value) for name, value in weights(tiny_policy).items())
-    assert exact
 
 
 def test_lora_trains_only_its_adapters_and_resumes_bit_identically(tiny_model: Path, tmp_path: Path) -> None:
