@@ -154,10 +154,10 @@ class ResultReader:
         self.read_at = self.store.now()  # rollouts that start from now on may be missing in both queries
         unfinished = await self._query_unfinished()  # before the results; one that ends in between still counts
         ended = self._unfinished.keys() - unfinished.keys()
-        late = [each for each in unfinished.values() if self.read_at - each.start_time > self.rollout_timeout_s]
-        self._unfinished = {key: each for key, each in unfinished.items() if each not in late}
-        self._known.update(each.rollout_id for each in late)
-        results = self._counted([Result(each, self.failure_reward) for each in late])
+        late = {key for key, each in unfinished.items() if self.read_at - each.start_time > self.rollout_timeout_s}
+        self._unfinished = {key: each for key, each in unfinished.items() if key not in late}
+        self._known |= late
+        results = self._counted([Result(unfinished[key], self.failure_reward) for key in late])
         results += await self.read_new(ended)
         missing = [*self._unfinished.values(), *self._waiting.values()]
         return results, min([self.read_at, *(rollout.start_time for rollout in missing)])
