@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import asyncpg
 import pytest
@@ -245,6 +246,27 @@ async def test_a_read_only_standby_is_reported_without_a_storm_of_connections(
         assert [rollout.input for rollout in await store.query_rollouts()] == ["kept"]
         assert len(connects) < 20
     await store.enqueue_rollout("later")
+    await store.close()
+
+
+@pytest.mark.parametrize(("method", "text"), [("execute", "SELECT pg_notify"), ("fetchrow", "")])
+async def test_a_connection_that_asyncpg_lost_track_of_is_replaced(
+    own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch, method: str, text: str
+) -> None:
+    store = PostgresLightningStore(own_server.tcp_url(), watchdog_interval_s=None)
+    await store.enqueue_rollout("first")
+    plain, failures = getattr(asyncpg.Connection, method), [asyncpg.InternalClientError("cannot switch to state 12")]
+
+    async def fail_once(connection: asyncpg.Connection, query: str, *arguments: Any, **options: Any) -> Any:
+        if failures and query.startswith(text):
+            raise failures.pop()
+        return await plain(connection, query, *arguments, **options)
+
+    monkeypatch.setattr(asyncpg.Connection, method, fail_once)
+    for task in ("second", "third"):
+        await asyncio.wait_for(store.enqueue_rollout(task), SOON_S)
+    assert failures == []
+    assert (await store.query_rollouts()).total == 3
     await store.close()
 
 

@@ -39,6 +39,7 @@ _AWAY: Final = (
     asyncpg.CannotConnectNowError,
     asyncpg.IdleInTransactionSessionTimeoutError,
     asyncpg.TooManyConnectionsError,
+    asyncpg.InternalClientError,  # asyncpg lost track of the state of the connection, such as after a kill
     asyncpg.TargetServerAttributeNotMatched,  # the URL asks for a primary, and there is only a standby
 )
 """Errors after which the server or the network may come back. TimeoutError is an OSError."""
@@ -223,7 +224,7 @@ async def close(connection: asyncpg.Connection) -> None:
     """Closes a connection, even one that is lost."""
     try:
         await connection.close(timeout=2.0)
-    except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):  # it is already lost
+    except (*_AWAY, asyncpg.PostgresError, asyncpg.InterfaceError):  # it is already lost
         connection.terminate()
 
 

@@ -304,7 +304,7 @@ class Writer:
             await self._connection.execute("SELECT pg_notify('agl', $1)", str(self._origin))
             if position % _PRUNE_EVERY == 0:
                 await self._connection.execute(_PRUNE, position - KEPT_EVENTS)
-        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        except Exception as error:  # isolation point: the writer must go on
             logger.debug("cannot wake other processes, which poll for events anyway: %s", error)
             drop_if_lost(self._connection, error)
 
