@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -242,30 +243,39 @@ async def test_the_horizon_is_the_start_of_the_earliest_rollout_that_may_still_g
     assert began <= horizon <= store.now()
 
 
+def hanging_agent(hang: Callable[[], Awaitable[Any]]) -> Any:
+    """Makes an agent that earns 1 in 60 % of the tasks; before it returns 0 for a candidate, it awaits ``hang()``."""
+
+    @agl.rollout
+    async def agent(task: dict[str, int], prompt: agl.PromptTemplate) -> float:
+        reward = float(task["n"] * GOLDEN % 1 < 0.6)
+        if not reward and "candidate" in prompt.template:
+            await hang()
+        return reward
+
+    return agent
+
+
+async def serve_tasks(live: agl.LiveResources, store: agl.LightningStore, agent: Any, numbers: Iterator[int]) -> None:
+    """Serves tasks one after another with the versions that ``live`` picks."""
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
+    with runner.run_context(agent=agent, store=store):
+        for n in numbers:
+            choice = live.pick()
+            await runner.step({"n": n}, resources_id=choice.resources_id, metadata=choice.metadata)
+            await asyncio.sleep(0.01)
+
+
 async def test_a_candidate_that_hangs_instead_of_failing_is_not_promoted(store: agl.LightningStore) -> None:
     """Its quality equals the stable version's, but rollouts that earn 0 end late, so the first rewards are all 1."""
     released = asyncio.Event()
 
-    @agl.rollout
-    async def hanging(task: dict[str, int], prompt: agl.PromptTemplate) -> float:
-        reward = float(task["n"] * GOLDEN % 1 < 0.6)
-        if not reward and "candidate" in prompt.template:
-            await released.wait()
-        return reward
-
-    async def serve(live: agl.LiveResources) -> None:
-        runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
-        with runner.run_context(agent=hanging, store=store):
-            for n in numbers:
-                choice = live.pick()
-                await runner.step({"n": n}, resources_id=choice.resources_id, metadata=choice.metadata)
-                await asyncio.sleep(0.002)
-
+    agent = hanging_agent(released.wait)
     numbers = iter(range(100_000))
     algorithm = learner(store, "candidate", check_tasks=0, margin=0.0, max_treated=100)
     async with (
         agl.LiveResources(store, refresh_s=0.2, seed=1) as live,
-        running(*(serve(live) for _ in range(80)), algorithm.run()) as tasks,
+        running(*(serve_tasks(live, store, agent, numbers) for _ in range(80)), algorithm.run()) as tasks,
     ):
         rewarded: Mapping[str, Any] = {"status_in": ["succeeded"], "metadata": {"group": "treatment", "step": 1}}
         while len(await store.query_rollouts(**rewarded)) < 60:
@@ -310,27 +320,13 @@ async def test_a_rollout_that_takes_longer_than_rollout_timeout_s_counts_as_the_
 ) -> None:
     """A candidate of equal quality hangs where the stable version earns 0. Users rate within ``reward_timeout_s``."""
 
-    @agl.rollout
-    async def hanging(task: dict[str, int], prompt: agl.PromptTemplate) -> float:
-        reward = float(task["n"] * GOLDEN % 1 < 0.6)
-        if not reward and "candidate" in prompt.template:
-            await asyncio.sleep(1.5)
-        return reward
-
-    async def serve(live: agl.LiveResources) -> None:
-        runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
-        with runner.run_context(agent=hanging, store=store):
-            for n in numbers:
-                choice = live.pick()
-                await runner.step({"n": n}, resources_id=choice.resources_id, metadata=choice.metadata)
-                await asyncio.sleep(0.02)
-
+    agent = hanging_agent(functools.partial(asyncio.sleep, 1.5))
     numbers = iter(range(100_000))
     settings: dict[str, Any] = {"max_treated": 100, "reward_timeout_s": 0.2, "rollout_timeout_s": 1.0}
     algorithm = learner(store, "candidate", check_tasks=0, margin=0.0, **settings)
     async with (
         agl.LiveResources(store, refresh_s=0.2, seed=1) as live,
-        running(*(serve(live) for _ in range(40)), algorithm.run()) as tasks,
+        running(*(serve_tasks(live, store, agent, numbers) for _ in range(40)), algorithm.run()) as tasks,
     ):
         await asyncio.wait_for(tasks[-1], 60)
     assert "undecided" in (await read_live_history(store))[-1].note

@@ -57,9 +57,7 @@ class Controls:
     async def _change(self, path: str, body: dict[str, Any]) -> web.Response:
         if path == "drain":
             timeout_s = body.get("timeout_s", _DRAIN_S)
-            if isinstance(timeout_s, bool) or not (
-                isinstance(timeout_s, (int, float)) and 0 <= timeout_s <= _MAX_DRAIN_S
-            ):
+            if type(timeout_s) not in (int, float) or not 0 <= timeout_s <= _MAX_DRAIN_S:
                 raise ValueError(f"timeout_s is {timeout_s!r}; give seconds from 0 to {_MAX_DRAIN_S:g}")
             return json_response({"drained": await self.admission.drain(timeout_s)})
         if path == "pause":
