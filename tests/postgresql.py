@@ -108,8 +108,7 @@ class PostgresServer:
             time.sleep(0.05)
 
     def run_sql(self, sql: str, database: str = "postgres") -> str:
-        command = [self._binaries / "psql", "-h", self.folder, "-p", self.port, "-U", USER, "-qAtc", sql, database]
-        return subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout.strip()
+        return self._run("psql", "-h", str(self.folder), "-p", str(self.port), "-U", USER, "-qAtc", sql, database)
 
     def lend_database(self, *, durable: bool = True) -> str:
         """Returns an empty database whose commits wait for the disk only if ``durable``."""
@@ -180,11 +179,13 @@ class PostgresServer:
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _run(self, program: str, *arguments: str) -> None:
+    def _run(self, program: str, *arguments: str) -> str:
+        """Runs a program of PostgreSQL and returns its output."""
         command = [str(self._binaries / program), *arguments]
         done = subprocess.run(command, check=False, capture_output=True, text=True, user=self._user, cwd="/")
         if done.returncode:
             raise RuntimeError(f"{program}: {done.stderr or done.stdout}")
+        return done.stdout.strip()
 
 
 @contextlib.contextmanager
