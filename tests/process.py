@@ -10,12 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits until a condition holds; fails with the program's output if the program ends first or a minute passes."""
-    deadline = time.monotonic() + 60
+def wait_for(
+    condition: Callable[[], bool],
+    process: subprocess.Popen[bytes],
+    log: Path,
+    *,
+    timeout_s: float = 60.0,
+) -> None:
+    """Waits until a condition holds; fails with the end of the log if the process ends first or the time is over."""
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
+        assert process.poll() is None, log.read_text()[-8000:]
+        assert time.monotonic() < deadline, log.read_text()[-8000:]
         time.sleep(0.01)
 
 

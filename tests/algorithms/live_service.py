@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import agentlightning as agl
@@ -86,13 +86,6 @@ async def running(*work: Any) -> AsyncIterator[list[asyncio.Task[Any]]]:
     for error in ended:
         if isinstance(error, Exception):
             raise error
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Waits for a condition that has no event."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 # no event reports the condition
-            await asyncio.sleep(0.02)
 
 
 async def run_checks(store: agl.LightningStore) -> None:

@@ -32,8 +32,8 @@ from tests.algorithms.live_service import (
     run_checks,
     running,
     serving,
-    until,
 )
+from tests.waiting import until
 
 QUICK: dict[str, Any] = {
     "evidence": 10,

@@ -13,9 +13,10 @@ import pytest
 
 import agentlightning as agl
 from agentlightning_algorithms.live_resources import read_live_history
-from tests.algorithms.live_service import BEGIN, GOOD, running, serving, until
+from tests.algorithms.live_service import BEGIN, GOOD, running, serving
 from tests.benchmarks.bench_live import measure
 from tests.source import REPO
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -14,6 +14,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.run.thread import ThreadGroup, ThreadStopped, install_group_executor, thread_group
+from tests.waiting import until
 
 PATIENCE_S = 30.0
 
@@ -42,12 +43,6 @@ class Work:
             raise
 
 
-async def until(event: threading.Event) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not event.is_set():  # noqa: ASYNC110 # a thread sets it
-            await asyncio.sleep(0.01)
-
-
 async def begin(work: Work, by: str) -> None:
     if by == "run_in_executor":
         await asyncio.get_running_loop().run_in_executor(None, work)
@@ -63,7 +58,7 @@ async def test_a_call_in_a_thread_stops_with_the_attempt(store: agl.InMemoryLigh
     async def agent(task: str) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(begin(work, call))
-            await until(work.began)
+            await until(work.began.is_set, PATIENCE_S)
             if by == "error beside it":
                 raise LookupError("down")
 
@@ -72,10 +67,10 @@ async def test_a_call_in_a_thread_stops_with_the_attempt(store: agl.InMemoryLigh
     with runner.run_context(agent=agl.wrap(agent), store=store):
         running = asyncio.create_task(runner.iter())
         if by == "cancellation":
-            await until(work.began)
+            await until(work.began.is_set, PATIENCE_S)
             await store.cancel_rollout(rollout.rollout_id)
         await asyncio.wait_for(running, PATIENCE_S)
-    await until(work.stopped)
+    await until(work.stopped.is_set, PATIENCE_S)
     ended = await store.get_rollout_by_id(rollout.rollout_id)
     assert ended is not None
     assert ended.status == ("cancelled" if by == "cancellation" else "failed")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from agentlightning_algorithms.grpo.backend.vllm import VLLMBackend
 from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights, serve_models
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from tests.algorithms.vllm_server import WIRE, FakeVLLM
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -217,14 +217,6 @@ class Recorder:
         self.changed_at.append(time.monotonic())
         if version < 0:
             raise ConfigError("not these")
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError
 
 
 @pytest.mark.parametrize("tells_versions", [True, False])

@@ -116,6 +116,24 @@ def test_tool_calls_are_found_however_the_text_is_split(text: str, step: int) ->
 # Answers
 
 
+@pytest.mark.parametrize(("parallel", "count"), [(None, 2), (True, 2), (False, 1)])
+def test_an_answer_has_only_its_first_call_without_parallel_tool_calls(
+    completions: Completions, parallel: bool | None, count: int
+) -> None:
+    request = chat(tools=[TOOL], parallel_tool_calls=parallel)
+    prompt, said = completions.prompt(request), generation(completions, CALL + CALL)
+    (choice,) = Answer(completions, request, prompt).whole([said])["choices"]
+    assert len(choice["message"]["tool_calls"]) == count
+    chunks = streamed(completions, request, [said], 7)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    assert [call["index"] for delta in deltas for call in delta.get("tool_calls", ())] == [*range(count)]
+    # The next prompt continues with the sampled tokens only if the agent got all of them.
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in choice["message"]["tool_calls"]]
+    following = completions.prompt(chat(tools=[TOOL], messages=[*HELLO, choice["message"], *results]))
+    assert bool(following.continued) == (count == 2)
+    assert completions.tokenizer.decode(following.token_ids).count("</tool_call>") == count
+
+
 def test_an_answer_with_a_tool_call_has_openais_format(completions: Completions) -> None:
     request = chat(tools=[TOOL], logprobs=True, return_token_ids=True)
     said = generation(completions, f"I add. {CALL}")

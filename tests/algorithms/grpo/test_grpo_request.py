@@ -87,6 +87,12 @@ def test_tools_are_hidden_from_the_model_when_tool_choice_is_none(completions: C
         ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
         ({"stop_regex": "a+"}, "stop_regex", "not supported"),
         ({"logits_processors": ["module.Processor"]}, "logits_processors", "not supported"),
+        ({"add_special_tokens": True}, "add_special_tokens", "not supported"),
+        ({"echo": True}, "echo", "not supported"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "not supported"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget", "not supported"),
+        ({"repetition_detection": {"max_pattern_size": 4}}, "repetition_detection", "not supported"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "not supported"),
         ({"truncate_prompt_tokens": 8}, "truncate_prompt_tokens", "not supported"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "may not have tools"),
@@ -118,7 +124,8 @@ def test_an_invalid_field_is_named_in_the_error(
 def test_fields_of_vllm_are_accepted_with_values_that_have_no_effect(completions: Completions) -> None:
     fields = {"min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "guided_json": None, "typical_p": 1.0}
     fields |= {"chat_template": "", "documents": [], "stop_regex": "", "logits_processors": []}
-    fields |= {"add_generation_prompt": True, "truncate_prompt_tokens": -1}
+    fields |= {"add_generation_prompt": True, "truncate_prompt_tokens": -1, "add_special_tokens": False}
+    fields |= {"skip_special_tokens": True, "include_stop_str_in_output": False, "echo": False}
     assert completions.sampling_params(chat(**fields), 10) == completions.sampling_params(chat(), 10)
     assert completions.prompt(chat(**fields)) == completions.prompt(chat(**dict.fromkeys(fields)))
 
@@ -128,6 +135,31 @@ def test_fields_of_the_chat_template_have_no_effect_on_a_text_completion(complet
     parse_request(TextRequest, {"prompt": "x", **fields}, ["policy"])
     with pytest.raises(RequestError, match="truncate_prompt_tokens = 1 is not supported"):
         parse_request(TextRequest, {"prompt": "x", "truncate_prompt_tokens": 1}, ["policy"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": True}, "echo"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    ],
+)
+def test_a_text_completion_refuses_fields_that_would_change_it(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError, match=f"{param} = .* is not supported"):
+        parse_request(TextRequest, {"prompt": "x", **fields}, ["policy"])
+
+
+def test_add_special_tokens_says_whether_a_text_prompt_gets_them(
+    completions: Completions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(text: str, *, add_special_tokens: bool) -> list[int]:
+        return [1, 5] if add_special_tokens else [5]
+
+    monkeypatch.setattr(completions.tokenizer, "encode", encode)
+    for given, expected in ((None, [1, 5]), (True, [1, 5]), (False, [5])):
+        request = parse_request(TextRequest, {"prompt": "x", "add_special_tokens": given}, ["policy"])
+        assert completions.prompt(request).token_ids == expected
 
 
 def test_chat_template_kwargs_reach_the_chat_template(completions: Completions) -> None:

@@ -20,6 +20,7 @@ import agentlightning as agl
 from agentlightning_plugins.demo.training import CHECKPOINT
 from agentlightning_plugins.training_records.query import read_ledger
 from tests.algorithms.grpo import grpo_program
+from tests.process import wait_for
 
 REPO = Path(__file__).parents[3]
 STEPS = 3
@@ -69,14 +70,6 @@ def weights(directory: Path) -> torch.Tensor:
     return torch.cat([value.float().flatten() for value in load_file(directory / "model.safetensors").values()])
 
 
-def wait_for(condition: object, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 200
-    while not condition():
-        assert process.poll() is None, log.read_text()[-3000:]
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_training_killed_twice_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -84,7 +77,7 @@ def test_a_training_killed_twice_ends_like_an_uninterrupted_one(tmp_path: Path) 
     # Killed once after the first checkpoint, during a step's rollouts, and once while a checkpoint is written.
     process = start(directory, log)
     checkpoint = directory / "checkpoint" / "updater.pt"
-    wait_for(checkpoint.is_file, process, log)
+    wait_for(checkpoint.is_file, process, log, timeout_s=200)
     time.sleep(0.15)
     kill(process)
     before = asyncio.run(finished(directory))
@@ -95,7 +88,10 @@ def test_a_training_killed_twice_ends_like_an_uninterrupted_one(tmp_path: Path) 
     written = checkpoint.stat().st_mtime_ns
     scratch = directory / f".checkpoint.{process.pid}.tmp"
     wait_for(
-        lambda: scratch.exists() or (checkpoint.is_file() and checkpoint.stat().st_mtime_ns > written), process, log
+        lambda: scratch.exists() or (checkpoint.is_file() and checkpoint.stat().st_mtime_ns > written),
+        process,
+        log,
+        timeout_s=200,
     )
     kill(process)
 
@@ -150,7 +146,7 @@ def test_a_killed_asynchronous_training_uses_each_rollout_once(tmp_path: Path) -
     directory, log = tmp_path / "run", tmp_path / "log"
     process = start(directory, log, 2)
     checkpoint = directory / "checkpoint" / "updater.pt"
-    wait_for(checkpoint.is_file, process, log)
+    wait_for(checkpoint.is_file, process, log, timeout_s=200)
     kill(process)
     before = asyncio.run(finished(directory))
     state = torch.load(checkpoint, weights_only=True)["caller"]

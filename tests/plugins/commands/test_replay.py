@@ -70,6 +70,28 @@ def replay(folder: Path, rollout_id: str, *options: str, agent: str = "replayed_
     return run_here(folder, *command, module="replayed_agent")
 
 
+@pytest.mark.parametrize("spec", ["replayed_agent.py:agent", "{target: 'replayed_agent.py:agent'}"])
+async def test_the_agent_of_a_configuration_gets_the_reward_of_the_option(
+    tmp_path: Path, recorded: str, spec: str
+) -> None:
+    source = (
+        AGENT.replace("return float(answer == ", "return None; (") + "def rate(task, output, rollout): return 0.25\n"
+    )
+    (tmp_path / "replayed_agent.py").write_text(source)
+    (tmp_path / "train.yaml").write_text(f"agent: {spec}\nalgorithm: baseline\ndata: {{train: tasks.jsonl}}\n")
+    options = ("--reward", "replayed_agent.py:rate")
+    rated = await asyncio.to_thread(replay, tmp_path, recorded, *options, "--json", agent="train.yaml")
+    assert json.loads(rated.stdout)["reward"] == 0.25, rated.stderr
+
+
+async def test_a_second_reward_is_refused(tmp_path: Path, recorded: str) -> None:
+    agent = "{target: 'replayed_agent.py:agent', reward: 'replayed_agent.py:rate'}"
+    (tmp_path / "train.yaml").write_text(f"agent: {agent}\nalgorithm: baseline\ndata: {{train: tasks.jsonl}}\n")
+    refused = await asyncio.to_thread(replay, tmp_path, recorded, "--reward", "x.py:rate", agent="train.yaml")
+    assert refused.code == 2
+    assert "agent.reward of train.yaml defines the reward; remove --reward or agent.reward" in refused.stderr
+
+
 async def test_a_rollout_is_replayed_without_its_model_and_differences_are_reported(
     tmp_path: Path, recorded: str
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -109,16 +109,6 @@ async def gateway(
     finally:
         await proxy.stop()
         await store.close()
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> None:
-    """Polls a condition."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            met = condition()
-            if met if isinstance(met, bool) else await met:
-                return
-            await asyncio.sleep(0.01)
 
 
 async def waiting(proxy: LLMProxy) -> bool:

@@ -21,8 +21,9 @@ from agentlightning_plugins.gateway.backends.backend import ModelTable
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
-from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, entry, gateway, until
+from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, entry, gateway
 from tests.port import reserve_port
+from tests.waiting import until
 
 
 async def read_stream(client: openai.AsyncOpenAI, pieces: list[str]) -> None:

@@ -15,8 +15,9 @@ from agentlightning_plugins.gateway.backends.backend import ModelTable
 from agentlightning_plugins.gateway.backends.health import HealthCheck
 from agentlightning_plugins.gateway.backends.provider import OpenAICompatible
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
-from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway, until
+from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
 from tests.port import reserve_port
+from tests.waiting import until
 
 ROLLOUTS = [f"ro-{number:06x}" for number in range(4000)]
 

@@ -12,7 +12,8 @@ from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.gateway.limits.usage import Usage, UsageLimits, UsageTracker, read_usage
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI, encode, render_prompt
-from tests.plugins.gateway.gateway_setup import HELLO, Case, entry, gateway, until, waiting
+from tests.plugins.gateway.gateway_setup import HELLO, Case, entry, gateway, waiting
+from tests.waiting import until
 
 ASKED: dict[str, Any] = {"model": "m", "messages": HELLO}
 TOKENS_OF_A_CALL = len(encode(render_prompt({"messages": HELLO}))) + len(encode("ok")) + 1

@@ -18,8 +18,9 @@ import pytest
 
 from agentlightning_plugins.gateway.backends.provider import OpenAICompatible
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
-from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, Case, entry, gateway, until
+from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, Case, entry, gateway
 from tests.process import count_open_files
+from tests.waiting import until
 
 Misbehaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 ASKED: dict[str, Any] = {"model": "m", "messages": HELLO}

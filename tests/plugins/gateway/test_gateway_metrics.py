@@ -24,7 +24,8 @@ from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
-from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway, until
+from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
+from tests.waiting import until
 
 
 def samples(text: str) -> dict[str, dict[tuple[str, ...], float]]:

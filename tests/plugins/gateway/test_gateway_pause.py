@@ -17,7 +17,8 @@ from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
-from tests.plugins.gateway.gateway_setup import HELLO, Case, entry, gateway, until, waiting
+from tests.plugins.gateway.gateway_setup import HELLO, Case, entry, gateway, waiting
+from tests.waiting import until
 
 
 async def change_weights(case: Case, server: ScriptedOpenAI) -> None:

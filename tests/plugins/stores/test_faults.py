@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -26,6 +26,7 @@ from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
 from tests.port import reserve_port
+from tests.waiting import until
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 
@@ -155,7 +156,7 @@ async def kill_under_load(server: Server, kills: int, between_s: tuple[float, fl
         before = len(load.finished)
         assert await server.stop(signal.SIGKILL) == -signal.SIGKILL
         await server.start()
-        await eventually(lambda before=before: len(load.finished) >= before + 20)
+        await until(lambda before=before: len(load.finished) >= before + 20)
     load.stopping = True
     await asyncio.gather(*working)
     await load.drain(workers)
@@ -257,13 +258,6 @@ async def served_with_lease(path: Path, lease_s: float) -> AsyncIterator[tuple[s
     async with LightningStoreServer(store, port=0) as server:
         yield server.endpoint, store
     await store.close()
-
-
-async def eventually(holds: Callable[[], object], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        await asyncio.sleep(0.02)
 
 
 def runner(url: str, worker_id: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:

@@ -23,6 +23,7 @@ from agentlightning.testing.store import StoreConformance
 from agentlightning.testing.store.actions import make_span
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Record, Rollout
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
+from tests.waiting import until
 
 R = TypeVar("R", bound=Record)
 
@@ -202,10 +203,7 @@ async def test_events_of_several_threads_are_delivered_in_commit_order() -> None
                     break
 
     await asyncio.gather(*(asyncio.to_thread(lambda: asyncio.run(count_up())) for _ in range(4)))
-    for _ in range(100):
-        if len(seen) == 1200:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: len(seen) >= 1200)
     assert [getattr(event, "rollout_id", "") for event in seen] == [str(revision) for revision in range(1200)]
 
 

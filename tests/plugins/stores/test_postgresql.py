@@ -35,6 +35,7 @@ from agentlightning_plugins.stores.postgresql.store import PostgresLightningStor
 from agentlightning_plugins.stores.sql.document import encode_events
 from tests.postgresql import PostgresServer, running_server
 from tests.source import REPO
+from tests.waiting import until
 
 
 class TestPostgresLightningStore(DurableStoreConformance):
@@ -86,14 +87,6 @@ def count_connects(store: PostgresLightningStore, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(server, "connect", counted)
     return connects
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(20_000):
-        if holds():
-            return
-        await asyncio.sleep(0.002)
-    raise TimeoutError
 
 
 # --- the server's faults ---

@@ -7,7 +7,7 @@ import gc
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from agentlightning.store.retention import WORKER_AGE_S, delete_old_workers
 from agentlightning.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Record, RolloutConfig, Span, Worker
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
 from tests.source import run_python
+from tests.waiting import until
 
 R = TypeVar("R", bound=Record)
 
@@ -49,14 +50,6 @@ async def latest(store: BackendStore, claimed: AttemptedRollout) -> AttemptedRol
 
 def watchdogs() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "agl-watchdog"}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(2400):
-        if condition():
-            return
-        await asyncio.sleep(0.025)
-    raise AssertionError("the condition was not met within 60 s")
 
 
 async def test_the_watchdog_names_a_damaged_record_and_checks_the_other_records(
@@ -169,22 +162,15 @@ async def test_the_watchdog_deletes_rollouts_that_the_retention_policy_does_not_
         await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
     store.retain(Retention(max_rollouts=3))
 
-    async def left() -> list[str]:
-        return [rollout.rollout_id for rollout in await store.query_rollouts()]
+    async def only_has(kept: Sequence[AttemptedRollout]) -> bool:
+        stored = [rollout.rollout_id for rollout in await store.query_rollouts()]
+        return stored == [rollout.rollout_id for rollout in kept]
 
-    for _ in range(200):
-        if len(await left()) < 3:
-            break
-        await asyncio.sleep(0.025)
     # The last rollout is kept because it has not ended, and that of the other run because it is the newest.
-    assert await left() == [ended[4].rollout_id, ended[5].rollout_id]
+    await until(lambda: only_has(ended[4:]))
     assert len(await store.query_rollouts(run_id="other")) == 1
     store.retain(Retention(max_age_s=0.0))
-    for _ in range(200):
-        if await left() == [ended[5].rollout_id]:
-            break
-        await asyncio.sleep(0.025)
-    assert await left() == [ended[5].rollout_id]
+    await until(lambda: only_has(ended[5:]))
     await store.close()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,8 @@ class Completions:
         if isinstance(request, ChatRequest):
             return self._chat_prompt(request)
         if isinstance(request.prompt, str):
-            return Prompt(self.conversations.encode(request.prompt, special_tokens=True))
+            special_tokens = request.add_special_tokens is not False
+            return Prompt(self.conversations.encode(request.prompt, special_tokens=special_tokens))
         for token in request.prompt:
             if not 0 <= token < self._vocabulary:
                 raise RequestError(f"token id {token} is not in 0 to {self._vocabulary - 1}.", param="prompt")
@@ -128,8 +130,10 @@ class Answer:
         self._request = request
         self._prompt = prompt
         self._chat = isinstance(request, ChatRequest)
-        tools = isinstance(request, ChatRequest) and bool(request.offered_tools)
-        self._readers = [ReplyReader(completions.tokenizer, request.stops, tools=tools) for _ in range(request.n or 1)]
+        max_calls: float = 0
+        if isinstance(request, ChatRequest) and request.offered_tools:
+            max_calls = 1 if request.parallel_tool_calls is False else math.inf
+        self._readers = [ReplyReader(completions.tokenizer, request.stops, max_calls) for _ in range(request.n or 1)]
         self._begun: set[int] = set()
         self._offsets = [0] * len(self._readers)
         self._head: Json = {
@@ -245,7 +249,8 @@ class Answer:
     def _remember(self, generations: Sequence[Generation]) -> None:
         if self._prompt.digest:
             for reader, generation in zip(self._readers, generations, strict=True):
-                self._completions.conversations.remember(self._prompt, reader.message(), generation.token_ids)
+                if not reader.dropped:  # otherwise the agent continues without a part of the answer
+                    self._completions.conversations.remember(self._prompt, reader.message(), generation.token_ids)
 
 
 def _add_versions(choice: Json, generation: Generation) -> None:

@@ -132,18 +132,21 @@ class ToolCallReader:
 
 
 class ReplyReader:
-    """Reads one response: its text, and its tool calls where the request has tools.
+    """Reads one response: its text, and its tool calls where ``max_calls`` is not 0.
 
     Attributes:
         text: the text so far.
-        calls: the tool calls so far, in OpenAI's format.
+        calls: the first ``max_calls`` tool calls so far, in OpenAI's format.
+        dropped: the number of further tool calls.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], *, tools: bool) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], max_calls: float) -> None:
         self.text = ""
         self.calls: list[Json] = []
+        self.dropped = 0
+        self._max_calls = max_calls
         self._reader = TextReader(tokenizer, stop)
-        self._call_reader = ToolCallReader() if tools else None
+        self._call_reader = ToolCallReader() if max_calls else None
 
     def feed(self, token_ids: Sequence[int]) -> tuple[str, list[Json]]:
         """Takes more tokens and returns the text and the calls that are final."""
@@ -167,6 +170,9 @@ class ReplyReader:
             if last:
                 text += self._call_reader.finish()
             for call in found:
+                if len(self.calls) + len(calls) >= self._max_calls:
+                    self.dropped += 1
+                    continue
                 function = {"name": call.name, "arguments": call.arguments}
                 calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
         self.text += text

@@ -39,6 +39,9 @@ class CompletionRequest(BaseModel):
     presence_penalty: float | None = None
     logit_bias: Json | None = None
     min_p: float | None = None
+    skip_special_tokens: bool | None = None
+    thinking_token_budget: int | None = None
+    response_format: Json | None = None
     repetition_penalty: float | None = None
     typical_p: float | None = None
     truncate_prompt_tokens: int | None = None
@@ -61,7 +64,7 @@ class ChatRequest(CompletionRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: Json | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: Json | None = None
     reasoning_effort: str | None = None
     # Not supported, and refused.
@@ -91,6 +94,7 @@ class TextRequest(CompletionRequest):
     """The body of ``POST /v1/completions``."""
 
     prompt: str | list[int]
+    add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     echo: bool | None = None
@@ -109,6 +113,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "min_p": (None, 0),
     "repetition_penalty": (None, 1),
     "typical_p": (None, 0, 1),
+    "skip_special_tokens": (None, True),
+    "thinking_token_budget": (None,),
     # -1 would shorten only a prompt that leaves no room for the answer, and the server refuses such a prompt.
     "truncate_prompt_tokens": (None, -1),
     "add_generation_prompt": (None, True),
@@ -121,12 +127,14 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "suffix": (None, ""),
 }
 _CONSTRAINTS: Final = (
-    "allowed_token_ids", "bad_words", "continue_final_message", "ebnf", "grammar", "guided_choice", "guided_grammar",
-    "guided_json", "guided_regex", "guided_whitespace_pattern", "ignore_eos", "json_schema", "logits_processors",
-    "min_tokens", "regex", "stop_regex", "stop_token_ids", "structural_tag", "structured_outputs", "top_a",
-    "use_beam_search",
+    "add_special_tokens", "allowed_token_ids", "bad_words", "continue_final_message", "ebnf", "echo", "grammar",
+    "guided_choice", "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "ignore_eos",
+    "include_stop_str_in_output", "json_schema", "logits_processors", "min_tokens", "prompt_embeds", "regex",
+    "repetition_detection", "stop_regex", "stop_token_ids", "structural_tag", "structured_outputs", "top_a",
+    "use_beam_search", "watermarking",
 )  # fmt: skip
-"""Further unsupported fields, of vLLM and SGLang; they have no effect where they are empty, 0 or false."""
+"""Further fields of vLLM and SGLang. They have no effect where they are empty, 0 or false; otherwise a request is
+refused unless its model declares the field."""
 _TEMPLATE_ARGUMENTS: Final = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages", "tokenize", "tools",
 )  # fmt: skip
@@ -151,7 +159,7 @@ def parse_request(kind: type[RequestT], body: Any, models: Collection[str]) -> R
         raise RequestError(message, status=404, param="model", code="model_not_found")
     given = {name: getattr(request, name, None) for name in _NEUTRAL}
     unsupported = {name: value for name, value in given.items() if value not in _NEUTRAL[name]}
-    unsupported |= {name: body[name] for name in _CONSTRAINTS if body.get(name)}
+    unsupported |= {name: body[name] for name in _CONSTRAINTS if body.get(name) and name not in kind.model_fields}
     if unsupported:
         name, value = next(iter(unsupported.items()))
         raise RequestError(f"{name} = {value!r:.200} is not supported by this server; leave it out.", param=name)

@@ -207,13 +207,18 @@ def load_agent_argument(argument: str, reward: str | None) -> LitAgent[Any]:
     """Loads the argument AGENT of a command: ``module:attribute``, or a configuration file of ``agl train``.
 
     Raises:
-        ConfigError: the agent cannot be loaded, or ``reward`` is given with a configuration, which defines the reward.
+        ConfigError: the agent cannot be loaded, or both the configuration and ``reward`` define the reward.
     """
     if not is_config_file(argument):
         return load_agent(AgentConfig(target=argument, reward=reward))
+    agent = read_config(read_document(Path(argument))).agent
+    if isinstance(agent, str):
+        agent = AgentConfig(target=agent)
     if reward is not None:
-        raise ConfigError("the configuration defines the reward; remove --reward")
-    return load_agent(read_config(read_document(Path(argument))).agent)
+        if agent.reward is not None:
+            raise ConfigError(f"agent.reward of {argument} defines the reward; remove --reward or agent.reward")
+        agent = agent.model_copy(update={"reward": reward})
+    return load_agent(agent)
 
 
 def load_data(spec: str | DatasetConfig) -> Dataset[Any]:

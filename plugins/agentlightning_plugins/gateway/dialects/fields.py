@@ -13,10 +13,11 @@ _SAMPLING: Final = frozenset(
     "add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template_kwargs "
     "continue_final_message documents ebnf enable_thinking grammar guided_choice guided_grammar guided_json "
     "guided_regex guided_whitespace_pattern ignore_eos include_reasoning include_stop_str_in_output json_schema "
-    "length_penalty min_p min_tokens priority prompt_logprobs random_seed reasoning regex repetition_penalty "
-    "return_token_ids return_tokens_as_token_ids separate_reasoning skip_special_tokens spaces_between_special_tokens "
-    "stop_token_ids structural_tag structured_outputs thinking thinking_budget top_a top_k truncate_prompt_tokens "
-    "typical_p use_beam_search".split()
+    "length_penalty min_p min_tokens priority prompt_logprobs random_seed reasoning regex repetition_detection "
+    "repetition_penalty return_token_ids return_tokens_as_token_ids separate_reasoning skip_special_tokens "
+    "spaces_between_special_tokens stop_regex stop_token_ids structural_tag structured_outputs thinking "
+    "thinking_budget thinking_token_budget top_a top_k truncate_prompt_tokens truncation_side typical_p "
+    "use_beam_search".split()
 )
 CHAT_FIELDS: Final = _SAMPLING | frozenset(
     "audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens messages "

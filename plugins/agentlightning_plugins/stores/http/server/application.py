@@ -48,6 +48,8 @@ from agentlightning_plugins.stores.http.server.pages import Pages
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.http.server.routes import ROUTES, Context, make_handler
 
+logger = logging.getLogger("agentlightning")
+
 OTLP_PATH: Final = "/v1/traces"
 
 _LINGER_S: Final = 1.0
@@ -79,6 +81,8 @@ class StoreApplication:
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._stopping = False
+        self._problem: str | None = None
+        """Result of the last probe; logged when it changes."""
         self._store = store
         features = {**store.capabilities, "otlp_traces": True}
         guard = self._guard(",".join(name for name, able in features.items() if able))
@@ -170,8 +174,16 @@ class StoreApplication:
         return web.Response(text="ok\n")
 
     async def _answer_ready(self, request: web.Request) -> web.StreamResponse:
-        problem = "stopping" if self._stopping else await self._metrics.find_problem()
-        return web.Response(text=f"{problem or 'ok'}\n", status=503 if problem else 200)
+        if self._stopping:
+            return web.Response(text="stopping\n", status=503)
+        problem = await self._metrics.find_problem()
+        if problem is not None and problem != self._problem:
+            logger.warning("requests cannot be served: %s", problem)
+        self._problem = problem
+        if problem is None:
+            return web.Response(text="ok\n")
+        # Not the reason, which may name the database's host and user, because a probe needs no token.
+        return web.Response(text="the database cannot be used; the server's log has the reason\n", status=503)
 
     async def _answer_openapi(self, request: web.Request) -> web.StreamResponse:
         _refuse_attempt_token(request)
@@ -313,7 +325,7 @@ _READY: Final[openapi.Operation] = {
     "tags": ["health"],
     "responses": {
         "200": {"description": "Ready.", "content": {"text/plain": _TEXT}},
-        "503": {"description": "Not ready; the body has the reason.", "content": {"text/plain": _TEXT}},
+        "503": {"description": "Not ready; the log has the reason.", "content": {"text/plain": _TEXT}},
     },
 }
 _OPENAPI: Final[openapi.Operation] = {
