@@ -159,6 +159,11 @@ def test_a_page_shows_only_the_beginning_of_a_huge_text_and_its_json_twin_all_of
     assert len(answer["shown"]["conversations"][0]["messages"][-1]["text"]) == 10_000_000
 
 
+def test_the_header_of_a_run_names_its_last_step(page: Page) -> None:
+    page.goto(f"/runs/{RUN}")
+    assert "step 40" in page.locator("#head p").inner_text()
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_every_page_has_a_json_twin(page: Page, path: str) -> None:
     where, _, query = path.partition("?")

@@ -71,7 +71,7 @@ async def show_run(visit: Visit) -> dict[str, Any]:
         "run": describe_run(run),
         "rollouts": counts,
         "total": sum(counts.values()),
-        "steps": len(steps),
+        "step": steps[-1].step if steps else None,
         "last": dict(steps[-1].values) if steps else {},
         "reward": reward,
         "has_ledger": any(name.startswith("outcome/") for name in names),
