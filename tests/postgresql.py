@@ -123,6 +123,13 @@ class PostgresServer:
 
     def take_back(self, name: str) -> None:
         """Empties a database so that it can be lent again, which takes a tenth of the time of creating one."""
+        self.empty(name)
+        self._free[name.startswith("durable")].append(name)
+
+    def empty(self, name: str = "postgres") -> None:
+        """Deletes a store's tables; starts the server first if a failed test left it stopped."""
+        if self._process is None or self._process.poll() is not None:
+            self.start()
         # End other connections first, because one might hold a lock on the schema.
         self.run_sql(
             "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = current_database() "
@@ -130,7 +137,6 @@ class PostgresServer:
             name,
         )
         self.run_sql("SET client_min_messages = warning; DROP SCHEMA IF EXISTS agl CASCADE", name)
-        self._free[name.startswith("durable")].append(name)
 
     def kill(self) -> None:
         """Sends SIGKILL to all its processes at the same time, as when the machine fails."""
