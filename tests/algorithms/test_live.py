@@ -278,9 +278,12 @@ async def test_a_candidate_that_hangs_instead_of_failing_is_not_promoted(store: 
         running(*(serve_tasks(live, store, agent, numbers) for _ in range(80)), algorithm.run()) as tasks,
     ):
         rewarded: Mapping[str, Any] = {"status_in": ["succeeded"], "metadata": {"group": "treatment", "step": 1}}
-        while len(await store.query_rollouts(**rewarded)) < 60:
+
+        async def looks_better() -> bool:
             assert not tasks[-1].done()
-            await asyncio.sleep(0.05)
+            return len(await store.query_rollouts(**rewarded)) >= 40  # of at least 100 rollouts, of which 60 % earn 1
+
+        await until(looks_better)
         released.set()
         await asyncio.wait_for(tasks[-1], 60)
     assert "undecided" in (await read_live_history(store))[-1].note
