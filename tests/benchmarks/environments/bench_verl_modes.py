@@ -1,4 +1,6 @@
-"""verl's ``colocate_async`` and ``sync``: ``python tests/benchmarks/environments/bench_verl_modes.py [--steps 8] [--tail 4]``.
+"""verl's modes ``colocate_async`` and ``sync``.
+
+    python tests/benchmarks/environments/bench_verl_modes.py [--steps 8] [--tail 4]
 
 Trains the demo's agent and model on a CPU, in the environment of docs/verl.md. One rollout in sixteen takes ``--tail``
 seconds longer, as with a slow tool; with ``--tail 0`` none does. Each mode trains in a separate process, from the same

@@ -134,7 +134,7 @@ _CONSTRAINTS: Final = (
     "use_beam_search", "watermarking",
 )  # fmt: skip
 """Further fields of vLLM and SGLang. They have no effect where they are empty, 0 or false; otherwise a request is
-refused unless its model declares the field."""
+refused, unless its class declares the field."""
 _TEMPLATE_ARGUMENTS: Final = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages", "tokenize", "tools",
 )  # fmt: skip
