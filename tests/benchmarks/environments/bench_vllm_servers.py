@@ -1,9 +1,9 @@
 """Policy server and vLLM on one CPU: ``python tests/benchmarks/environments/bench_vllm_servers.py``.
 
 Runs in the environment `vllm`. Sends the same requests to both over HTTP (float32, one thread): 64 concurrent requests
-with replies of 64 tokens to prompts of 32, and 32 concurrent requests with replies of 32 tokens, 8 for each of 4 prompts
-of 1,024 tokens. Rounds are interleaved; medians of tokens per second are printed, with the CPU seconds of the server's
-processes for 1,000 tokens.
+with replies of 64 tokens to prompts of 32, and 32 concurrent requests with replies of 32 tokens, 8 for each of 4
+prompts of 1,024 tokens. Rounds are interleaved; medians of tokens per second are printed, with the CPU seconds of the
+server's processes for 1,000 tokens.
 """
 
 from __future__ import annotations
