@@ -96,6 +96,8 @@ def measured_cpu() -> Iterator[dict[str, float]]:
             for child in own.children(recursive=True):
                 try:
                     line = " ".join(child.cmdline())
+                    if not line:  # as of a process that is freeing its memory at its end
+                        continue
                     kind = next((kind for part, kind in PROCESSES.items() if part in line), "other")
                     seen[child.pid] = kind, sum(child.cpu_times()[:2])
                 except psutil.Error:  # it has ended
