@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -110,27 +111,32 @@ async def count_running(server: Any) -> float:
     return float(found[1]) if found else 0.0
 
 
-async def until_running(server: Any, calls: int) -> None:
-    for _ in range(2000):
-        if await count_running(server) >= calls:
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError(f"vLLM never sampled {calls} calls at once")
-
-
 async def test_calls_during_a_reload_use_either_the_old_or_the_new_weights(
     gateway: agl.LLMProxy, backend: VLLMBackend, policy: Policy, server: Any, tmp_path: Path
 ) -> None:
     old = load_policy(server.model)
     change(policy)
     policy.save(tmp_path / "new")
-    calls = [asyncio.create_task(ask(gateway, seed=seed, max_tokens=300)) for seed in range(8)]
-    await until_running(server, 4)
-    reload = asyncio.create_task(backend.load_weights(tmp_path / "new", 1))
-    calls += [asyncio.create_task(ask(gateway, seed=seed, max_tokens=64)) for seed in range(8, 16)]
-    await reload
+    triplets: list[agl.Triplet] = []
+    is_reloaded = asyncio.Event()
+
+    async def call_repeatedly(worker: int) -> None:
+        """Calls until the weights are reloaded, so that calls are running when the reload begins, and once more."""
+        for seed in itertools.count(1000 * worker):
+            is_last = is_reloaded.is_set()
+            triplets.append(await ask(gateway, seed=seed, max_tokens=300))
+            if is_last:
+                break
+
+    async with asyncio.TaskGroup() as group, asyncio.timeout(240):
+        for worker in range(8):
+            group.create_task(call_repeatedly(worker))
+        while await count_running(server) < 2:  # noqa: ASYNC110 # no event reports it
+            await asyncio.sleep(0.01)
+        await backend.load_weights(tmp_path / "new", 1)
+        is_reloaded.set()
     sampled_by = set()
-    for triplet in [await call for call in calls]:
+    for triplet in triplets:
         logprobs = triplet.response["logprobs"]
         gaps = [
             max(abs(own - told) for own, told in zip(score(each, triplet), logprobs, strict=True))
