@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,7 +35,6 @@ ENVIRONMENTS = ("main", "newest", "verl", "oldest", "vllm")
 IN_OLDEST = ("core", "integrations", "plugins/gateway", "plugins/stores", "plugins/tracers")
 """Folders whose tests prove the lower bounds of pyproject.toml, unless a module names its environments."""
 _FOLDER = Path(__file__).parent
-_TIMEOUT = pytest.StashKey[Any]()
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +49,7 @@ def log_as_it_was() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--environment", choices=ENVIRONMENTS, default="main", help="environment whose tests run; see the Makefile"
+        "--environment", choices=ENVIRONMENTS, default="main", help="environment whose tests run; see .ci/environments.py"
     )
 
 
@@ -73,17 +71,9 @@ def environments_of(path: Path) -> set[str]:
     return {"main", "oldest"} if any(map(place.is_relative_to, IN_OLDEST)) else {"main"}
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
-    """Saves the timeout settings of a test for its rerun."""
-    item.stash[_TIMEOUT] = settings
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Starts the timeout again for a rerun: the first failure cancelled it."""
-    if getattr(item, "execution_count", 1) > 1 and _TIMEOUT in item.stash:
-        item.ihook.pytest_timeout_set_timer(item=item, settings=item.stash[_TIMEOUT])
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Names bytes by their number: compressed ones may contain the time of day, and two workers must agree on names."""
+    return f"{len(val)}-bytes" if isinstance(val, bytes) else None
 
 
 def pytest_sessionfinish() -> None:

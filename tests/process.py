@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.waiting import LIMIT_S, blocking_until
 
 
 def wait_for(
@@ -15,14 +16,17 @@ def wait_for(
     process: subprocess.Popen[bytes],
     log: Path,
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = LIMIT_S,
 ) -> None:
     """Waits until a condition holds; fails with the end of the log if the process ends first or the time is over."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert process.poll() is None, log.read_text()[-8000:]
-        assert time.monotonic() < deadline, log.read_text()[-8000:]
-        time.sleep(0.01)
+
+    def met() -> bool:
+        ended = process.poll() is not None
+        holds = condition()
+        assert holds or not ended, log.read_text()[-8000:]
+        return holds
+
+    blocking_until(met, timeout_s, why=lambda: log.read_text()[-8000:])
 
 
 def count_open_files() -> int:

@@ -22,7 +22,7 @@ from tests.process import wait_for
 from tests.source import REPO, pyproject, run_python
 
 EXTRAS = list(pyproject()["project"]["optional-dependencies"])
-NO_FEATURES = {"all", "demo", "dev", "test", "unit"}
+NO_FEATURES = {"all", "demo"}
 HEAVY = {"verl", "vllm"}  # `make test` has an environment for verl, and vLLM needs a GPU
 IN_CI = {"openai", "postgresql"}
 

@@ -18,10 +18,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import environments
 from tests.source import REPO, ROOTS, pyproject, run_python
 
-# These need a separate environment or are only for development.
-NOT_IN_ALL = {"agentops", "dev", "poml", "test", "unit", "verl", "vllm"}
+# These need a separate environment.
+NOT_IN_ALL = {"agentops", "poml", "verl", "vllm"}
 STRICTER = {"openai>=2.8"}
 """Requirements of one extra that are stricter than those of other extras."""
 
@@ -61,25 +62,14 @@ def test_no_package_is_required_with_two_different_bounds() -> None:
     assert {name: both for name, both in bounds.items() if len(both) > 1} == {}
 
 
-_EXTRAS_OF = {
-    "main": ("all", "demo", "dev", "test", "unit"),
-    "oldest": ("langchain", "openai", "openai-agents", "openinference", "otlp", "postgresql", "dev", "unit"),
-    "newest": ("agent-framework", "agentops", "autogen", "langchain", "openai", "openai-agents", "dev"),
-    "verl": ("verl", "dev"),
-}
-
-
-@pytest.mark.parametrize("environment", sorted(_EXTRAS_OF))
+@pytest.mark.parametrize("environment", ["lint", "main", "newest", "oldest", "verl"])
 def test_the_constraints_pin_every_requirement_of_an_environment(environment: str) -> None:
-    extras = _EXTRAS_OF[environment]
-    assert "$(comma)".join(extras) + f",{environment}" in (REPO / "Makefile").read_text(encoding="utf-8")
-    lines = (REPO / "constraints" / f"{environment}.txt").read_text(encoding="utf-8").splitlines()
+    described = environments.ENVIRONMENTS[environment]
+    lines = (REPO / "constraints" / f"{described.constraints or environment}.txt").read_text("utf-8").splitlines()
     pins = {r.name: r.specifier for r in map(Requirement, filter(lambda line: not line.startswith("#"), lines))}
     assert lines[1:] == sorted(lines[1:])
-    optional = _project()["optional-dependencies"]
-    wanted = [Requirement(line) for extra in extras for line in optional[extra]]
-    for requirement in [*wanted, *map(Requirement, _project()["dependencies"])]:
-        if requirement.name == "torch":  # pinned in the Makefile, because its build depends on the machine
+    for requirement in map(Requirement, environments.requirements(described)):
+        if requirement.name == "torch":  # pinned in .ci/environments.py, because its build depends on the machine
             continue
         (pin,) = pins[canonicalize_name(requirement.name)]
         assert pin.operator == "=="

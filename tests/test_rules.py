@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 
 import agentlightning as agl
+import environments
+import phases
 from agentlightning.errors import PluginError
 from agentlightning.plugin.registry import GROUP, PluginManager
 from tests.conftest import ENVIRONMENTS, environments_of
@@ -413,7 +415,7 @@ def test_every_imported_package_is_declared_as_a_requirement() -> None:
     extra = {
         canonicalize_name(Requirement(line).name)
         for name, lines in project["optional-dependencies"].items()
-        if name not in ("dev", "all")
+        if name != "all"
         for line in lines
     }
     providers = importlib.metadata.packages_distributions()
@@ -544,14 +546,35 @@ def test_the_repository_contains_no_secret_and_no_path_of_a_developers_machine()
 
 
 def test_every_test_runs_in_an_environment_of_make_test() -> None:
-    makefile = (REPO / "Makefile").read_text(encoding="utf-8")
-    (recipe,) = re.findall(r"^test:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
-    for environment in ENVIRONMENTS:
-        assert f".venvs/{environment}-" in makefile
-        assert environment == "main" or f"test-{environment}" in recipe.split()
+    parts = {part for lane in phases.LANES for part in lane}
+    assert set(ENVIRONMENTS) <= parts & environments.ENVIRONMENTS.keys()
     lost = [file.shown for file in all_test_files() if not environments_of(file.path) & set(ENVIRONMENTS)]
     unknown = [file.shown for file in all_test_files() if environments_of(file.path) - set(ENVIRONMENTS)]
     assert (lost, unknown) == ([], [])
+
+
+def test_another_process_collects_the_same_tests(request: pytest.FixtureRequest) -> None:
+    """Workers of one run compare their lists and refuse to start if a name contains a hash, a time or a place."""
+    here = {item.nodeid for item in request.session.items}
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "TZ": "Pacific/Apia"}
+    environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST")}
+    files = sorted({name.partition("::")[0] for name in here})
+    chosen = request.config.getoption("markexpr")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "-m", chosen, *files]
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
+    there = {line for line in done.stdout.splitlines() if "::" in line}
+    assert here - there == set(), done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_no_test_compares_times_of_a_clock_outside_the_serial_ones() -> None:
+    """A busy machine is slow: wait with tests/waiting.py, and assert on events and their order."""
+    compared = re.compile(r"assert .*\btime\.(time|monotonic|perf_counter)\(\)|\bperf_counter\(")
+    files = [
+        file
+        for file in all_test_files()
+        if not file.path.is_relative_to(REPO / "tests" / "benchmarks") and "pytest.mark.serial" not in file.text
+    ]
+    assert [line for line, _ in _matching(compared.pattern, files)] == []
 
 
 def test_no_source_uses_a_feature_that_only_linux_has() -> None:

@@ -94,7 +94,7 @@ class GEPA(PromptSearch):
                 adapter=adapter,
                 candidate_selection_strategy=self.candidate_selection,
                 skip_perfect_score=self.perfect_score is not None,
-                perfect_score=self.perfect_score,  # type: ignore[arg-type] # None where it is not read
+                perfect_score=self.perfect_score,
                 reflection_minibatch_size=self.minibatch_size,
                 use_merge=self.use_merge,
                 max_metric_calls=limit,

@@ -90,7 +90,7 @@ class CrewAIAgent(FrameworkAgent[Runnable]):
                     result = await copied.akickoff(given if isinstance(given, list) else to_text(given) or "")
                 else:
                     result = await copied.akickoff(inputs=_inputs(task))
-        return result  # type: ignore[no-any-return] # no stream: copies do not stream
+        return result  # no stream: copies do not stream
 
 
 class CrewAIFlow(FrameworkAgent[Flow[Any]]):
@@ -214,7 +214,7 @@ def _copy(root: Runnable, redirect: Callable[[Any], Any]) -> Runnable:
             model = None if part_copy is None else vars(part).get(name)  # reading a deprecated attribute warns
             if model is not None:
                 setattr(part_copy, name, redirect(model))
-    return copied  # type: ignore[no-any-return] # CrewAI's copy is of the same class
+    return copied
 
 
 def _restore_texts(pairs: list[tuple[Any, Any]]) -> None:

@@ -336,7 +336,7 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
         tokens = torch.tensor([[0, 1, 2]], device=model.device) % int(model.config.vocab_size)
         whole = model(input_ids=tokens, use_cache=False).logits
         parts = head(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
-    return torch.equal(whole, parts)
+    return bool(torch.equal(whole, parts))
 
 
 @contextmanager

@@ -31,14 +31,15 @@ SPARE = (1 + 1 / _GROWTH) ** 2
 """Largest ratio of memory to what is needed after such growth."""
 
 
-class _SlotLayer(DynamicLayer):
+class _SlotLayer(DynamicLayer):  # type: ignore[misc] # mypy does not read transformers
     """One layer's keys and values, ``[S, H, W, D]`` each; allocated by the first forward pass."""
 
     keys: Tensor
     values: Tensor
+    is_initialized: bool
 
     def __init__(self, slots: SlotCache) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
+        super().__init__()
         self._slots = slots
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 PREFIX: Final = "indices:"
 
 
-class IndexDataset(Dataset[dict[str, Any]]):
+class IndexDataset(Dataset[dict[str, Any]]):  # type: ignore[misc] # mypy does not read torch
     """One item per task: its ``index``, and the other fields that verl reads of every item."""
 
     def __init__(self, data_files: Any, **_: Any) -> None:

@@ -1,0 +1,219 @@
+"""Creates environments: `python .ci/environments.py lint main` makes .venvs/lint and .venvs/main.
+
+uv installs: the one on PATH, else a pinned one that pip puts into .venvs/uv, with the settings of the machine's pip.
+Without uv, pip installs. An environment is made again only if what goes into it changed: its requirements, its
+constraints, torch, Python or the place of the checkout. Any other change of pyproject.toml, for example a new entry
+point, links the checkout again, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+UV = "uv==0.13.9"
+# Installed first, so that no other requirement chooses the build. It may contain options of pip, as in
+# `make demo TORCH='torch==2.13.0 --index-url <index of CPU builds>'`.
+TORCH = os.environ.get("TORCH") or "torch==2.13.0"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What goes into an environment. Its file in constraints/ has its name, unless `constraints` is another."""
+
+    extras: str = ""
+    groups: str = ""
+    constraints: str = ""
+    torch: bool = False
+    pinned: bool = False
+    """Whether everything in the constraints is installed as it stands, without resolving."""
+
+
+ENVIRONMENTS = {
+    "demo": Environment("demo", constraints="main", torch=True),
+    "lint": Environment("agent-framework autogen langchain openai openai-agents openinference otlp", "lint", "main"),
+    "main": Environment("all demo", "main", torch=True),
+    "newest": Environment("agent-framework agentops autogen langchain openai openai-agents", "test"),
+    "oldest": Environment("langchain openai openai-agents openinference otlp postgresql", "unit"),
+    "verl": Environment("openai verl", "test", torch=True),
+    "vllm": Environment("grpo openai", "test", torch=True, pinned=True),
+}
+
+
+def pyproject() -> dict[str, dict]:
+    return tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def requirements(environment: Environment) -> list[str]:
+    """Returns the requirements of an environment, without the project itself."""
+    project, groups = pyproject()["project"], pyproject()["dependency-groups"]
+
+    def lines_of(group: str) -> list[str]:
+        return [
+            line
+            for entry in groups[group]
+            for line in ([entry] if isinstance(entry, str) else lines_of(entry["include-group"]))
+        ]
+
+    lines = list(project["dependencies"])
+    for extra in environment.extras.split():
+        lines += project["optional-dependencies"][extra]
+    for group in environment.groups.split():
+        lines += lines_of(group)
+    return sorted(set(lines))
+
+
+@functools.cache
+def pip_settings() -> dict[str, str]:
+    """Returns the settings of the machine's pip, from its files and environment variables, by name."""
+    if importlib.util.find_spec("pip") is None:
+        return {}
+    shown = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
+    settings = {}
+    for line in shown.stdout.splitlines():  # as in global.index-url='...', and :env:.index-url='...' at the end
+        key, _, value = line.partition("=")
+        section, _, name = key.rpartition(".")
+        if section in ("global", "install", ":env:"):
+            settings[name.lower().replace("_", "-")] = str(ast.literal_eval(value))
+    return settings
+
+
+def uv_variables() -> dict[str, str]:
+    """Returns the settings of pip as environment variables of uv, which does not read pip's."""
+    names = {
+        "index-url": "UV_DEFAULT_INDEX",
+        "extra-index-url": "UV_INDEX",
+        "find-links": "UV_FIND_LINKS",
+        "no-index": "UV_NO_INDEX",
+        "constraint": "UV_CONSTRAINT",
+        "trusted-host": "UV_INSECURE_HOST",
+        "cert": "SSL_CERT_FILE",
+        "proxy": "ALL_PROXY",
+    }
+    given = {names[key]: " ".join(value.split()) for key, value in pip_settings().items() if key in names}
+    if "UV_FIND_LINKS" in given:
+        given["UV_FIND_LINKS"] = given["UV_FIND_LINKS"].replace(" ", ",")
+    # pip takes the best version of all indexes; uv would take the first index that has the package.
+    return {"UV_INDEX_STRATEGY": "unsafe-best-match", **given}
+
+
+@functools.cache
+def uv() -> str | None:
+    """Returns the uv to use, which is installed if necessary, or None if it cannot be had."""
+    if found := shutil.which("uv"):
+        return found
+    folder = REPO / ".venvs" / "uv"
+    program = folder / "bin" / "uv"
+    stamp = folder / UV
+    if not stamp.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+            subprocess.run([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", UV], check=True)
+            stamp.touch()
+        except subprocess.CalledProcessError:
+            print(f"{UV} cannot be installed: pip installs the environments, which takes minutes longer", flush=True)
+            return None
+    return str(program)
+
+
+class Installer:
+    """Installs packages into one folder, with uv if it is available."""
+
+    def __init__(self, folder: Path) -> None:
+        self.python = str(folder / "bin" / "python")
+        self.folder = folder
+        self.variables = {**uv_variables(), **os.environ}
+
+    def create(self) -> None:
+        if uv():
+            self._run(uv(), "venv", "--quiet", "--allow-existing", "--seed", "--python", sys.executable, self.folder)
+        else:
+            self._run(sys.executable, "-m", "venv", self.folder)
+
+    def install(self, *arguments: str) -> None:
+        if uv():
+            self._run(uv(), "pip", "install", "--quiet", "--python", self.python, *arguments)
+        else:
+            options = ["--quiet", "--quiet", "--disable-pip-version-check"]
+            self._run(self.python, "-m", "pip", "install", *options, *arguments)
+
+    def install_torch(self, constraints: list[str]) -> None:
+        """Installs torch: its CPU build on a machine without a GPU, also where the index has the CUDA build first."""
+        wanted = TORCH.split()
+        if uv() and len(wanted) == 1 and platform.system() == "Linux" and not Path("/proc/driver/nvidia").exists():
+            command = [uv(), "pip", "install", "--dry-run", "--no-deps", "--python", self.python, *wanted]
+            shown = subprocess.run(command, env=self.variables, capture_output=True, text=True, check=False)
+            if "+cpu" not in shown.stderr + shown.stdout:
+                try:
+                    return self.install("--torch-backend", "cpu", *constraints, *wanted)
+                except subprocess.CalledProcessError:
+                    print("The index of CPU builds of torch is out of reach: installing the usual build", flush=True)
+        self.install(*constraints, *wanted)
+
+    def _run(self, *command: str | Path | None) -> None:
+        subprocess.run([str(part) for part in command], cwd=REPO, env=self.variables, check=True)
+
+
+def install(name: str) -> None:
+    """Creates or updates an environment, or does nothing if it is up to date."""
+    environment = ENVIRONMENTS[name]
+    folder = REPO / (".venv" if name == "demo" else f".venvs/{name}")
+    pins = REPO / "constraints" / f"{environment.constraints or name}.txt"
+    wanted = requirements(environment)
+    content = [wanted, TORCH * environment.torch, pins.read_text(encoding="utf-8"), sys.version, str(folder)]
+    stamps = {
+        "content": _digest(json.dumps([*content, repr(environment)])),
+        "link": _digest((REPO / "pyproject.toml").read_text(encoding="utf-8")),
+    }
+    stamp, mine = folder / ".installed.json", folder / ".made-by-make"
+    old = json.loads(stamp.read_text(encoding="utf-8")) if stamp.exists() else {}
+    if old == stamps:
+        return
+    started = time.monotonic()
+    installer = Installer(folder)
+    constraints = ["--constraint", str(pins)]
+    stamp.unlink(missing_ok=True)
+    if old.get("content") != stamps["content"]:
+        print(f"Installing {folder.relative_to(REPO)}", end=" ", flush=True)
+        if mine.exists():  # an environment that somebody else made is kept, and only gets packages
+            shutil.rmtree(folder)
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            mine.touch()
+        installer.create()
+        if environment.torch:
+            installer.install_torch(constraints)
+        if environment.pinned:
+            installer.install("--no-deps", "--requirement", str(pins))
+        installer.install(*constraints, *wanted)
+    else:
+        print(f"Linking the checkout in {folder.relative_to(REPO)}", end=" ", flush=True)
+    installer.install("--no-deps", "--editable", ".")
+    stamp.write_text(json.dumps(stamps), encoding="utf-8")
+    print(f"took {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        try:
+            install(each)
+        except subprocess.CalledProcessError as error:
+            sys.exit(f"\n{each} was not installed: exit code {error.returncode} of {' '.join(map(str, error.cmd))}")

@@ -1,0 +1,138 @@
+"""Runs everything that must hold, or some parts of it: `python .ci/phases.py lint verl`.
+
+The tests of `main` run beside the other environments, and `serial`, which measures time, runs alone at the end. With
+--soak the tests run that take minutes; with --busy everything runs on one core that two endless loops share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+
+from environments import ENVIRONMENTS, REPO, uv
+
+RESULTS = REPO / ".venvs" / "results"
+SOURCES = "core plugins integrations algorithms examples".split()
+# Two lanes side by side; the last one follows alone. A failed part stops neither.
+LANES = [["main"], ["lint", "verl", "oldest", "vllm", "newest"]]
+ALONE = ["serial"]
+SOAK = ["main", "verl", "vllm"]
+
+
+class Run:
+    """One run of several parts: what failed, and how long each phase took."""
+
+    def __init__(self, *, soak: bool) -> None:
+        self.soak = soak
+        self.failed: list[str] = []
+        self.seconds: dict[str, float] = {}
+        self._output = threading.Lock()
+
+    def lane(self, parts: list[str]) -> None:
+        for part in parts:
+            environment = part if part in ENVIRONMENTS else "main"
+            install = [[sys.executable, str(REPO / ".ci" / "environments.py"), environment]]
+            if self._phase(f"install {environment}", install):
+                self._phase(part, self._commands(part))
+
+    def _commands(self, part: str) -> list[list[str]]:
+        environment = REPO / ".venvs" / (part if part in ENVIRONMENTS else "main") / "bin"
+        if part == "lint":
+            ruff, mypy = str(environment / "ruff"), str(environment / "mypy")
+            return [
+                [ruff, "check", "--quiet", "."],
+                [ruff, "format", "--check", "--quiet", "."],
+                [mypy, "--no-error-summary", *SOURCES],
+            ]
+        select = "soak" if self.soak else "serial and not soak" if part == "serial" else "not serial and not soak"
+        pytest = [str(environment / "python"), "-m", "pytest", "-m", select, "-o", f"cache_dir=.pytest_cache/{part}"]
+        pytest += ["--environment", environment.parent.name, f"--junitxml={RESULTS / part}.xml"]
+        if part == "main" and not self.soak:
+            pytest += ["-n", "2", "--dist", "loadfile"]
+        return [[*pytest, *shlex.split(os.environ.get("PYTEST_ARGS", ""))]]
+
+    def _phase(self, name: str, commands: list[list[str]]) -> bool:
+        """Runs commands, prints their output once they have ended, and returns whether all succeeded."""
+        started = time.monotonic()
+        done = [self._run(name, command) for command in commands]
+        self.seconds[name] = time.monotonic() - started
+        good = not any(code for code, _ in done)
+        with self._output:
+            print(f"== {name}: {'passed' if good else 'FAILED'} in {self.seconds[name]:.0f} s", flush=True)
+            sys.stdout.buffer.write(b"".join(output for _, output in done))
+            sys.stdout.flush()
+        self.failed += [] if good else [name]
+        return good
+
+    def _run(self, name: str, command: list[str]) -> tuple[int, bytes]:
+        """Runs a command, prints how far its tests are, and returns its exit code and its output."""
+        output, tenth = b"", 0
+        with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                output += line
+                found = re.search(rb"\[ *(\d+)%\]$", line)
+                if found and int(found[1]) // 10 > tenth:
+                    tenth = int(found[1]) // 10
+                    with self._output:
+                        print(f"{name}: {tenth}0 % of the tests", flush=True)
+        return process.returncode, output
+
+    def summary(self) -> str:
+        """Returns a few lines: the slowest tests, the time of each phase, what failed."""
+        tests = [
+            (float(case.get("time", 0)), f"{path.stem}: {case.get('classname')}::{case.get('name')}")
+            for path in RESULTS.glob("*.xml")
+            for case in ElementTree.parse(path).iter("testcase")  # noqa: S314 our own pytest wrote it
+        ]
+        slow = [f"{seconds:6.0f} s  {name[:150]}" for seconds, name in sorted(tests, reverse=True)[:10]]
+        phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items())
+        return "\n".join(["The slowest tests:", *slow, phases, f"FAILED: {', '.join(self.failed)}" * bool(self.failed)])
+
+
+def busy_on_one_core() -> list[subprocess.Popen[bytes]]:
+    """Pins this process and its children to one core, where two endless loops run too, and returns the loops."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    return [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parts = [part for lane in [*LANES, ALONE] for part in lane]
+    parser.add_argument("parts", nargs="*", choices=[[], *parts], help="default: all")
+    parser.add_argument("--soak", action="store_true", help="run the tests that take minutes")
+    parser.add_argument("--busy", action="store_true", help="run on one core, beside two busy loops")
+    options = parser.parse_args()
+    wanted = options.parts or (SOAK if options.soak else parts)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for old in RESULTS.glob("*.xml"):
+        old.unlink()
+    started = time.monotonic()
+    loops = busy_on_one_core() if options.busy else []
+    run = Run(soak=options.soak)
+    try:
+        uv()  # installed once, before the lanes need it
+        lanes = [parts] if options.soak else LANES
+        threads = [threading.Thread(target=run.lane, args=([p for p in lane if p in wanted],)) for lane in lanes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        run.lane([part for part in ALONE if part in wanted])
+    finally:
+        for loop in loops:
+            loop.kill()
+    print(run.summary())
+    print(f"{'FAILED' if run.failed else 'passed'} in {(time.monotonic() - started) / 60:.1f} minutes")
+    return bool(run.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Prints the test files that are nearest to changed files: python -m tests.selection [FILE ...]
+
+A changed test is itself the nearest. For a source file, the nearest tests import its module and are in the folder that
+mirrors the file's; without any, all tests that import it; without any, those of the modules that import it.
+Without arguments, the files that git reports as changed or new are taken.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import environments_of
+from tests.source import REPO, all_test_files, source_files
+
+ALWAYS = "tests/test_rules.py"
+
+
+def changed_files() -> list[str]:
+    listed = subprocess.run(
+        ["git", "status", "--porcelain", "--untracked-files=all"], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    return [line[3:].rpartition(" -> ")[2] for line in listed.stdout.splitlines() if line[:2].strip() != "D"]
+
+
+def tests_of(shown: str) -> set[str]:
+    """Returns the nearest test files of a file, as paths from the root of the repository."""
+    path = Path(shown)
+    if path.parts[0] == "tests" and path.suffix == ".py":
+        return {shown} if path.name.startswith("test_") else _importing(shown.removesuffix(".py").replace("/", "."))
+    if path.suffix == ".md":
+        return {"tests/test_docs.py"}
+    if shown == "pyproject.toml" or path.parts[0] == "constraints":
+        return {"tests/test_packaging.py"}
+    modules = {file.shown: file.module for file in source_files()}
+    if shown not in modules:
+        return set()
+    direct = _importing(modules[shown])
+    parts = path.parts[:1] + path.parts[2:-1] if path.parts[0] != "core" else ("core",)
+    for length in range(len(parts), 0, -1):
+        if near := {test for test in direct if Path(test).is_relative_to(Path("tests", *parts[:length]))}:
+            return near
+    users = [file.module for file in source_files() if any(i.reaches(modules[shown]) for i in file.imports)]
+    return direct or {test for user in users for test in _importing(user)}
+
+
+def _importing(module: str) -> set[str]:
+    return {
+        file.shown
+        for file in all_test_files()
+        if file.path.name.startswith("test_") and "main" in environments_of(file.path)
+        if any(item.reaches(module) for item in file.imports)
+    }
+
+
+def nearest(files: list[str]) -> list[str]:
+    """Returns the nearest test files of several files, and the tests of the rules."""
+    return sorted({ALWAYS}.union(*map(tests_of, files)))
+
+
+if __name__ == "__main__":
+    given = [str(Path(name).resolve().relative_to(REPO)) for name in sys.argv[1:]]
+    print(*nearest(given or changed_files()), sep="\n")
