@@ -15,7 +15,7 @@ INSTALL := @$(PYTHON) .ci/environments.py
 TEST := @$(PYTHON) .ci/phases.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format soak bench clean
+.PHONY: help demo install test check lint format soak bench clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -23,6 +23,9 @@ help:  ## show this
 demo:  ## train a small real agent on this machine, in a few minutes
 	$(INSTALL) demo
 	@.venv/bin/agl demo
+
+install:  ## all environments of `make test`
+	$(INSTALL) lint main newest oldest verl vllm
 
 test:  ## everything that must hold: lint, types, tests
 	$(TEST)

@@ -130,6 +130,11 @@ def uv() -> str | None:
     return str(program)
 
 
+def has_gpu() -> bool:
+    """Returns whether Linux has loaded NVIDIA's driver."""
+    return Path("/proc/driver/nvidia").exists()
+
+
 class Installer:
     """Installs packages into one folder, with uv if it is available."""
 
@@ -154,7 +159,7 @@ class Installer:
     def install_torch(self, constraints: list[str]) -> None:
         """Installs torch: its CPU build on a machine without a GPU, also where the index has the CUDA build first."""
         wanted = TORCH.split()
-        if uv() and len(wanted) == 1 and platform.system() == "Linux" and not Path("/proc/driver/nvidia").exists():
+        if uv() and len(wanted) == 1 and platform.system() == "Linux" and not has_gpu():
             command = [uv(), "pip", "install", "--dry-run", "--no-deps", "--python", self.python, *wanted]
             shown = subprocess.run(command, env=self.variables, capture_output=True, text=True, check=False)
             if "+cpu" not in shown.stderr + shown.stdout:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 
 from environments import ENVIRONMENTS, REPO, uv
 
@@ -38,9 +39,11 @@ class Run:
     def lane(self, parts: list[str]) -> None:
         for part in parts:
             environment = part if part in ENVIRONMENTS else "main"
-            install = [[sys.executable, str(REPO / ".ci" / "environments.py"), environment]]
-            if self._phase(f"install {environment}", install):
+            if self._phase(f"install {environment}", self._install(environment)):
                 self._phase(part, self._commands(part))
+
+    def _install(self, environment: str) -> list[list[str]]:
+        return [[sys.executable, str(REPO / ".ci" / "environments.py"), environment]]
 
     def _commands(self, part: str) -> list[list[str]]:
         environment = REPO / ".venvs" / (part if part in ENVIRONMENTS else "main") / "bin"
@@ -94,7 +97,8 @@ class Run:
         ]
         slow = [f"{seconds:6.0f} s  {name[:150]}" for seconds, name in sorted(tests, reverse=True)[:10]]
         phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items())
-        return "\n".join(["The slowest tests:", *slow, phases, f"FAILED: {', '.join(self.failed)}" * bool(self.failed)])
+        heading = ["The slowest tests:"] if slow else []
+        return "\n".join([*heading, *slow, phases, *([f"FAILED: {', '.join(self.failed)}"] if self.failed else [])])
 
 
 def busy_on_one_core() -> list[subprocess.Popen[bytes]]:
@@ -120,11 +124,8 @@ def main() -> int:
     try:
         uv()  # installed once, before the lanes need it
         lanes = [parts] if options.soak else LANES
-        threads = [threading.Thread(target=run.lane, args=([p for p in lane if p in wanted],)) for lane in lanes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(run.lane, [[part for part in lane if part in wanted] for lane in lanes]))
         run.lane([part for part in ALONE if part in wanted])
     finally:
         for loop in loops:

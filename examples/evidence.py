@@ -92,7 +92,9 @@ def measured_cpu() -> Iterator[dict[str, float]]:
     stopped = threading.Event()
 
     def watch() -> None:
-        while not stopped.wait(0.5):
+        is_last = False
+        while not is_last:
+            is_last = stopped.wait(0.5)
             for child in own.children(recursive=True):
                 try:
                     line = " ".join(child.cmdline())

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.port import reserve_port
+from tests.waiting import LIMIT_S
 
 USER = "postgres"
 PASSWORD = "of-the-tests"
@@ -39,7 +40,8 @@ def find_binaries() -> Path:
 class PostgresServer:
     """A server with its data in a temporary folder, reached over a socket in it or, with the password, over TCP."""
 
-    def __init__(self, parent: Path) -> None:
+    def __init__(self, parent: Path, max_connections: int) -> None:
+        self._max_connections = max_connections
         # A short path, because the path of a socket may have at most about 100 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="agl-pg-", dir=parent))
         self._binaries = find_binaries()
@@ -82,7 +84,7 @@ class PostgresServer:
             "listen_addresses": "127.0.0.1",
             "port": str(self.port),
             "unix_socket_directories": str(self.folder),
-            "max_connections": "200",
+            "max_connections": str(self._max_connections),
             "fsync": "on",
             "synchronous_commit": "on",
             "shared_buffers": "256MB",
@@ -98,14 +100,14 @@ class PostgresServer:
                 return subprocess.Popen(command, stdout=output, stderr=output, user=self._user, cwd="/")
 
         self._process = launch()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_S
         ready = [self._binaries / "psql", "-h", self.folder, "-p", str(self.port), "-U", USER, "-qAtc", "SELECT 1"]
         while subprocess.run([*map(str, ready), "postgres"], check=False, capture_output=True).returncode:
             if self._process.poll() is not None and log.read_text().endswith(f'directory "{self.data}".\n'):
                 self._process = launch()  # processes of a server that was just killed are still running
             elif self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(log.read_text())
-            time.sleep(0.05)
+            time.sleep(0.02)
 
     def run_sql(self, sql: str, database: str = "postgres") -> str:
         return self._run("psql", "-h", str(self.folder), "-p", str(self.port), "-U", USER, "-qAtc", sql, database)
@@ -195,8 +197,12 @@ class PostgresServer:
 
 
 @contextlib.contextmanager
-def running_server(parent: Path = Path("/tmp")) -> Iterator[PostgresServer]:  # short, and on the disk
-    server = PostgresServer(parent)
+def running_server(
+    parent: Path = Path("/tmp"),  # short, and on the disk
+    *,
+    max_connections: int = 200,
+) -> Iterator[PostgresServer]:
+    server = PostgresServer(parent, max_connections)
     try:
         yield server
     finally:

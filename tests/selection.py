@@ -1,12 +1,13 @@
 """Prints the test files that are nearest to changed files: python -m tests.selection [FILE ...]
 
-A changed test is itself the nearest. For a source file, the nearest tests import its module and are in the folder that
-mirrors the file's; without any, all tests that import it; without any, those of the modules that import it.
-Without arguments, the files that git reports as changed or new are taken.
+A changed test is itself the nearest. For a source file, the nearest tests import its module, or else a module that
+imports it; of these, the tests in the folder that mirrors the file's come first. If no test imports either, the whole
+folder is taken. Without arguments, the files count that git reports as changed or new.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,22 +37,31 @@ def tests_of(shown: str) -> set[str]:
     modules = {file.shown: file.module for file in source_files()}
     if shown not in modules:
         return set()
-    direct = _importing(modules[shown])
-    parts = path.parts[:1] + path.parts[2:-1] if path.parts[0] != "core" else ("core",)
-    for length in range(len(parts), 0, -1):
-        if near := {test for test in direct if Path(test).is_relative_to(Path("tests", *parts[:length]))}:
-            return near
-    users = [file.module for file in source_files() if any(i.reaches(modules[shown]) for i in file.imports)]
-    return direct or {test for user in users for test in _importing(user)}
+    parts = ("core",) if path.parts[0] == "core" else path.parts[:1] + path.parts[2:-1]
+    folders = [Path("tests", *parts[:length]) for length in range(len(parts), 0, -1)]
+    users = [file.module for file in source_files() if _imports(file.text, modules[shown])]
+    for found in (_importing(modules[shown]), {test for user in users for test in _importing(user)}):
+        for folder in folders:
+            if near := {test for test in found if Path(test).is_relative_to(folder)}:
+                return near
+        if found:
+            return found
+    (mirror,) = [folder for folder in folders if (REPO / folder).is_dir()][:1]
+    return {path.relative_to(REPO).as_posix() for path in (REPO / mirror).rglob("test_*.py")}
 
 
 def _importing(module: str) -> set[str]:
     return {
         file.shown
         for file in all_test_files()
-        if file.path.name.startswith("test_") and "main" in environments_of(file.path)
-        if any(item.reaches(module) for item in file.imports)
+        if file.path.name.startswith("test_") and _imports(file.text, module)
+        if "main" in environments_of(file.path)
     }
+
+
+def _imports(text: str, module: str) -> bool:
+    package, _, name = map(re.escape, module.rpartition("."))
+    return bool(re.search(rf"\b(from|import) {package}(\.{name}\b| import (\([^)]*|[^(\n]*)\b{name}\b)", text))
 
 
 def nearest(files: list[str]) -> list[str]:

@@ -83,9 +83,10 @@ def _imports(node: ast.AST, *, at_import: bool, type_only: bool) -> Iterator[Imp
         for child in node.orelse:
             yield from _imports(child, at_import=at_import, type_only=type_only)
     else:
-        inside = at_import and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for part in ast.iter_child_nodes(node):
-            yield from _imports(part, at_import=inside, type_only=type_only)
+        inside = at_import and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for block in ("body", "orelse", "handlers", "finalbody", "cases"):  # expressions contain no import
+            for part in getattr(node, block, ()):
+                yield from _imports(part, at_import=inside, type_only=type_only)
 
 
 def python_files(folder: Path) -> list[SourceFile]:

@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 
 import agentlightning as agl
+import environments
 from agentlightning.store import LightningStoreServer
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from tests.process import wait_for
 from tests.source import REPO, pyproject, run_python
+from tests.waiting import LIMIT_S
 
 EXTRAS = list(pyproject()["project"]["optional-dependencies"])
 NO_FEATURES = {"all", "demo"}
@@ -109,22 +111,11 @@ def make_environment(folder: Path, wheel: Path, extra: str = "", constraints: st
     """Installs the wheel in a new environment, with uv if it is available, and returns the environment's Python."""
     what = f"lightning{f'[{extra}]' * bool(extra)} @ {wheel.as_uri()}"
     pins = ["--constraint", str(REPO / "constraints" / f"{constraints}.txt")] if constraints else []
-    made = folder / "bin" / "python"
-    if (uv := find_uv()) is not None:
-        links = ["--find-links", os.environ["PIP_FIND_LINKS"]] if "PIP_FIND_LINKS" in os.environ else []
-        run(*uv, "venv", "--quiet", "--python", python or sys.executable, folder)
-        run(*uv, "pip", "install", "--quiet", "--python", made, *links, *pins, what)
-    else:
-        run(python or sys.executable, "-m", "venv", folder)
-        run(made, "-m", "pip", "install", "--quiet", *pins, what)
-    return made
-
-
-def find_uv() -> list[str] | None:
-    if (found := shutil.which("uv")) is not None:
-        return [found]
-    installed = any(d.name == "uv" for d in importlib.metadata.distributions())
-    return [sys.executable, "-m", "uv"] if installed else None
+    uv = environments.uv()
+    create = [uv, "venv", "--quiet", "--python"] if uv else []
+    run(*create, python or sys.executable, *([] if uv else ["-m", "venv"]), folder)
+    environments.Installer(folder).install(*pins, what)
+    return folder / "bin" / "python"
 
 
 def smoke_test(python: Path, extra: str, folder: Path) -> None:
@@ -169,11 +160,11 @@ async def test_a_runner_with_old_versions_of_libraries_works_for_this_trainer(tm
             await proxy.start()
             await store.add_resources({"llm": proxy.as_resource(model="m")})
             rollouts = [await store.enqueue_rollout(task) for task in ("2 + 3?", "1 + 4?")]
-            ended = await store.wait_for_rollouts([rollout.rollout_id for rollout in rollouts], timeout=60)
+            ended = await store.wait_for_rollouts([rollout.rollout_id for rollout in rollouts], timeout=LIMIT_S)
             await proxy.stop()
         finally:
             runner.terminate()
-            await asyncio.to_thread(runner.wait, 60)
+            await asyncio.to_thread(runner.wait, LIMIT_S)
     assert [rollout.status for rollout in ended] == ["succeeded"] * 2, log.read_text()
     for rollout in ended:
         spans = (await store.query_spans(rollout.rollout_id)).items

@@ -15,12 +15,11 @@ PLUGINS = sorted(pyproject()["project"]["entry-points"][GROUP])
 
 @functools.cache
 def failures_by_plugin() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = json.loads(run_python("-m", "tests.removal", timeout_s=1000).splitlines()[-1])
+    found: dict[str, list[str]] = json.loads(run_python("-m", "tests.removal", timeout_s=850).splitlines()[-1])
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1020)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_all_other_plugins_work_without_the_plugin(plugin: str) -> None:
     failures = failures_by_plugin()[plugin]

@@ -294,7 +294,7 @@ def test_importing_the_trainer_takes_at_most_a_quarter_of_a_second_more_than_bar
     while len(rounds) < 8:  # a busy machine inflates CPU time too, so one good round of eight counts
         costs = {"pass": 0.0, code: 0.0, "import asyncio, pydantic; pydantic.BaseModel": 0.0}
         for each in costs:
-            costs[each] = statistics.median(_cpu_seconds(each) for _ in range(5))
+            costs[each] = statistics.median(_cpu_seconds(each) for _ in range(3))
         bare, ours, pydantic = costs.values()
         rounds.append(ours - bare)
         if rounds[-1] <= max(
@@ -346,6 +346,7 @@ def _marked(files: Iterable[SourceFile], mark: str) -> dict[str, ast.FunctionDef
     return {
         node.name: node
         for file in files
+        if f"@{mark}" in file.text
         for node in ast.walk(file.tree)
         if isinstance(node, ast.FunctionDef)
         and mark in {ast.unparse(decorator).split("(")[0] for decorator in node.decorator_list}
@@ -394,9 +395,24 @@ def test_every_component_exists_and_names_a_declared_extra() -> None:
     assert offers
     assert {c.name for c in offers if c.extra is not None and c.extra not in extras} == set()
     assert {c.name for c in offers if not c.summary} == set()
+    files = {file.module: file for file in source_files()}
     for component in offers:
-        if not manager.missing_requirements(component.kind, component.name):
-            manager.get(component.kind, component.name)
+        module, _, name = component.target.partition(":")
+        assert name in _names_of(files[module]), component  # not imported: that takes seconds, and needs its extra
+
+
+def _names_of(file: SourceFile) -> set[str]:
+    """Returns the names that a module defines or imports at its top level."""
+    names: set[str] = set()
+    for node in file.tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
 
 
 def test_every_component_has_a_unique_summary() -> None:
@@ -511,6 +527,7 @@ def test_no_test_is_skipped_or_marked_as_an_expected_failure() -> None:
         f"{file.shown}:{node.lineno}: {ast.unparse(node)}"
         for file in all_test_files()
         if file.path.name != "conftest.py"  # skips tests marked gpu on a machine without a GPU
+        if any(excuse in file.text for excuse in excuses)  # else it need not be parsed, which takes most of the time
         for node in ast.walk(file.tree)
         if isinstance(node, ast.Attribute) and node.attr in excuses
     ]
@@ -519,11 +536,10 @@ def test_no_test_is_skipped_or_marked_as_an_expected_failure() -> None:
 
 def test_the_name_of_every_test_is_a_sentence() -> None:
     terse = [
-        f"{file.shown}: {node.name}"
+        f"{file.shown}: {name}"
         for file in all_test_files()
-        for node in file.tree.body
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        if node.name.startswith("test_") and node.name.count("_") < 3
+        for name in re.findall(r"^(?:async )?def (test_\w*)", file.text, re.MULTILINE)
+        if name.count("_") < 3
     ]
     assert terse == []
 
@@ -566,9 +582,9 @@ def test_another_process_collects_the_same_tests(request: pytest.FixtureRequest)
     assert here - there == set(), done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def test_no_test_compares_times_of_a_clock_outside_the_serial_ones() -> None:
-    """A busy machine is slow: wait with tests/waiting.py, and assert on events and their order."""
-    compared = re.compile(r"assert .*\btime\.(time|monotonic|perf_counter)\(\)|\bperf_counter\(")
+def test_no_test_outside_the_serial_ones_limits_a_time() -> None:
+    """A busy machine is slow: wait with tests/waiting.py, assert on events, orders or shortest times."""
+    compared = re.compile(r"assert .*\bmonotonic\(\).* <|\bperf_counter\(")
     files = [
         file
         for file in all_test_files()

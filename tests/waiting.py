@@ -20,7 +20,9 @@ async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: 
             await asyncio.sleep(0.005)
 
 
-def blocking_until(condition: Callable[[], object], timeout_s: float = LIMIT_S, *, why: Callable[[], str] = str) -> None:
+def blocking_until(
+    condition: Callable[[], object], timeout_s: float = LIMIT_S, *, why: Callable[[], str] = str
+) -> None:
     """Blocks this thread until a condition returns a true value; a failure shows the text of ``why``."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -13,6 +13,7 @@ Without an endpoint, in seconds, with a scripted agent model, critic and editor 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -117,26 +118,31 @@ def find_rooms(day: str, hour: int) -> str:
     )
 
 
+@functools.cache
+def client() -> AsyncOpenAI:
+    """Returns the client of this process: making one takes longer than a call of a small model."""
+    return AsyncOpenAI()
+
+
 @agl.rollout
 async def select_room(task: Task, prompt: agl.PromptTemplate) -> float:
     """The agent: calls the tool and answers with a Choice. The reward is 1 for the right room."""
     messages: list[Any] = [{"role": "user", "content": prompt.format(request=task["request"])}]
-    async with AsyncOpenAI() as client:
-        for _ in range(MAX_CALLS):
-            reply = await client.chat.completions.parse(
-                model=os.environ.get("AGL_EXAMPLE_MODEL", "gpt-4.1-mini"),
-                messages=messages,
-                tools=[openai.pydantic_function_tool(FindRooms, name="find_rooms")],
-                response_format=Choice,
-            )
-            message = reply.choices[0].message
-            if message.parsed is not None:
-                return float(message.parsed.room == task["room"])
-            messages.append(message.model_dump(include=MESSAGE))
-            for call in message.tool_calls or ():
-                wanted = FindRooms.model_validate_json(call.function.arguments)
-                result = find_rooms(wanted.day, wanted.hour)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    for _ in range(MAX_CALLS):
+        reply = await client().chat.completions.parse(
+            model=os.environ.get("AGL_EXAMPLE_MODEL", "gpt-4.1-mini"),
+            messages=messages,
+            tools=[openai.pydantic_function_tool(FindRooms, name="find_rooms")],
+            response_format=Choice,
+        )
+        message = reply.choices[0].message
+        if message.parsed is not None:
+            return float(message.parsed.room == task["room"])
+        messages.append(message.model_dump(include=MESSAGE))
+        for call in message.tool_calls or ():
+            wanted = FindRooms.model_validate_json(call.function.arguments)
+            result = find_rooms(wanted.day, wanted.hour)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return 0.0
 
 

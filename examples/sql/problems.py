@@ -114,6 +114,7 @@ def make_database(schema: Schema, folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             part = Path(scratch) / file.name
             with closing(sqlite3.connect(part)) as connection:
+                connection.execute("PRAGMA synchronous = OFF")  # the files can be made again
                 connection.execute(f"CREATE TABLE {schema.table} ({', '.join(columns)})")
                 connection.executemany(
                     f"INSERT INTO {schema.table} VALUES (?, ?, ?, ?, ?)", list(zip(*values, strict=True))

@@ -104,6 +104,11 @@ class Connections:
         self._unknown.pop(transport, None)
         transport.abort()
 
+    def are_open(self) -> bool:
+        """Returns whether a client is connected that has sent something."""
+        self._forget_closed()
+        return bool(self._admitted or self._unknown)
+
     def _forget_closed(self) -> None:
         self._admitted = {transport for transport in self._admitted if not transport.is_closing()}
         self._tidy_at = max(_RESERVED_FILES, 2 * len(self._admitted))

@@ -26,7 +26,7 @@ def search(directory: Path, endpoint: str) -> tuple[str, list[list[Any]]]:
     directory.parent.mkdir(exist_ok=True)
     trainer = agl.Trainer(
         algorithm=apo,
-        store=agl.SqliteLightningStore(directory.parent / "store.db", lease_s=2.0),  # so that a kill is noticed soon
+        store=agl.SqliteLightningStore(directory.parent / "store.db"),
         strategy="shm",
         tracer="dummy",
         trackers=[],

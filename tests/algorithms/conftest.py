@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,3 +31,12 @@ def tiny_policy(tiny_model: Path) -> Policy:
 
     torch.set_num_threads(1)
     return load_policy(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def server_thread() -> Iterator[None]:
+    """Makes a thread of each policy server that the tests of a module start."""
+    from tests.algorithms.server_thread import threads_for_servers
+
+    with threads_for_servers():
+        yield

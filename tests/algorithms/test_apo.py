@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -34,6 +32,8 @@ from tests.algorithms.prompt_lab import (
     prompt_in,
     worth,
 )
+from tests.plugins.commands.agl_here import run_here
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.environment("main", "newest")
 
@@ -57,7 +57,7 @@ def train(
     val_dataset: Any = VAL,
     **settings: Any,
 ) -> agl.LightningStore:
-    store = agl.create_store("memory://")
+    store = settings.pop("store", None) or agl.create_store("memory://")
     trainer = agl.Trainer(
         algorithm=apo,
         store=store,
@@ -141,12 +141,22 @@ def test_rollouts_that_fail_or_time_out_count_as_zero() -> None:
         if task["question"] == "val 0":
             raise RuntimeError("after the reward")
         if task["question"] == "val 1":
-            await asyncio.sleep(60)
+            await asyncio.sleep(LIMIT_S)
         return 1.0
 
+    class HastyStore(agl.InMemoryLightningStore):
+        """Reaches the timeout of a batch when a rollout is left that does not end."""
+
+        async def wait_for_rollouts(self, rollout_ids: Any, *, timeout: float | None = None) -> Any:
+            if timeout is not None and len(rollout_ids) == 4:
+                assert timeout == 200.0
+                await super().wait_for_rollouts([each for n, each in enumerate(rollout_ids) if n != 1])
+                timeout = 0.0
+            return await super().wait_for_rollouts(rollout_ids, timeout=timeout)
+
     with Server([Answer("no prompt")]) as server:  # so that only the seed prompt runs on validation tasks
-        apo = make(server, beam_rounds=1, rollout_batch_timeout=3.0)
-        store = train(apo, fragile, val_dataset=VAL[:4])
+        apo = make(server, beam_rounds=1, rollout_batch_timeout=200.0)
+        store = train(apo, fragile, val_dataset=VAL[:4], store=HastyStore())
     assert apo.history[0].full_score == 0.5
     statuses = [rollout.status for rollout in asyncio.run(store.query_rollouts()).items if rollout.mode == "val"]
     assert statuses == ["failed", "cancelled", "succeeded", "succeeded"]
@@ -373,7 +383,7 @@ def test_all_candidates_of_a_round_run_concurrently() -> None:
             if len(running) == 9:
                 met.set()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(30.0):
+                async with asyncio.timeout(LIMIT_S):
                     while not met.is_set():  # noqa: ASYNC110 # the agent's loop is not the test's
                         await asyncio.sleep(0.01)
         return 0.5
@@ -395,7 +405,7 @@ def test_a_child_runs_while_other_children_are_still_being_made(server: Scripted
         elif not seen and task["question"].startswith("train"):
             seen.append(False)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(20.0):
+                async with asyncio.timeout(LIMIT_S):
                     while not tried.is_set():  # noqa: ASYNC110 # the agent's loop is not the test's
                         await asyncio.sleep(0.01)
             seen[0] = tried.is_set()
@@ -509,7 +519,7 @@ def test_apo_tunes_the_prompt_of_an_agent_of_a_framework() -> None:
 
 @pytest.mark.slow
 def test_a_configuration_file_and_environment_variables_are_enough_to_run_apo(
-    server: ScriptedOpenAI, tmp_path: Path
+    server: ScriptedOpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tasks.json").write_text(json.dumps(TRAIN))
     (tmp_path / "config.yaml").write_text(
@@ -533,15 +543,10 @@ def test_a_configuration_file_and_environment_variables_are_enough_to_run_apo(
             }
         )
     )
-    command = [sys.executable, "-m", "agentlightning", "train", "config.yaml"]
-    environment = {
-        **os.environ,
-        "OPENAI_API_KEY": "any",
-        "OPENAI_BASE_URL": server.endpoint,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
-    }
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    monkeypatch.setenv("OPENAI_BASE_URL", server.endpoint)
+    said = run_here(tmp_path, "train", "config.yaml")
+    assert said.code == 0, said.stderr
     run = tmp_path / "runs" / "prompts"
     added = {line[1:] for line in (run / "prompts.diff").read_text().splitlines()[3:] if line.startswith("+")}
     assert added == BEST

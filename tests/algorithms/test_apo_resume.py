@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -18,9 +19,11 @@ import pytest
 
 from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.apo_program import search
+from tests.algorithms.killed_process import end_leases
 from tests.algorithms.prompt_lab import BEST, Server, critic_and_editor, phrases
+from tests.source import REPO
+from tests.waiting import blocking_until
 
-REPO = Path(__file__).parents[2]
 Found: TypeAlias = tuple[str, list[list[Any]]]
 CALLS = 48
 """Number of model calls of an undisturbed search: 3 rounds of 8 critiques and 8 edits."""
@@ -51,15 +54,13 @@ class CallCounter:
 def kill_at(point: int, delay_s: float, directory: Path, endpoint: str, counter: CallCounter) -> set[int]:
     """Kills the program ``delay_s`` after call number ``point``; returns the calls recorded by then."""
     program = [sys.executable, "-m", "tests.algorithms.apo_program", str(directory), endpoint]
-    deadline = time.monotonic() + 300
     with subprocess.Popen(program, cwd=REPO, env={**os.environ, "PYTHONPATH": str(REPO)}) as process:
         try:
-            while len(counter.questions) < point and process.poll() is None:
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
+            blocking_until(lambda: len(counter.questions) >= point or process.poll() is not None)
             time.sleep(delay_s)
         finally:
             process.send_signal(signal.SIGKILL)
+    asyncio.run(end_leases(directory.parent / "store.db"))
     return counter.recorded(directory)
 
 

@@ -88,9 +88,7 @@ def test_at_most_max_queue_length_rollouts_are_in_flight() -> None:
 
 
 def test_the_baseline_waits_for_events_and_not_for_the_polling_interval() -> None:
-    began = time.monotonic()
-    run(agl.Baseline(polling_interval=60.0, max_queue_length=1), TASKS)
-    assert time.monotonic() - began < 30
+    run(agl.Baseline(polling_interval=1e6, max_queue_length=1), TASKS)  # would not end
 
 
 @pytest.mark.parametrize(

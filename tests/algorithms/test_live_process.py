@@ -16,7 +16,7 @@ from agentlightning_algorithms.live_resources import read_live_history
 from tests.algorithms.live_service import BEGIN, GOOD, running, serving
 from tests.benchmarks.bench_live import measure
 from tests.source import REPO
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ async def learner(url: str, prompt: str, *settings: str) -> AsyncIterator[asynci
         await process.wait()
 
 
-@pytest.mark.parametrize("served", [False, True], ids=["one file", "agl store"])
+@pytest.mark.parametrize("served", [pytest.param(False, marks=pytest.mark.soak), True], ids=["one file", "agl store"])
 async def test_a_killed_learner_continues_after_a_restart_and_the_service_never_stops(
     tmp_path: Path, served: bool
 ) -> None:
@@ -54,7 +54,7 @@ async def test_a_killed_learner_continues_after_a_restart_and_the_service_never_
             await until(lambda: service.served["default.candidate@1"] >= 5)
             first.send_signal(signal.SIGKILL)
             await first.wait()
-        await until(lambda: service.live.trial is None, 20)
+        await until(lambda: service.live.trial is None)
         before = service.served.copy()
         await until(lambda: service.served["tuned@1"] >= before["tuned@1"] + 10)
         assert service.served["default.candidate@1"] == before["default.candidate@1"]
@@ -62,7 +62,7 @@ async def test_a_killed_learner_continues_after_a_restart_and_the_service_never_
         in_trial = await read_live_history(store)
         assert in_trial[-1].phase == "trial"
         async with learner(url, "quality 0.1 never asked for", "margin=0.9") as second:
-            assert await asyncio.wait_for(second.wait(), 90) == 0
+            assert await asyncio.wait_for(second.wait(), LIMIT_S) == 0
         after = await read_live_history(store)
         assert after[: len(in_trial)] == in_trial
         assert [state.phase for state in after[len(in_trial) :]] == ["closing", "watching"]
@@ -89,12 +89,13 @@ async def test_while_the_store_is_down_the_last_known_version_is_served(tmp_path
         await owner.update_resources("tuned", {"prompt": GOOD})
         server = agl.LightningStoreServer(owner, port=server.port)
         await server.start()
-        await until(lambda: live.pick().resources_id == "tuned@2", 30)
+        await until(lambda: live.pick().resources_id == "tuned@2")
     await client.close()
     await server.stop()
     await owner.close()
 
 
+@pytest.mark.serial
 async def test_learning_slows_answers_by_at_most_a_tenth() -> None:
     """Blocks with and without learning alternate in one process; the quietest block of each counts."""
     found = await measure(40, 1, rounds=8, limit=0.10)

@@ -66,7 +66,7 @@ def decide(treated: Any, rewards: Any, share: float, margin: float) -> dict[str,
 
 
 def simulate(
-    share: float, control: Rewards, effect: float, *, margin: float = 0.1, trials: int = 1000, treated: int = 200
+    share: float, control: Rewards, effect: float, *, margin: float = 0.1, trials: int = 400, treated: int = 200
 ) -> dict[str, Any]:
     """Simulates trials with rewards of 0 or 1, each with about ``treated`` treated requests."""
     draw = np.random.default_rng(17)
@@ -96,11 +96,11 @@ TRAFFIC: dict[str, Rewards] = {
 @pytest.mark.parametrize("traffic", TRAFFIC.values(), ids=TRAFFIC.keys())
 def test_errors_stay_within_the_risk_for_every_pattern_of_traffic(traffic: Rewards, share: float) -> None:
     equal = simulate(share, traffic, 0.0)
-    assert rate(equal["worse"]) <= limit(1000)
-    assert rate(equal["better"]) <= limit(1000)
+    assert rate(equal["worse"]) <= limit(400)
+    assert rate(equal["better"]) <= limit(400)
     on_the_margin = simulate(share, traffic, -0.1)
-    assert rate(on_the_margin["not worse"]) <= limit(1000)
-    assert rate(on_the_margin["better"]) <= limit(1000)
+    assert rate(on_the_margin["not worse"]) <= limit(400)
+    assert rate(on_the_margin["better"]) <= limit(400)
 
 
 @pytest.mark.soak
@@ -116,11 +116,11 @@ def test_errors_stay_within_the_risk_in_long_trials(traffic: Rewards, share: flo
 def test_errors_stay_within_the_risk_for_rewards_with_heavy_tails(share: float) -> None:
     """Log-normal rewards, clipped to the range: a few in a thousand are 100 times the median."""
     draw = np.random.default_rng(17)
-    groups = draw.random((1000, int(200 / share))) < share
+    groups = draw.random((400, int(200 / share))) < share
     rewards = np.minimum(draw.lognormal(-4.0, 1.5, groups.shape), 1.0)
     found = decide(groups, rewards, share, margin=0.1)
-    assert rate(found["worse"]) <= limit(1000)
-    assert rate(found["better"]) <= limit(1000)
+    assert rate(found["worse"]) <= limit(400)
+    assert rate(found["better"]) <= limit(400)
 
 
 def test_equal_versions_are_distinguished_from_worse_versions_in_250_treated_rewards() -> None:
@@ -142,7 +142,7 @@ def test_clear_differences_are_decided_within_a_few_rewards() -> None:
 @pytest.mark.parametrize("users", [20, 100])
 def test_a_user_counts_once_with_any_number_of_rewards(users: int) -> None:
     """Users keep their version and rate differently. Counting each reward would call 31 % of equal versions worse."""
-    wrong, trials = 0, 300
+    wrong, trials = 0, 150
     for seed in range(trials):
         draw = np.random.default_rng(seed)
         treated, level = draw.random(users) < 0.3, draw.beta(0.8, 0.6, users)
@@ -158,7 +158,7 @@ def test_a_user_counts_once_with_any_number_of_rewards(users: int) -> None:
 def test_late_and_missing_rewards_do_not_decide_a_trial_of_equal_versions() -> None:
     """Rewards of the candidate arrive 30 requests later, and half of them not at all, while quality falls."""
     draw = np.random.default_rng(17)
-    wrong, trials, length = 0, 200, 2000
+    wrong, trials, length = 0, 100, 2000
     for _ in range(trials):
         treated = draw.random(length) < 0.1
         rewards = draw.random(length) < 0.9 - 0.5 * np.arange(length) / length
@@ -219,7 +219,7 @@ def test_the_sequential_test_decides_like_the_simulation(share: float) -> None:
 def test_the_interval_contains_the_difference_at_all_times() -> None:
     draw = np.random.default_rng(17)
     missed = 0
-    for _ in range(100):
+    for _ in range(50):
         test, outside = SequentialTest(risk=RISK, margin=0.0, reward_range=(0.0, 1.0), share=0.3), False
         for number in range(400):
             treated = bool(draw.random() < 0.3)
@@ -228,7 +228,7 @@ def test_the_interval_contains_the_difference_at_all_times() -> None:
                 low, high = test.interval
                 outside = outside or not low <= 0.1 <= high
         missed += outside
-    assert missed / 100 <= limit(100, 2 * RISK)
+    assert missed / 50 <= limit(50, 2 * RISK)
 
 
 def test_nothing_is_decided_without_rewards_of_the_control() -> None:
@@ -248,7 +248,7 @@ def test_rewards_outside_the_range_are_clipped() -> None:
     assert -20.0 <= low < 20.0 == pytest.approx(high)
 
 
-@pytest.mark.parametrize(("timeout_s", "rolled_back"), [(600.0, 0), (5.0, 4)])
+@pytest.mark.parametrize(("timeout_s", "rolled_back"), [(600.0, 0), (5.0, 1)])
 def test_a_candidate_that_fails_late_is_not_promoted(timeout_s: float, rolled_back: int) -> None:
     """The stable version fails immediately in 20 % of its rollouts, the candidate after the timeout in 30 %.
 
@@ -257,7 +257,7 @@ def test_a_candidate_that_fails_late_is_not_promoted(timeout_s: float, rolled_ba
     settings = LiveLearning(lambda experience: None, max_treated=10**6)
     state = LiveState(phase="trial", since=0.0, stable="tuned@1", share=0.1)
     verdicts = []
-    for seed in range(10):
+    for seed in range(4):
         draw, arrivals = random.Random(seed), []
         for number in range(5000):
             group = "treatment" if draw.random() < 0.1 else "control"

@@ -3,16 +3,17 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from agentlightning.cli import cli, main
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.plugin.registry import PluginManager
@@ -178,13 +179,12 @@ def test_two_plugins_with_one_name_are_both_listed(tmp_path: Path, monkeypatch: 
 
 
 def test_a_missing_extra_is_found_without_importing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
+    def distribution(name: str) -> None:
         if name == "torch":
             raise importlib.metadata.PackageNotFoundError(name)
-        return "1"
 
     manager = PluginManager()
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
     assert manager.missing_requirements("algorithm", "grpo") == ["torch"]
     with pytest.raises(PluginError, match=r"'grpo' needs torch\. Install with: pip install 'lightning\[grpo\]'"):
         manager.get("algorithm", "grpo")
@@ -194,7 +194,7 @@ def test_the_requirements_of_a_component_are_looked_up_once(monkeypatch: pytest.
     manager = PluginManager()
     found = manager.get("algorithm", "apo")
     looked_up: list[str] = []
-    monkeypatch.setattr(importlib.metadata, "version", looked_up.append)
+    monkeypatch.setattr(importlib.metadata, "distribution", looked_up.append)
     assert manager.missing_requirements("algorithm", "apo") == []
     assert looked_up  # the extra is not empty
     looked_up.clear()
@@ -202,27 +202,39 @@ def test_the_requirements_of_a_component_are_looked_up_once(monkeypatch: pytest.
     assert looked_up == []
 
 
-def test_agl_plugins_lists_components_and_their_state() -> None:
-    agl = [sys.executable, "-m", "agentlightning"]
-    table = subprocess.run([*agl, "plugins"], capture_output=True, text=True, check=True).stdout
-    (line,) = (line for line in table.splitlines() if line.split()[1] == "baseline")
+def run_agl(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Runs ``agl`` in this process and returns its exit code."""
+    monkeypatch.setattr(cli, "commands", dict(cli.commands))
+    monkeypatch.setattr(sys, "argv", ["agl", *arguments])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_agl_plugins_lists_components_and_their_state(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_agl(monkeypatch, "plugins") == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[1] == "baseline")
     assert line.split()[2:4] == ["ready", "lightning"]
     assert line.rstrip().endswith("runs the agent over the data"), "a line is not folded without a terminal"
-    rows = json.loads(subprocess.run([*agl, "plugins", "--json"], capture_output=True, text=True, check=True).stdout)
+    assert run_agl(monkeypatch, "plugins", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
     offers = {(offer["kind"], offer["name"]) for row in rows for offer in row["offers"]}
     assert {("store", "memory"), ("algorithm", "grpo"), ("tracer", "otel"), ("strategy", "cs")} <= offers
 
 
-def test_commands_of_plugins_appear_in_agl_and_an_unknown_command_is_refused() -> None:
-    agl = [sys.executable, "-m", "agentlightning"]
-    usage = subprocess.run([*agl, "--help"], capture_output=True, text=True, check=True).stdout
+def test_commands_of_plugins_appear_in_agl_and_an_unknown_command_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = run_python("-m", "agentlightning", "--help")
     assert {"plugins", "store", "demo"} <= set(usage.split())
-    wrong = subprocess.run([*agl, "dmeo"], capture_output=True, text=True, check=False)
-    assert wrong.returncode == 2
-    assert "No such command 'dmeo'" in wrong.stderr
-    assert subprocess.run([*agl, "--version"], capture_output=True, text=True, check=True).stdout.startswith(
-        "agl, version"
-    )
+    assert run_agl(monkeypatch, "dmeo") == 2
+    assert "No such command 'dmeo'" in capsys.readouterr().err
+    assert run_agl(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.startswith("agl, version")
 
 
 def test_dir_lists_names_that_are_imported_on_first_use() -> None:
@@ -261,11 +273,8 @@ def test_a_component_can_be_created_by_a_partial_or_a_callable_object(
 
 @pytest.mark.parametrize(("body", "exit_code"), [("click.get_current_context().exit(5)", 5), ("42", 0), ("True", 0)])
 def test_agl_exits_with_the_exit_code_of_a_plugins_command_and_ignores_its_return_value(
-    body: str, exit_code: int, tmp_path: Path
+    body: str, exit_code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = (
-        "import click, sys; from agentlightning.cli import cli, main\n"
-        f"cli.add_command(click.Command('mine', callback=lambda: {body}))\n"
-        "sys.argv = ['agl', 'mine']; main()"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == exit_code
+    monkeypatch.setattr(cli, "commands", dict(cli.commands))
+    cli.add_command(click.Command("mine", callback=lambda: eval(body)))
+    assert run_agl(monkeypatch, "mine") == exit_code

@@ -250,14 +250,14 @@ LAPTOP = textwrap.dedent(
 
     absent = set("openai torch verl omegaconf hydra numpy transformers ray gepa tensordict safetensors".split())
     sys.modules.update(dict.fromkeys(absent))  # importing them fails
-    version = importlib.metadata.version
+    distribution = importlib.metadata.distribution
 
-    def find_version(name):
+    def find(name):
         if name in absent:
             raise importlib.metadata.PackageNotFoundError(name)
-        return version(name)
+        return distribution(name)
 
-    importlib.metadata.version = find_version
+    importlib.metadata.distribution = find
     """
 )
 

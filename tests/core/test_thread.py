@@ -14,9 +14,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.run.thread import ThreadGroup, ThreadStopped, install_group_executor, thread_group
-from tests.waiting import until
-
-PATIENCE_S = 30.0
+from tests.waiting import LIMIT_S, until
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ async def test_a_call_in_a_thread_stops_with_the_attempt(store: agl.InMemoryLigh
     async def agent(task: str) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(begin(work, call))
-            await until(work.began.is_set, PATIENCE_S)
+            await until(work.began.is_set, LIMIT_S)
             if by == "error beside it":
                 raise LookupError("down")
 
@@ -67,10 +65,10 @@ async def test_a_call_in_a_thread_stops_with_the_attempt(store: agl.InMemoryLigh
     with runner.run_context(agent=agl.wrap(agent), store=store):
         running = asyncio.create_task(runner.iter())
         if by == "cancellation":
-            await until(work.began.is_set, PATIENCE_S)
+            await until(work.began.is_set, LIMIT_S)
             await store.cancel_rollout(rollout.rollout_id)
-        await asyncio.wait_for(running, PATIENCE_S)
-    await until(work.stopped.is_set, PATIENCE_S)
+        await asyncio.wait_for(running, LIMIT_S)
+    await until(work.stopped.is_set, LIMIT_S)
     ended = await store.get_rollout_by_id(rollout.rollout_id)
     assert ended is not None
     assert ended.status == ("cancelled" if by == "cancellation" else "failed")
@@ -82,8 +80,8 @@ async def test_hanging_calls_leave_threads_to_other_attempts_and_mark_the_runner
     release, all_hang = threading.Event(), threading.Barrier(41)
 
     def hang() -> None:
-        all_hang.wait(PATIENCE_S)
-        release.wait(2 * PATIENCE_S)
+        all_hang.wait(LIMIT_S)
+        release.wait(2 * LIMIT_S)
 
     async def agent(task: str) -> float:
         if task == "hang":
@@ -96,12 +94,12 @@ async def test_hanging_calls_leave_threads_to_other_attempts_and_mark_the_runner
     try:
         with runner.run_context(agent=agl.wrap(agent), store=store):
             running = asyncio.create_task(runner.iter())
-            await asyncio.to_thread(all_hang.wait, PATIENCE_S)
-            (ended,) = await store.wait_for_rollouts([other.rollout_id], timeout=PATIENCE_S)
+            await asyncio.to_thread(all_hang.wait, LIMIT_S)
+            (ended,) = await store.wait_for_rollouts([other.rollout_id], timeout=LIMIT_S)
             assert ended.status == "succeeded"
             for rollout in hanging:
                 await store.cancel_rollout(rollout.rollout_id)
-            await asyncio.wait_for(running, PATIENCE_S)
+            await asyncio.wait_for(running, LIMIT_S)
         assert runner.is_worn_out
     finally:
         release.set()
@@ -145,17 +143,17 @@ async def test_an_exception_that_a_future_cannot_hold_becomes_a_runtime_error(er
 
     install_group_executor()
     with thread_group(on_abandoned=lambda threads: None), pytest.raises(RuntimeError, match=f"{error.__name__}: 3"):
-        await asyncio.wait_for(asyncio.to_thread(fail), PATIENCE_S)
+        await asyncio.wait_for(asyncio.to_thread(fail), LIMIT_S)
 
 
 def test_a_stopped_thread_group_starts_no_more_calls() -> None:
     group, work = ThreadGroup(), [Work() for _ in range(40)]
     futures = [group.submit(one) for one in work]
-    assert all(one.began.wait(PATIENCE_S) for one in work[:32])
+    assert all(one.began.wait(LIMIT_S) for one in work[:32])
     threads = group.stop()
     assert len(threads) == 32
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(LIMIT_S)
     assert not any(thread.is_alive() for thread in threads)
     assert [one.stopped.is_set() for one in work] == [True] * 32 + [False] * 8
     assert all(future.cancelled() for future in [*futures[32:], group.submit(work[0])])
@@ -175,7 +173,7 @@ def test_stopping_a_thread_group_at_any_moment_leaves_no_thread_and_no_warning()
         time.sleep(number * 1e-6)
         threads += group.stop()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()
 
 

@@ -49,7 +49,7 @@ async def find_best_prompt(store: LightningStoreClient) -> None:
     for prompt in ["plain text {x}", "{x}", "a much longer text {x}"]:
         update = await store.add_resources({"prompt_template": prompt})
         rollout = await store.enqueue_rollout(input="ab", mode="train", resources_id=update.resources_id)
-        (ended,) = await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id], timeout=60)
+        (ended,) = await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id], timeout=300)
         spans = await store.query_spans(rollout.rollout_id)
         best[prompt] = (ended.status, find_final_reward(spans))
     print(best)

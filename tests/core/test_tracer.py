@@ -5,7 +5,6 @@ import contextlib
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from opentelemetry import context as otel_context
 from opentelemetry import trace as otel
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from agentlightning import semconv
 from agentlightning.emitter import emit_message
@@ -64,8 +62,6 @@ async def stored(store: InMemoryLightningStore, rollout: AttemptedRollout) -> di
 
 
 class TestOtelTracer(TracerConformance):
-    stall_s = 5.0
-
     @pytest.fixture
     def tracer(self) -> Tracer:
         return OtelTracer()
@@ -78,29 +74,6 @@ class TestDummyTracer(TracerConformance):
 
 
 # Tests in addition to the conformance tests of all tracers.
-
-
-async def test_tracing_costs_the_agent_at_most_100_microseconds_a_span(store: InMemoryLightningStore) -> None:
-    """CPU time of the agent's thread in addition to OpenTelemetry's own; one good round of five counts."""
-    bare = TracerProvider(sampler=ALWAYS_ON).get_tracer("library")
-    ours = PIPELINE.provider.get_tracer("library")
-    attributes = {f"gen_ai.attribute.{i}": "v" * 60 for i in range(15)}
-
-    def microseconds(library: otel.Tracer, spans: int = 500) -> float:
-        began = time.thread_time()
-        for _ in range(spans):
-            with library.start_as_current_span("openai.chat") as span:
-                span.set_attributes(attributes)
-        return (time.thread_time() - began) / spans * 1e6
-
-    tracer = OtelTracer()
-    with ready(tracer, store):
-        rounds = []
-        for number in range(6):
-            rollout = await store.start_rollout(number)
-            async with tracer.trace_context(**ids_of(rollout)):
-                rounds.append(microseconds(ours) - microseconds(bare))
-    assert min(rounds[1:]) < 100, rounds
 
 
 def test_a_missing_langchain_handler_is_an_error_that_names_langchain() -> None:

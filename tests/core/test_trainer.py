@@ -22,6 +22,7 @@ from agentlightning.plugin.hookspecs import Component
 from agentlightning.plugin.registry import PluginManager
 from agentlightning.types import AttemptedRollout
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from tests.waiting import LIMIT_S, blocking_until
 
 TASKS = [{"number": number} for number in range(6)]
 
@@ -35,9 +36,7 @@ def meeting_agent(task: dict[str, str]) -> float:
     """Waits until agents of two processes have been here."""
     folder = Path(task["folder"])
     (folder / str(os.getpid())).touch()
-    deadline = time.monotonic() + 60
-    while len(list(folder.iterdir())) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    blocking_until(lambda: len(list(folder.iterdir())) == 2)
     return float(os.getpid())
 
 
@@ -92,7 +91,7 @@ def test_a_local_function_and_a_lambda_reach_runner_processes() -> None:
 
 
 def test_a_runner_process_that_dies_is_replaced_and_its_rollout_is_recorded(tmp_path: Path) -> None:
-    store = agl.InMemoryLightningStore(lease_s=1.0)
+    store = agl.create_store("memory://")
     tasks = [{"number": number, "marker": str(tmp_path / "crashed")} for number in range(3)]
     run = trainer(store=store, max_concurrency=1).fit(crashing_agent, tasks)
     assert run.status == "succeeded"
@@ -460,7 +459,7 @@ def test_ctrl_c_cancels_the_algorithm_and_ends_the_run_as_interrupted(tmp_path: 
         "async def forever(store, train_dataset):\n"
         "    print('running', flush=True)\n"
         "    try:\n"
-        "        await asyncio.sleep(60)\n"
+        "        await asyncio.sleep(3600)\n"
         "    except asyncio.CancelledError:\n"
         "        print('saved', flush=True)\n"
         "        raise\n"
@@ -474,7 +473,7 @@ def test_ctrl_c_cancels_the_algorithm_and_ends_the_run_as_interrupted(tmp_path: 
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=LIMIT_S)
     assert output == "saved\ninterrupted\n"
     assert process.returncode == 0
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import runpy
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms.prompt_lab import Server
 from tests.port import reserve_port
+from tests.waiting import LIMIT_S, blocking_until
 
 REPO = Path(__file__).parents[2]
 EXAMPLE = str(REPO / "examples" / "apo" / "apo_custom_algorithm.py")
@@ -64,7 +65,7 @@ def check_output(output: str) -> None:
 
 def stop(process: subprocess.Popen[str]) -> tuple[str, str]:
     process.send_signal(signal.SIGINT)
-    return process.communicate(timeout=60)
+    return process.communicate(timeout=LIMIT_S)
 
 
 @pytest.mark.slow
@@ -74,11 +75,11 @@ def test_the_custom_algorithm_finds_the_best_prompt_in_three_terminals(server: S
     store = start(tmp_path, server, "-m", "agentlightning", "store", "--port", str(port))
     processes = [store]
     try:
-        wait_until_served(url, store)
+        blocking_until(lambda: is_served(url, store))
         runner = start(tmp_path, server, EXAMPLE, "runner", store=url)
         processes.append(runner)
         algorithm = start(tmp_path, server, EXAMPLE, "algo", store=url)
-        output, errors = algorithm.communicate(timeout=240)
+        output, errors = algorithm.communicate(timeout=LIMIT_S)
         assert algorithm.returncode == 0, errors
         check_output(output)
         said, errors = stop(runner)
@@ -94,7 +95,7 @@ def test_the_custom_algorithm_finds_the_best_prompt_in_three_terminals(server: S
 @pytest.mark.slow
 def test_the_custom_algorithm_finds_the_best_prompt_in_one_process(server: ScriptedOpenAI, tmp_path: Path) -> None:
     process = start(tmp_path, server, EXAMPLE)
-    output, errors = process.communicate(timeout=240)
+    output, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, errors
     check_output(output)
 
@@ -104,12 +105,8 @@ def test_an_unknown_role_prints_the_usage(capsys: pytest.CaptureFixture[str]) ->
     assert "apo_custom_algorithm.py runner" in capsys.readouterr().out
 
 
-def wait_until_served(url: str, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/v1/agl/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.1)
-    pytest.fail("the store did not start")
+def is_served(url: str, process: subprocess.Popen[str]) -> bool:
+    assert process.poll() is None, "the store did not start"
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/v1/agl/health", timeout=LIMIT_S):
+        return True
+    return False

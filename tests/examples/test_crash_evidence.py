@@ -31,7 +31,7 @@ def test_a_training_killed_three_times_has_the_same_curve_as_an_undisturbed_one(
 @pytest.fixture
 def training() -> Iterator[subprocess.Popen[bytes]]:
     """A long-running process in place of a training."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True) as process:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True) as process:
         yield process
         process.kill()
 

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from examples import evidence
 from examples.math import problems as math_problems
+from safetensors.torch import load_file
 
 from agentlightning_algorithms.advantage import Scored, compute_advantages
 from agentlightning_plugins.demo.training import CHECKPOINT, GRPO_SETTINGS, TARGET_REWARD
+from tests.algorithms.server_thread import threads_for_servers
 from tests.source import REPO, run_python
+from tests.waiting import blocking_until
 
 LEARNED = {"demo": (0.8, 0.5), "game": (0.8, 0.5), "math": (0.8, 0.5), "rag": (0.55, 0.3), "sql": (0.55, 0.3)}
 """Least reward of a trained seed after training, and the least gain over its reward before."""
 HEADER = "| variant | seeds | test reward before | after, 95 % interval over seeds | each seed |"
 
 
-def prove(out: Path, example: str, *arguments: str, timeout_s: float) -> dict[str, dict[int, list[evidence.Step]]]:
-    """Runs the script and returns the metrics of each variant and seed."""
-    said = run_python("-m", "examples.evidence", example, "--out", str(out), *arguments, cwd=REPO, timeout_s=timeout_s)
+def read_runs(out: Path, example: str, said: str) -> dict[str, dict[int, list[evidence.Step]]]:
+    """Checks the report of the script and returns the metrics of each variant and seed."""
     assert HEADER in said
     assert (out / f"{example}.md").read_text() in said
     assert (out / f"{example}.svg").read_text().count("<polyline") == len(list((out / example).iterdir()))
@@ -32,29 +38,57 @@ def prove(out: Path, example: str, *arguments: str, timeout_s: float) -> dict[st
 
 
 @pytest.mark.parametrize("example", list(LEARNED))
-def test_an_example_trains_and_with_a_learning_rate_of_zero_nothing_changes(example: str, tmp_path: Path) -> None:
-    short = ("algorithm.steps=2", "algorithm.eval_every=0", "algorithm.tasks_per_step=6")
-    validation = f"data.val={{source: 'examples.{example}.problems:val', limit: 12}}"
-    arguments = ("--seeds", "0", "--variants", "trained", "frozen", "--tests", "24", "--set", validation, *short)
-    runs = prove(tmp_path, example, *arguments, timeout_s=250)
+def test_an_example_trains_and_with_a_learning_rate_of_zero_nothing_changes(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("steps=2", "eval_every=0", "tasks_per_step=2", "rollouts_per_task=4")
+    gradient = ("keep_flat_groups=true", "update.entropy_coefficient=0.01")  # even if no rollout earns a reward
+    settings = [f"algorithm.{setting}" for setting in (*few, *gradient)]
+    settings += ["strategy=shm", f"data.val={{source: 'examples.{example}.problems:val', limit: 4}}"]
+    arguments = ("--seeds", "0", "--variants", "trained", "frozen", "--tests", "4", "--set", *settings)
+    monkeypatch.setattr("sys.argv", ["evidence", example, "--out", str(tmp_path), *arguments])
+    monkeypatch.chdir(REPO)
+    with threads_for_servers():
+        evidence.main()
+    runs = read_runs(tmp_path, example, capsys.readouterr().out)
     for steps in (runs["trained"][0], runs["frozen"][0]):
-        assert steps[0]["test_reward"] <= 0.3
-        assert [step["rollouts"] for step in steps[1:]] == [48.0, 48.0]
+        assert [step["rollouts"] for step in steps[1:]] == [8.0, 8.0]
         assert {step["rollouts_without_reward"] for step in steps[1:]} == {0.0}
         assert {step["calls_stale"] for step in steps[1:]} == {0.0}
-    weights = {variant: (tmp_path / example / f"{variant}-0/checkpoint/model.safetensors") for variant in runs}
-    assert weights["trained"].read_bytes() != weights["frozen"].read_bytes()
     before, after = evidence.test_rewards(runs["frozen"][0])
     assert before == after
-    seconds = json.loads((tmp_path / example / "trained-0" / "seconds.json").read_text())
-    assert set(seconds) >= {"agent", "sampler", "main", "wall"}
+    start = yaml.safe_load((REPO / "examples" / example / "train.yaml").read_text())["algorithm"]["model"]
+    old = load_file(REPO / start / "model.safetensors")
+    for variant, is_changed in (("trained", True), ("frozen", False)):
+        new = load_file(tmp_path / example / f"{variant}-0/checkpoint/model.safetensors")
+        assert any(bool((new[name] - old[name]).abs().max() > 1e-20) for name in old) is is_changed
+
+
+def test_cpu_seconds_are_counted_by_the_purpose_of_a_process() -> None:
+    purposes = {
+        "sampler": "agentlightning_algorithms.grpo.server",
+        "agent": "agentlightning_plugins.strategies",
+        "other": "",
+    }
+    with contextlib.ExitStack() as started, evidence.measured_cpu() as seconds:
+        for argument in purposes.values():
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass", argument])
+            started.enter_context(process)
+            started.callback(process.kill)
+            used = psutil.Process(process.pid).cpu_times
+            blocking_until(lambda used=used: used().user >= 0.02)
+    assert set(seconds) == {*purposes, "main"}
+    assert all(seconds[purpose] > 0.0 for purpose in purposes)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3 * 3600)
 @pytest.mark.parametrize("example", list(LEARNED))
 def test_every_trained_seed_exceeds_both_controls_by_more_than_the_interval(example: str, tmp_path: Path) -> None:
-    runs = prove(tmp_path, example, timeout_s=3 * 3600 - 60)
+    arguments = ("-m", "examples.evidence", example, "--out", str(tmp_path))
+    runs = read_runs(tmp_path, example, run_python(*arguments, cwd=REPO, timeout_s=3 * 3600 - 60))
+    seconds = json.loads((tmp_path / example / "trained-0" / "seconds.json").read_text())
+    assert set(seconds) >= {"agent", "sampler", "main", "wall"}
     rewards = {name: [evidence.test_rewards(steps) for steps in seeds.values()] for name, seeds in runs.items()}
     assert {name: len(found) for name, found in rewards.items()} == {"trained": 5, "shuffled": 5, "frozen": 5}
     after = [pair[1] for pair in rewards["trained"]]

@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from examples.one_agent import critic, tickets
+from click.testing import CliRunner
+from examples.one_agent import compare, critic, tickets
 from examples.one_agent.agent import FIRST_PROMPT
 
+from agentlightning_plugins.commands.evaluation.compare_command import command as compare_command
+from tests.algorithms.server_thread import threads_for_servers
 from tests.source import REPO, run_python
 
 LABELS = ["apo, then grpo", "apo", "gepa", "grpo", "no training"]
 
 
-def run_comparison(out: Path, *arguments: str, timeout_s: float) -> dict[str, dict[str, Any]]:
-    """Runs the script and returns the rows of ``agl compare`` by the names of the algorithms."""
-    command = ("-m", "examples.one_agent.compare", "--out", str(out), "--json", *arguments)
-    said = run_python(*command, cwd=REPO, timeout_s=timeout_s)
+def read_rows(said: str, out: Path) -> dict[str, dict[str, Any]]:
+    """Returns the rows of ``agl compare`` by the names of the algorithms."""
     rows = json.loads(said[said.index("\n[") :])
     assert (out / "report.html").is_file()
     return {row["algorithm"]: row for row in rows}
 
 
+def compare_here(command: list[str], env: dict[str, str], check: bool) -> subprocess.CompletedProcess[str]:
+    """Stands for ``subprocess.run`` of ``agl compare``."""
+    done = CliRunner(env=env).invoke(compare_command, command[command.index("compare") + 1 :])
+    print(done.stdout)
+    return subprocess.CompletedProcess(command, done.exit_code)
+
+
 @pytest.mark.slow
-def test_prompt_and_weight_optimisers_are_compared_with_one_budget_on_the_test_split(tmp_path: Path) -> None:
-    test = tmp_path / "test.jsonl"
+def test_prompt_and_weight_optimisers_are_compared_with_one_budget_on_the_test_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test, out = tmp_path / "test.jsonl", tmp_path / "out"
     test.write_text("".join(json.dumps(task) + "\n" for task in tickets.make_tickets("test", 40)))
     short = ("--only", "apo-grpo", "gepa", "none", "--budget", "320", "--val", "12", "--set", "strategy=shm")
-    rows = run_comparison(tmp_path / "out", *short, "--test", str(test), timeout_s=250)
+    monkeypatch.setattr("sys.argv", ["compare", "--out", str(out), "--json", *short, "--test", str(test)])
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=compare_here))
+    with threads_for_servers():
+        assert compare.main() == 0
+    rows = read_rows(capsys.readouterr().out, out)
     both, gepa, none = rows.values()
     assert [*rows] == ["apo, then grpo", "gepa", "no training"]
     assert 140 < both["rollouts"] <= 320
@@ -39,14 +55,16 @@ def test_prompt_and_weight_optimisers_are_compared_with_one_budget_on_the_test_s
     assert none["reward"] <= 0.2
     assert [row["missing"] for row in rows.values()] == [0, 0, 0]
     assert [row["p"] is None for row in rows.values()] == [True, False, False]
-    trained = json.loads((tmp_path / "out/0-apo-grpo-0/2-grpo/training.json").read_text())
+    trained = json.loads((out / "0-apo-grpo-0/2-grpo/training.json").read_text())
     assert (trained["algorithm"], trained["resource_name"]) == ("grpo", "llm")
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_tuning_the_prompt_and_then_the_weights_is_better_than_either_and_each_than_no_training(tmp_path: Path) -> None:
-    rows = run_comparison(tmp_path / "out", timeout_s=3500)
+    out = tmp_path / "out"
+    said = run_python("-m", "examples.one_agent.compare", "--out", str(out), "--json", cwd=REPO, timeout_s=3500)
+    rows = read_rows(said, out)
     assert [*rows] == LABELS
     rewards = {label: row["reward"] for label, row in rows.items()}
     assert rewards["no training"] <= 0.15

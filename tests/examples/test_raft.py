@@ -20,16 +20,20 @@ from agentlightning_algorithms.grpo.training_row import Distribution
 from agentlightning_algorithms.grpo.training_session import Sample, TrainingSession
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
+from tests.algorithms.server_thread import threads_for_servers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+PROBLEMS = make_problems("train", 8)
 
 
 def train(directory: Path, algorithm: Any, steps: int, *, resume: bool = False, **more: Any) -> list[dict[str, float]]:
-    """Trains and returns the metrics of each step, including the evaluation before the first."""
+    """Trains on eight problems and returns the metrics of each step, including the evaluation before the first."""
     store = agl.create_store(f"sqlite:///{directory.parent}/{directory.name}.db")
     example.settings = dataclasses.replace(example.settings, steps=steps, **more)
-    trainer = agl.Trainer(algorithm=algorithm, store=store, trackers=[], run_dir=directory, resume=resume, seed=0)
-    assert trainer.fit(calculator_agent, make_problems("train", 256), make_problems("val", 32)).status == "succeeded"
+    trainer = agl.Trainer(
+        algorithm=algorithm, store=store, strategy="shm", trackers=[], run_dir=directory, resume=resume, seed=0
+    )
+    with threads_for_servers():
+        assert trainer.fit(calculator_agent, PROBLEMS, PROBLEMS).status == "succeeded"
 
     async def read() -> list[dict[str, float]]:
         try:
@@ -47,23 +51,23 @@ def restored_settings() -> Any:
     example.settings = before
 
 
+@pytest.mark.slow
 def test_raft_has_at_most_40_lines_and_learns(tmp_path: Path) -> None:
     assert len(inspect.getsource(example).splitlines()) <= 40
-    metrics = train(tmp_path / "run", example.raft, example.settings.steps)
-    rewards = [step["val_reward"] for step in metrics if "val_reward" in step]
-    assert len(rewards) == 3
-    assert rewards[-1] > rewards[0] + 0.05
+    metrics = train(tmp_path / "run", example.raft, 6, tasks_per_step=8, rollouts_per_task=8)
+    before, _, after = (step["val_reward"] for step in metrics if "val_reward" in step)
+    assert after >= before + 0.25, "seeds gain from 0.5 to 0.9"
     assert all(step["chosen"] > 0 for step in metrics[1:])
     assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
 
 
 def test_a_resumed_training_equals_one_that_was_not_stopped(tmp_path: Path) -> None:
     small = {"tasks_per_step": 4, "eval_every": 0}
-    whole = train(tmp_path / "whole", example.raft, 3, **small)
-    train(tmp_path / "parts", example.raft, 2, **small)
-    parts = train(tmp_path / "parts", example.raft, 3, resume=True, **small)
+    whole = train(tmp_path / "whole", example.raft, 2, **small)
+    train(tmp_path / "parts", example.raft, 1, **small)
+    parts = train(tmp_path / "parts", example.raft, 2, resume=True, **small)
     rewards = [[step["reward"] for step in steps if "reward" in step] for steps in (whole, parts)]
-    assert len(rewards[0]) == 3
+    assert len(rewards[0]) == 2
     assert rewards[0] == rewards[1]
     ends = [load_file(tmp_path / name / "checkpoint" / "model.safetensors") for name in ("whole", "parts")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])

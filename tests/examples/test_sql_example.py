@@ -57,7 +57,10 @@ def test_the_rows_of_a_sql_query_that_sorts_are_compared_in_order(tmp_path: Path
     assert sql_problems.reward({**task, "gold": "SELECT n FROM t"}, backwards, None) == 1.0
 
 
-def test_the_sql_agent_interrupts_an_endless_query_and_cuts_a_long_result(tmp_path: Path) -> None:
+def test_the_sql_agent_interrupts_an_endless_query_and_cuts_a_long_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sql_agent, "MAX_STEPS", 100_000)
     (task,) = sql_problems.make_problems("train", 1, folder=tmp_path)
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
     assert sql_agent.run_query(task["database"], endless) == "error: interrupted"

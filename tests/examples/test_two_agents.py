@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.algorithms.server_thread import threads_for_servers
 from tests.source import REPO, run_python
 
+EXAMPLE = REPO / "examples" / "two_agents" / "two_agents.py"
 
-def run(out: Path, *options: str) -> tuple[list[dict[str, Any]], tuple[float, ...]]:
-    """Runs the example and returns the metrics of its steps and the three rewards that it prints."""
-    said = run_python(
-        str(REPO / "examples" / "two_agents" / "two_agents.py"), "--out", str(out), *options, timeout_s=800
-    )
+
+def read_rewards(said: str) -> tuple[float, ...]:
+    """Returns the three rewards that the example prints."""
     found = re.search(r"reward (\S+) after training\n.* reward (\S+) before training, (\S+) after", said)
     assert found is not None
-    lines = (out / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [entry for entry in map(json.loads, lines) if "translator/rows" in entry]
-    return steps, tuple(map(float, found.groups()))
+    return tuple(map(float, found.groups()))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_both_agents_train_separate_weights(tmp_path: Path) -> None:
-    steps, _ = run(tmp_path / "out", "--steps", "2")
+def test_both_agents_train_separate_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE.parent)  # as when Python runs the script
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    monkeypatch.setitem(main.__globals__, "WARM_UP_STEPS", 100)
+    monkeypatch.setattr("sys.argv", ["two_agents.py", "--out", str(tmp_path / "out"), "--steps", "2"])
+    with threads_for_servers():
+        main()
+    assert all(0.0 <= reward <= 1.0 for reward in read_rewards(capsys.readouterr().out))
+    lines = (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [entry for entry in map(json.loads, lines) if "translator/rows" in entry]
     assert [entry["step"] for entry in steps] == [1, 2]
     for entry in steps:
         assert entry["calls_per_rollout"] == 2.0
@@ -44,9 +51,8 @@ def test_both_agents_train_separate_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 def test_a_translator_and_a_clerk_learn_to_cooperate(tmp_path: Path) -> None:
-    _, (trained, before, after) = run(tmp_path / "out")
+    trained, before, after = read_rewards(run_python(str(EXAMPLE), "--out", str(tmp_path / "out"), timeout_s=800))
     assert before <= 1 / 3
     assert trained >= 0.8, "if only one agent learned, at most a third of the orders would be filled"
     assert after >= before

@@ -28,7 +28,7 @@ from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
 from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_agent_framework_agent
 from tests.integrations.team import THE_END, WRITER, TeamTests, names_and_texts, run
 
-pytestmark = pytest.mark.environment("main", "newest")
+pytestmark = pytest.mark.environment("main")  # tests/newest has a few of these
 
 
 class TestAgentFramework(AgentConformance):

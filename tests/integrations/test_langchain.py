@@ -22,7 +22,7 @@ from agentlightning.tracer import OtelTracer
 from agentlightning_plugins.scripted_model.server import Answer
 from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_langchain_agent, make_react_agent
 
-pytestmark = pytest.mark.environment("main", "newest", "oldest")
+pytestmark = pytest.mark.environment("main", "oldest")  # tests/newest has a few of these
 
 MODEL_OF_THE_MODULE = ChatOpenAI(model="gpt-5", api_key=SecretStr("any"), base_url=NOWHERE, max_retries=0)
 """A global model that nodes use, as in most code with LangGraph."""

@@ -34,6 +34,7 @@ from agentlightning_plugins.instrumentation import _functions
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI, decode
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.integrations.framework_agent import NOWHERE, make_openai_agent
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.environment("main", "newest", "oldest")
 
@@ -587,7 +588,7 @@ def test_threads_that_read_the_first_answers_concurrently_get_every_field() -> N
             together = threading.Barrier(4)
 
             def read(answer: BaseModel = answer, together: threading.Barrier = together) -> int:
-                together.wait(60)
+                together.wait(LIMIT_S)
                 return len(openai_integration._dump(answer))
 
             assert [done.result() for done in [threads.submit(read) for _ in range(4)]] == [20] * 4

@@ -15,19 +15,21 @@ import pytest
 import agentlightning as agl
 from agentlightning_integrations.framework.openai_client import _StoppableClient, sync_client
 from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.environment("main", "newest", "oldest")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_stopping_the_client_ends_calls_in_threads_even_if_file_descriptors_are_reused(
-    stream: bool,
+    stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.01)  # retries must not be sent either
     called, release = asyncio.Event(), asyncio.Event()
 
     def hold(request: RecordedRequest) -> Answer:
         called.set()
-        return Answer("abcdefgh", chunk_delay_s=60) if stream else Answer(until=release)
+        return Answer("abcdefgh", chunk_delay_s=3600) if stream else Answer(until=release)
 
     async with ScriptedOpenAI(hold) as server:
 
@@ -39,11 +41,11 @@ async def test_stopping_the_client_ends_calls_in_threads_even_if_file_descriptor
 
         with sync_client(agl.LLM(endpoint=server.endpoint, model="m")) as client:
             waiting = asyncio.create_task(asyncio.to_thread(ask, client))
-            await asyncio.wait_for(called.wait(), 30)
+            await called.wait()
             await asyncio.sleep(0.05)
         others = [socket.socketpair() for _ in range(8)]  # reuse the file descriptors that were closed
         with pytest.raises(Exception, match=r"over|onnection|closed|peer") as ended:
-            await asyncio.wait_for(waiting, 30)
+            await asyncio.wait_for(waiting, LIMIT_S)
         assert not isinstance(ended.value, TimeoutError)
         with pytest.raises(Exception, match="over|onnection"):
             await asyncio.to_thread(ask, client)
@@ -62,7 +64,7 @@ async def test_a_call_that_is_connecting_when_the_client_is_stopped_is_not_sent(
 
     def look_up_slowly(*arguments: Any, **more: Any) -> Any:
         looking.set()
-        stopped.wait(30)
+        stopped.wait(LIMIT_S)
         return look_up(*arguments, **more)
 
     async with ScriptedOpenAI([Answer("late")]) as server:
@@ -72,10 +74,10 @@ async def test_a_call_that_is_connecting_when_the_client_is_stopped_is_not_sent(
             call = asyncio.create_task(
                 asyncio.to_thread(calling, model="m", messages=[{"role": "user", "content": ""}])
             )
-            assert await asyncio.to_thread(looking.wait, 30)
+            assert await asyncio.to_thread(looking.wait, LIMIT_S)
         stopped.set()
         with pytest.raises(openai.APIConnectionError):
-            await asyncio.wait_for(call, 30)
+            await asyncio.wait_for(call, LIMIT_S)
         assert server.requests == []
 
 

@@ -16,6 +16,7 @@ from agentlightning.run.thread import run_in_thread
 from agentlightning.testing.agent import ask
 from tests.algorithms.tiny_model import save_tiny_model
 from tests.integrations.framework_agent import AGENTS
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.environment("main")  # needs all frameworks
 
@@ -67,7 +68,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
             "keep_steps": 0,
             "sampling": {"temperature": 1.0, "max_tokens": 8},
             "update": {"lr": 1e-3, "minibatches": 1},
-            "rollout_timeout_s": 60.0,
+            "rollout_timeout_s": LIMIT_S,
             "train_threads": 1,
         },
         store=store,
@@ -94,7 +95,6 @@ async def _read(store: agl.LightningStore) -> Training:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # crewai reads its own deprecated fields
 @pytest.mark.parametrize("framework", AGENTS)
 def test_one_step_of_grpo_trains_the_agent(framework: str, training: Training) -> None:

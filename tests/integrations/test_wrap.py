@@ -6,9 +6,8 @@ import asyncio
 import json
 import os
 import re
-import subprocess
 import sys
-import textwrap
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -82,77 +81,78 @@ async def test_initial_resources_include_the_tunable_texts_of_the_object() -> No
     await store.close()
 
 
-MAIN = """
-    import asyncio, json, sys, warnings
-    warnings.simplefilter("ignore")  # of crewai's imports
+SCRIPT = """
+import importlib, json, os, sys
 
-    import agentlightning as agl
-    from agent_framework import Agent as ChatAgent
-    from agent_framework.openai import OpenAIChatClient
-    from agents import Agent, function_tool
-    from autogen_agentchat.agents import AssistantAgent
-    from autogen_ext.models.openai import OpenAIChatCompletionClient
-    from crewai import LLM, Agent as CrewAgent
-    from crewai.tools import tool
-    from langchain.agents import create_agent
-    from langchain_openai import ChatOpenAI
-    from openai import AsyncOpenAI
+import agentlightning as agl
+import cloudpickle
+from agent_framework import Agent as ChatAgent
+from agent_framework.openai import OpenAIChatClient
+from agents import Agent, function_tool
+from autogen_agentchat.agents import AssistantAgent
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+from crewai import LLM, Agent as CrewAgent
+from crewai.tools import tool
+from langchain.agents import create_agent
+from langchain_openai import ChatOpenAI
+from openai import AsyncOpenAI
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
 
-    NOWHERE = "http://127.0.0.1:9/v1"
+NOWHERE = "http://127.0.0.1:9/v1"
+LIBRARIES = {
+    "agent-framework": "agent_framework", "autogen": "autogen_agentchat", "crewai": "crewai",
+    "langchain": "langchain_core", "openai": "openai", "openai-agents": "agents",
+}
 
-    def add(a: int, b: int) -> int:
-        "Adds two numbers."
-        return a + b
+def add(a: int, b: int) -> int:
+    "Adds two numbers."
+    return a + b
 
-    def is_right(task, output, rollout):
-        a, b = [int(word.strip("?")) for word in task.split() if word.strip("?").isdigit()]
-        return float(f"sum is {a + b}" in str(output))
+def is_right(task, output, rollout):
+    a, b = [int(word.strip("?")) for word in task.split() if word.strip("?").isdigit()]
+    return float(f"sum is {a + b}" in str(output))
 
-    openai_model = OpenAIChatCompletionClient(model="gpt-4o", api_key="any", base_url=NOWHERE)
-    crewai_model = LLM("gpt-4o", api_key="any")
-    agents = {
-        "agent-framework": ChatAgent(OpenAIChatClient("gpt-5", api_key="any"), "Add.", name="mine", tools=[add]),
-        "autogen": AssistantAgent("mine", openai_model, tools=[add], system_message="Add.", max_tool_iterations=2),
-        "crewai": CrewAgent(role="mine", goal="Add.", backstory="Add.", llm=crewai_model, tools=[tool(add)]),
-        "langchain": create_agent(ChatOpenAI(model="gpt-5", api_key="any"), [add], system_prompt="Add.", name="mine"),
-        "openai": AsyncOpenAI(base_url=NOWHERE, api_key="any"),
-        "openai-agents": Agent(name="mine", instructions="Add.", tools=[function_tool(add)]),
-    }
+openai_model = OpenAIChatCompletionClient(model="gpt-4o", api_key="any", base_url=NOWHERE)
+crewai_model = LLM("gpt-4o", api_key="any")
+AGENTS = {
+    "agent-framework": ChatAgent(OpenAIChatClient("gpt-5", api_key="any"), "Add.", name="mine", tools=[add]),
+    "autogen": AssistantAgent("mine", openai_model, tools=[add], system_message="Add.", max_tool_iterations=2),
+    "crewai": CrewAgent(role="mine", goal="Add.", backstory="Add.", llm=crewai_model, tools=[tool(add)]),
+    "langchain": create_agent(ChatOpenAI(model="gpt-5", api_key="any"), [add], system_prompt="Add.", name="mine"),
+    "openai": AsyncOpenAI(base_url=NOWHERE, api_key="any"),
+    "openai-agents": Agent(name="mine", instructions="Add.", tools=[function_tool(add)]),
+}
 
-    class ByFramework(agl.LitAgent):
-        "Runs the agent of the framework that the task names."
+class ByFramework(agl.LitAgent):
+    "Runs the agent of the framework that the task names. A runner imports each framework for its first task."
 
-        def __init__(self, agents):
-            self.agents = agents
+    def __init__(self, agents):
+        self.home = os.getpid()
+        self.pickled = {name: cloudpickle.dumps(agl.wrap(agent, reward=is_right)) for name, agent in agents.items()}
+        self.loaded = {}
 
-        async def rollout_async(self, task, resources, rollout):
-            return await self.agents[task["framework"]].rollout_async(task["question"], resources, rollout)
+    def __setstate__(self, state):
+        vars(self).update(state)
+        if os.getpid() != self.home:  # as in a script that sets a provider before it trains
+            self.users = TracerProvider()
+            trace.set_tracer_provider(self.users)
+            self.early = [name for name in LIBRARIES.values() if name in sys.modules]
 
-    store = agl.create_store("memory://")
-    trainer = agl.Trainer(
-        algorithm="baseline", store=store, trackers=[], max_concurrency=16,
-        initial_resources={"llm": agl.LLM(endpoint=sys.argv[1], model="m")},
-    )
-    wrapped = {name: agl.wrap(agent, reward=is_right) for name, agent in agents.items()}
-    trainer.fit(ByFramework(wrapped), [
-        {"framework": name, "question": f"What is {a} + {10 * a}?"} for a in (1, 2) for name in agents
-    ])
-
-    async def report():
-        for rollout in (await store.query_rollouts()).items:
-            spans = (await store.query_spans(rollout.rollout_id)).items
-            print(json.dumps({
-                "framework": rollout.input["framework"],
-                "error": rollout.attempt.error and rollout.attempt.error.message,
-                "reward": agl.find_final_reward(spans),
-                "agents": [triplet.metadata["agent_name"] for triplet in agl.TraceToTriplet().adapt(spans)],
-                "asked": rollout.input["question"],
-                "tools": [span.attributes.get("gen_ai.tool.call.arguments") for span in spans
-                          if span.attributes.get("gen_ai.operation.name") == "execute_tool"],
-            }))
-
-    asyncio.run(report())
+    async def rollout_async(self, task, resources, rollout):
+        name = task["framework"]
+        if name not in self.loaded:
+            importlib.import_module(LIBRARIES[name])
+            self.loaded[name] = cloudpickle.loads(self.pickled[name])
+        reward = await self.loaded[name].rollout_async(task["question"], resources, rollout)
+        seen = {"early": self.early, "keeps": trace.get_tracer_provider() is self.users}
+        if name == "crewai":
+            from crewai.telemetry import Telemetry
+            seen["reports"] = Telemetry()._should_execute_telemetry()
+        agl.emit_message(json.dumps(seen))
+        return reward
 """
+"""Objects, tools and reward function of ``__main__``, which the runner process does not import."""
 
 
 def call_tool_if_there(request: RecordedRequest) -> Answer:
@@ -163,108 +163,61 @@ def call_tool_if_there(request: RecordedRequest) -> Answer:
     return Answer(f"The sum is {int(a) + int(b)}.")
 
 
-def run_program(program: str, *arguments: str) -> list[str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("CREWAI_")}
-    code = textwrap.dedent(program)
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=500, env=env
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
-
-
 @pytest.fixture(scope="module")
-def rollouts_of_a_script() -> list[dict[str, Any]]:
-    """Returns the results of a program that concurrently runs two rollouts for the agent of each framework.
-
-    Objects, tools and reward function are in ``__main__``, which the runner process does not import.
-    """
-    with Server(call_tool_if_there) as server:
-        return [json.loads(line) for line in run_program(MAIN, server.endpoint)]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("framework", AGENTS)
-def test_objects_of_a_script_run_in_a_runner_process_and_never_mix(
-    framework: str, rollouts_of_a_script: list[dict[str, Any]]
-) -> None:
-    mine = [rollout for rollout in rollouts_of_a_script if rollout["framework"] == framework]
-    assert len(mine) == 2
-    for rollout in mine:
-        assert (rollout["error"], rollout["reward"]) == (None, 1.0)
-        if framework == "openai":  # a client makes one call
-            assert (rollout["agents"], rollout["tools"]) == ([None], [])
-            continue
-        assert rollout["agents"] == ["mine"] * 2
-        (tool,) = rollout["tools"]
-        assert list(json.loads(tool).values()) == [int(word) for word in re.findall(r"\d+", rollout["asked"])]
-
-
-LATE = """
-    import asyncio, json, sys, warnings
-    warnings.simplefilter("ignore")  # of crewai's imports
-    from opentelemetry import trace
-    from opentelemetry.sdk.trace import TracerProvider
-    users = TracerProvider()
-    trace.set_tracer_provider(users)
-
-    from agentlightning.testing.agent import Lab, ask
-    from agentlightning.testing.agent.conformance import is_tool_span
-    from agentlightning.adapter import TraceToTriplet
-    from agentlightning.tracer import OtelTracer
-
-    tracer = OtelTracer()
-    tracer.init()
-    early = [name for name in ("agent_framework", "agents", "autogen_agentchat", "crewai", "langchain_core", "openai")
-             if name in sys.modules]
-    from tests.integrations.framework_agent import AGENTS
-
-    async def run(make):
-        async with Lab(make()) as lab:
-            (rollout,) = await lab.run(ask(2, 3))
-            spans = await lab.spans(rollout)
-        names = [triplet.metadata["agent_name"] for triplet in TraceToTriplet().adapt(spans)]
-        return names, sum(map(is_tool_span, spans))
-
-    seen = {name: asyncio.run(run(make)) for name, make in AGENTS.items()}
-    from crewai.telemetry import Telemetry
-    print(json.dumps({
-        "early": early,
-        "seen": seen,
-        "crewai reports": Telemetry()._should_execute_telemetry(),
-        "the user's provider stays": trace.get_tracer_provider() is users,
-    }))
-    tracer.teardown()
-"""
-
-
-@pytest.fixture(scope="module")
-def imported_late() -> dict[str, Any]:
-    """Returns spans of frameworks that a process imported after the tracer was ready, and settings of the process."""
-    found: dict[str, Any] = json.loads(run_program(LATE)[-1])
+def traces_of_a_script() -> dict[str, list[tuple[agl.AttemptedRollout, list[agl.Span]]]]:
+    """Returns rollouts and spans of a run that sends each framework two tasks concurrently, by framework."""
+    store = agl.create_store("memory://")
+    script: dict[str, Any] = {"__name__": "__main__"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of crewai's imports
+        exec(SCRIPT, script)
+    tasks = [{"framework": name, "question": f"What is {a} + {10 * a}?"} for a in (1, 2) for name in AGENTS]
+    with Server(call_tool_if_there) as server, pytest.MonkeyPatch.context() as environment:
+        for name in [name for name in os.environ if name.startswith("CREWAI_")]:
+            environment.delenv(name)
+        trainer = agl.Trainer(
+            algorithm="baseline",
+            store=store,
+            trackers=[],
+            max_concurrency=16,
+            initial_resources={"llm": agl.LLM(endpoint=server.endpoint, model="m")},
+        )
+        trainer.fit(script["ByFramework"](script["AGENTS"]), tasks)
+    rollouts, spans = asyncio.run(read(store))
+    found: dict[str, Any] = {}
+    for rollout in rollouts:
+        mine = [span for span in spans if span.rollout_id == rollout.rollout_id]
+        found.setdefault(rollout.input["framework"], []).append((rollout, mine))
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("framework", AGENTS)
-def test_a_framework_that_is_imported_after_agentlightning_is_traced(
-    framework: str, imported_late: dict[str, Any]
-) -> None:
-    assert imported_late["early"] == []
-    name, tools = (
-        (None, 0) if framework == "openai" else (AGENT_NAME, 1)
-    )  # openai's agent is a function with its own tools
-    assert imported_late["seen"][framework] == [[name, name], tools]
+def test_objects_of_a_script_run_in_a_runner_process_and_never_mix(framework: str, traces_of_a_script: Any) -> None:
+    assert len(traces_of_a_script[framework]) == 2
+    for rollout, spans in traces_of_a_script[framework]:
+        assert (rollout.attempt.error, agl.find_final_reward(spans)) == (None, 1.0)
+        agents = [triplet.metadata["agent_name"] for triplet in agl.TraceToTriplet().adapt(spans)]
+        tools = [span.attributes["gen_ai.tool.call.arguments"] for span in spans if is_tool_span(span)]
+        if framework == "openai":  # a client makes one call
+            assert (agents, tools) == ([None], [])
+            continue
+        assert agents == ["mine"] * 2
+        (tool,) = tools
+        assert list(json.loads(tool).values()) == [*map(int, re.findall(r"\d+", rollout.input["question"]))]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_no_framework_replaces_the_global_provider_and_crewai_telemetry_is_off(imported_late: dict[str, Any]) -> None:
-    """Uses a separate process, because CrewAI's telemetry starts once and stays active."""
-    assert imported_late["the user's provider stays"] is True
-    assert imported_late["crewai reports"] is False
+def test_a_framework_that_is_imported_after_the_tracer_is_traced_and_keeps_the_global_provider(
+    traces_of_a_script: Any,
+) -> None:
+    """The test above shows that it is traced. CrewAI's telemetry, which would stay active, is not even started."""
+    bodies = [span.attributes.get(agl.semconv.MESSAGE_BODY) for found in traces_of_a_script.values()
+              for _, spans in found for span in spans]  # fmt: skip
+    seen = [json.loads(body) for body in bodies if body]
+    assert len(seen) == 2 * len(AGENTS)
+    assert all((each["early"], each["keeps"]) == ([], True) for each in seen)
+    assert [each["reports"] for each in seen if "reports" in each] == [False] * 2
 
 
 class _Refuses:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import LIMIT_S
+
 MIB = 2**20
 _TEXTS = ["", "x", "hello", "\ud800", "é\0\x1b[2J", "[{," * 50, "../../etc/passwd", "x" * 70_000, "agl-x.y", "NaN"]
 _NUMBERS = [0, 1, -1, 3.5, 2**31, 2**63, -(2**63) - 1, 10**400, 1e308, -0.0, float("nan"), float("inf")]
@@ -58,15 +60,20 @@ class Findings:
         return statistics.median(self.resident[-quarter:]) - statistics.median(self.resident[:quarter])
 
 
-async def fuzz(grammar: Grammar, pid: int, seconds: float, seed: int, *, clients: int = 6) -> Findings:
-    """Sends random requests for some time, after requests that need much memory."""
+async def fuzz(
+    grammar: Grammar, pid: int, seconds: float, seed: int, *, wanted: set[int], clients: int = 6
+) -> Findings:
+    """Sends random requests for some time, after requests that need much memory.
+
+    A slow machine takes longer: until each ``wanted`` status was answered.
+    """
     chance, findings, done = random.Random(seed), Findings(), asyncio.Event()
     end = 0.0
 
     async def attack() -> None:
-        while time.monotonic() < end:
+        while time.monotonic() < end or not wanted <= findings.statuses.keys():
             request, is_whole = make_request(grammar, chance)
-            status = await send(grammar.port, request, 30.0 if is_whole else 0.5)
+            status = await send(grammar.port, request, LIMIT_S if is_whole else 0.5)
             status = 0 if status == -1 and not is_whole else status
             findings.statuses[status] = findings.statuses.get(status, 0) + 1
             if status >= 500 or status < 0:
@@ -100,7 +107,7 @@ def resident_bytes(pid: int) -> int:
     return int(found[1]) * 1024
 
 
-async def send(port: int, request: bytes, limit_s: float = 30.0) -> int:
+async def send(port: int, request: bytes, limit_s: float = LIMIT_S) -> int:
     """Returns the status of the answer; 0: the server closed the connection; -1: it was silent; -2: not HTTP."""
     try:
         async with asyncio.timeout(limit_s):

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import re
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+
+from tests.waiting import until
 
 
 @contextlib.asynccontextmanager
@@ -25,12 +26,14 @@ async def process(log: Path, *arguments: str, wrapper: Sequence[str] = ()) -> As
 
 
 async def port_of(started: asyncio.subprocess.Process, log: Path, pattern: str) -> int:
-    deadline = time.monotonic() + 120
-    while (found := re.search(pattern, text_of(log))) is None:
+    """Waits until the log shows the port."""
+
+    def is_shown() -> bool:
         assert started.returncode is None, text_of(log)
-        assert time.monotonic() < deadline, text_of(log)
-        await asyncio.sleep(0.05)
-    return int(found[1])
+        return re.search(pattern, text_of(log)) is not None
+
+    await until(is_shown)
+    return int(re.findall(pattern, text_of(log))[0])
 
 
 def text_of(log: Path) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 
 import pytest
 
-from tests.security.store_process import AGL, TOKEN, StoreProcess, running_store
+from tests.security.store_process import AGL, TOKEN, Cost, StoreProcess, running_store
 
 pytestmark = pytest.mark.serial
 
@@ -62,10 +61,11 @@ def test_a_request_without_a_token_costs_less_than_50_ms_and_10_mb(store: StoreP
     for coding, body in bodies.items():
         for path in (AGL + "/spans/batch", "/v1/traces", "/nothing"):
             headers = f"content-encoding: {coding}\r\n"
-            answer, cost = store.measure("POST", path, body, token=token, headers=headers)
+            limit = Cost(0.05, 10 * MIB)
+            answer, cost = store.measure("POST", path, body, token=token, headers=headers, limit=limit)
             assert answer.status == 401, (coding, path, answer)
-            assert cost.cpu_s < 0.05, (coding, path, cost)
-            assert cost.memory_bytes < 10 * MIB, (coding, path, cost)
+            assert cost.cpu_s < limit.cpu_s, (coding, path, cost)
+            assert cost.memory_bytes < limit.memory_bytes, (coding, path, cost)
 
 
 def test_a_request_with_the_token_of_an_attempt_costs_less_than_500_ms_and_200_mb(store: StoreProcess) -> None:
@@ -123,10 +123,11 @@ def test_a_request_with_the_token_of_an_attempt_costs_less_than_500_ms_and_200_m
     }
     before = store.memory_bytes
     for name, (path, body, headers, statuses) in cases.items():
-        answer, cost = store.measure("POST", path, body, token=token, headers=headers)
+        limit = Cost(0.5, 200 * MIB)
+        answer, cost = store.measure("POST", path, body, token=token, headers=headers, limit=limit)
         assert answer.status in statuses, (name, answer)
-        assert cost.cpu_s < 0.5, (name, cost)
-        assert cost.memory_bytes < 200 * MIB, (name, cost)
+        assert cost.cpu_s < limit.cpu_s, (name, cost)
+        assert cost.memory_bytes < limit.memory_bytes, (name, cost)
     assert store.memory_bytes - before < 200 * MIB
 
 
@@ -153,20 +154,18 @@ def test_the_rest_of_a_refused_body_is_not_read(store: StoreProcess) -> None:
         assert b"connection: close" in answer.lower()
 
 
-def test_health_is_answered_quickly_while_large_bodies_are_read(store: StoreProcess) -> None:
+def test_health_is_answered_while_large_bodies_are_read(store: StoreProcess) -> None:
     rollout_id, attempt_id, token = store.claim()
     start = json.dumps({"rollout_id": rollout_id, "attempt_id": attempt_id, **SPAN})[:-1].encode()
     body = start + b',"attributes":{"a":[' + b'{"a":1},' * 49_000 + b"1]}}"
-    waits: list[float] = []
     senders = [
         threading.Thread(target=lambda: [store.ask("POST", AGL + "/spans", body, token=token) for _ in range(4)])
         for _ in range(3)
     ]
     for sender in senders:
         sender.start()
+    answers = 0
     while any(sender.is_alive() for sender in senders):
-        began = time.monotonic()
         assert store.ask("GET", AGL + "/health").status == 200
-        waits.append(time.monotonic() - began)
-    assert len(waits) > 3
-    assert max(waits) < 4, waits  # also on a busy machine
+        answers += 1
+    assert answers > 24, "a server that reads one body after the other answers at most once after each of the twelve"

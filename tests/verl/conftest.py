@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,11 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "algorithms")]  # verl's wheel inst
 
 from tiny_model import save_tiny_model  # noqa: E402 # after the line above
 from tiny_vision_model import save_tiny_vision_model  # noqa: E402 # as above
-from verl_agent import TIMEOUT_S  # noqa: E402 # as above
 
 START_S = 600.0
 """Time for verl to start on a busy machine."""
 PATIENCE_S = 300.0
-"""Timeout of rollouts whose agents do not hang."""
+"""Timeout of rollouts. No agent hangs: a rollout that times out fails like one that crashes."""
 
 
 @dataclass
@@ -70,7 +69,7 @@ def job(directory: Path, model: Path, train: list[Any], config: dict[str, Any], 
         "data": {"shuffle": False, "max_prompt_length": 250, "max_response_length": 150},
         "actor_rollout_ref": {"model.path": str(model), "actor.optim.lr": 1e-2},
     }
-    settings = {"rollout_timeout_s": TIMEOUT_S, **more.pop("settings", {})}
+    settings = {"rollout_timeout_s": PATIENCE_S, **more.pop("settings", {})}
     return {"directory": str(directory), "train": train, "config": {**common, **config}, "settings": settings, **more}
 
 
@@ -105,7 +104,8 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], lo
     deadline = time.monotonic() + START_S
     while not condition():
         assert process.poll() is None, log.read_text()[-8000:]
-        assert time.monotonic() < deadline, log.read_text()[-8000:]
+        if time.monotonic() > deadline:
+            raise TimeoutError(log.read_text()[-8000:])
         time.sleep(0.5)
 
 
@@ -150,7 +150,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Training:
     directory = tmp_path_factory.mktemp("verl") / "grpo"
     train = [
         *(task("tool", "say a", 3), task("stream", "say b"), task("crash", "say c"), task("overlong", "too long ")),
-        *(task("fresh", "say d", 3), task("stream", "say e", 3), task("nothing", "say f"), task("hang", "say g")),
+        *(task("fresh", "say d", 3), task("stream", "say e", 3), task("nothing", "say f"), task("tool", "say g")),
     ]
     first = job(
         directory,
@@ -181,18 +181,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Training:
 
 
 @pytest.fixture(scope="session")
-def variants_of_rewards(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Training]:
-    """Trainings of one real step of PPO and one of REINFORCE++."""
-    return run_variants(tmp_path_factory.mktemp("verl-rewards"), model, ("ppo", "reinforce"))
-
-
-@pytest.fixture(scope="session")
 def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Training]:
     """Trainings of one real step with other settings, and of three with LoRA, of which the first trains on nothing."""
-    return run_variants(tmp_path_factory.mktemp("verl-variants"), model, ("rloo", "credit", "lora"))
+    return run_variants(tmp_path_factory.mktemp("verl-variants"), model)
 
 
-def run_variants(base: Path, model: Path, names: Sequence[str]) -> dict[str, Training]:
+def run_variants(base: Path, model: Path) -> dict[str, Training]:
     tools = [task("tool", "say a", 3), task("tool", "say b"), task("tool", "say c"), task("tool", "say d")]
     nothing = [task("nothing", "say e"), task("nothing", "say f")]
     configs: dict[str, dict[str, Any]] = {
@@ -226,12 +220,11 @@ def run_variants(base: Path, model: Path, names: Sequence[str]) -> dict[str, Tra
             model,
             nothing + tools if name == "lora" else tools,
             {**one_step, **config},
-            settings={"rollout_timeout_s": PATIENCE_S, **({"rows": "transition"} if name == "rloo" else {})},
+            settings={"rows": "transition"} if name == "rloo" else {},
             adapter={"name": "triplet", "credit": "discounted"} if name == "credit" else None,
         )
         for name, config in configs.items()
-        if name in names
     ]
     log = base / "variants.log"
     run(jobs, log)
-    return {name: read(base / name, log) for name in names}
+    return {name: read(base / name, log) for name in configs}

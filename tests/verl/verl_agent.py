@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import openai
 
 import agentlightning as agl
 
-TIMEOUT_S = 20.0
-"""Timeout of rollouts: long for working agents, short for one that hangs."""
 TOOLS: Any = [{"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}]
 
 
@@ -30,8 +27,6 @@ async def agent(task: dict[str, Any], llm: agl.LLM) -> float | None:
                 messages += [message, {"role": "tool", "content": f"plain = {count_plain(said)}"}]
             if kind == "crash":
                 raise ZeroDivisionError("the agent fell over")
-            if kind == "hang":
-                await asyncio.sleep(3600)
         if kind == "overlong":  # the first prompt is too long for training, and this one is too long for the model
             await ask(client, llm, [{"role": "user", "content": prompt * 9}])
     return count_plain(said) / max(1, len(said))

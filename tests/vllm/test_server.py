@@ -128,7 +128,7 @@ async def test_calls_during_a_reload_use_either_the_old_or_the_new_weights(
             if is_last:
                 break
 
-    async with asyncio.TaskGroup() as group, asyncio.timeout(240):
+    async with asyncio.TaskGroup() as group:
         for worker in range(8):
             group.create_task(call_repeatedly(worker))
         while await count_running(server) < 2:  # noqa: ASYNC110 # no event reports it

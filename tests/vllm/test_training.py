@@ -46,7 +46,7 @@ def train(agent: Any, server: Any, directory: Path, **settings: Any) -> list[dic
         "tasks_per_step": 8,
         "rollouts_per_task": 8,
         "eval_every": 0,
-        "rollout_timeout_s": 120.0,
+        "rollout_timeout_s": 300.0,
         "sampling": {"temperature": 1.0, "max_tokens": 8},
         "train_threads": 1,
         **settings,
@@ -59,29 +59,32 @@ def train(agent: Any, server: Any, directory: Path, **settings: Any) -> list[dic
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_policy_learns_and_the_server_samples_with_its_newest_weights(server: Any, tmp_path: Path) -> None:
-    steps = train(counting_agent, server, tmp_path, steps=12, update={"lr": 3e-3, "minibatches": 2})
-    assert len(steps) == 12
+def test_the_server_samples_with_the_newest_weights_in_each_step(server: Any, tmp_path: Path) -> None:
+    steps = train(counting_agent, server, tmp_path, steps=4, update={"lr": 3e-3, "minibatches": 2})
+    assert len(steps) == 4
     for step in steps:
         assert step["logprob_gap_max"] < 1e-3
         assert step["staleness"] == 0
+
+
+@pytest.mark.soak
+def test_the_policy_learns(server: Any, tmp_path: Path) -> None:
+    steps = train(counting_agent, server, tmp_path, steps=12, update={"lr": 3e-3, "minibatches": 2})
     assert steps[-1]["reward"] > steps[0]["reward"] + 0.3
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_two_policies_are_trained_as_adapters_of_one_server(server: Any, tmp_path: Path) -> None:
     steps = train(
         two_agents,
         server,
         tmp_path,
-        steps=3,
+        steps=2,
         policies={"writer": None, "reviewer": None},
         lora={"rank": 4},
         update={"lr": 1e-2, "minibatches": 2},
     )
-    assert len(steps) == 3
+    assert len(steps) == 2
     for step in steps:
         gaps = {name: value for name, value in step.items() if name.endswith("logprob_gap_max")}
         assert len(gaps) >= 2

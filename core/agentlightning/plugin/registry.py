@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pluggy
 
@@ -23,6 +23,9 @@ from agentlightning.errors import PluginError, PluginImportError, suggest
 from agentlightning.plugin import hookspecs
 from agentlightning.plugin.hookspecs import COMPONENT_KINDS, Component, ComponentKind
 from agentlightning.plugin.settings import bind_settings
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 logger = logging.getLogger("agentlightning")
 GROUP = "agentlightning"
@@ -49,6 +52,23 @@ def _read_origin(distribution: importlib.metadata.Distribution | None) -> str:
         return "unknown"
     metadata = distribution.metadata
     return f"{metadata['Name']} {metadata['Version']}"
+
+
+@functools.cache
+def _read_requirements(distribution: importlib.metadata.Distribution) -> list[Requirement]:
+    from packaging.requirements import Requirement
+
+    return [Requirement(line) for line in distribution.requires or []]
+
+
+@functools.cache  # `agl plugins` asks for the extra of every component
+def _names_of_extra(distribution: importlib.metadata.Distribution, extra: str) -> list[str]:
+    """Returns the distributions that an extra adds."""
+    return [
+        requirement.name
+        for requirement in _read_requirements(distribution)
+        if (marker := requirement.marker) and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
+    ]
 
 
 class PluginManager:
@@ -88,18 +108,12 @@ class PluginManager:
         plugin, component = self._offers[kind, name][0]
         if component.extra is None or plugin.distribution is None:
             return []
-        from packaging.requirements import Requirement
-
         missing = []
-        for line in plugin.distribution.requires or []:
-            requirement = Requirement(line)
-            marker = requirement.marker
-            if marker is None or not marker.evaluate({"extra": component.extra}) or marker.evaluate({"extra": ""}):
-                continue
+        for required in _names_of_extra(plugin.distribution, component.extra):
             try:
-                importlib.metadata.version(requirement.name)
+                importlib.metadata.distribution(required)  # `version` would parse its metadata, which takes longer
             except importlib.metadata.PackageNotFoundError:
-                missing.append(requirement.name)
+                missing.append(required)
         return missing
 
     def install_command(self, kind: ComponentKind, name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,21 +31,8 @@ class TestAssistants(AgentConformance):
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    """A model server in a thread of its own, since ``Trainer.fit`` blocks."""
-    started, stop, place = threading.Event(), threading.Event(), []
-
-    async def serve() -> None:
-        async with ScriptedOpenAI(lambda request: Answer(request.body["messages"][0]["content"])) as server:
-            place.append(server.endpoint)
-            started.set()
-            await asyncio.to_thread(stop.wait)
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    started.wait(10)
-    yield place[0]
-    stop.set()
-    thread.join(10)
+    with ScriptedOpenAI(lambda request: Answer(request.body["messages"][0]["content"])) as server:
+        yield server.endpoint
 
 
 def test_an_assistant_is_trained_with_the_folder_store(tmp_path: Path, endpoint: str) -> None:

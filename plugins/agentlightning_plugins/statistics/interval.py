@@ -88,26 +88,29 @@ def variance(values: Sequence[float]) -> float:
 
 def t_p_value(t: float, freedom: float) -> float:
     """Two-sided p-value of Student's t, by Simpson's rule over the angle atan(t / sqrt(freedom))."""
-
-    def integral(start: float) -> float:
-        steps = 2000
-        width = (math.pi / 2 - start) / steps
-        heights: list[float] = [
-            math.pow(max(math.cos(start + place * width), 0.0), freedom - 1) for place in range(steps + 1)
-        ]
-        return (heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])) * width / 3
-
-    return integral(math.atan(abs(t) / math.sqrt(freedom))) / integral(0.0)
+    start, steps = math.atan(abs(t) / math.sqrt(freedom)), 2000
+    width = (math.pi / 2 - start) / steps
+    heights: list[float] = [
+        math.pow(max(math.cos(start + place * width), 0.0), freedom - 1) for place in range(steps + 1)
+    ]
+    area = (heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])) * width / 3
+    return area / _t_area(freedom)
 
 
 @functools.lru_cache
 def t_quantile(freedom: float) -> float:
-    """The .975 quantile of Student's t."""
-    low, high = 1.9, 13.0  # from infinite degrees of freedom to 1
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (low, middle) if t_p_value(middle, freedom) <= 0.05 else (middle, high)
-    return high
+    """The .975 quantile of Student's t, by Newton's method: from the left, because the p-value is convex."""
+    quantile, step = 1.9, 1.0
+    while abs(step) > 1e-4:
+        density = math.cos(math.atan(quantile / math.sqrt(freedom))) ** (freedom + 1) / math.sqrt(freedom)
+        step = (t_p_value(quantile, freedom) - 0.05) * _t_area(freedom) / density
+        quantile += step
+    return quantile
+
+
+def _t_area(freedom: float) -> float:
+    """The integral of cos(x) ** (freedom - 1) from 0 to pi / 2."""
+    return math.sqrt(math.pi) / 2 * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
 
 
 def _newcombe(one: Sequence[float], other: Sequence[float]) -> Interval:

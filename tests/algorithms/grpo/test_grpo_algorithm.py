@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from agentlightning_plugins.demo.agent import CLIENT, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
 from agentlightning_plugins.training_records.query import count_outcomes, read_ledger, read_rows
+from tests.waiting import LIMIT_S
 
 SETTINGS = {
     "name": "grpo",
@@ -32,6 +34,23 @@ SETTINGS = {
     "train_threads": 1,
 }
 N_TASKS = 8
+pytestmark = pytest.mark.usefixtures("server_thread")
+
+
+hanging = threading.Event()
+
+
+class HastyStore(agl.InMemoryLightningStore):
+    """Gives little time to the tasks that hang, and to all others the time that a busy machine may need."""
+
+    async def enqueue_many_rollouts(self, requests: Sequence[agl.EnqueueRolloutRequest]) -> Sequence[agl.Rollout]:
+        changed = []
+        for request in requests:
+            assert request.config is not None
+            assert request.config.timeout_seconds == LIMIT_S
+            short = {"timeout_seconds": 0.3} if request.input["index"] % 4 == 1 else {}
+            changed.append(request.model_copy(update={"config": request.config.model_copy(update=short)}))
+        return await super().enqueue_many_rollouts(changed)
 
 
 def unreliable_agent(task: dict[str, Any], llm: agl.LLM) -> Any:
@@ -40,7 +59,7 @@ def unreliable_agent(task: dict[str, Any], llm: agl.LLM) -> Any:
     if task["index"] % 4 == 0:
         raise LookupError("the tool is down")
     if task["index"] % 4 == 1:
-        time.sleep(60)
+        hanging.wait(LIMIT_S)
     if task["index"] % 4 == 2:
         return "nonsense"
     return calculator_agent(task, llm)
@@ -49,15 +68,18 @@ def unreliable_agent(task: dict[str, Any], llm: agl.LLM) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_training_continues_when_rollouts_fail(tmp_path: Path) -> None:
-    store = agl.create_store("memory://")
+    store = HastyStore()
     trainer = agl.Trainer(
-        algorithm={**SETTINGS, "rollout_timeout_s": 5.0, "failed_reward": -0.5, "target_reward": -0.1, "seed": 5},
+        strategy="shm",
+        algorithm={**SETTINGS, "rollout_timeout_s": LIMIT_S, "failed_reward": -0.5, "target_reward": -0.1, "seed": 5},
         store=store,
         trackers=["jsonl"],
         run_dir=tmp_path,
     )
     tasks = [{**problem, "index": index} for index, problem in enumerate(make_problems("train", N_TASKS))]
+    hanging.clear()
     assert trainer.fit(unreliable_agent, tasks, [tasks[0]]).status == "succeeded"
+    hanging.set()
     errors: dict[str, float] = {}
     metrics = asyncio.run(store.query_metrics()).items
     assert [step.step for step in metrics] == [0, 1, 2], "failures do not reach the target"
@@ -208,21 +230,17 @@ def test_lora_with_merged_rows_and_staleness_1_trains_and_exports(tmp_path: Path
             "gradient_checkpointing": True,
         },
     }
-    trainer = agl.Trainer(algorithm=settings, store=store, trackers=[], run_dir=run)
-
-    def slow_agent(task: dict[str, Any], llm: agl.LLM) -> float:
-        time.sleep(1)  # longer than an update takes
-        return calculator_agent(task, llm)
-
-    assert trainer.fit(slow_agent, make_problems("train", N_TASKS), make_problems("val", 4)).status == "succeeded"
+    trainer = agl.Trainer(algorithm=settings, store=store, strategy="shm", trackers=[], run_dir=run)
+    assert trainer.fit(calculator_agent, make_problems("train", N_TASKS), make_problems("val", 4)).status == "succeeded"
 
     async def check() -> None:
         steps = [item.values for item in (await store.query_metrics()).items]
         trained = [values for values in steps if "loss" in values]
         assert [values["staleness"] for values in trained] == [0.0, 1.0, 1.0]
         for values in trained:
-            phases = sum(values[f"{name}_s"] for name in ("wait", "prepare", "train", "record", "publish"))
-            assert phases + values.get("checkpoint_wait_s", 0.0) == pytest.approx(values["seconds"], rel=0.1)
+            phases = [values[f"{name}_s"] for name in ("wait", "prepare", "train", "record", "publish")]
+            assert min(phases) >= 0.0
+            assert sum(phases) <= values["seconds"], "the phases do not overlap"
             assert 0 < values["importance_weight"] <= values["importance_weight_max"] <= 2.0
             # A turn that continues the previous turn is merged into its row.
             assert values["rows"] < values["calls"] or values["rows"] == 0

@@ -30,10 +30,23 @@ from agentlightning_plugins.gateway.dialects.openai import CHAT
 from agentlightning_plugins.training_records.query import read_ledger
 from agentlightning_plugins.training_records.record import TrainedRow
 from agentlightning_plugins.trajectories.trajectory import Turn
+from tests.waiting import LIMIT_S
 
+pytestmark = pytest.mark.usefixtures("server_thread")
 STEPS, TASKS, SIZE = 6, 2, 2
 later_step_began = threading.Event()
 straggler_ended = threading.Event()
+
+
+class Store(agl.InMemoryLightningStore):
+    """Tells when the last rollout of group 0 has ended."""
+
+    async def update_attempt(self, rollout_id: str, *args: Any, **changes: Any) -> agl.Attempt:
+        attempt = await super().update_attempt(rollout_id, *args, **changes)
+        first = [each for each in (await self.query_rollouts()).items if (each.metadata or {})["group"] == "0"]
+        if first and all(each.status == "succeeded" for each in first):
+            straggler_ended.set()
+        return attempt
 
 
 async def uneven_agent(task: str, llm: agl.LLM, rollout: agl.AttemptedRollout) -> float:
@@ -50,13 +63,11 @@ async def uneven_agent(task: str, llm: agl.LLM, rollout: agl.AttemptedRollout) -
         if place["group"] == "1":
             await asyncio.sleep(3600)
         if place["group"] == "0":
-            await asyncio.to_thread(later_step_began.wait, 120)
+            await asyncio.to_thread(later_step_began.wait, LIMIT_S)
             text += await ask()
-            straggler_ended.set()
         elif place["step"]:
             later_step_began.set()
-            await asyncio.to_thread(straggler_ended.wait, 120)
-            await asyncio.sleep(0.5)  # until the store has recorded the end of group 0
+            await asyncio.to_thread(straggler_ended.wait, LIMIT_S)
     return float(len(text) % 2)
 
 
@@ -65,7 +76,7 @@ async def uneven_agent(task: str, llm: agl.LLM, rollout: agl.AttemptedRollout) -
 def test_a_step_takes_the_first_complete_groups_and_drops_groups_that_are_too_old(tmp_path: Path) -> None:
     later_step_began.clear()
     straggler_ended.clear()
-    store = agl.create_store("memory://")
+    store = Store()
     algorithm = {
         "name": "grpo",
         "model": str(CHECKPOINT),

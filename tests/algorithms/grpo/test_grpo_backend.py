@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from openai import AsyncOpenAI
 
 import agentlightning as agl
@@ -16,8 +16,8 @@ from agentlightning.plugin.registry import PluginManager
 from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
 from agentlightning_algorithms.grpo.backend.vllm import VLLMBackend
 from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights, serve_models
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from tests.algorithms.vllm_server import WIRE, FakeVLLM
+from tests.http_site import serving
 from tests.waiting import until
 
 
@@ -46,7 +46,9 @@ def test_both_backends_are_components_with_checked_settings() -> None:
         manager.create("policy_backend", {"name": "vllm", "endpont": "x"})
 
 
-async def test_the_transformers_backend_starts_and_stops_its_own_server(tiny_model: Path, tmp_path: Path) -> None:
+async def test_the_transformers_backend_starts_its_own_server_which_ends_with_this_process(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     backend = TransformersBackend(prefix_cache_mb=1)
     with pytest.raises(LightningError, match="not running"):
         _ = backend.model_entry
@@ -63,10 +65,15 @@ async def test_the_transformers_backend_starts_and_stops_its_own_server(tiny_mod
         await backend.load_weights(tiny_model, 5)
         assert (await backend.statistics())["swaps"] == 1
         backend.check()
+        assert backend._process is not None
+        assert backend._process.stdin is not None
+        backend._process.stdin.close()  # as the kernel does if this process is killed
+        await until(lambda: not backend.running)
+        assert backend._process.returncode == 0
+        with pytest.raises(LightningError, match="has ended"):
+            backend.check()
     finally:
         await backend.stop()
-    with pytest.raises(LightningError, match="has ended"):
-        backend.check()
 
 
 async def test_vllm_reloads_weights_while_it_is_paused(setup: PolicySetup, weights: Path) -> None:
@@ -206,17 +213,26 @@ def test_models_of_an_algorithm_replace_only_models_of_the_same_name() -> None:
     assert list(gateway.model_list) == [*new, other]
 
 
-class Recorder:
-    """A backend that records when its weights change."""
+class Model:
+    """A model server and its backend: a call ends when it is released, and new weights show whether it has ended."""
 
     def __init__(self, *, tells_versions: bool) -> None:
         self.tells_versions = tells_versions
-        self.changed_at: list[float] = []
+        self.asked, self.released = asyncio.Event(), asyncio.Event()
+        self.ended_before_new_weights: bool | None = None
+        self._has_ended = False
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.asked.set()
+        await self.released.wait()
+        self._has_ended = True
+        choice = {"index": 0, "message": {"role": "assistant", "content": "ok"}, "finish_reason": "stop"}
+        return web.json_response({"id": "1", "object": "chat.completion", "model": "policy", "choices": [choice]})
 
     async def load_weights(self, path: Path, version: int) -> None:
-        self.changed_at.append(time.monotonic())
         if version < 0:
             raise ConfigError("not these")
+        self.ended_before_new_weights = self._has_ended
 
 
 @pytest.mark.parametrize("tells_versions", [True, False])
@@ -224,8 +240,9 @@ async def test_calls_are_held_back_only_for_a_backend_that_could_mix_versions(
     tells_versions: bool, tmp_path: Path
 ) -> None:
     store = agl.InMemoryLightningStore()
-    async with ScriptedOpenAI([Answer("ok", delay_s=1.0)]) as model:
-        gateway = agl.LLMProxy(model_list=[{"model": "policy", "endpoint": model.endpoint}], store=store)
+    model: Any = Model(tells_versions=tells_versions)
+    async with serving(web.post("/v1/chat/completions", model.answer)) as address:
+        gateway = agl.LLMProxy(model_list=[{"model": "policy", "endpoint": f"{address}/v1"}], store=store)
         await gateway.start()
         try:
             rollout = await store.start_rollout({})
@@ -241,16 +258,16 @@ async def test_calls_are_held_back_only_for_a_backend_that_could_mix_versions(
                     assert response.status == 200
                     await response.read()
 
-            backend: Any = Recorder(tells_versions=tells_versions)
-            task = asyncio.create_task(call())
-            await until(lambda: bool(model.requests))
-            asked_at = time.monotonic()
-            await publish_weights(backend, gateway, tmp_path, 4)
-            waited = backend.changed_at[0] - asked_at > 0.5  # the call takes a second
-            assert waited is not tells_versions
-            await task
+            calling = asyncio.create_task(call())
+            await model.asked.wait()
+            publishing = asyncio.create_task(publish_weights(model, gateway, tmp_path, 4))
+            await asyncio.sleep(0.05)
+            model.released.set()
+            await publishing
+            assert model.ended_before_new_weights is not tells_versions
+            await calling
             with pytest.raises(ConfigError, match="not these"):
-                await publish_weights(backend, gateway, tmp_path, -1)
+                await publish_weights(model, gateway, tmp_path, -1)
             await call()  # calls continue after a failure
             await gateway.flush()
             spans = await store.query_spans(rollout.rollout_id)

@@ -13,6 +13,7 @@ import pytest
 from agentlightning_algorithms.grpo.checkpoints.clock import CheckpointClock
 from agentlightning_algorithms.grpo.checkpoints.writer import CheckpointWriter
 from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
+from tests.waiting import LIMIT_S
 
 
 class Policies:
@@ -26,7 +27,7 @@ class Policies:
 
     def write(self, directory: Path, state: dict[str, Any]) -> None:
         with atomic_directory(directory) as scratch:
-            assert self.may_write.wait(60)
+            assert self.may_write.wait(LIMIT_S)
             (scratch / "state").write_text(str(state["step"]))
 
 

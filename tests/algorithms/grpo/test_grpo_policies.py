@@ -41,6 +41,7 @@ from agentlightning_plugins.monitoring.metrics import judge
 from agentlightning_plugins.training_records.query import read_ledger, read_rows
 from tests.algorithms.vllm_server import WIRE, FakeVLLM
 
+pytestmark = pytest.mark.usefixtures("server_thread")
 PROMPTS = [[5, 6, 7], [80, 81, 82, 83], list(range(20, 60))]
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import multiprocessing
 import signal
-import subprocess
-import sys
-import time
 from collections import Counter
+from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,34 +20,38 @@ import agentlightning as agl
 from agentlightning_plugins.demo.training import CHECKPOINT
 from agentlightning_plugins.training_records.query import read_ledger
 from tests.algorithms.grpo import grpo_program
-from tests.process import wait_for
+from tests.algorithms.killed_process import end_leases
+from tests.source import REPO
+from tests.waiting import LIMIT_S
 
-REPO = Path(__file__).parents[3]
 STEPS = 3
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("server_thread")]
 
 
-def start(directory: Path, log: Path, staleness: int = 0) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.algorithms.grpo.grpo_program", str(directory), str(STEPS), str(staleness)],
-            cwd=REPO,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Any]:
+    """Starts processes as forks of one that has imported torch, which takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([grpo_program.__name__])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(REPO))
+        yield context
+    forkserver._forkserver._stop()  # its process would stay until the end of all tests
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills the trainer and all of its child processes at the same time."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def train_until_killed(forks: Any, directory: Path, staleness: int, dies: str) -> None:
+    log = directory.with_suffix(".log")
+    process = forks.Process(
+        target=grpo_program.main_until_killed, args=(log, directory, STEPS, staleness, dies), daemon=True
+    )
+    process.start()
+    process.join(LIMIT_S)
+    assert process.exitcode == -signal.SIGKILL, log.read_text()[-8000:]
+    asyncio.run(end_leases(directory.with_suffix(".db")))
 
 
 async def finished(directory: Path) -> dict[str, tuple[str, float | None]]:
     """Returns status and end time of every rollout, by rollout id."""
-    if not (directory.parent / f"{directory.name}.db").is_file():
-        return {}
     store = agl.create_store(f"sqlite:///{directory.parent}/{directory.name}.db")
     try:
         return {r.rollout_id: (r.status, r.end_time) for r in (await store.query_rollouts()).items}
@@ -70,33 +74,16 @@ def weights(directory: Path) -> torch.Tensor:
     return torch.cat([value.float().flatten() for value in load_file(directory / "model.safetensors").values()])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_training_killed_twice_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
-    directory, log = tmp_path / "run", tmp_path / "log"
-    # Killed once after the first checkpoint, during a step's rollouts, and once while a checkpoint is written.
-    process = start(directory, log)
+def test_a_training_killed_twice_ends_like_an_uninterrupted_one(forks: Any, tmp_path: Path) -> None:
+    directory, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
     checkpoint = directory / "checkpoint" / "updater.pt"
-    wait_for(checkpoint.is_file, process, log, timeout_s=200)
-    time.sleep(0.15)
-    kill(process)
+    train_until_killed(forks, directory, 0, "rollouts")
     before = asyncio.run(finished(directory))
-    step = torch.load(checkpoint, weights_only=True)["updates"]
-    assert 1 <= step < STEPS
-
-    process = start(directory, log)
-    written = checkpoint.stat().st_mtime_ns
-    scratch = directory / f".checkpoint.{process.pid}.tmp"
-    wait_for(
-        lambda: scratch.exists() or (checkpoint.is_file() and checkpoint.stat().st_mtime_ns > written),
-        process,
-        log,
-        timeout_s=200,
-    )
-    kill(process)
-
-    process = start(directory, log)
-    assert process.wait(timeout=400) == 0, log.read_text()[-3000:]
+    assert torch.load(checkpoint, weights_only=True)["updates"] == 1
+    train_until_killed(forks, directory, 0, "checkpoint")
+    assert torch.load(checkpoint, weights_only=True)["updates"] == 1
+    assert list(directory.glob(".checkpoint.*.tmp")), "the second kill was while a checkpoint was written"
+    grpo_program.main(directory, STEPS)
     state = torch.load(checkpoint, weights_only=True)
     assert state["updates"] == state["caller"]["step"] == STEPS
     assert state["caller"]["position"] == 3 * STEPS
@@ -130,7 +117,6 @@ def test_a_training_killed_twice_ends_like_an_uninterrupted_one(tmp_path: Path) 
     assert not list(directory.glob(".*.tmp"))
 
     # A run with the same seed that is not killed.
-    uninterrupted = tmp_path / "uninterrupted"
     grpo_program.main(uninterrupted, STEPS)
     assert asyncio.run(rewards(directory)) == asyncio.run(rewards(uninterrupted))
     begin, killed, uninterrupted_weights = map(
@@ -140,21 +126,15 @@ def test_a_training_killed_twice_ends_like_an_uninterrupted_one(tmp_path: Path) 
     assert (killed - uninterrupted_weights).norm() < 0.02 * (uninterrupted_weights - begin).norm()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_killed_asynchronous_training_uses_each_rollout_once(tmp_path: Path) -> None:
-    directory, log = tmp_path / "run", tmp_path / "log"
-    process = start(directory, log, 2)
+def test_a_killed_asynchronous_training_uses_each_rollout_once(forks: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
     checkpoint = directory / "checkpoint" / "updater.pt"
-    wait_for(checkpoint.is_file, process, log, timeout_s=200)
-    kill(process)
+    train_until_killed(forks, directory, 2, "rollouts")
     before = asyncio.run(finished(directory))
     state = torch.load(checkpoint, weights_only=True)["caller"]
-    assert state["step"] < STEPS
+    assert state["step"] == 1
     assert state["open_groups"], "rollouts of later steps have begun"
-
-    process = start(directory, log, 2)
-    assert process.wait(timeout=400) == 0, log.read_text()[-3000:]
+    grpo_program.main(directory, STEPS, 2)
 
     async def check() -> None:
         store = agl.create_store(f"sqlite:///{tmp_path}/run.db")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -23,6 +22,7 @@ from agentlightning_algorithms.grpo.sampling.prefix_cache import PrefixCache
 from agentlightning_algorithms.grpo.sampling.sampler import Sampler
 from agentlightning_algorithms.grpo.sampling.slot_cache import BLOCK
 from agentlightning_algorithms.grpo.training_row import TrainingRow
+from tests.waiting import LIMIT_S, blocking_until
 
 TOLERANCE = 1e-5
 """Largest allowed difference between log-probabilities of sampler and trainer in float32."""
@@ -41,7 +41,7 @@ def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def collect(futures: list[Future[Generation]]) -> list[Generation]:
-    return [future.result(timeout=60) for future in futures]
+    return [future.result(timeout=LIMIT_S) for future in futures]
 
 
 def largest_gap(policy: Policy, prompts: list[list[int]], generations: list[Generation], temperature: float) -> float:
@@ -201,15 +201,11 @@ def test_likeliest_tokens_are_reported_from_the_filtered_distribution(sampler: S
 
 def test_a_cancelled_request_leaves_the_batch(sampler: Sampler) -> None:
     futures = [sampler.submit([1], SamplingParams(max_tokens=400, top_p=0.9)) for _ in range(20)]
-    while not sampler.running:
-        time.sleep(0.001)
+    blocking_until(lambda: sampler.running)
     assert all(future.cancel() for future in futures if not future.done())
     (generation,) = collect([sampler.submit([2], SamplingParams(max_tokens=2))])
     assert len(generation.token_ids) == 2
-    deadline = time.monotonic() + 60
-    while (sampler.running or sampler.waiting) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert (sampler.running, sampler.waiting) == (0, 0)
+    blocking_until(lambda: (sampler.running, sampler.waiting) == (0, 0))
 
 
 def moved_weights(tiny_model: Path, directory: Path) -> Policy:
@@ -230,7 +226,7 @@ def test_a_weight_swap_waits_for_running_rows_and_applies_to_later_requests(
     before = [sampler.submit(p, params) for p in prompts[:8]]
     swap = sampler.load_weights(tmp_path, 7)
     after = [sampler.submit(p, params) for p in prompts[8:]]
-    swap.result(timeout=60)
+    swap.result(timeout=LIMIT_S)
     assert all(future.done() for future in before)
     assert [g.weight_version for g in collect(before)] == [0] * 8
     assert [g.weight_version for g in collect(after)] == [7] * 8
@@ -251,17 +247,16 @@ def test_an_in_flight_swap_does_not_wait_for_rows_and_tokens_have_the_logprobs_o
     def on_token(token: Token) -> None:
         sampled.set()
         if not swapping.is_set():
-            swapping.wait(60)  # the sampler's thread: no row goes on before the weights are read
+            swapping.wait(LIMIT_S)  # the sampler's thread: no row goes on before the weights are read
 
     params = SamplingParams(max_tokens=60)
     running = [sampler.submit(prompt, params, on_token) for prompt in prompts]
-    assert sampled.wait(60)
-    waiting, deadline = sampler.waiting, time.monotonic() + 60
+    assert sampled.wait(LIMIT_S)
+    waiting = sampler.waiting
     swap = sampler.load_weights(tmp_path, 7)
-    while sampler.waiting == waiting and time.monotonic() < deadline:  # the weights are being read
-        time.sleep(0.001)
+    blocking_until(lambda: sampler.waiting != waiting)  # the weights are being read
     swapping.set()
-    swap.result(timeout=60)
+    swap.result(timeout=LIMIT_S)
     assert not all(future.done() for future in running)
     generations = collect(running)
     mixed = [g.weight_versions for g in generations if g.weight_versions]
@@ -285,7 +280,7 @@ def test_sampling_from_a_version_of_the_weights_does_not_depend_on_earlier_reque
     def sample(version: int, before: int, greedy: int) -> list[list[int]]:
         sampler = Sampler(tiny_policy, seed=0)
         collect([sampler.submit([1], SamplingParams(max_tokens=5)) for _ in range(before)])
-        sampler.load_weights(tiny_model, version).result(timeout=60)
+        sampler.load_weights(tiny_model, version).result(timeout=LIMIT_S)
         collect([sampler.submit([1], SamplingParams(max_tokens=5, temperature=0.0)) for _ in range(greedy)])
         said = [collect([sampler.submit([1], SamplingParams(max_tokens=9))])[0].token_ids for _ in range(3)]
         sampler.close()
@@ -299,14 +294,14 @@ def test_weights_that_cannot_be_loaded_leave_the_old_weights(
     tiny_policy: Policy, sampler: Sampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="safetensors"):
-        sampler.load_weights(tmp_path, 7).result(timeout=60)
+        sampler.load_weights(tmp_path, 7).result(timeout=LIMIT_S)
 
     def fail(_: object) -> None:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(tiny_policy, "read_weights", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        sampler.load_weights(tmp_path, 8).result(timeout=60)
+        sampler.load_weights(tmp_path, 8).result(timeout=LIMIT_S)
     assert collect([sampler.submit([1], SamplingParams(max_tokens=1))])[0].weight_version == 0
 
 
@@ -317,10 +312,10 @@ def test_weights_that_are_not_finite_fail_requests_but_not_the_sampler(
     with torch.no_grad():
         next(broken.model.parameters()).fill_(torch.nan)
     broken.save(tmp_path)
-    sampler.load_weights(tmp_path, 1).result(timeout=60)
+    sampler.load_weights(tmp_path, 1).result(timeout=LIMIT_S)
     with pytest.raises(FloatingPointError, match="weights version 1 are not finite"):
-        sampler.submit([1], SamplingParams(max_tokens=4)).result(timeout=60)
-    sampler.load_weights(tiny_model, 2).result(timeout=60)
+        sampler.submit([1], SamplingParams(max_tokens=4)).result(timeout=LIMIT_S)
+    sampler.load_weights(tiny_model, 2).result(timeout=LIMIT_S)
     assert len(collect([sampler.submit([1], SamplingParams(max_tokens=3, top_k=1))])[0].token_ids) == 3
 
 
@@ -335,7 +330,7 @@ def test_an_error_in_a_batch_reaches_its_requests_and_the_next_batch_works(
         futures = [sampler.submit([1], SamplingParams(max_tokens=4)) for _ in range(3)]
         for future in futures:
             with pytest.raises(RuntimeError, match="out of memory"):
-                future.result(timeout=60)
+                future.result(timeout=LIMIT_S)
     assert collect([sampler.submit([1], SamplingParams(max_tokens=1))])
 
 
@@ -345,7 +340,7 @@ def test_closing_cancels_unfinished_requests(tiny_policy: Policy) -> None:
     sampler.close()
     assert not sampler.alive
     with pytest.raises(CancelledError):
-        futures[2].result(timeout=1)
+        futures[2].result(timeout=LIMIT_S)
     with pytest.raises(RuntimeError, match="closed"):
         sampler.submit([1], SamplingParams(max_tokens=1))
 
@@ -402,10 +397,10 @@ def held(sampler: Sampler) -> Iterator[None]:
 
     def hold(_: Token) -> None:
         running.set()
-        assert released.wait(60)
+        assert released.wait(LIMIT_S)
 
     request = sampler.submit([1], SamplingParams(max_tokens=1), hold)
-    assert running.wait(60)
+    assert running.wait(LIMIT_S)
     yield
     released.set()
     collect([request])
@@ -464,7 +459,7 @@ def test_a_small_prefix_pool_evicts_blocks_without_mixing_them_up(tiny_policy: P
 def test_missing_weights_are_refused_without_waiting_for_running_rows(sampler: Sampler, tmp_path: Path) -> None:
     running = sampler.submit([1], SamplingParams(max_tokens=480))
     with pytest.raises(ConfigError, match="safetensors"):
-        sampler.load_weights(tmp_path, 7).result(timeout=60)
+        sampler.load_weights(tmp_path, 7).result(timeout=LIMIT_S)
     assert running.cancel() or running.done()
 
 

@@ -17,7 +17,7 @@ from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from tests.algorithms.grpo.grpo_program import settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("server_thread")]
 
 
 def stubborn_agent(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> float:
@@ -146,8 +146,8 @@ def train(
 ) -> agl.LightningStore:
     store = agl.create_store("memory://")
     trainer = agl.Trainer(
-        algorithm=settings(steps, **more), store=store, trackers=[], run_dir=directory, n_runners=runners,
-        max_concurrency=concurrency, seed=11,
+        algorithm=settings(steps, **more), store=store, strategy="shm", trackers=[], run_dir=directory,
+        n_runners=runners, max_concurrency=concurrency, seed=11,
     )  # fmt: skip
     assert trainer.fit(agent, make_problems("train", 8), make_problems("val", 4)).status == "succeeded"
     return store

@@ -2,11 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +17,8 @@ from agentlightning_algorithms.grpo.checkpoints.digest import digest_weights
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_algorithms.policy_backend import PolicySetup
+from tests.algorithms.server_thread import threads_for_servers
+from tests.waiting import until
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 TOKENS = {"return_token_ids": True}
@@ -34,7 +31,8 @@ def make_setup(model: Path, directory: Path, **options: Any) -> PolicySetup:
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersBackend]:
     server = TransformersBackend()
-    asyncio.run(server.start(make_setup(tiny_model, tmp_path_factory.mktemp("server"), seed=0, max_batch_size=16)))
+    with threads_for_servers():
+        asyncio.run(server.start(make_setup(tiny_model, tmp_path_factory.mktemp("server"), seed=0, max_batch_size=16)))
     yield server
     asyncio.run(server.stop())
 
@@ -53,12 +51,12 @@ async def health(server: TransformersBackend) -> dict[str, Any]:
 
 async def idle(server: TransformersBackend) -> None:
     """Waits until nothing is sampled."""
-    for _ in range(1000):
+
+    async def is_idle() -> bool:
         state = await health(server)
-        if not state["running"] + state["waiting"]:
-            break
-        await asyncio.sleep(0.01)
-    assert (state["running"], state["waiting"]) == (0, 0)
+        return (state["running"], state["waiting"]) == (0, 0)
+
+    await until(is_idle)
 
 
 async def test_the_openai_client_gets_tokens_with_the_logprobs_of_the_trainer(
@@ -342,25 +340,16 @@ async def test_the_last_value_of_a_repeated_json_key_counts(server: Transformers
         assert (await response.json())["usage"]["completion_tokens"] == 2
 
 
-async def test_health_is_answered_while_the_model_runs_and_without_nagles_delay(
-    client: AsyncOpenAI, server: TransformersBackend
-) -> None:
+async def test_health_is_answered_while_the_model_runs(client: AsyncOpenAI, server: TransformersBackend) -> None:
     tasks = [
         asyncio.create_task(client.completions.create(model="policy", prompt=[1], max_tokens=500, seed=i))
         for i in range(16)
     ]
-    url = server.endpoint.replace("/v1", "/health")
-    taken: list[float] = []
-    async with aiohttp.ClientSession() as session:
-        while not all(task.done() for task in tasks):
-            start = time.perf_counter()
-            async with session.get(url) as response:
-                await response.read()
-            taken.append(time.perf_counter() - start)
+    answered = 0
+    while not all(task.done() for task in tasks):
+        answered += (await health(server))["running"] > 0
     await asyncio.gather(*tasks)
-    assert len(taken) > 5
-    # Nagle's algorithm against delayed acknowledgements costs 40 ms; a busy machine may be late, but not every time.
-    assert sorted(taken)[len(taken) // 4] < 0.03
+    assert answered > 3
 
 
 async def test_a_client_that_disconnects_frees_its_rows(server: TransformersBackend) -> None:
@@ -387,36 +376,3 @@ async def test_a_server_that_takes_too_long_to_start_is_stopped(tiny_model: Path
     with pytest.raises(LightningError, match=r"was not ready after 0.05 s"):
         await server.start(make_setup(tiny_model, tmp_path))
     assert not server.running
-
-
-def test_the_server_ends_when_its_parent_is_killed(tiny_model: Path, tmp_path: Path) -> None:
-    program = f"""
-import asyncio
-from pathlib import Path
-from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
-from agentlightning_algorithms.policy_backend import PolicySetup
-async def main():
-    server = TransformersBackend()
-    setup = PolicySetup(model={str(tiny_model)!r}, model_name="policy", directory=Path({str(tmp_path)!r}))
-    await server.start(setup)
-    print(server._process.pid, flush=True)
-    await asyncio.sleep(60)
-asyncio.run(main())
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        os.kill(pid, 0)
-        parent.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(pid)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that ended but was not yet reaped by init does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import queue
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import httpx
@@ -16,7 +19,9 @@ import openai
 import pytest
 import yaml
 
+from agentlightning_algorithms.grpo import command
 from tests.plugins.commands.agl_here import run_here
+from tests.waiting import LIMIT_S
 
 AGENT = """
 import openai
@@ -35,8 +40,11 @@ def agent(task, llm: agl.LLM):
 TASKS = [{"text": text} for text in ("ab", "cd", "ef", "gh")]
 
 
+pytestmark = pytest.mark.usefixtures("server_thread")
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+def folder(server_thread: None, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """A user's folder with an agent, tasks, a configuration, and the run ``runs/tiny`` of two steps."""
     place = tmp_path_factory.mktemp("user")
     (place / "my_agents.py").write_text(AGENT)
@@ -90,8 +98,24 @@ def running(folder: Path, *arguments: str) -> Iterator[str]:
             yield process.stdout.readline()
         finally:
             process.send_signal(signal.SIGTERM)
-            code = process.wait(60)
+            code = process.wait(LIMIT_S)
     assert code == 0
+
+
+@contextmanager
+def serving_here(patch: pytest.MonkeyPatch, *arguments: str) -> Iterator[str]:
+    """Runs ``agl serve`` in a thread; yields what it prints when it is ready."""
+    said: queue.Queue[str] = queue.Queue()
+    stopped = threading.Event()
+    patch.setattr(command, "echo", said.put)
+    patch.setattr(command, "_stopping", lambda: nullcontext(stopped))
+    with ThreadPoolExecutor() as pool:
+        served = pool.submit(command.serve.main, arguments, standalone_mode=False)
+        try:
+            yield said.get(timeout=LIMIT_S)
+        finally:
+            stopped.set()
+        served.result()
 
 
 def test_agl_serve_serves_the_weights_of_a_step_to_the_openai_client(folder: Path) -> None:
@@ -108,12 +132,13 @@ def test_agl_serve_serves_the_weights_of_a_step_to_the_openai_client(folder: Pat
 
 
 def test_beyond_loopback_the_served_model_needs_a_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ["serve", "runs/tiny", "--host", "0.0.0.0", "--port", "0"]
-    said = run_here(folder, *command)
+    arguments = ["serve", "runs/tiny", "--host", "0.0.0.0", "--port", "0"]
+    said = run_here(folder, *arguments)
     assert said.code == 2
     assert "host = '0.0.0.0' lets other machines in; set an API key (--api-key, AGL_API_KEY)" in said.stderr
     monkeypatch.setenv("AGL_API_KEY", "the-key")
-    with running(folder, *command[1:]) as line:
+    monkeypatch.chdir(folder)
+    with serving_here(monkeypatch, *arguments[1:]) as line:
         found = re.search(r":(\d+)/v1 ", line)
         assert found, line
         address = f"http://127.0.0.1:{found[1]}"
@@ -175,10 +200,10 @@ def test_compare_continues_from_trained_weights_and_tests_the_newest_weights(fol
 
 def test_the_command_of_another_server_gets_the_directory_of_the_model(folder: Path) -> None:
     code = "import pathlib, sys; print(sorted(p.name for p in pathlib.Path(sys.argv[1]).iterdir()), *sys.argv[2:])"
-    command = f'"{sys.executable}" -c "{code}" {{model}} {{port}} \'{{"a": 1}}\''
+    own = f'"{sys.executable}" -c "{code}" {{model}} {{port}} \'{{"a": 1}}\''
     done = subprocess.run(
-        [sys.executable, "-m", "agentlightning", "serve", "runs/tiny", "--port", "1234", "--command", command],
-        cwd=folder, capture_output=True, text=True, check=True, timeout=240,
+        [sys.executable, "-m", "agentlightning", "serve", "runs/tiny", "--port", "1234", "--command", own],
+        cwd=folder, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "Serving runs/tiny (best): " in done.stdout
     assert re.search(r"'config.json', .*'model.safetensors', .*\] 1234 \{\"a\": 1\}\n", done.stdout), done.stdout

@@ -30,6 +30,9 @@ from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from tests.algorithms.grpo.grpo_program import settings
+from tests.waiting import LIMIT_S
+
+pytestmark = pytest.mark.usefixtures("server_thread")
 
 
 def never_rewarded(task: dict[str, Any], llm: agl.LLM) -> float:
@@ -186,7 +189,7 @@ def scoring_server(statuses: list[int]) -> Iterator[TeacherSettings]:
             status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
             told = [None, *({str(token): {"logprob": -0.5}} for token in prompt[1:])]
             if status < 0:
-                closing.wait(60)
+                closing.wait(LIMIT_S)
             elif status:
                 self.reply(status, {"choices": [{"prompt_logprobs": told}]})
 

@@ -24,6 +24,7 @@ from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.grpo.grpo_program import settings
 from tests.algorithms.prompt_lab import Server
 
+pytestmark = pytest.mark.usefixtures("server_thread")
 QUESTION, ANSWER = "What do you say?", "moo"
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,15 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("doctor") / "doctors_patients.py"
     file.write_text(AGENTS, encoding="utf-8")
     return str(file)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment_is_checked_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "agentlightning_plugins.commands.doctor.run.check_environment", functools.cache(check_environment)
+        )
+        yield
 
 
 async def check(agents: str, agent: str = "good", **request: Any) -> dict[str, Check]:
@@ -550,10 +559,8 @@ async def test_an_agent_that_edits_its_history_is_reported(agents: str, server: 
 
 
 def test_the_command_prints_one_line_for_each_check() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "agentlightning", "doctor", "demo"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(command, ["demo"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert [line[10:22].strip() for line in lines] == list(NAMES)
     assert lines[9].startswith("ok        logprobs     each sampled token has one")

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import click
 import pytest
 
 import agentlightning as agl
-from agentlightning.plugin.registry import get_manager
+from agentlightning.plugin.registry import Plugin, get_manager
 from agentlightning_plugins.commands.evaluation.comparison_report import (
     compare_variants,
     print_comparison,
@@ -40,52 +37,46 @@ def agent(task, prompt: agl.PromptTemplate):
         raise KeyError("no such tool")
     return float(prompt.format(n=task["n"]).startswith("good") or task["n"] % 4 == 0)
 """
-PLUGIN = """
-from agentlightning import Component, hookimpl
-import agentlightning as agl
+
 
 class Learner(agl.Algorithm):
     def __init__(self, *, seed: int = 0, wasteful: bool = False, trains_weights: bool = False):
         self.seed, self.wasteful, self.trains_weights = seed, wasteful, trains_weights
 
-    async def run(self, train_dataset=None, val_dataset=None):
+    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         store = self.get_store()
         if self.trains_weights:
+            assert self.context.directory is not None
             (self.context.directory / "training.json").write_text('{"algorithm": "learner", "base": "tiny"}')
         await store.add_resources({"prompt": "good {n}"})
         while self.wasteful:
             rollout = await store.enqueue_rollout(train_dataset[0], mode="train")
             await store.wait_for_rollouts([rollout.rollout_id])
 
+
 class Prepender(agl.Algorithm):
     def __init__(self, *, text: str, rollouts: int = 0):
         self.text, self.rollouts = text, rollouts
 
-    async def run(self, train_dataset=None, val_dataset=None):
+    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         store = self.get_store()
         for _ in range(self.rollouts):
             rollout = await store.enqueue_rollout(train_dataset[0], mode="train")
             await store.wait_for_rollouts([rollout.rollout_id])
-        found = (await store.get_latest_resources()).resources["prompt"]
-        await store.add_resources({"prompt": self.text + found.template})
-
-@hookimpl
-def components():
-    return [
-        Component("algorithm", "learner", "learner_plugin:Learner"),
-        Component("algorithm", "prepender", "learner_plugin:Prepender"),
-    ]
-"""
+        latest = await store.get_latest_resources()
+        assert latest is not None
+        prompt = latest.resources["prompt"]
+        assert isinstance(prompt, agl.PromptTemplate)
+        await store.add_resources({"prompt": self.text + prompt.template})
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    plugin = Plugin("learner", "this test", __name__)
+    for name, cls in (("learner", Learner), ("prepender", Prepender)):
+        offer = (plugin, agl.Component("algorithm", name, f"{__name__}:{cls.__name__}"))
+        monkeypatch.setitem(get_manager()._offers, ("algorithm", name), [offer])
     (tmp_path / "my_agents.py").write_text(AGENTS)
-    (tmp_path / "learner_plugin.py").write_text(PLUGIN)
-    info = tmp_path / "learner-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: learner\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[agentlightning]\nlearner = learner_plugin\n")
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(8)))
     (tmp_path / "config.yaml").write_text(
         'agent: my_agents:agent\ndata: {train: tasks.jsonl, val: tasks.jsonl}\nresources: {prompt: "bad {n}"}\n'
@@ -95,23 +86,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str, code: int = 0) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-m", "agentlightning", *arguments],
-        check=False,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))},
-    )
-    assert done.returncode == code, done.stderr
-    return json.loads(done.stdout) if "--json" in arguments else done.stdout + done.stderr
+    said = run_here(folder, *arguments)
+    assert said.code == code, said.stderr
+    return json.loads(said.stdout) if "--json" in arguments else said.stdout + said.stderr
 
 
 def evaluate(folder: Path, *arguments: str, code: int = 0) -> Any:
-    said = run_here(folder, "eval", "config.yaml", *arguments)
-    assert said.code == code, said.stderr
-    return json.loads(said.stdout) if "--json" in arguments else said.stdout + said.stderr
+    return run(folder, "eval", "config.yaml", *arguments, code=code)
 
 
 def test_eval_prints_reward_interval_pass_at_k_and_errors(folder: Path) -> None:
@@ -233,7 +214,7 @@ def test_a_training_that_the_budget_stops_before_it_saves_weights_counts_as_no_t
 
 
 def test_an_algorithm_in_a_users_file_can_be_compared(folder: Path) -> None:
-    (folder / "own.py").write_text("from learner_plugin import Learner as Own\n")
+    (folder / "own.py").write_text(f"from {__name__} import Learner as Own\n")
     chain = "['own.py:Own', 'own.py:Own']"
     said = run(folder, "compare", "config.yaml", "-a", "own.py:Own", "-a", chain, "--run-dir", "compared", "--json")
     assert [row["reward"] for row in said] == [1.0, 1.0]

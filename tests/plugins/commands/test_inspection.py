@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from agentlightning.event import Event
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Span
 from agentlightning_plugins.commands import terminal
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -321,17 +321,16 @@ def test_following_ends_with_ctrl_c_and_exit_code_130(place: Path) -> None:
 
     async def play() -> None:
         store = agl.create_store(f"sqlite:///{place / 'store.db'}")
-        deadline = time.monotonic() + 30
-        while not lines and time.monotonic() < deadline:
+        while not lines:
             await store.enqueue_rollout({"n": 9})
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.1)
         await store.close()
 
     asyncio.run(play())
     process.send_signal(signal.SIGINT)
-    reader.join(20)
+    reader.join(LIMIT_S)
     process.stdout.close()
-    assert process.wait(20) == 130
+    assert process.wait(LIMIT_S) == 130
     assert any("rollout_enqueued" in line for line in lines)
 
 

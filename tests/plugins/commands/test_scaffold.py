@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms import prompt_lab
 from tests.algorithms.tiny_model import save_tiny_model
 from tests.plugins.commands.agl_here import run_here
+from tests.waiting import LIMIT_S
 
 
 def run(folder: Path, *command: str, code: int = 0, **environment: str) -> str:
@@ -23,7 +25,7 @@ def run(folder: Path, *command: str, code: int = 0, **environment: str) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LIMIT_S,
         env={**os.environ, **environment},
     )
     assert done.returncode == code, done.stdout + done.stderr
@@ -32,11 +34,26 @@ def run(folder: Path, *command: str, code: int = 0, **environment: str) -> str:
 
 def test_a_new_agent_trains_without_changes(tmp_path: Path) -> None:
     assert run_here(tmp_path, "new", "agent", "word-adder").code == 0
-    assert "run succeeded" in run(tmp_path / "word-adder", "agentlightning", "train", "config.yaml", "strategy=shm")
+    said = run_here(tmp_path / "word-adder", "train", "config.yaml", "strategy=shm", module="agent")
+    assert (said.code, "run succeeded" in said.stdout + said.stderr) == (0, True)
     assert "@" not in (tmp_path / "word-adder" / "config.yaml").read_text()
 
 
-@pytest.mark.slow
+async def test_a_new_agent_for_grpo_has_a_valid_configuration_and_calls_the_model_of_the_run(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    assert run_here(tmp_path, "new", "agent", "word-adder", "--grpo").code == 0
+    folder, model = tmp_path / "word-adder", f"algorithm.model={tmp_path / 'model'}"
+    dry = run_here(folder, "train", "config.yaml", model, "--dry-run", module="agent")
+    assert dry.code == 0, dry.stdout + dry.stderr
+    async with ScriptedOpenAI() as server:
+        llm = f"resources={{llm: {{resource_type: llm, endpoint: {server.endpoint}, model: m}}}}"
+        settings = ("algorithm=baseline", llm, "strategy=shm")
+        said = await asyncio.to_thread(run_here, folder, "train", "config.yaml", *settings, module="agent")
+        assert said.code == 0, said.stderr
+        assert {request.body["model"] for request in server.requests if request.body} == {"m"}
+
+
+@pytest.mark.soak
 def test_a_new_agent_for_grpo_trains_and_leaves_a_model(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
     assert run_here(tmp_path, "new", "agent", "word-adder", "--grpo").code == 0
@@ -61,7 +78,15 @@ def test_a_new_agent_for_apo_trains_and_finds_a_better_prompt(tmp_path: Path, mo
         monkeypatch.setenv("OPENAI_API_KEY", "any")
         monkeypatch.setenv("OPENAI_BASE_URL", server.endpoint)
         said = run_here(
-            folder, "train", "config.yaml", "strategy=shm", f"resources.llm.endpoint={server.endpoint}", module="agent"
+            folder,
+            "train",
+            "config.yaml",
+            "strategy=shm",
+            f"resources.llm.endpoint={server.endpoint}",
+            "algorithm.beam_rounds=1",
+            "algorithm.beam_width=1",
+            "algorithm.branch_factor=1",
+            module="agent",
         )
     assert said.code == 0, said.stderr
     assert (folder / "runs/word-adder/prompts/prompt.txt").read_text().strip() == "Add the numbers. {question}"
@@ -71,17 +96,8 @@ def test_a_new_agent_for_apo_trains_and_finds_a_better_prompt(tmp_path: Path, mo
 def test_a_new_plugin_can_be_installed_is_listed_and_passes_its_own_test(tmp_path: Path) -> None:
     assert run_here(tmp_path, "new", "plugin", "reward-file").code == 0
     folder = tmp_path / "reward-file"
-    run(
-        folder,
-        "pip",
-        "install",
-        "--quiet",
-        "--no-build-isolation",
-        "--no-deps",
-        "--target",
-        str(tmp_path / "site"),
-        ".",
-    )
+    install = ("install", "--quiet", "--no-build-isolation", "--no-deps", "--target", str(tmp_path / "site"), ".")
+    run(folder, "pip", *install)
     site = {"PYTHONPATH": str(tmp_path / "site")}
     assert "reward-file" in run(tmp_path, "agentlightning", "plugins", "--json", **site)
     run(folder, "pytest", "-q", "-p", "no:cacheprovider", **site)

@@ -75,7 +75,7 @@ def test_intervals_and_students_t_agree_with_scipy() -> None:
 # --- levels ---
 
 
-@pytest.mark.parametrize(("n_one", "n_other"), [(10, 40), (40, 10), (20, 20)])
+@pytest.mark.parametrize(("n_one", "n_other"), [(10, 40), (20, 20)])
 def test_the_unpaired_test_keeps_its_level_with_unequal_variances(
     few_resamples: None, n_one: int, n_other: int
 ) -> None:

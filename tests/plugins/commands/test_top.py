@@ -24,6 +24,7 @@ from agentlightning_plugins.commands.top.snapshot import read_snapshot
 from agentlightning_plugins.monitoring.backends import read_backends
 from agentlightning_plugins.monitoring.fleet import read_activity, read_workers
 from agentlightning_plugins.monitoring.metrics import estimate_left
+from tests.waiting import LIMIT_S, blocking_until
 
 HOSTILE = "\x1b[31mred\u202e [bold]not bold[/bold]"
 
@@ -76,7 +77,7 @@ def test_a_pipe_gets_the_state_once_with_queue_workers_reward_throughput_and_err
         [sys.executable, "-m", "agentlightning", "top", str(place)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=True,
     ).stdout
     for shown in (
@@ -192,7 +193,7 @@ def terminal(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], bytearray]]
     yield process, written
     process.kill()
     process.wait()
-    reader.join(30)
+    reader.join(LIMIT_S)
     os.close(ours)
 
 
@@ -200,9 +201,7 @@ def test_a_terminal_follows_the_run_until_ctrl_c(
     place: Path, terminal: tuple[subprocess.Popen[bytes], bytearray]
 ) -> None:
     process, written = terminal
-    deadline = time.monotonic() + 60
-    while b"1 waiting" not in written and time.monotonic() < deadline:
-        time.sleep(0.05)
+    blocking_until(lambda: b"1 waiting" in written)
 
     async def enqueue() -> None:
         store = agl.create_store(f"sqlite:///{place / 'store.db'}", run="live")
@@ -210,9 +209,6 @@ def test_a_terminal_follows_the_run_until_ctrl_c(
         await store.close()
 
     asyncio.run(enqueue())
-    while b"2 waiting" not in written and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert b"1 waiting" in written
-    assert b"2 waiting" in written
+    blocking_until(lambda: b"2 waiting" in written)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(LIMIT_S) == 130

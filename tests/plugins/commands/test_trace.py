@@ -20,7 +20,7 @@ from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.chat_history.adapter import TraceToMessages
 from agentlightning_plugins.commands.trace import command as trace_command
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
-from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.waiting import LIMIT_S, until
 
 SCRIPT = """
 import subprocess, sys, threading
@@ -39,7 +39,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["parent"]:
         subprocess.run([sys.executable, __file__, "child"], check=True)
     assert own_module.FROM_SITECUSTOMIZE
-    sys.exit(3 if "fail" in sys.argv else 0)
 """
 
 
@@ -68,7 +67,7 @@ async def trace(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProc
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=LIMIT_S,
         )
     if not (folder / "agl.db").is_file():
         return done, []
@@ -95,21 +94,6 @@ async def test_the_calls_of_an_unchanged_script_and_its_children_are_recorded(tm
     assert f"4 model calls recorded: agl rollouts show {rollout.rollout_id}" in done.stderr
 
 
-async def test_the_exit_code_of_the_command_is_returned_and_fails_the_rollout(tmp_path: Path) -> None:
-    done, (rollout,) = await trace(tmp_path, sys.executable, "script.py", "fail")
-    assert done.returncode == 3
-    assert rollout.status == "failed"
-    assert rollout.attempt.error is not None
-    assert rollout.attempt.error.message == "the command exited with code 3"
-    assert await asked(tmp_path, rollout) == ["main", "pool"]
-
-
-async def test_a_command_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    done, (rollout,) = await trace(tmp_path, "no-such-program", "--store", "x")
-    assert "the command 'no-such-program' cannot be started: No such file or directory" in done.stderr
-    assert rollout.status == "cancelled"
-
-
 @contextlib.asynccontextmanager
 async def unreliable_store(monkeypatch: pytest.MonkeyPatch, failures: int) -> AsyncIterator[Any]:
     """A store in memory whose first writes of spans fail; `agl trace` opens it and leaves it open."""
@@ -131,6 +115,20 @@ async def unreliable_store(monkeypatch: pytest.MonkeyPatch, failures: int) -> As
     await close()
 
 
+async def test_the_exit_code_of_the_command_is_returned_and_fails_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with unreliable_store(monkeypatch, failures=0) as store:
+        assert await trace_command._trace("memory://", None, ["sh", "-c", "exit 3"]) == 3
+        (rollout,) = await store.query_rollouts()
+        assert (rollout.status, rollout.attempt.error.message) == ("failed", "the command exited with code 3")
+
+
+async def test_a_command_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with unreliable_store(monkeypatch, failures=0) as store:
+        with pytest.raises(agl.ConfigError, match="'no-such-program' cannot be started: No such file or directory"):
+            await trace_command._trace("memory://", None, ["no-such-program", "--store", "x"])
+        assert [rollout.status for rollout in await store.query_rollouts()] == ["cancelled"]
+
+
 WRITER = """
 import os, sys, time
 from agentlightning.types import Span
@@ -139,12 +137,13 @@ for number in range(3):
     span = Span.from_attributes(attributes={}, name=str(number), **ids)
     with open(os.environ["AGL_TRACE_FILE"], "a") as file:
         file.write(span.model_dump_json() + "\\n" + "{broken\\n" * int(sys.argv[1]))
-    time.sleep(0.7)
+    time.sleep(0.1)
 print("finished")
 """
 
 
 async def test_spans_are_stored_later_if_the_store_fails_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_command, "_READ_EVERY_S", 0.01)
     async with unreliable_store(monkeypatch, failures=3) as store:
         assert await trace_command._trace("memory://", None, [sys.executable, "-c", WRITER, "0"]) == 0
         (rollout,) = await store.query_rollouts()
@@ -175,30 +174,39 @@ async def test_a_recording_that_fails_ends_the_command_and_the_attempt(monkeypat
     monkeypatch.setattr(trace_command._SpanFile, "read", read)
     async with unreliable_store(monkeypatch, failures=0) as store:
         with pytest.raises(OSError, match="the disk is broken"):
-            await asyncio.wait_for(trace_command._trace("memory://", None, ["sleep", "60"]), 30)
+            await trace_command._trace("memory://", None, ["sleep", "10000"])
         (rollout,) = await store.query_rollouts()
         assert (rollout.status, rollout.attempt.error.type) == ("failed", "OSError")
 
 
-async def test_a_command_without_model_calls_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_command, "_HEARTBEAT_S", 0.2)
-    monkeypatch.setattr(agl, "create_store", lambda url: InMemoryLightningStore(lease_s=1.0))
+async def test_a_command_without_model_calls_keeps_its_lease(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trace_command, "_HEARTBEAT_S", 0.01)
+    wait = f"until [ -e {tmp_path / 'over'} ]; do sleep 0.1; done"
     async with unreliable_store(monkeypatch, failures=0) as store:
-        assert await trace_command._trace("memory://", None, ["sleep", "3"]) == 0
-        (rollout,) = await store.query_rollouts()
-        assert (rollout.status, rollout.attempt.status) == ("succeeded", "succeeded")
+        tracing = asyncio.create_task(trace_command._trace("memory://", None, ["sh", "-c", wait]))
+        await until(lambda: store.query_rollouts())
+        beats: set[float] = set()
+
+        async def has_beaten() -> bool:
+            (rollout,) = await store.query_rollouts()
+            beats.add(rollout.attempt.last_heartbeat_time)
+            return len(beats) > 3
+
+        await until(has_beaten)
+        (tmp_path / "over").touch()
+        assert await tracing == 0
 
 
 async def test_sigterm_ends_the_command_and_the_attempt(tmp_path: Path) -> None:
     start = "from agentlightning_plugins.commands.trace.command import command; command()"
     tracing = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", start, "sh", "-c", "echo $$; exec sleep 60"), cwd=tmp_path, stdout=subprocess.PIPE
+        *(sys.executable, "-c", start, "sh", "-c", "echo $$; exec sleep 10000"), cwd=tmp_path, stdout=subprocess.PIPE
     )
     assert tracing.stdout is not None
     child = int(await tracing.stdout.readline())
     tracing.send_signal(signal.SIGTERM)
     try:
-        assert await asyncio.wait_for(tracing.wait(), 30) == 128 + signal.SIGTERM
+        assert await asyncio.wait_for(tracing.wait(), LIMIT_S) == 128 + signal.SIGTERM
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
     finally:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,16 @@ from agentlightning_plugins.commands.configuration.run_directory import choose_d
 from agentlightning_plugins.commands.runner.command import command as runner_command
 from agentlightning_plugins.commands.train.command import command
 from tests.plugins.commands.agl_here import run_here
+from tests.process import wait_for
+from tests.waiting import LIMIT_S
 
 AGENT = """
 import os, time
 from pathlib import Path
 
 def agent(task):
-    time.sleep(task.get("seconds", 0))
+    while task.get("waits") and not Path("killed").exists():
+        time.sleep(0.01)
     with open("ran.txt", "a") as file:
         file.write(f"{task['n']}\\n")
     return task["n"] / 10
@@ -70,17 +72,6 @@ def write(folder: Path, changes: dict[str, Any] | None = None, name: str = "conf
     return path
 
 
-def agl_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "agentlightning", *arguments],
-        check=False,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
 def refused(folder: Path, *arguments: str) -> str:
     code, _, said = run_here(folder, "train", *arguments)
     assert code == 2, said
@@ -96,8 +87,8 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 def test_each_run_from_a_file_and_overrides_gets_its_own_directory(folder: Path) -> None:
     write(folder)
     for number in ("config", "config-2"):
-        result = agl_command(folder, "train", "config.yaml", "algorithm.n_epochs=2")
-        assert result.returncode == 0, result.stderr
+        result = run_here(folder, "train", "config.yaml", "algorithm.n_epochs=2")
+        assert result.code == 0, result.stderr
         assert "INFO agentlightning: epoch 2 of 2: " in result.stderr
         assert "agentlightning.access" not in result.stderr  # a line for each request of the run's own store
         *epochs, last = metrics(folder / "runs" / number)
@@ -297,7 +288,7 @@ def test_toml_is_read_like_yaml_and_errors_name_its_lines(folder: Path) -> None:
         folder, "c.toml"
     )
     (folder / "c.toml").write_text((folder / "c.toml").read_text().replace("n_epoch =", "n_epochs ="))
-    assert agl_command(folder, "train", "c.toml").returncode == 0
+    assert run_here(folder, "train", "c.toml").code == 0
 
 
 @pytest.mark.parametrize(
@@ -393,8 +384,8 @@ def test_a_key_reaches_the_agent_but_no_file_of_the_run_and_only_the_user_may_re
     nested = {"extra_body": {"MY_TOKEN": "${MODEL_KEY}", "tools": [{"password": "${MODEL_KEY}"}]}}
     llm = {"resource_type": "llm", "endpoint": "http://${MODEL_HOST}/v1", "model": "m", "api_key": "${MODEL_KEY}"}
     write(folder, {"resources": {"llm": {**llm, "sampling_parameters": nested}}, "strategy": "cs"})
-    done = agl_command(folder, "train", "config.yaml")
-    assert done.returncode == 0, done.stderr
+    done = run_here(folder, "train", "config.yaml")
+    assert done.code == 0, done.stderr
     key = "hunter2-of-the-provider"
     seen = {"extra_body": {"MY_TOKEN": key, "tools": [{"password": key}]}}
     assert (folder / "seen.txt").read_text() == f"{key} http://models.example/v1 {seen}"
@@ -528,26 +519,21 @@ def test_damaged_task_files_are_refused(tmp_path: Path, name: str, content: str,
 
 @pytest.mark.slow
 def test_a_killed_run_is_resumed_without_running_a_finished_task_again(folder: Path) -> None:
-    (folder / "tasks.jsonl").write_text("".join(json.dumps({"n": n, "seconds": 0.05}) + "\n" for n in range(40)))
+    tasks = [{"n": n, "waits": n >= 20} for n in range(40)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     write(folder, {"strategy": {"name": "cs"}, "algorithm": {"name": "baseline", "train_split": 1.0}})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "agentlightning", "train", "config.yaml"],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    ran = folder / "ran.txt"
-    deadline = time.monotonic() + 60
-    while not ran.exists() or len(ran.read_text().split()) < 8:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    ran, log = folder / "ran.txt", folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "agentlightning", "train", "config.yaml"],
+            cwd=folder, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    wait_for(lambda: ran.exists() and len(ran.read_text().split()) == 20, process, log)
     os.killpg(process.pid, signal.SIGKILL)  # the trainer with its store; the runner is in a separate session
     process.wait()
-    before = ran.read_text().split()
-    assert len(before) < 40
-    result = agl_command(folder, "train", "--resume", "runs/config")
-    assert result.returncode == 0, result.stderr
+    (folder / "killed").touch()
+    result = run_here(folder, "train", "--resume", "runs/config")
+    assert result.code == 0, result.stderr
     lines = metrics(folder / "runs" / "config")
     assert lines[-1]["status"] == "succeeded"
     assert [line["rollouts"] for line in lines if "rollouts" in line] == [40.0]
@@ -556,7 +542,7 @@ def test_a_killed_run_is_resumed_without_running_a_finished_task_again(folder: P
     assert min(counts.values()) == 1
     again = [n for n, count in counts.items() if count > 1]
     assert len(again) <= 16 + 4  # tasks that were running, or had run but could not report it any more
-    assert agl_command(folder, "train", "--resume", "runs/config").returncode == 0
+    assert run_here(folder, "train", "--resume", "runs/config").code == 0
     assert len(ran.read_text().split()) == sum(counts.values())
 
 
@@ -585,11 +571,11 @@ def test_a_file_in_place_of_the_run_directory_is_reported_in_one_sentence(folder
 
 
 CLASHING = """
-import agents, openai
+import distro, sniffio
 import agentlightning as agl
 
 def agent(task):
-    assert agents.Agent and openai.OpenAI, "the installed packages"
+    assert sniffio.current_async_library and distro.id, "the installed packages"
     from helper import REWARD
     return REWARD
 
@@ -598,13 +584,16 @@ def score(task, output, rollout):
 """
 
 
-@pytest.mark.parametrize("target", ["agents.py:agent", "agents:agent"])
+@pytest.mark.parametrize("target", ["sniffio.py:agent", "sniffio:agent"])
 def test_user_files_named_like_installed_packages_do_not_replace_the_packages(folder: Path, target: str) -> None:
-    (folder / "agents.py").write_text(CLASHING)
-    (folder / "openai.py").write_text("raise RuntimeError('not the package')\n")
+    (folder / "sniffio.py").write_text(CLASHING)
+    (folder / "distro.py").write_text("raise RuntimeError('not the package')\n")
     (folder / "helper.py").write_text("REWARD = 0.5\n")
     write(folder, {"agent": target, "strategy": "cs", "tracer": "otel", "n_runners": 1})
-    done = agl_command(folder, "train", "config.yaml", "--run-dir", "r")
+    done = subprocess.run(
+        [sys.executable, "-m", "agentlightning", "train", "config.yaml", "--run-dir", "r"],
+        check=False, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert metrics(folder / "r")[0]["reward"] == 0.5
 
@@ -668,8 +657,8 @@ def test_a_damaged_file_of_a_run_is_reported_in_one_sentence(folder: Path, name:
     write(folder)
     assert run_here(folder, "train", "config.yaml")[0] == 0
     (folder / "runs" / "config" / name).write_bytes(content)
-    done = agl_command(folder, "train", "--resume", "runs/config")
-    assert done.returncode == 2
+    done = run_here(folder, "train", "--resume", "runs/config")
+    assert done.code == 2
     assert done.stderr.count("\n") == 1
     assert name in done.stderr
 
@@ -677,8 +666,8 @@ def test_a_damaged_file_of_a_run_is_reported_in_one_sentence(folder: Path, name:
 def test_a_line_break_in_the_token_is_reported_in_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGL_TOKEN", "hunter2\r\n")
     for arguments in (["rollouts", "list", "--store", "http://127.0.0.1:9"], ["store", "--port", "0"]):
-        done = agl_command(folder, *arguments)
-        assert done.returncode == 2
+        done = run_here(folder, *arguments)
+        assert done.code == 2
         assert done.stderr.count("\n") == 1
         assert "has a line end" in done.stderr
         assert "hunter2" not in done.stderr

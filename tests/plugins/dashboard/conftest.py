@@ -1,29 +1,21 @@
-"""A store that `agl store` serves with its dashboard, and a browser."""
+"""A store that is served with its dashboard, and a browser."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Dialog, Page, Request, sync_playwright
+from playwright.sync_api import Browser, Dialog, Page, Request, sync_playwright
 
+from agentlightning import LightningStoreServer
 from agentlightning.store.factory import create_store
+from agentlightning_plugins.dashboard.dashboard import Dashboard
 from tests.plugins.dashboard.filling import fill
-from tests.port import reserve_port
-from tests.process import wait_for
-from tests.source import REPO
+from tests.waiting import LIMIT_S
 
 TOKEN = "a-token-of-this-test"
 
@@ -32,60 +24,36 @@ class Served(NamedTuple):
     """A running dashboard."""
 
     url: str
+    read_only_url: str
+    """The URL of a second dashboard of the same store, without actions."""
     ids: dict[str, str]
-    store: str
-    """The URL of the store behind the dashboard."""
 
 
-@contextlib.contextmanager
-def serve(folder: Path, *arguments: str, token: str | None = TOKEN) -> Iterator[str]:
-    """Runs a command of `agl` with a server; yields its URL."""
-    port, log = reserve_port(), folder / f"{arguments[0]}.log"
-    environment = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
-    environment |= {"AGL_TOKEN": token} if token else {}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "agentlightning", *arguments, "--port", str(port)],
-            cwd=REPO, env=environment, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-
-    def answers() -> bool:
-        try:
-            with urllib.request.urlopen(f"{url}/static/icon.svg", timeout=30):
-                return True
-        except urllib.error.HTTPError:
-            return True
-        except OSError:
-            return False
-
-    try:
-        wait_for(answers, process, log)
-        yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        finally:
-            process.kill()
-
-
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("dashboard")
-    store_url = f"sqlite:///{folder / 'store.db'}"
+    store = create_store(f"sqlite:///{tmp_path_factory.mktemp('dashboard') / 'store.db'}")
+    dashboards = [Dashboard(store, [TOKEN], read_only=read_only) for read_only in (False, True)]
+    servers = [LightningStoreServer(store, port=0, token=TOKEN, pages=[dashboard]) for dashboard in dashboards]
 
-    async def prepare() -> dict[str, str]:
-        store = create_store(store_url)
-        try:
-            return await fill(store)
-        finally:
-            await store.close()
+    async def start() -> dict[str, str]:
+        for server in servers:
+            await server.start()
+        return await fill(store)
 
-    with ThreadPoolExecutor(1) as executor:  # Playwright may run a loop in this thread
-        ids = executor.submit(asyncio.run, prepare()).result()
-    with serve(folder, "store", "--backend", store_url) as url:
-        yield Served(url, ids, store_url)
+    async def stop() -> None:
+        for server in servers:
+            await server.stop()
+        await store.close()
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ThreadPoolExecutor(1) as executor,
+    ):  # Playwright may run a loop in this thread
+        for module in ("dashboard.views.rollouts", "monitoring.backends"):  # so that a slow machine finds everything
+            patch.setattr(f"agentlightning_plugins.{module}._BUDGET_S", LIMIT_S)
+        ids = executor.submit(asyncio.run, start()).result()
+        yield Served(servers[0].endpoint, servers[1].endpoint, ids)
+        executor.submit(asyncio.run, stop()).result()
 
 
 @pytest.fixture(scope="module")  # its event loop runs as long as it does, and asynchronous tests need their own loop
@@ -98,22 +66,13 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
-@pytest.fixture
-def context(served: Served, browser: Browser) -> Iterator[BrowserContext]:
-    """A browser that has signed in."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, base_url=served.url)
-    page = context.new_page()
-    sign_in(page, served.url)
-    page.close()
-    yield context
-    context.close()
-
-
-@pytest.fixture
-def page(context: BrowserContext, served: Served) -> Iterator[Page]:
-    """A page that fails its test on a console message, an error, a dialog or a request to another server."""
-    page = context.new_page()
-    problems: list[str] = []
+@pytest.fixture(scope="module")
+def opened(served: Served, browser: Browser) -> Iterator[tuple[Page, list[str]]]:
+    """A page of a browser that has signed in, and its console messages, errors, dialogs and foreign requests."""
+    context = browser.new_context(base_url=served.url)
+    page, problems = context.new_page(), list[str]()
+    page.set_default_timeout(LIMIT_S * 1000)
+    sign_in(page)
 
     def refuse(dialog: Dialog) -> None:
         problems.append(dialog.message)
@@ -127,13 +86,23 @@ def page(context: BrowserContext, served: Served) -> Iterator[Page]:
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("dialog", refuse)
     page.on("request", check)
+    yield page, problems
+    context.close()
+
+
+@pytest.fixture
+def page(opened: tuple[Page, list[str]]) -> Iterator[Page]:
+    """The page in its usual size; anything unusual that happens to it fails the test."""
+    page, problems = opened
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.emulate_media(color_scheme="light")
+    problems.clear()
     yield page
     assert problems == []
-    page.close()
 
 
-def sign_in(page: Page, url: str, token: str = TOKEN) -> None:
-    page.goto(f"{url}/login")
-    page.get_by_label("Token").fill(token)
+def sign_in(page: Page) -> None:
+    page.goto("/login")
+    page.get_by_label("Token").fill(TOKEN)
     page.get_by_role("button", name="Sign in").click()
     page.wait_for_load_state()

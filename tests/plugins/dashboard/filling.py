@@ -27,7 +27,7 @@ HOSTILE = (
     "a\u200bb {{ 7*7 }} %s %n {0.__class__} \"'><svg onload=alert(2)> ]]> --> &lt;b&gt;"
 )
 """A text that does harm where it is not escaped."""
-HUGE = "0123456789" * 1_000_000
+HUGE = "0123456789" * 100_000
 RUN = "math-grpo"
 _QUESTIONS = (
     "A train leaves at 9:40 and arrives at 13:05. How long is the journey?",

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +28,10 @@ from agentlightning_plugins.dashboard.difference import find_difference
 from agentlightning_plugins.dashboard.views.rollouts import select
 from agentlightning_plugins.dashboard.views.tasks import compare_tasks
 from agentlightning_plugins.training_records.record import TrainedCall, TrainedRow
-from tests.plugins.dashboard.conftest import serve
+from tests.port import reserve_port
+from tests.process import wait_for
+from tests.source import REPO
+from tests.waiting import LIMIT_S
 
 
 async def _fill(store: LightningStore, count: int) -> list[str]:
@@ -270,23 +279,53 @@ async def test_read_only_has_no_actions() -> None:
             assert answer.status in (404, 405)
 
 
-def test_agl_dashboard_shows_the_directory_of_a_run(tmp_path: Path) -> None:
+def _read(url: str, token: str = "") -> tuple[int, Any]:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=LIMIT_S) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, None
+
+
+@contextlib.contextmanager
+def _serve(folder: Path, *arguments: str, token: str = "") -> Iterator[str]:
+    """Runs a command of `agl` with a dashboard; yields the URL of its first page as JSON."""
+    log = folder / f"{arguments[0]}.log"
+    url = f"http://127.0.0.1:{(port := reserve_port())}/index.json"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "agentlightning", *arguments, "--port", str(port)],
+            cwd=REPO, env={**os.environ, "AGL_TOKEN": token}, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def answers() -> bool:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            return bool(_read(url)[0])
+        return False
+
+    try:
+        wait_for(answers, process, log)
+        yield url
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0, log.read_text()
+    finally:
+        process.kill()
+
+
+def test_agl_dashboard_and_agl_store_show_a_store_and_a_store_server(tmp_path: Path) -> None:
+    store_url = f"sqlite:///{tmp_path / 'store.db'}"
+
     async def prepare() -> None:
-        store = create_store(f"sqlite:///{tmp_path / 'store.db'}")
+        store = create_store(store_url)
         await store.create_run("a run of mine")
         await store.close()
 
     asyncio.run(prepare())
-    with serve(tmp_path, "dashboard", str(tmp_path), token=None) as url:
-        with urllib.request.urlopen(f"{url}/index.json", timeout=60) as answer:
-            assert json.load(answer)["runs"][0]["name"] == "a run of mine"
-        with serve(tmp_path, "store", "--backend", f"sqlite:///{tmp_path / 'store.db'}") as store_url:
-            (tmp_path / "second").mkdir()
-            with serve(tmp_path / "second", "dashboard", store_url) as second:
-                with pytest.raises(urllib.error.HTTPError, match="401"):
-                    urllib.request.urlopen(f"{second}/index.json", timeout=60)
-                request = urllib.request.Request(
-                    f"{second}/index.json", headers={"authorization": "Bearer a-token-of-this-test"}
-                )
-                with urllib.request.urlopen(request, timeout=60) as answer:
-                    assert json.load(answer)["total"] == 1
+    with _serve(tmp_path, "store", "--backend", store_url, token="t") as page:
+        assert (_read(page)[0], _read(page, "t")[1]["total"]) == (401, 1)
+        with _serve(tmp_path, "dashboard", page.removesuffix("/index.json"), token="t") as second:
+            assert (_read(second)[0], _read(second, "t")[1]["total"]) == (401, 1)
+    with _serve(tmp_path, "dashboard", str(tmp_path)) as page:
+        assert _read(page)[1]["runs"][0]["name"] == "a run of mine"

@@ -1,6 +1,6 @@
-"""Agents as users write them: ``python -m tests.plugins.gateway.gateway_client NAME BASE_URL FILE``.
+"""Agents as users write them: ``python -m tests.plugins.gateway.gateway_client FILE NAME BASE_URL NAME BASE_URL ...``.
 
-Each runs as a separate process, because the frameworks start slowly and change the global state of their process.
+They run in a separate process, because the frameworks change the global state of their process.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,42 +128,19 @@ def use_openai_agents(url: str) -> list[Any]:
     return asyncio.run(run())
 
 
-def use_autogen(url: str) -> list[Any]:
-    from autogen_agentchat.agents import AssistantAgent
-    from autogen_core.models import ModelInfo, UserMessage
-    from autogen_ext.models.openai import OpenAIChatCompletionClient
-
-    async def run() -> list[Any]:
-        info = ModelInfo(
-            vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True
-        )
-        client = OpenAIChatCompletionClient(model="m", base_url=url, api_key=KEY, model_info=info)
-        hello = [UserMessage(content="Say hello.", source="user")]
-        said: list[Any] = [(await client.create(hello)).content]
-        said.append("".join([piece async for piece in client.create_stream(hello) if isinstance(piece, str)]))
-        agent = AssistantAgent("adder", client, tools=[add], reflect_on_tool_use=True)
-        last: Any = (await agent.run(task=SUM)).messages[-1]
-        said.append(last.content)
-        await client.close()
-        return said
-
-    return asyncio.run(run())
-
-
-def use_crewai(url: str) -> list[Any]:
-    from crewai import LLM
-
-    llm = LLM(model="openai/m", base_url=url, api_key=KEY)
-    streaming = LLM(model="openai/m", base_url=url, api_key=KEY, stream=True)
-    called = llm.call(SUM, tools=[TOOL], available_functions={"add": add})
-    return [llm.call("Say hello."), streaming.call("Say hello."), called]
-
-
 CLIENTS: dict[str, Callable[[str], list[Any]]] = {
     name.removeprefix("use_"): value for name, value in list(globals().items()) if name.startswith("use_")
 }
 
 
+def use(name: str, base_url: str) -> list[Any]:
+    try:
+        return CLIENTS[name](base_url)
+    except Exception:  # the test shows it
+        return [traceback.format_exc()]
+
+
 if __name__ == "__main__":
-    _, name, base_url, result = sys.argv
-    Path(result).write_text(json.dumps(CLIENTS[name](base_url)), encoding="utf-8")
+    _, result, *pairs = sys.argv
+    said = {name: use(name, url) for name, url in zip(pairs[::2], pairs[1::2], strict=True)}
+    Path(result).write_text(json.dumps(said), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from agentlightning_plugins.gateway.recording.call import Call, TraceContext
 from agentlightning_plugins.gateway.recording.stream import StreamReader
 from agentlightning_plugins.scripted_model.server import ScriptedOpenAI
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.waiting import LIMIT_S, until
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
@@ -71,11 +71,8 @@ class Case:
 
     async def eventual_span(self, rollout: AttemptedRollout) -> Span:
         """Waits for the span of a call whose end the test cannot await."""
-        async with asyncio.timeout(60):
-            while True:
-                for span in await self.spans(rollout):
-                    return span
-                await asyncio.sleep(0.02)
+        await until(lambda: self.spans(rollout))
+        return (await self.spans(rollout))[0]
 
     async def span(self, rollout: AttemptedRollout) -> Span:
         (span,) = await self.spans(rollout)
@@ -97,7 +94,7 @@ def stream_reader(dialect: Dialect, body: Mapping[str, Any]) -> tuple[Call, Stre
 async def gateway(
     *servers: ScriptedOpenAI, model_list: list[Any] | None = None, provider: str | None = None, **settings: Any
 ) -> AsyncIterator[Case]:
-    store = InMemoryLightningStore()
+    store = InMemoryLightningStore(lease_s=LIMIT_S)  # longer than any test, because no runner sends heartbeats
     more = {} if provider is None else {"provider": provider}
     models = [entry(server.endpoint, **more) for server in servers] if model_list is None else model_list
     proxy = LLMProxy(model_list=models, store=store, **settings)

@@ -91,7 +91,8 @@ async def attack(base_url: str, thief: ScriptedOpenAI) -> list[Any]:
     from agentlightning_plugins.gateway.dialects.fields import CHAT_FIELDS, EMBEDDING_FIELDS
 
     url = thief.endpoint
-    fields = dict.fromkeys(set(all_litellm_params) - CHAT_FIELDS, url) | {
+    others = dict.fromkeys(sorted(set(all_litellm_params) - CHAT_FIELDS), url)
+    fields = {
         "base_url": url,
         "api_base": url,
         "api_key": "agent",
@@ -108,13 +109,14 @@ async def attack(base_url: str, thief: ScriptedOpenAI) -> list[Any]:
     }
     answers = []
     async with aiohttp.ClientSession() as session:
-        for sent in ([{name: value} for name, value in fields.items()], [fields]):
-            for more in sent:
-                body = {"model": "m", "messages": HELLO, **more}
-                async with session.post(f"{base_url}chat/completions", json=body) as response:
-                    answers.append((await response.text()).count("Hello!"))
+        sent: list[dict[str, Any]] = [{name: value} for name, value in fields.items()]
+        sent += [dict(list(others.items())[place::10]) for place in range(10)]
+        for more in [*sent, others | fields]:
+            body = {"model": "m", "messages": HELLO, **more}
+            async with session.post(f"{base_url}chat/completions", json=body) as response:
+                answers.append((await response.text()).count("Hello!"))
     overlap = sorted((CHAT_FIELDS | EMBEDDING_FIELDS) & set(all_litellm_params) - {"metadata"})
-    assert len(answers) > 100
+    assert len(others) > 90
     return [len(thief.requests), overlap, answers.count(1) - len(answers)]
 
 

@@ -20,7 +20,7 @@ from agentlightning_plugins.gateway.backends.provider import OpenAICompatible
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, Case, entry, gateway
 from tests.process import count_open_files
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 Misbehaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 ASKED: dict[str, Any] = {"model": "m", "messages": HELLO}
@@ -41,7 +41,9 @@ class RawServer:
 
 
 @contextlib.asynccontextmanager
-async def raw_server(misbehave: Misbehaviour) -> AsyncIterator[RawServer]:
+async def raw_server(misbehave: Misbehaviour, resets_after: asyncio.Event | None = None) -> AsyncIterator[RawServer]:
+    """Starts a server that may reset each connection once an event has occurred, such as that its bytes were read."""
+
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server.connections += 1
         try:
@@ -54,6 +56,9 @@ async def raw_server(misbehave: Misbehaviour) -> AsyncIterator[RawServer]:
                 await reader.readexactly(length)
                 server.requests += 1
                 await misbehave(reader, writer)
+                if resets_after is not None:
+                    await resets_after.wait()
+                    break
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -76,13 +81,13 @@ def body(data: bytes) -> bytes:
     return JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data
 
 
-def sends(*pieces: bytes, then_resets: bool = True) -> Misbehaviour:
+def sends(*pieces: bytes, pause_s: float = 0.0, then_resets: bool = False) -> Misbehaviour:
     async def misbehave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-            await asyncio.sleep(0.1)  # otherwise the reset would overtake the bytes that were sent
-        if then_resets:
+            await asyncio.sleep(pause_s)
+        if then_resets:  # even if this overtakes the bytes, the outcome is the same
             writer.transport.abort()
 
     return misbehave
@@ -97,49 +102,50 @@ async def stalls_in_a_stream(reader: asyncio.StreamReader, writer: asyncio.Strea
     await reader.read()
 
 
-async def ask(client: openai.AsyncOpenAI, stream: bool) -> str:
+async def ask(client: openai.AsyncOpenAI, stream: bool, has_begun: asyncio.Event | None = None) -> str:
+    """Returns the text of an answer; sets an event at the first chunk of a stream."""
     if not stream:
         return (await client.chat.completions.create(**ASKED)).choices[0].message.content or ""
-    pieces = [
-        c.choices[0].delta.content or "" async for c in await client.chat.completions.create(**ASKED, stream=True)
-    ]
-    return "".join(pieces)
+    text = ""
+    async for chunk in await client.chat.completions.create(**ASKED, stream=True):
+        text += chunk.choices[0].delta.content or ""
+        if has_begun is not None:
+            has_begun.set()
+    return text
 
 
 NOT_STREAMED: dict[str, tuple[Misbehaviour, int, str]] = {
-    "resets before it answers": (sends(), 502, "cannot be reached"),
-    "resets in its headers": (sends(b"HTTP/1.1 200 OK\r\nContent-Ty"), 502, "cannot be reached"),
-    "resets in its body": (sends(body(b"{}" * 100)[:-50]), 502, "cannot be reached"),
+    "resets before it answers": (sends(then_resets=True), 502, "cannot be reached"),
+    "resets in its headers": (sends(b"HTTP/1.1 200 OK\r\nContent-Ty", then_resets=True), 502, "cannot be reached"),
+    "resets in its body": (sends(body(b"{}" * 100)[:-50], then_resets=True), 502, "cannot be reached"),
     "sends nothing": (stalls, 504, "did not answer in time"),
-    "does not speak HTTP": (sends(b"SSH-2.0-OpenSSH_9.6\r\n"), 502, "cannot be reached"),
-    "sends half its JSON": (sends(body(b'{"id": "x", "choices": [{"ind'), then_resets=False), 502, "is invalid for"),
-    "sends JSON of another kind": (sends(body(b"[1, 2]"), then_resets=False), 502, "is invalid for"),
-    "sends bytes that are not JSON": (sends(body(b"\xff\xfe\x00"), then_resets=False), 502, "is invalid for"),
-    "sends null": (sends(body(b"null"), then_resets=False), 502, "is invalid for"),
+    "does not speak HTTP": (sends(b"SSH-2.0-OpenSSH_9.6\r\n", then_resets=True), 502, "cannot be reached"),
+    "sends half its JSON": (sends(body(b'{"id": "x", "choices": [{"ind')), 502, "is invalid for"),
+    "sends JSON of another kind": (sends(body(b"[1, 2]")), 502, "is invalid for"),
+    "sends bytes that are not JSON": (sends(body(b"\xff\xfe\x00")), 502, "is invalid for"),
+    "sends null": (sends(body(b"null")), 502, "is invalid for"),
     "sends events as JSON": (
-        sends(body(EVENT + b"data: [DONE]\n\n"), then_resets=False),
+        sends(body(EVENT + b"data: [DONE]\n\n")),
         502,
         "is invalid for",
     ),
     "sends invalid token ids": (
-        sends(body(b'{"id": "x", "choices": [], "prompt_token_ids": 5}'), then_resets=False),
+        sends(body(b'{"id": "x", "choices": [], "prompt_token_ids": 5}')),
         502,
         "is invalid for",
     ),
     "quotes its key where an excerpt ends": (
-        sends(body(b"x" * 190 + PROVIDER_KEY.encode()), then_resets=False),
+        sends(body(b"x" * 190 + PROVIDER_KEY.encode())),
         502,
         "is invalid for",
     ),
     "folds the line of a header": (
-        sends(b"HTTP/1.1 200 OK\r\nX-Note: a\r\n b\r\nContent-Length: 2\r\n\r\n{}", then_resets=False),
+        sends(b"HTTP/1.1 200 OK\r\nX-Note: a\r\n b\r\nContent-Length: 2\r\n\r\n{}"),
         502,
         "malformed header|is invalid for",
     ),
     "folds its content type": (
-        sends(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/\r\n event-stream\r\nContent-Length: 2\r\n\r\n{}", then_resets=False
-        ),
+        sends(b"HTTP/1.1 200 OK\r\nContent-Type: text/\r\n event-stream\r\nContent-Length: 2\r\n\r\n{}"),
         502,
         "malformed header|is invalid for",
     ),
@@ -152,21 +158,17 @@ NOT_STREAMED: dict[str, tuple[Misbehaviour, int, str]] = {
         "answered 99|cannot be reached",
     ),
     "has a status above 599": (
-        sends(
-            b"HTTP/1.1 999 Odd\r\nContent-Length: 32\r\n\r\n" + b'{"error": {"message": "odd it"}}', then_resets=False
-        ),
+        sends(b"HTTP/1.1 999 Odd\r\nContent-Length: 32\r\n\r\n" + b'{"error": {"message": "odd it"}}'),
         502,
         "answered 999: .*odd it",
     ),
     "redirects": (
-        sends(
-            b"HTTP/1.1 307 Over there\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n", then_resets=False
-        ),
+        sends(b"HTTP/1.1 307 Over there\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n"),
         502,
         "answered 307",
     ),
     "sends an HTML page": (
-        sends(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>", then_resets=False),
+        sends(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>"),
         502,
         "is invalid for",
     ),
@@ -179,7 +181,7 @@ STREAMED: dict[str, tuple[Misbehaviour, str]] = {
     "falls silent in a stream": (stalls_in_a_stream, "stalled"),
     "streams half a JSON": (sends(STREAM_HEAD + chunk(b'data: {"id": \n\n'), chunk(b"")), "streamed an invalid chunk"),
     "ends a stream early": (
-        sends(STREAM_HEAD + chunk(EVENT) + chunk(b""), then_resets=False),
+        sends(STREAM_HEAD + chunk(EVENT) + chunk(b"")),
         "ended its answer early",
     ),
     "streams an error": (
@@ -190,19 +192,19 @@ STREAMED: dict[str, tuple[Misbehaviour, str]] = {
         sends(
             STREAM_HEAD
             + chunk(EVENT + b'data: {"error": {"message": "bad key %b"}}' % PROVIDER_KEY.encode())
-            + chunk(b""),
-            then_resets=False,
+            + chunk(b"")
         ),
         "bad key",
     ),
 }
+"""Servers that reset do so when the agent has the first chunk: otherwise the reset might overtake the bytes."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", NOT_STREAMED)
 async def test_a_call_to_a_misbehaving_server_fails_and_is_recorded_as_incomplete(name: str, stream: bool) -> None:
     misbehave, status, says = NOT_STREAMED[name]
-    patience_s = 0.3 if misbehave is stalls else 30.0
+    patience_s = 0.3 if misbehave is stalls else LIMIT_S
     async with raw_server(misbehave) as server:
         async with gateway(model_list=[entry(server.endpoint)], num_retries=0, read_timeout_s=patience_s) as case:
             rollout, client = await case.start()
@@ -219,12 +221,13 @@ async def test_a_call_to_a_misbehaving_server_fails_and_is_recorded_as_incomplet
 @pytest.mark.parametrize("name", STREAMED)
 async def test_a_call_with_a_broken_stream_fails_and_is_recorded_as_incomplete(name: str) -> None:
     misbehave, says = STREAMED[name]
-    patience_s = 0.3 if misbehave is stalls_in_a_stream else 30.0
-    async with raw_server(misbehave) as server:
+    patience_s = 0.3 if misbehave is stalls_in_a_stream else LIMIT_S
+    has_begun = asyncio.Event()
+    async with raw_server(misbehave, has_begun if name.startswith("resets") else None) as server:
         async with gateway(model_list=[entry(server.endpoint)], num_retries=0, read_timeout_s=patience_s) as case:
             rollout, client = await case.start()
             with pytest.raises(openai.APIError, match=says) as caught:
-                await ask(client, True)
+                await ask(client, True, has_begun)
             assert PROVIDER_KEY[:6] not in str(caught.value)
             await assert_incomplete(case, rollout)
         await until(lambda: server.connections == 0)
@@ -242,8 +245,8 @@ async def test_an_answer_that_arrives_byte_by_byte_does_not_time_out(stream: boo
     data = events + chunk(b"data: [DONE]\n\n") + chunk(b"") if stream else whole
     pieces = [data[: len(data) - 12], *(data[i : i + 1] for i in range(len(data) - 12, len(data)))]
     async with contextlib.AsyncExitStack() as stack:
-        server = await stack.enter_async_context(raw_server(sends(*pieces, then_resets=False)))
-        settings: dict[str, Any] = {"num_retries": 0, "read_timeout_s": 0.6}
+        server = await stack.enter_async_context(raw_server(sends(*pieces, pause_s=0.1)))
+        settings: dict[str, Any] = {"num_retries": 0, "read_timeout_s": 1.0}
         case = await stack.enter_async_context(gateway(model_list=[entry(server.endpoint)], **settings))
         rollout, client = await case.start()
         assert await ask(client, stream) == "word !"
@@ -286,7 +289,10 @@ async def assert_incomplete(case: Case, rollout: Any) -> None:
 async def test_an_agent_that_uses_the_messages_api_gets_errors_in_its_form() -> None:
     import anthropic
 
-    async with raw_server(sends()) as server, gateway(model_list=[entry(server.endpoint)], num_retries=0) as case:
+    async with (
+        raw_server(sends(then_resets=True)) as server,
+        gateway(model_list=[entry(server.endpoint)], num_retries=0) as case,
+    ):
         _, openai_client = await case.start()
         client = await case.anthropic_client(openai_client)
         with pytest.raises(anthropic.APIStatusError, match="cannot be reached") as caught:
@@ -319,7 +325,7 @@ async def test_very_long_lines_are_relayed_whole(stream: bool) -> None:
     answer = json.dumps({"id": "x", "object": "chat.completion", "choices": [choice]}).encode()
     event = b"data: " + answer + b"\n\ndata: [DONE]\n\n"
     sent = STREAM_HEAD + chunk(event) + chunk(b"") if stream else body(answer)
-    async with raw_server(sends(sent, then_resets=False)) as server:
+    async with raw_server(sends(sent)) as server:
         models = [entry(server.endpoint)]
         async with gateway(model_list=models, num_retries=0) as case:
             rollout, client = await case.start()
@@ -359,12 +365,12 @@ async def ends_with_much(reader: asyncio.StreamReader, writer: asyncio.StreamWri
 async def test_an_agent_that_stops_reading_does_not_delay_a_change_of_weights(misbehave: Misbehaviour) -> None:
     async with raw_server(misbehave) as server:
         models = [entry(server.endpoint)]
-        async with gateway(model_list=models, read_timeout_s=1.0) as case:
+        async with gateway(model_list=models, read_timeout_s=0.5) as case:
             rollout, client = await case.start()
             _, writer = await begin_stream(str(client.base_url))
             await until(lambda: server.requests == 1)
             await case.proxy.pause()
-            assert await case.proxy.drain(timeout=30)
+            assert await case.proxy.drain(timeout=LIMIT_S)
             writer.transport.abort()
             assert len(await case.spans(rollout)) == 1
 
@@ -376,7 +382,7 @@ async def test_a_stream_that_the_agent_does_not_read_ends_with_its_attempt() -> 
         await until(lambda: server.requests == 1)
         await asyncio.sleep(0.5)  # until the buffers towards the agent are full
         await case.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
-        assert await case.proxy.drain(timeout=30)
+        assert await case.proxy.drain(timeout=LIMIT_S)
         text = b""
         with contextlib.suppress(ConnectionResetError):
             while piece := await reader.read(1 << 20):
@@ -491,7 +497,7 @@ async def test_broken_connections_leak_no_tasks_files_or_calls() -> None:
         if turn % 3 == 0:
             await stalls(reader, writer)
         else:
-            await sends(STREAM_HEAD + chunk(EVENT), then_resets=turn % 3 == 1)(reader, writer)
+            await sends(STREAM_HEAD + chunk(EVENT), pause_s=0.1, then_resets=turn % 3 == 1)(reader, writer)
             await reader.read()
 
     async def idle() -> bool:
@@ -509,26 +515,28 @@ async def test_broken_connections_leak_no_tasks_files_or_calls() -> None:
                 await until(lambda: server.connections == 0)
                 gc.collect()
                 if sizes:  # the last sockets may close a moment later
-                    most = sizes[0][1] + 3
-                    with contextlib.suppress(TimeoutError):
-                        await until(lambda most=most: count_open_files() <= most, 10.0)
+                    await until(lambda most=sizes[0][1] + 3: count_open_files() <= most)
                 files = count_open_files()
                 sizes.append((len(asyncio.all_tasks(loop)), files, len(launched._server._in_flight._by_attempt)))
             await case.proxy.flush()
             spans = (await case.store.statistics())["spans"]
     assert sizes[2][0] <= sizes[0][0], f"tasks grow: {sizes}"
-    assert sizes[2][1] <= sizes[0][1] + 3, f"open files grow: {sizes}"
     assert sizes[2][2] == 0
     assert spans == 75, "each call was recorded"
 
 
 @pytest.mark.slow
-async def test_memory_stays_flat_over_thousands_of_broken_calls() -> None:
+async def test_memory_stays_flat_over_hundreds_of_broken_calls() -> None:
     def resident_mib() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
     event = b"data: " + json.dumps({**CHUNK, "pad": "x" * 20_000}).encode() + b"\n\n"
-    async with raw_server(sends(STREAM_HEAD + chunk(event) * 5)) as server:
+
+    async def breaks_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunk(event) * 5)
+        writer.close()  # after the bytes
+
+    async with raw_server(breaks_off) as server:
         models = [entry(server.endpoint)]
         async with gateway(model_list=models, num_retries=0) as case:
             root = case.proxy.endpoint  # names no attempt, so that calls are not recorded and the store does not grow
@@ -540,8 +548,8 @@ async def test_memory_stays_flat_over_thousands_of_broken_calls() -> None:
 
             levels = []
             for _ in range(4):
-                for _ in range(5):
+                for _ in range(2):
                     await asyncio.gather(*(break_off() for _ in range(50)))
                 gc.collect()
                 levels.append(resident_mib())
-    assert levels[-1] - levels[1] < 15, f"MiB after each 250 calls that broke: {levels}"
+    assert levels[-1] - levels[1] < 10, f"MiB after each 100 calls, of 100 kB each, that broke: {levels}"

@@ -224,10 +224,9 @@ async def test_calls_in_flight_are_cancelled_when_their_attempt_ends() -> None:
         rollout, client = await case.start()
         call = asyncio.create_task(client.chat.completions.create(**BODY))
         await until(lambda: bool(server.requests))
-        async with asyncio.timeout(20):
-            await case.store.cancel_rollout(rollout.rollout_id)
-            with pytest.raises(openai.APIStatusError, match="is over") as caught:
-                await call
+        await case.store.cancel_rollout(rollout.rollout_id)
+        with pytest.raises(openai.APIStatusError, match="is over") as caught:
+            await call
         assert caught.value.status_code == 410
         assert (await case.proxy.status())["in_flight"] == 0
         span = await case.span(rollout)
@@ -235,15 +234,14 @@ async def test_calls_in_flight_are_cancelled_when_their_attempt_ends() -> None:
 
 
 async def test_a_stream_ends_with_an_error_event_when_its_attempt_ends() -> None:
-    script = [Answer("a very long answer indeed", chunk_delay_s=5)]
+    script = [Answer("a very long answer indeed", chunk_delay_s=60)]
     async with ScriptedOpenAI(script) as server, gateway(server) as case:
         rollout, client = await case.start()
-        async with asyncio.timeout(20):
-            stream = await client.chat.completions.create(**BODY, stream=True)
-            await case.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
-            with pytest.raises(openai.APIError, match="is over"):
-                async for _ in stream:
-                    pass
+        stream = await client.chat.completions.create(**BODY, stream=True)
+        await case.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
+        with pytest.raises(openai.APIError, match="is over"):
+            async for _ in stream:
+                pass
         span = await case.span(rollout)
         assert span.attributes["agentlightning.gateway.complete"] is False
         assert span.status.status_code == "ERROR"

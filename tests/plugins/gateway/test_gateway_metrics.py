@@ -131,13 +131,13 @@ async def test_agl_gateway_serves_rereads_its_models_and_shows_its_status(tmp_pa
             assert "up" in result.output, result.output
             shown = CliRunner().invoke(command, ["status", found[0], "--json"])
             assert [row["endpoint"] for row in json.loads(shown.output)["backends"]] == [second.endpoint]
-            paused = CliRunner().invoke(command, ["pause", found[0], "--token", "a-secret", "--drain", "5"])
+            paused = CliRunner().invoke(command, ["pause", found[0], "--token", "a-secret", "--drain", "300"])
             assert (paused.output, paused.exit_code) == ("paused\n", 0)
             resumed = CliRunner().invoke(command, ["resume", found[0], "--token", "a-secret", "--weight-version", "4"])
             assert resumed.output == "serving, weight version 4\n"
             assert isinstance(CliRunner().invoke(command, ["pause", found[0]]).exception, StoreError)
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 20) == 0
+            assert await process.wait() == 0
             assert len(await store.query_spans(rollout.rollout_id)) == 2, "spans are stored before the process ends"
         finally:
             with contextlib.suppress(ProcessLookupError):

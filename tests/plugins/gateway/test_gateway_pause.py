@@ -18,7 +18,7 @@ from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.plugins.gateway.gateway_setup import HELLO, Case, entry, gateway, waiting
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 async def change_weights(case: Case, server: ScriptedOpenAI) -> None:
@@ -33,7 +33,7 @@ async def change_weights(case: Case, server: ScriptedOpenAI) -> None:
     new_rollout, new_client = await case.start()
     new = asyncio.create_task(new_client.chat.completions.create(model="m", messages=HELLO))
     await until(lambda: waiting(proxy))
-    assert await proxy.drain(timeout=30)
+    assert await proxy.drain(timeout=LIMIT_S)
     assert (await old).choices[0].message.content == "old"
     assert len(server.requests) == 1
     assert not new.done()
@@ -74,7 +74,7 @@ async def test_draining_waits_for_the_end_of_streams_which_keep_their_first_weig
         rollout, client = await case.start()
         stream = await client.chat.completions.create(model="m", messages=HELLO, stream=True)
         await case.proxy.pause()
-        drained = asyncio.create_task(case.proxy.drain(timeout=30))
+        drained = asyncio.create_task(case.proxy.drain(timeout=LIMIT_S))
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         assert await drained
         await case.proxy.resume(weight_version=2)

@@ -21,6 +21,7 @@ import agentlightning as agl
 from agentlightning.errors import StoreError
 from agentlightning.run import attempt_token
 from agentlightning_plugins.legacy.v0 import AgentLightningServer, RolloutLegacy
+from tests.waiting import LIMIT_S
 
 ALGORITHM = """
 import asyncio, sys
@@ -37,7 +38,7 @@ async def learn():
     modes = {1: "train", 2: "val", 3: None}
     requests = [agl.EnqueueRolloutRequest(input={"a": a}, mode=mode) for a, mode in modes.items()]
     rollouts = await store.enqueue_many_rollouts(requests)
-    for rollout in await store.wait_for_rollouts([rollout.rollout_id for rollout in rollouts], timeout=120):
+    for rollout in await store.wait_for_rollouts([rollout.rollout_id for rollout in rollouts], timeout=300):
         spans = await store.query_spans(rollout.rollout_id)
         messages = [span.attributes["agentlightning.message.body"] for span in spans if "message" in span.name]
         is_own = rollout.rollout_id in str(messages)
@@ -86,12 +87,12 @@ def test_an_old_agent_works_with_a_new_algorithm(tmp_path: Path) -> None:
             [sys.executable, str(tmp_path / "agent.py"), endpoint],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT_S,
             check=False,
             env=environment,
         )
         assert done.returncode == 0, done.stderr
-        output = algorithm.communicate(timeout=120)[0]
+        output = algorithm.communicate(timeout=LIMIT_S)[0]
     finally:
         algorithm.kill()
     assert algorithm.returncode == 0
@@ -131,7 +132,7 @@ async def test_an_old_algorithm_queues_tasks_and_gets_reports() -> None:
         ]
         report = {"rollout_id": rollout_id, "triplets": triplets, "final_reward": 0.75, "trace": None, "logs": None}
         await ask(f"{server.endpoint}/rollout", report)
-        completed = await server.poll_completed_rollout(rollout_id, timeout=10)
+        completed = await server.poll_completed_rollout(rollout_id, timeout=LIMIT_S)
         assert completed == RolloutLegacy.model_validate(report)
         assert await server.retrieve_completed_rollouts() == []
         rollout = await server.store.get_rollout_by_id(rollout_id)

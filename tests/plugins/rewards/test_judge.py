@@ -13,7 +13,7 @@ import agentlightning as agl
 from agentlightning import semconv
 from agentlightning_plugins.rewards.judge.judge import Judge
 from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, Script, ScriptedOpenAI
-from tests.source import run_python
+from tests.plugins.commands.agl_here import run_here
 
 RUBRIC = "10: says moo. 0: says anything else."
 
@@ -120,7 +120,8 @@ data: {{train: tasks.jsonl}}
 algorithm: baseline
 """
         )
-        run_python("-m", "agentlightning", "train", "config.yaml", cwd=tmp_path)
+        said = run_here(tmp_path, "train", "config.yaml", module="agent")
+    assert said.code == 0, said.stderr
     assert [request.headers["Authorization"] for request in server.requests] == ["Bearer sk-judge-key"]
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert all(b"sk-judge-key" not in content for content in files)

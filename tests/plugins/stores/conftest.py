@@ -36,22 +36,31 @@ def quick_path(quick_parent: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def postgresql_server(quick_parent: Path) -> Iterator[PostgresServer]:
-    with running_server(quick_parent) as server:
+    with running_server(quick_parent, max_connections=60) as server:
         yield server
 
 
 @pytest.fixture
-def make_database(postgresql_server: PostgresServer) -> Iterator[Callable[..., str]]:
+def own_server(postgresql_server: PostgresServer) -> Iterator[PostgresServer]:
+    """The server with an empty database, which the test may kill: no other test of this process runs meanwhile."""
+    yield postgresql_server
+    postgresql_server.empty()
+
+
+@pytest.fixture
+def make_database(postgresql_server: PostgresServer, request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
     """Creates a database and returns its URL. Tests that do not kill the server need no ``durable`` database."""
     made: list[str] = []
+    failed = request.session.testsfailed
 
     def make(*, durable: bool = False) -> str:
         made.append(postgresql_server.lend_database(durable=durable))
         return postgresql_server.url(made[-1])
 
     yield make
-    for name in made:
-        postgresql_server.take_back(name)
+    if request.session.testsfailed == failed:  # a failed test may have left a store open, whose watchdog goes on
+        for name in made:
+            postgresql_server.take_back(name)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.waiting import until
 
 
 @asynccontextmanager
@@ -58,6 +58,8 @@ async def ask(
 
 async def until_gauge(server: LightningStoreServer, gauge: str, value: float) -> None:
     """Waits until ``GET /metrics`` shows this value of a gauge without labels."""
-    async with asyncio.timeout(60):
-        while f"\n{gauge} {value:.1f}\n" not in (await ask(server, "GET", "/metrics"))[1].decode():  # noqa: ASYNC110 # there is no event
-            await asyncio.sleep(0.02)
+
+    async def is_shown() -> bool:
+        return f"\n{gauge} {value:.1f}\n" in (await ask(server, "GET", "/metrics"))[1].decode()
+
+    await until(is_shown)

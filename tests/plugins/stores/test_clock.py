@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -17,8 +18,11 @@ from agentlightning_plugins.stores.clock import ServerClock, since_boot
 from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
 from tests.plugins.stores.served import ask, claim, serve
 from tests.source import REPO
+from tests.waiting import LIMIT_S
 
-SHIFTS_S = (90.0, -90.0, 86_400.0, -86_400.0)
+pytestmark = pytest.mark.environment("main")  # about processes, not about versions of libraries
+
+SHIFTS_S = (86_400.0, -86_400.0)
 ROOTS = [str(REPO / root) for root in ("core", "plugins")]
 
 SHIFT = f"""
@@ -55,7 +59,7 @@ async def work():
     url, token, rollout_id, attempt_id = sys.argv[2:]
     client = LightningStoreClient(url, token)
     await client.get_rollout_by_id(rollout_id)
-    print(client.now() - real(), client.attempt_token(rollout_id, attempt_id, lifetime_s=30), flush=True)
+    print(client.now() - real(), client.attempt_token(rollout_id, attempt_id, lifetime_s=3600), flush=True)
     await client.close()
 
 asyncio.run(work())
@@ -95,14 +99,15 @@ async def end(process: asyncio.subprocess.Process) -> str:
 
 
 async def test_an_attempt_is_not_ended_by_watchdogs_of_processes_with_wrong_clocks(database: str) -> None:
+    begun = time.time()
     store = PostgresLightningStore(database, watchdog_interval_s=0.05)
-    config = RolloutConfig(timeout_seconds=60, unresponsive_seconds=60)
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n, config=config) for n in range(5)])
+    config = RolloutConfig(timeout_seconds=10 * LIMIT_S, unresponsive_seconds=10 * LIMIT_S)
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n, config=config) for n in range(3)])
     mine = await store.dequeue_rollout("right")
     assert mine is not None
     async with started(WORKER, database) as workers:
         assert [await line(worker) for worker in workers] == ["claimed"] * len(workers)
-        await asyncio.sleep(0.5)  # ten scans of each of the five watchdogs
+        await asyncio.sleep(0.5)  # ten scans of each of the three watchdogs
         ended = await store.update_attempt(mine.rollout_id, mine.attempt.attempt_id, status="succeeded", reward=1.0)
         assert (ended.status, ended.late_status) == ("succeeded", None)
         for shift_s, worker in zip(SHIFTS_S, workers, strict=True):
@@ -110,12 +115,14 @@ async def test_an_attempt_is_not_ended_by_watchdogs_of_processes_with_wrong_cloc
             worker.stdin.write(b"\n")
             status, late_status, *times = (await line(worker)).split()
             assert (status, late_status) == ("succeeded", "None"), shift_s
-            assert all(abs(float(instant) - time.time()) < 30 for instant in times), shift_s
+            start_time, end_time = map(float, times)
+            latest = time.time() + LIMIT_S
+            assert begun - LIMIT_S < start_time < end_time < latest, shift_s
             errors = await end(worker)
             relation = "ahead of" if shift_s > 0 else "behind"
-            assert f"the clock of this machine is {abs(shift_s):.1f} s {relation}" in errors, errors
+            assert re.search(rf"the clock of this machine is \d+\.\d s {relation}", errors), errors
     attempts = [await store.query_attempts(rollout.rollout_id) for rollout in await store.query_rollouts()]
-    assert [len(found) for found in attempts] == [1] * 5
+    assert [len(found) for found in attempts] == [1] * 3
     await store.close()
 
 
@@ -125,8 +132,8 @@ async def test_a_client_with_a_wrong_clock_signs_attempt_tokens_that_the_server_
         async with started(AGENT, server.endpoint, "secret", rollout.rollout_id, rollout.attempt.attempt_id) as agents:
             for shift_s, agent in zip(SHIFTS_S, agents, strict=True):
                 error_s, token = (await line(agent)).split()
-                assert abs(float(error_s)) < 5
-                assert f"{abs(shift_s):.1f} s" in await end(agent)
+                assert abs(float(error_s)) < LIMIT_S  # at most the time of the request
+                assert "the clock of this machine is" in await end(agent)
                 status, _ = await ask(server, "GET", f"/v1/agl/rollouts/{rollout.rollout_id}", token=token)
                 assert status == 200, shift_s
 
@@ -139,7 +146,7 @@ def test_the_clock_of_the_server_does_not_follow_a_change_of_this_machines_clock
     clock.set(1000.0, since_boot())
     assert not clock.is_due
     monkeypatch.setattr(time, "time", lambda: 5.0)
-    assert 1000.0 <= clock.now() < 1010.0
+    assert 1000.0 <= clock.now() < 1000.0 + LIMIT_S
 
 
 def test_a_slow_answer_causes_no_warning_about_a_wrong_clock(caplog: pytest.LogCaptureFixture) -> None:

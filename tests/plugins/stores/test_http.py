@@ -36,13 +36,14 @@ from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
 from tests.plugins.stores.served import until_gauge
 from tests.source import run_python
+from tests.waiting import LIMIT_S, until
 
 TOKEN = "a-token-of-this-test"
 
 
 @pytest.fixture
 async def served() -> AsyncIterator[InMemoryLightningStore]:
-    store = InMemoryLightningStore()
+    store = InMemoryLightningStore(watchdog_interval_s=0.05)
     yield store
     await store.close()
 
@@ -228,7 +229,7 @@ async def test_the_server_answers_while_the_loop_that_started_it_is_blocked(serv
 
     thread = threading.Thread(target=lambda: asyncio.run(ask()))
     thread.start()
-    assert answered.wait(5)  # blocks this loop on purpose
+    assert answered.wait(LIMIT_S)  # blocks this loop on purpose
     thread.join()
 
 
@@ -301,7 +302,7 @@ async def test_reads_of_the_newest_resources_share_a_request_only_within_one_tur
         found = await answer(resources_id, version)
         if len(asked) == 1:
             read.set()
-            await asyncio.to_thread(published.wait, 30)
+            await asyncio.to_thread(published.wait, LIMIT_S)
         return found
 
     monkeypatch.setattr(served, "get_resources_by_id", hold_first)
@@ -339,8 +340,8 @@ async def test_waiting_clients_survive_a_restart_of_the_server(store: LightningS
     rollout = await client.enqueue_rollout("task")
     claimed = await client.dequeue_rollout("worker")
     assert claimed is not None
-    waiting = asyncio.create_task(client.wait_for_rollouts([rollout.rollout_id], timeout=20))
-    asking = asyncio.create_task(client.dequeue_rollout("worker", timeout=20))
+    waiting = asyncio.create_task(client.wait_for_rollouts([rollout.rollout_id], timeout=LIMIT_S))
+    asking = asyncio.create_task(client.dequeue_rollout("worker", timeout=LIMIT_S))
     await until_gauge(first, "agl_store_waiting_requests", 2)
 
     await first.stop()
@@ -359,15 +360,15 @@ async def test_waiting_clients_survive_a_restart_of_the_server(store: LightningS
 async def test_waiting_continues_when_a_finished_rollout_is_deleted(
     run_id: str, store: LightningStore, client: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "MAX_POLL_S", 0.2)
+    monkeypatch.setattr(client_module, "MAX_POLL_S", 0.05)
     deleted, later = await store.start_rollout(0), await store.with_run(run_id).start_rollout(1)
     waiting = asyncio.create_task(client.wait_for_rollouts([deleted.rollout_id, later.rollout_id]))
     await asyncio.sleep(0.1)
     await store.update_attempt(deleted.rollout_id, "latest", status="succeeded")
     await store.delete_rollouts([deleted.rollout_id])  # as the retention policy of a server does
-    await asyncio.sleep(0.4)
+    await asyncio.sleep(0.15)
     await store.update_attempt(later.rollout_id, "latest", status="succeeded")
-    assert [rollout.input for rollout in await asyncio.wait_for(waiting, 10)] == [1]
+    assert [rollout.input for rollout in await asyncio.wait_for(waiting, LIMIT_S)] == [1]
     with pytest.raises(NotFoundError):
         await client.wait_for_rollouts([deleted.rollout_id])
 
@@ -392,12 +393,10 @@ async def test_an_unreachable_server_is_an_error_after_the_retries() -> None:
     server = LightningStoreServer(InMemoryLightningStore(), port=0)
     await server.start()
     await server.stop()
-    client = LightningStoreClient(server.endpoint, retry_s=0.3)
-    began = time.monotonic()
-    for call in (client.statistics(), client.enqueue_rollout(1), client.dequeue_rollout(timeout=60)):
+    client = LightningStoreClient(server.endpoint, retry_s=0.1)
+    for call in (client.statistics(), client.enqueue_rollout(1), client.dequeue_rollout(timeout=10 * LIMIT_S)):
         with pytest.raises(StoreError, match="is `agl store` running there"):
-            await call
-    assert time.monotonic() - began < 25
+            await asyncio.wait_for(call, LIMIT_S)
     await client.close()
 
 
@@ -453,12 +452,12 @@ async def test_repeating_a_claim_whose_answer_was_lost_returns_the_same_rollout(
     async with proxy.listen() as url:
         client = LightningStoreClient(url)
         proxy.answers_to_lose = 2
-        claimed = await client.dequeue_rollout("worker", timeout=30)
+        claimed = await client.dequeue_rollout("worker", timeout=LIMIT_S)
         assert claimed is not None
         assert claimed.input == 0
         assert proxy.lost == 2
         assert [rollout.status for rollout in await store.query_rollouts()] == ["preparing", "queuing", "queuing"]
-        following = await client.dequeue_rollout("worker", timeout=30)
+        following = await client.dequeue_rollout("worker", timeout=LIMIT_S)
         assert following is not None
         assert following.input == 1
         await client.close()
@@ -515,7 +514,7 @@ async def test_a_client_that_dies_while_waiting_claims_nothing(
     dying.close()
     await until_gauge(server, "agl_store_waiting_requests", 0)
     await client.enqueue_rollout("task")
-    claimed = await client.dequeue_rollout("staying", timeout=30)
+    claimed = await client.dequeue_rollout("staying", timeout=LIMIT_S)
     assert claimed is not None
     assert claimed.attempt.sequence_id == 1
 
@@ -528,7 +527,7 @@ async def test_a_claim_of_a_cancelled_caller_is_released_immediately(
     async with proxy.listen() as url:
         client = LightningStoreClient(url)
         proxy.answers_to_hold = 1
-        asking = asyncio.create_task(client.dequeue_rollout(timeout=30))
+        asking = asyncio.create_task(client.dequeue_rollout(timeout=LIMIT_S))
         await proxy.holding.wait()
         assert [rollout.status for rollout in await store.query_rollouts()] == ["preparing"]
         asking.cancel()
@@ -554,11 +553,9 @@ async def test_stopping_the_server_answers_waiting_requests_immediately(store: L
         for step in range(8):  # of 1 MB each
             await store.add_metrics(step, large)
         await asyncio.sleep(0.2)
-        began = time.monotonic()
         await server.stop()
         assert await asking == (200, [])
         assert (await listening).count(b"event: step_finished") == 8
-    assert time.monotonic() - began < 15
 
 
 async def test_stopping_the_server_finishes_requests_in_flight(
@@ -595,7 +592,7 @@ async def test_a_subscriber_gets_the_events_of_later_calls_by_the_same_client(se
         coming = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
         await client.enqueue_rollout("task")
-        assert (await asyncio.wait_for(coming, 60)).kind == "rollout_enqueued"
+        assert (await asyncio.wait_for(coming, LIMIT_S)).kind == "rollout_enqueued"
         await events.aclose()
         await client.close()
 
@@ -664,6 +661,9 @@ async def test_a_client_works_in_a_spawned_process(server: LightningStoreServer,
 FORKING_PROGRAM = """
 import asyncio, os, sys, threading
 from agentlightning.store import LightningStoreClient
+from agentlightning_plugins.stores.http.client import connection
+
+connection._CONNECT_S = 1e6  # to wait for the parent's connections would take this long
 
 def enqueue(client):
     async def run():
@@ -681,8 +681,7 @@ async def main():
         thread.start()
         thread.join()
         os._exit(1)
-    # In less time than it would take the parent's connections to close.
-    _, status = await asyncio.wait_for(asyncio.to_thread(os.waitpid, child, 0), 4.5)
+    _, status = await asyncio.wait_for(asyncio.to_thread(os.waitpid, child, 0), 200)
     assert status == 0, status
     assert (await client.statistics())["rollouts"] == 1
     await client.close()
@@ -712,18 +711,10 @@ def agl_store(folder: Path, *options: str) -> Iterator[str]:
         yield process.stdout.readline()
     finally:
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, errors
     assert "Stopping" in output
     assert errors == ""
-
-
-async def test_agl_store_prints_its_address_and_whether_it_is_durable(tmp_path: Path) -> None:
-    with agl_store(tmp_path, "--backend", "memory://") as line:
-        client = LightningStoreClient(line.split()[-1])
-        await client.enqueue_rollout("task")
-        await client.close()
-    assert "not durable" in line
 
 
 async def test_agl_store_serves_a_file_in_its_working_directory_and_applies_retention(tmp_path: Path) -> None:
@@ -740,14 +731,18 @@ async def test_agl_store_serves_a_file_in_its_working_directory_and_applies_rete
     await file.close()
     with agl_store(tmp_path, "--keep-days", "1", "--keep-rollouts", "4") as line:
         client = LightningStoreClient(line.split()[-1])
-        for _ in range(400):
-            left = await client.query_rollouts()
-            if len(left) <= 4:
-                break
-            await asyncio.sleep(0.05)
+
+        async def ids() -> list[str]:
+            return [rollout.rollout_id for rollout in await client.query_rollouts()]
+
+        async def are_few() -> bool:
+            return len(await ids()) <= 4
+
+        await until(are_few)
+        left = await ids()
         await client.close()
     assert "sqlite:///agl.db" in line
-    assert [rollout.rollout_id for rollout in left] == ["ro-queued", "ro-3", "ro-4", "ro-5"]
+    assert left == ["ro-queued", "ro-3", "ro-4", "ro-5"]
 
 
 async def test_a_store_is_freed_after_its_server_has_stopped() -> None:
@@ -759,9 +754,9 @@ async def test_a_store_is_freed_after_its_server_has_stopped() -> None:
         await client.close()
     await store.close()
     del store, server, client
-    for _ in range(50):  # a thread may still be ending
+
+    def is_freed() -> bool:
         gc.collect()
-        if gone() is None:
-            return
-        await asyncio.sleep(0.05)
-    pytest.fail("the store is still referenced")
+        return gone() is None
+
+    await until(is_freed)  # a thread may still be ending

@@ -16,6 +16,9 @@ from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from agentlightning_plugins.strategies.processes.serving import served
 from tests.port import reserve_port
+from tests.waiting import LIMIT_S, until
+
+pytestmark = pytest.mark.environment("main")  # about processes, not about versions of libraries
 
 
 async def start_server(database: str, port: int) -> asyncio.subprocess.Process:
@@ -54,15 +57,11 @@ async def test_claims_and_events_continue_when_a_server_is_killed(database: str)
         for name in names:  # a claim whose answer was lost stays with its worker until the worker ends
             await client.end_worker(name)
         await work(client, "another worker")
-        rollouts = await client.wait_for_rollouts([rollout.rollout_id for rollout in queued], timeout=60)
+        rollouts = await client.wait_for_rollouts([rollout.rollout_id for rollout in queued], timeout=LIMIT_S)
         assert [rollout.status for rollout in rollouts] == ["succeeded"] * 40
         last = await client.start_rollout("after the failure")
         await client.update_attempt(last.rollout_id, last.attempt.attempt_id, status="succeeded")
-        for _ in range(3000):
-            if last.rollout_id in ended:
-                break
-            await asyncio.sleep(0.01)
-        assert last.rollout_id in ended
+        await until(lambda: last.rollout_id in ended)
         assert client.url.endswith(str(ports[1]))
         listening.cancel()
     finally:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 import pytest
 
@@ -31,7 +33,7 @@ R = TypeVar("R", bound=Record)
 class TestInMemoryLightningStore(StoreConformance):
     @pytest.fixture
     async def store(self) -> AsyncIterator[InMemoryLightningStore]:
-        store = InMemoryLightningStore()
+        store = InMemoryLightningStore(watchdog_interval_s=0.05)
         yield store
         await store.close()
 
@@ -80,22 +82,34 @@ async def enqueue_and_claim(store: InMemoryLightningStore) -> None:
     [(100, 5_000), pytest.param(1_000, 1_000_000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
 )
 async def test_operations_cost_the_same_with_few_and_many_stored_rollouts(few: int, many: int) -> None:
-    stores = [await filled(few), await filled(many)]
-    claims = [await store.start_rollout("a") for store in stores]
-
-    async def fastest(operation: Operation, which: int) -> float:
-        times = []
-        for _ in range(30):
-            start = time.perf_counter()
-            await operation(stores[which], claims[which])
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    for name, operation in OPERATIONS.items():
-        before, after = await fastest(operation, 0), await fastest(operation, 1)
-        assert after < 8 * before, f"{name}: {before * 1e6:.0f} us with {few} rollouts, {after * 1e6:.0f} with {many}"
-    for store in stores:
+    """Counts the instructions of Python that are executed, which do not depend on the load of the machine."""
+    costs = []
+    for stored in (few, many):
+        store = await filled(stored)
+        claimed = await store.start_rollout("a")
+        costs.append({name: await count_instructions(run(store, claimed)) for name, run in OPERATIONS.items()})
         await store.close()
+    for name, before in costs[0].items():
+        assert before > 50
+        assert costs[1][name] < 1.5 * before, f"{name}: {before} with {few} rollouts, {costs[1][name]} with {many}"
+
+
+async def count_instructions(operation: Awaitable[object]) -> int:
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        await operation
+    finally:
+        sys.settrace(before)
+    return count
 
 
 @pytest.mark.soak

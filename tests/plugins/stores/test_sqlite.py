@@ -41,14 +41,14 @@ class TestSqliteLightningStore(DurableStoreConformance):
 
     @pytest.fixture
     async def store(self, quick_path: Path, opened: list[SqliteLightningStore]) -> SqliteLightningStore:
-        opened.append(SqliteLightningStore(quick_path / "store.db"))
+        opened.append(SqliteLightningStore(quick_path / "store.db", watchdog_interval_s=0.05))
         return opened[-1]
 
     @pytest.fixture
     def reopen(self, quick_path: Path, opened: list[SqliteLightningStore]) -> Reopen:
         async def reopen() -> SqliteLightningStore:
             await opened[-1].close()
-            opened.append(SqliteLightningStore(quick_path / "store.db"))
+            opened.append(SqliteLightningStore(quick_path / "store.db", watchdog_interval_s=0.05))
             return opened[-1]
 
         return reopen
@@ -308,7 +308,7 @@ async def test_a_waiter_that_missed_events_reads_the_records(
     monkeypatch.setattr("agentlightning_plugins.stores.sqlite.transaction.KEPT_EVENTS", 3)
     here, there = SqliteLightningStore(tmp_path / "store.db"), SqliteLightningStore(tmp_path / "store.db")
     claimed = await claim(here)
-    waiting = asyncio.create_task(here.wait_for_rollouts([claimed.rollout_id], timeout=20))
+    waiting = asyncio.create_task(here.wait_for_rollouts([claimed.rollout_id], timeout=300))
     await asyncio.sleep(0.05)
     writer = here._database.backend.writer  # to suspend its polling
     monkeypatch.setattr(writer, "_look", lambda: None)

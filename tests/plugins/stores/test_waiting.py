@@ -17,6 +17,7 @@ from agentlightning.store.engine import BackendStore
 from agentlightning.store.waiting import Countdown, Signal, Waiters
 from agentlightning.types import AttemptedRollout, Rollout
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
+from tests.waiting import LIMIT_S
 
 
 async def test_waiting_for_a_signal_that_is_already_set_returns_immediately() -> None:
@@ -28,8 +29,9 @@ async def test_waiting_for_a_signal_that_is_already_set_returns_immediately() ->
 async def test_waiting_for_a_signal_ends_at_the_deadline() -> None:
     signal = Signal()
     start = time.monotonic()
-    assert not await signal.wait(start + 0.05)
-    assert 0.04 < time.monotonic() - start < 5
+    assert not await asyncio.wait_for(signal.wait(start + 0.05), LIMIT_S)
+    waited_s = time.monotonic() - start
+    assert waited_s > 0.04
 
 
 async def test_setting_a_signal_of_a_closed_loop_is_harmless() -> None:
@@ -95,7 +97,7 @@ async def test_closing_a_store_ends_all_waits() -> None:
     store = InMemoryLightningStore()
     queued = await store.start_rollout("a")
     waits = [
-        asyncio.create_task(store.dequeue_rollout(timeout=60)),
+        asyncio.create_task(store.dequeue_rollout(timeout=LIMIT_S)),
         asyncio.create_task(store.wait_for_rollouts([queued.rollout_id])),
     ]
     events = [event async for event in _until_closed(store)]
@@ -123,24 +125,21 @@ class FailsOnce(MemoryBackend):
 
 async def test_a_claim_that_fails_leaves_the_rollout_to_the_next_claim() -> None:
     store = BackendStore(FailsOnce())
-    claims = [asyncio.create_task(store.dequeue_rollout(timeout=60)) for _ in range(2)]
+    claims = [asyncio.create_task(store.dequeue_rollout(timeout=LIMIT_S)) for _ in range(2)]
     await asyncio.sleep(0.05)
     await store.enqueue_rollout("a")
-    unlucky, lucky = await asyncio.wait_for(asyncio.gather(*claims, return_exceptions=True), 60)
+    unlucky, lucky = await asyncio.wait_for(asyncio.gather(*claims, return_exceptions=True), LIMIT_S)
     assert isinstance(unlucky, ConnectionError)
     assert isinstance(lucky, AttemptedRollout)
     await store.close()
 
 
-async def test_a_waiting_claim_is_woken_within_10_milliseconds() -> None:
+async def test_a_waiting_claim_is_woken_within_a_few_turns_of_the_event_loop() -> None:
     store = InMemoryLightningStore()
-    latencies = []
+    waiting_ = asyncio.create_task(store.dequeue_rollout(timeout=LIMIT_S))
+    await asyncio.sleep(0.01)
+    await store.enqueue_rollout("a")
     for _ in range(20):
-        waiting_ = asyncio.create_task(store.dequeue_rollout(timeout=10))
-        await asyncio.sleep(0.01)
-        start = time.perf_counter()
-        await store.enqueue_rollout("a")
-        await waiting_
-        latencies.append(time.perf_counter() - start)
-    assert sorted(latencies)[10] < 0.01
+        await asyncio.sleep(0)
+    assert waiting_.done()
     await store.close()

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import textwrap
 import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -27,12 +26,38 @@ from tests.waiting import until
 R = TypeVar("R", bound=Record)
 
 
+class ClockedBackend(MemoryBackend):
+    """A backend whose clock the test sets, and which yields to other tasks, as with I/O."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = 1000.0
+        self.looks = 0
+        """How often a watchdog's thread has looked at the clock."""
+
+    def now(self) -> float:
+        self.looks += threading.current_thread().name == "agl-watchdog"
+        return self.time
+
+    async def select(self, query: Query[R]) -> Page[R]:
+        page = await super().select(query)
+        await asyncio.sleep(0)
+        return page
+
+
 @pytest.fixture
 async def store() -> AsyncIterator[BackendStore]:
-    """A store with a lease of 1.2 s."""
-    store = BackendStore(MemoryBackend(), lease_s=1.2, watchdog_interval_s=0.05)
+    """A store with a lease of 60 s, whose watchdog scans when the test passes time."""
+    store = BackendStore(ClockedBackend(), watchdog_interval_s=None)
     yield store
     await store.close()
+
+
+async def pass_time(store: BackendStore, seconds: float) -> None:
+    backend = store._database.backend
+    assert isinstance(backend, ClockedBackend)
+    backend.time += seconds
+    await store._watchdog.scan(store.now())
 
 
 async def claim(store: BackendStore, worker_id: str | None, config: RolloutConfig | None = None) -> AttemptedRollout:
@@ -59,7 +84,9 @@ async def test_the_watchdog_names_a_damaged_record_and_checks_the_other_records(
     record = damaged.attempt.model_copy(update={"last_heartbeat_time": "x"})
     await store._database.backend.commit([Put(record)])
     lost = await claim(store, "dead")
-    again = await store.dequeue_rollout("alive", timeout=60)
+    for _ in range(2):
+        await pass_time(store, 61)
+    again = await store.dequeue_rollout("alive")
     assert again is not None
     assert again.rollout_id == lost.rollout_id
     (message,) = [entry.message for entry in caplog.records if entry.levelname == "ERROR"]
@@ -70,7 +97,8 @@ async def test_the_watchdog_names_a_damaged_record_and_checks_the_other_records(
 
 async def test_a_rollout_whose_worker_died_before_running_it_goes_to_another_worker(store: BackendStore) -> None:
     lost = await claim(store, "dead")
-    again = await store.dequeue_rollout("alive", timeout=60)
+    await pass_time(store, 61)
+    again = await store.dequeue_rollout("alive")
     assert again is not None
     assert (again.rollout_id, again.attempt.sequence_id) == (lost.rollout_id, 2)
     first, _ = await store.query_attempts(lost.rollout_id)
@@ -78,10 +106,9 @@ async def test_a_rollout_whose_worker_died_before_running_it_goes_to_another_wor
     assert first.error is not None
     assert "'dead'" in first.error.message
     assert first.last_heartbeat_time == first.start_time  # the end of an attempt does not count as a heartbeat
-    async with asyncio.timeout(60):
-        while (worker := await store.get_worker_by_id("dead")) is None or worker.status != "unknown":  # noqa: ASYNC110 # its lease must run out
-            await asyncio.sleep(0.01)
-    assert worker.current_attempt_id is None
+    worker = await store.get_worker_by_id("dead")
+    assert worker is not None
+    assert (worker.status, worker.current_attempt_id) == ("unknown", None)
 
 
 @pytest.mark.parametrize(("retry", "status"), [([], "failed"), (["unresponsive"], "requeuing")])
@@ -91,18 +118,15 @@ async def test_the_config_decides_whether_a_rollout_is_retried_after_its_running
     config = RolloutConfig.model_validate({"max_attempts": 2, "retry_condition": retry})
     lost = await claim(store, "dead", config)
     await store.update_attempt(lost.rollout_id, "latest", status="running")
-    for _ in range(200):
-        rollout = await latest(store, lost)
-        if rollout.attempt.status != "running":
-            break
-        await asyncio.sleep(0.05)
+    await pass_time(store, 61)
+    rollout = await latest(store, lost)
     assert (rollout.status, rollout.attempt.status) == (status, "unresponsive")
 
 
 async def test_heartbeats_of_a_worker_renew_the_leases_of_all_its_attempts(store: BackendStore) -> None:
     claims = [await claim(store, "worker-1") for _ in range(3)]
-    for _ in range(16):
-        await asyncio.sleep(0.1)
+    for _ in range(3):
+        await pass_time(store, 40)
         await store.update_worker("worker-1")
     assert [(await latest(store, item)).attempt.status for item in claims] == ["preparing"] * 3
 
@@ -121,8 +145,8 @@ async def test_workers_that_were_not_seen_for_a_day_are_deleted_unless_they_have
 
 async def test_spans_renew_the_lease(store: BackendStore) -> None:
     claimed = await claim(store, "worker-1")
-    for _ in range(16):
-        await asyncio.sleep(0.1)
+    for _ in range(3):
+        await pass_time(store, 40)
         span = Span.from_attributes(attributes={}, rollout_id=claimed.rollout_id, attempt_id=claimed.attempt.attempt_id)
         await store.add_span(span)
     assert (await latest(store, claimed)).status == "running"
@@ -132,9 +156,9 @@ async def test_the_lease_of_an_attempt_without_a_worker_is_renewed_by_heartbeats
     store: BackendStore,
 ) -> None:
     silent, beating = await claim(store, None), await claim(store, None)
-    while (await latest(store, silent)).status == "preparing":
-        await asyncio.sleep(0.1)
-        await store.update_attempt(beating.rollout_id, "latest", last_heartbeat_time=time.time())
+    for _ in range(3):
+        await pass_time(store, 40)
+        await store.update_attempt(beating.rollout_id, "latest", last_heartbeat_time=store.now())
     assert (await latest(store, beating)).attempt.status == "preparing"
     lost = await latest(store, silent)
     assert (lost.status, lost.attempt.status) == ("requeuing", "unresponsive")
@@ -144,8 +168,8 @@ async def test_the_lease_of_an_attempt_without_a_worker_is_renewed_by_heartbeats
 
 async def test_a_worker_that_names_its_attempts_renews_only_their_leases(store: BackendStore) -> None:
     known, unknown = await claim(store, "worker-1"), await claim(store, "worker-1")  # the response to one was lost
-    while (await latest(store, unknown)).status == "preparing":
-        await asyncio.sleep(0.1)
+    for _ in range(3):
+        await pass_time(store, 40)
         await store.update_worker("worker-1", attempt_ids=[known.attempt.attempt_id])
     assert (await latest(store, known)).attempt.status == "preparing"
     assert (await latest(store, unknown)).status == "requeuing"
@@ -190,7 +214,7 @@ async def test_a_retention_policy_with_nothing_to_delete_reads_one_page(stored: 
     for claimed in await store.dequeue_many_rollouts(limit=stored):
         await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
     read.clear()
-    assert await Retention(max_age_s=60, max_rollouts=stored)(backend, time.time()) == 0
+    assert await Retention(max_age_s=1e6, max_rollouts=stored)(backend, store.now()) == 0
     assert sum(read) <= 100
     with pytest.raises(ConfigError, match="watchdog_interval_s"):
         store.retain(Retention(max_rollouts=1))
@@ -204,13 +228,15 @@ def test_an_invalid_retention_policy_is_refused(policy: dict[str, float]) -> Non
 
 
 async def test_two_stores_over_one_database_end_an_attempt_once() -> None:
-    backend = MemoryBackend()
+    backend = ClockedBackend()
     seen: list[Event] = []
     backend.watch(lambda events: seen.extend(events))
-    stores = [BackendStore(backend, watchdog_interval_s=0.01) for _ in range(2)]
-    claimed = [await claim(store, None, RolloutConfig(timeout_seconds=0.1)) for store in stores]
-    await stores[0].wait_for_rollouts([one.rollout_id for one in claimed], timeout=60)
-    await asyncio.sleep(0.2)  # the other store's watchdog scans again
+    stores = [BackendStore(backend, watchdog_interval_s=None) for _ in range(2)]
+    for store in stores:
+        await claim(store, None, RolloutConfig(timeout_seconds=30))
+    backend.time += 31
+    for _ in range(2):
+        await asyncio.gather(*(store._watchdog.scan(backend.time) for store in stores))
     kinds = [event.kind for event in seen]
     assert (kinds.count("attempt_finished"), kinds.count("rollout_finished")) == (2, 2)
     for store in stores:
@@ -234,7 +260,7 @@ async def test_the_watchdog_survives_an_unreachable_database(caplog: pytest.LogC
     backend = FlakyBackend()
     store = BackendStore(backend, watchdog_interval_s=0.02)
     claimed = await claim(store, None, RolloutConfig(timeout_seconds=0.05))
-    (ended,) = await store.wait_for_rollouts([claimed.rollout_id], timeout=60)
+    (ended,) = await store.wait_for_rollouts([claimed.rollout_id])
     assert (ended.status, backend.failures) == ("failed", 0)
     assert "tries again" in caplog.text
     await store.close()
@@ -260,14 +286,20 @@ def test_a_process_that_ends_with_an_open_store_logs_no_traceback(tmp_path: Path
     assert run_python("-c", textwrap.dedent(program), str(tmp_path / "store.db")) == "ended\n"
 
 
-async def test_suspending_the_machine_ends_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = BackendStore(MemoryBackend(), lease_s=8.0, watchdog_interval_s=0.02)
+async def test_suspending_the_machine_ends_no_lease_before_the_worker_had_time_for_a_heartbeat() -> None:
+    backend = ClockedBackend()
+    store = BackendStore(backend, watchdog_interval_s=0.005)
     claimed = await claim(store, "worker-1")
-    await asyncio.sleep(0.1)
-    awake = time.time
-    monkeypatch.setattr(time, "time", lambda: awake() + 600)  # ten minutes pass between two scans
-    await asyncio.sleep(0.3)
-    assert (await latest(store, claimed)).attempt.status == "preparing"
+    for seconds in (0, 600):  # ten minutes pass between two scans
+        backend.time += seconds
+        looks = backend.looks
+        await until(lambda looks=looks: backend.looks >= looks + 5)
+        assert (await latest(store, claimed)).attempt.status == "preparing"
+    for _ in range(8):  # the worker does not return
+        backend.time += 4
+        looks = backend.looks
+        await until(lambda looks=looks: backend.looks >= looks + 5)
+    assert (await latest(store, claimed)).attempt.status == "unresponsive"
     await store.close()
 
 
@@ -286,7 +318,7 @@ async def test_closing_a_store_ends_its_watchdog_thread_and_an_idle_store_has_no
 
 async def test_an_unreferenced_store_is_garbage_collected_and_its_watchdog_thread_ends() -> None:
     before = watchdogs()  # threads of other tests, which may end at any time
-    store = InMemoryLightningStore()
+    store = InMemoryLightningStore(watchdog_interval_s=0.05)
     await store.start_rollout("a")
     assert len(watchdogs() - before) == 1
     del store
@@ -300,17 +332,16 @@ async def test_the_watchdog_reads_only_live_attempts() -> None:
     class CountingBackend(MemoryBackend):
         async def select(self, query: Query[R]) -> Page[R]:
             page = await super().select(query)
-            if threading.current_thread().name == "agl-watchdog":
-                looked.append(len(page.rows))
+            looked.append(len(page.rows))
             return page
 
-    store = BackendStore(CountingBackend(), watchdog_interval_s=0.02)
+    store = BackendStore(CountingBackend(), watchdog_interval_s=None)
     for _ in range(200):
         claimed = await claim(store, None)
         await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
-    live: Sequence[AttemptedRollout] = [await claim(store, "worker-1") for _ in range(3)]
-    before = len(looked) + 3  # a scan that runs now may have read before the claims
-    await until(lambda: len(looked) >= before + 9)
-    assert len(live) == 3
-    assert max(looked[before:]) == 3  # three attempts, three rollouts, one worker; a query of the retention finds none
+    for _ in range(3):
+        await claim(store, "worker-1")
+    looked.clear()
+    await store._watchdog.scan(store.now())
+    assert looked == [3, 3, 1]  # attempts, rollouts and workers
     await store.close()

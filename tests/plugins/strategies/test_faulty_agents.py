@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
+from agentlightning.run import heartbeat
 from agentlightning.types import AttemptedRollout
 from agentlightning_plugins.strategies.processes import supervisor
 from agentlightning_plugins.strategies.processes.supervisor import Ending
+from tests import waiting
+from tests.waiting import blocking_until
 
 
 def trainer(**settings: Any) -> agl.Trainer:
@@ -36,10 +39,10 @@ def killer(task: dict[str, Any]) -> float:
     return 1.0
 
 
-@pytest.mark.timeout(120)
 def test_only_tasks_that_kill_their_process_fail_and_resuming_runs_no_task_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(supervisor, "_LONGEST_PAUSE_S", 0.0)
     tasks = [{"number": number, "kills": number in (2, 5)} for number in range(8)]
     settings: dict[str, Any] = {"run_dir": tmp_path / "run", "store": f"sqlite:///{tmp_path / 'store.db'}"}
     store = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}", run="run")
@@ -62,6 +65,7 @@ def test_only_tasks_that_kill_their_process_fail_and_resuming_runs_no_task_again
 
 def test_an_agent_that_always_kills_its_process_ends_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_DEATHS", 3)
+    monkeypatch.setattr(supervisor, "_LONGEST_PAUSE_S", 0.0)
     tasks = [{"number": number, "kills": True} for number in range(50)]
     with pytest.raises(RuntimeError, match=r"died 4 times in a row, and no rollout succeeded .*signal SIGKILL"):
         trainer().fit(killer, tasks)
@@ -90,29 +94,38 @@ async def test_a_runner_that_dies_repeatedly_ends_the_run_whether_it_dies_quickl
     assert runners.n_starts == expected + 1
 
 
-async def blocker(task: dict[str, Any]) -> float:
-    if task["number"] == 3:
-        time.sleep(7.0)  # noqa: ASYNC251 # the fault
-    await asyncio.sleep(0.1)
-    return 1.0
+class CountingStore(agl.InMemoryLightningStore):
+    """Counts the heartbeats of runners."""
+
+    n_beats = 0
+
+    async def update_worker(self, *args: Any, **kwargs: Any) -> agl.Worker:
+        self.n_beats += 1
+        return await super().update_worker(*args, **kwargs)
 
 
-@pytest.mark.timeout(120)
-def test_an_async_agent_that_blocks_its_event_loop_is_reported_and_every_task_runs_once(
-    capfd: pytest.CaptureFixture[str],
+def test_an_async_agent_that_blocks_its_event_loop_is_reported_while_its_runner_sends_heartbeats(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = agl.InMemoryLightningStore(lease_s=2.0)
-    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), heartbeat_interval=0.5)
-    run = trainer(store=store, runner=runner).fit(blocker, [{"number": number} for number in range(15)])
-    assert run.status == "succeeded"
+    monkeypatch.setattr(heartbeat, "_REPORT_AFTER_S", 0.2)
+    monkeypatch.setattr(heartbeat, "_CHECK_S", 0.05)
+    store = CountingStore()
+
+    async def blocker(task: dict[str, Any]) -> float:
+        begun = store.n_beats
+        if task["number"] == 3:
+            blocking_until(lambda: "has blocked the event loop" in caplog.text and store.n_beats > begun + 3)
+        await asyncio.sleep(0)
+        return 1.0
+
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), heartbeat_interval=0.05)
+    tasks = [{"number": number} for number in range(8)]
+    assert trainer(store=store, runner=runner, strategy="shm").fit(blocker, tasks).status == "succeeded"
     rollouts = asyncio.run(ended(store))
-    assert {rollout.status for rollout in rollouts.values()} == {"succeeded"}
-    guilty = rollouts[3].attempt
-    assert guilty.sequence_id == 1
-    worker, shown = re.escape(str(guilty.worker_id)), capfd.readouterr().err
-    place = rf"at {re.escape(__file__)}:\d+ in blocker: time\.sleep\(7\.0\)"
-    assert re.search(
-        rf"the agent of {guilty.attempt_id} has blocked the event loop of worker {worker} for \d s, {place}", shown
-    )
-    assert re.search(rf"the event loop of worker {worker} was blocked for [6-9] s", shown)
-    asyncio.run(store.close())
+    assert [(rollout.status, rollout.attempt.sequence_id) for rollout in rollouts.values()] == [("succeeded", 1)] * 8
+    attempt = rollouts[3].attempt
+    worker = re.escape(str(attempt.worker_id))
+    place = rf"at {re.escape(waiting.__file__)}:\d+ in blocking_until: "
+    blocked = rf"the agent of {attempt.attempt_id} has blocked the event loop of worker {worker} for \d+ s, {place}"
+    assert re.search(blocked, caplog.text)
+    assert re.search(rf"the event loop of worker {worker} was blocked for \d+ s", caplog.text)

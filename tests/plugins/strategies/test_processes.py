@@ -23,6 +23,7 @@ from agentlightning_plugins.strategies.processes.stopping import until_second_in
 from agentlightning_plugins.strategies.processes.supervisor import Ending, Supervisor
 from tests.port import reserve_port
 from tests.process import wait_for
+from tests.waiting import LIMIT_S
 
 TASKS = [{"number": number} for number in range(4)]
 
@@ -43,7 +44,7 @@ def dying_once_agent(task: dict[str, Any]) -> float:
     return 1.0
 
 
-def test_a_rollout_of_a_dead_runner_is_retried_long_before_its_lease_ends(tmp_path: Path) -> None:
+def test_a_rollout_of_a_dead_runner_is_retried_before_its_lease_ends(tmp_path: Path) -> None:
     @agl.algo
     async def algorithm(store: agl.LightningStore, train_dataset: Any) -> None:
         config = RolloutConfig(max_attempts=2, retry_condition=["unresponsive"])
@@ -54,10 +55,8 @@ def test_a_rollout_of_a_dead_runner_is_retried_long_before_its_lease_ends(tmp_pa
         # A waiting claim of the dead runner may get the rollout before the store notices the closed connection.
         assert done.attempt.sequence_id in (2, 3)
 
-    store = agl.InMemoryLightningStore(lease_s=600.0)
-    started = time.monotonic()
+    store = agl.InMemoryLightningStore(lease_s=100_000.0)
     trainer(algorithm=algorithm, store=store).fit(dying_once_agent, [{"marker": str(tmp_path / "died")}])
-    assert time.monotonic() - started < 30.0
 
 
 def spying_agent(task: Any) -> float:
@@ -172,7 +171,7 @@ def run_and_stop(folder: Path, program: str, signals: list[signal.Signals]) -> i
         process.send_signal(number)
     if not others:
         (folder / "told").touch()
-    process.wait(60)
+    process.wait(LIMIT_S)
     assert "the agent prints" in log.read_text()
     return process.returncode
 
@@ -250,7 +249,7 @@ async def test_a_second_cancellation_of_a_run_ends_the_wait_for_running_rollouts
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
-    assert await asyncio.wait_for(waited, 30) is None
+    assert await waited is None
 
 
 class NeverRunners:
@@ -312,14 +311,13 @@ async def test_a_supervisor_without_proc_starts_and_does_not_touch_runners_of_ot
     monkeypatch.setattr(supervisor, "_PID_NAMESPACE", tmp_path / "hidden")
     store = agl.InMemoryLightningStore(lease_s=600.0)
     rollout = await store.enqueue_rollout("task", config=RolloutConfig(max_attempts=3))
-    async with asyncio.timeout(30):
-        with monkeypatch.context() as other:  # another container with this host name
-            other.setattr(supervisor, "_UNKNOWN_NAMESPACE", "-another")
-            async with supervised(store) as elsewhere:
-                await store.dequeue_rollout(elsewhere.worker_ids[0])
-        async with supervised(store) as runners:
-            assert len(runners.worker_ids) == 1
-            assert (await one_rollout(store, rollout.rollout_id)).status == "preparing"
+    with monkeypatch.context() as other:  # another container with this host name
+        other.setattr(supervisor, "_UNKNOWN_NAMESPACE", "-another")
+        async with supervised(store) as elsewhere:
+            await store.dequeue_rollout(elsewhere.worker_ids[0])
+    async with supervised(store) as runners:
+        assert len(runners.worker_ids) == 1
+        assert (await one_rollout(store, rollout.rollout_id)).status == "preparing"
 
 
 async def one_rollout(store: agl.LightningStore, rollout_id: str) -> agl.Rollout:
@@ -373,7 +371,7 @@ def test_two_processes_read_their_role_and_address_from_the_environment(tmp_path
         for role in ("algorithm", "runner")
     }
     for role, process in started.items():
-        shown, errors = process.communicate(timeout=100)
+        shown, errors = process.communicate(timeout=LIMIT_S)
         assert shown == f"{role} localhost {port} {3 * (role == 'algorithm')}\n", errors
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -20,17 +21,23 @@ from ray.cluster_utils import Cluster
 import agentlightning as agl
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 from tests.process import wait_for
+from tests.waiting import LIMIT_S, until
 
 TASKS = [{"number": number} for number in range(8)]
 
 
 @contextlib.contextmanager
-def ray_cluster(*cpus_of_nodes: int) -> Iterator[Cluster]:
+def ray_cluster(*cpus_of_nodes: int, **resources: float) -> Iterator[Cluster]:
     # Ray notices a lost node after a second rather than after its usual 15.
     fast = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": cpus_of_nodes[0], "include_dashboard": False, "_system_config": fast},
+        head_node_args={
+            "num_cpus": cpus_of_nodes[0],
+            "resources": resources,
+            "include_dashboard": False,
+            "_system_config": fast,
+        },
     )
     try:
         for num_cpus in cpus_of_nodes[1:]:
@@ -42,7 +49,7 @@ def ray_cluster(*cpus_of_nodes: int) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with ray_cluster(4) as cluster:
+    with ray_cluster(4, place=1) as cluster:
         yield cluster
 
 
@@ -52,8 +59,9 @@ def squaring_agent(task: dict[str, int]) -> float:
 
 
 def reading_agent(task: Any) -> float:
-    print("reading the colour", flush=True)
-    return {"blue": 1.0}.get(os.environ.get("COLOUR", ""), 0.0)
+    import ray_helper  # in the folder that is sent
+
+    return float(ray_helper.read())
 
 
 def fit(agent: Any, strategy: Any, algorithm: Any = "baseline", tasks: Any = TASKS) -> agl.LightningStore:
@@ -76,45 +84,22 @@ def results(store: agl.LightningStore) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.slow
-def test_the_same_program_gives_the_same_results_with_ray_as_with_processes(cluster: Cluster) -> None:
+def test_the_same_program_gives_the_same_results_with_ray_as_in_one_process(cluster: Cluster) -> None:
     found = results(fit(squaring_agent, {"name": "ray", "address": cluster.address}))
-    assert found == results(fit(squaring_agent, "cs"))
+    assert found == results(fit(squaring_agent, "shm"))
     assert sorted(result[3] for result in found) == [float(number**2) for number in range(8)]
 
 
 @pytest.mark.slow
-def test_actors_have_their_own_environment_and_their_output_appears_in_this_process(
-    cluster: Cluster, capfd: pytest.CaptureFixture[str]
-) -> None:
-    strategy = {"name": "ray", "address": cluster.address, "runtime_env": {"env_vars": {"COLOUR": "blue"}}}
-    assert {result[3] for result in results(fit(reading_agent, strategy))} == {1.0}
-    assert "reading the colour" in capfd.readouterr().out
-
-
-_SENT_PROGRAM = """
-import pathlib, agentlightning as agl
-def agent(task):
-    import ray_helper
-    return ray_helper.read()
-store = agl.create_store("sqlite:///FOLDER/store.db")
-strategy = {"name": "ray", "address": ADDRESS, "runtime_env": {"working_dir": "FOLDER/sent", "env_vars": {"PLUS": "2"}}}
-agl.Trainer(algorithm="baseline", store=store, trackers=[], strategy=strategy).fit(agent, [1])
-"""
-
-
-@pytest.mark.slow
-def test_a_local_folder_is_sent_to_the_actors(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "sent").mkdir()
-    (tmp_path / "sent" / "answer.txt").write_text("40")
-    (tmp_path / "sent" / "ray_helper.py").write_text(
+def test_a_local_folder_and_environment_variables_are_sent_to_the_actors(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "answer.txt").write_text("40")
+    (tmp_path / "ray_helper.py").write_text(
         "import os, pathlib\ndef read():\n"
         "    return float(pathlib.Path('answer.txt').read_text()) + float(os.environ['PLUS'])\n"
     )
-    script = tmp_path / "program.py"
-    script.write_text(_SENT_PROGRAM.replace("ADDRESS", repr(cluster.address)).replace("FOLDER", str(tmp_path)))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert {result[3] for result in results(agl.create_store(f"sqlite:///{tmp_path}/store.db"))} == {42.0}
+    sent = {"working_dir": str(tmp_path), "env_vars": {"PLUS": "2"}}
+    store = fit(reading_agent, {"name": "ray", "address": cluster.address, "runtime_env": sent}, tasks=[1])
+    assert {result[3] for result in results(store)} == {42.0}
 
 
 @pytest.mark.slow
@@ -141,47 +126,33 @@ def slow_agent(task: dict[str, Any]) -> float:
 
 
 @pytest.mark.slow
-def test_killing_a_node_during_a_run_loses_no_rollout(tmp_path: Path) -> None:
-    tasks = [{"number": number, "folder": str(tmp_path)} for number in range(40)]
+def test_killing_a_node_during_a_run_loses_no_rollout(cluster: Cluster, tmp_path: Path) -> None:
+    tasks = [{"number": number, "folder": str(tmp_path)} for number in range(12)]
+    nodes = [cluster.add_node(num_cpus=1, resources={"place": 1}) for _ in range(2)]
 
     def begun() -> list[str]:
         return [path.name for path in tmp_path.iterdir() if path.suffix != ".lost"]
 
-    with ray_cluster(0, 1, 1, 1) as cluster:
+    @agl.algo
+    async def algorithm(store: agl.LightningStore) -> None:
+        config = RolloutConfig(max_attempts=3, retry_condition=["unresponsive"])
+        queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=task, config=config) for task in tasks])
+        await until(lambda: len({name.split("-")[1] for name in begun()}) == 2)
+        victim = next(node for node in nodes if any(node.node_id in name for name in begun()))
+        await asyncio.to_thread(cluster.remove_node, victim, allow_graceful=False)
+        (tmp_path / f"{victim.node_id}.lost").touch()
+        await store.wait_for_rollouts([rollout.rollout_id for rollout in queued])
 
-        @agl.algo
-        async def algorithm(store: agl.LightningStore) -> None:
-            config = RolloutConfig(max_attempts=3, retry_condition=["unresponsive"])
-            queued = await store.enqueue_many_rollouts(
-                [EnqueueRolloutRequest(input=task, config=config) for task in tasks]
-            )
-            ids = [rollout.rollout_id for rollout in queued]
-            at_work: set[str] = set()
-            deadline = time.monotonic() + 60
-            while len(at_work) < 2 and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
-                at_work = {name.split("-")[1] for name in begun()}
-            victim = next(node for node in cluster.worker_nodes if node.node_id in at_work)
-            await asyncio.to_thread(cluster.remove_node, victim, allow_graceful=False)
-            (tmp_path / f"{victim.node_id}.lost").touch()
-            await store.wait_for_rollouts(ids, timeout=60)
-
-        trainer_store = agl.InMemoryLightningStore(lease_s=600.0)  # so long that only Ray reports the loss in time
-        trainer = agl.Trainer(
-            algorithm=algorithm,
-            store=trainer_store,
-            tracer="dummy",
-            strategy={"name": "ray", "address": cluster.address},
-            n_runners=2,
-            max_concurrency=2,
-            trackers=[],
-        )
-        assert trainer.fit(slow_agent).status == "succeeded"
-    found = results(trainer_store)
-    assert sorted(result[3] for result in found) == [float(number) for number in range(40)]
+    store = agl.InMemoryLightningStore(lease_s=100_000.0)  # so that only Ray reports the loss
+    strategy = {"name": "ray", "address": cluster.address, "resources_per_runner": {"resources": {"place": 1}}}
+    settings: dict[str, Any] = {"n_runners": 2, "max_concurrency": 2, "tracer": "dummy", "trackers": []}
+    trainer = agl.Trainer(algorithm=algorithm, store=store, strategy=strategy, **settings)
+    assert trainer.fit(slow_agent).status == "succeeded"
+    found = results(store)
+    assert sorted(result[3] for result in found) == [float(number) for number in range(12)]
     assert {result[2] for result in found} == {"succeeded"}
     starts = [name.split("-")[0] for name in begun()]
-    assert len(starts) > len(set(starts)) == 40  # rollouts of the lost node ran again
+    assert len(starts) > len(set(starts)) == 12  # rollouts of the lost node ran again
 
 
 def napping_agent(task: dict[str, Any]) -> float:
@@ -247,8 +218,7 @@ def test_each_rollout_succeeds_while_both_nodes_are_killed_and_replaced_in_turn(
 
 
 _STOPPED_PROGRAM = """
-import asyncio, pathlib, signal, time, agentlightning as agl
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for background processes
+import asyncio, pathlib, time, agentlightning as agl
 folder = pathlib.Path(FOLDER)
 def agent(task):
     (folder / "begun").touch()
@@ -266,20 +236,17 @@ finally:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_let_rollouts_of_actors_finish(
-    cluster: Cluster, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_sigterm_lets_rollouts_of_actors_finish(cluster: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(_STOPPED_PROGRAM.replace("ADDRESS", repr(cluster.address)).replace("FOLDER", repr(str(tmp_path))))
     log = tmp_path / "log"
     with log.open("w") as output:
         process = subprocess.Popen([sys.executable, str(script)], stdout=output, stderr=output)
     wait_for((tmp_path / "begun").exists, process, log)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     wait_for(lambda: "stopping after" in log.read_text(), process, log)
     (tmp_path / "told").touch()
-    assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGINT), log.read_text()
+    assert process.wait(LIMIT_S) == 143, log.read_text()
     assert (tmp_path / "ended").read_text() == "interrupted succeeded"
 
 
@@ -291,18 +258,17 @@ def test_agl_train_starts_its_own_cluster_when_no_address_is_given(tmp_path: Pat
         "agent: ray_agents:agent\ndata: {train: tasks.jsonl}\nalgorithm: {name: baseline, train_split: 1.0}\n"
         "strategy: {name: ray, resources_per_runner: {num_cpus: 0.5}}\nn_runners: 2\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
-        [sys.executable, "-m", "agentlightning", "train", "config.yaml", "run_dir=run"],
+        [sys.executable, "-m", "agentlightning", "train", "config.yaml", "--run-dir", "run"],
         cwd=tmp_path,
-        env=environment,
+        env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "hello from {'n': 2}" in done.stdout
+    assert "hello from {'n': 2}" in done.stdout, "the output of actors appears here"
     assert "ERROR" not in done.stderr
     assert "usage stat" not in done.stderr.lower()
 
@@ -325,8 +291,9 @@ def test_a_local_folder_is_refused_in_a_program_that_has_joined_a_cluster(cluste
         ray.shutdown()
 
 
-def test_an_unreachable_cluster_is_named_within_45_seconds() -> None:
-    started = time.monotonic()
+def test_an_unreachable_cluster_is_named_before_ray_tries_for_minutes_to_join_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "init", Mock(side_effect=AssertionError))
     with pytest.raises(agl.ConfigError, match="'127.0.0.1:1': no Ray cluster was reached there: .*refused"):
         fit(squaring_agent, {"name": "ray", "address": "127.0.0.1:1"})
-    assert time.monotonic() - started < 45.0

@@ -169,7 +169,7 @@ def use_httpx2(url: str) -> None:
 
 
 def use_requests(url: str) -> None:
-    requests.get(url, timeout=10)
+    requests.get(url, timeout=300)
 
 
 async def use_httpx_async(url: str) -> None:

@@ -27,6 +27,7 @@ from agentlightning.event import AttemptFinished, RolloutFinished, RunFinished, 
 from agentlightning.types import Run
 from agentlightning_plugins.trackers.console import tracker as console_tracker
 from agentlightning_plugins.trackers.sample import make_row
+from tests.waiting import LIMIT_S
 
 REWARDS = [0.25, 0.5, 1.0]
 
@@ -141,7 +142,7 @@ def test_trackio_stores_metrics_in_its_database(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, str(script)], check=False, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, str(script)], check=False, env=environment, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr
     (database,) = (tmp_path / "trackio").glob("*.db")
@@ -218,7 +219,7 @@ class Slow:
         pass
 
     def on_event(self, event: Any) -> None:
-        assert self.may_go_on.wait(60)
+        assert self.may_go_on.wait(LIMIT_S)
         time.sleep(0.1)
         self.steps += event.kind == "step_finished"
 

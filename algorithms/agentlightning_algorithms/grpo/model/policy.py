@@ -12,6 +12,7 @@ Log-probabilities are natural, in float32 whatever the dtype of the weights.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -30,6 +31,7 @@ from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.sampling.draw import filter_logits
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 
+_LOADING = threading.Lock()
 _CHUNK_ELEMENTS = 2**24
 """Logits that are in memory at once when rows are scored: 64 MiB in float32."""
 _LEAST_LOGPROB = -1e4
@@ -165,7 +167,7 @@ class Policy:
             with torch.device("meta"):  # only its class and configuration are used
                 model = type(model)(model.config)
             model.generation_config = self.model.generation_config
-        with _quiet():
+        with _loading():
             model.save_pretrained(directory, state_dict=state)
         self.tokenizer.save_pretrained(str(directory))
 
@@ -243,7 +245,7 @@ def load_policy(path: str | Path, *, dtype: str = "float32", device: str = "cpu"
         raise ConfigError(f"dtype = {dtype!r}; allowed: {', '.join(kinds)}.")
     local = Path(path).is_dir()
     try:
-        with _quiet():
+        with _loading():
             model = AutoModelForCausalLM.from_pretrained(
                 str(path), dtype=kinds[dtype], attn_implementation="sdpa", local_files_only=local
             )
@@ -340,12 +342,13 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Disables transformers' progress bars."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
+def _loading() -> Iterator[None]:
+    """Disables transformers' progress bars; one thread loads at a time, since loading changes torch's global state."""
+    with _LOADING:
+        shown = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            if shown:
+                transformers_logging.enable_progress_bar()

@@ -41,34 +41,39 @@ logger = logging.getLogger("agentlightning")
 
 def main() -> int:
     """Runs the server until SIGTERM, SIGINT or, with ``--exit-with-parent``, the end of standard input."""
-    options = _parser().parse_args()
+    options = make_parser().parse_args()
     # Standard output is for the ready line only; output of libraries goes to the log.
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if options.threads:
         torch.set_num_threads(options.threads)
+    key = secrets.token_urlsafe(32)
     try:
-        policy = load_policy(options.model, dtype=options.dtype, device=options.device)
-        key = secrets.token_urlsafe(32)
-        app = PolicyApp(
-            policy,
-            partial(_make_sampler, options),
-            model_name=options.model_name,
-            max_length=options.max_length,
-            key=key,
-            api_key=os.environ.pop(API_KEY_VARIABLE, None),
-            is_local=is_loopback(options.host),
-        )
+        app = open_app(options, key, os.environ.pop(API_KEY_VARIABLE, None))
     except ConfigError as error:
         logger.error("%s", error)
         return 2
     relax_collector()
     try:
-        asyncio.run(_serve(app, key, options, output))
+        asyncio.run(_serve_until_stopped(app, key, options, output))
     finally:
         app.close()
     return 0
+
+
+def open_app(options: argparse.Namespace, key: str, api_key: str | None) -> PolicyApp:
+    """Loads the model; raises a ConfigError if it cannot be loaded."""
+    policy = load_policy(options.model, dtype=options.dtype, device=options.device)
+    return PolicyApp(
+        policy,
+        partial(_make_sampler, options),
+        model_name=options.model_name,
+        max_length=options.max_length,
+        key=key,
+        api_key=api_key,
+        is_local=is_loopback(options.host),
+    )
 
 
 def _make_sampler(options: argparse.Namespace, policy: Policy) -> Sampler:
@@ -83,13 +88,18 @@ def _make_sampler(options: argparse.Namespace, policy: Policy) -> Sampler:
     )
 
 
-async def _serve(app: PolicyApp, key: str, options: argparse.Namespace, output: TextIO) -> None:
+async def _serve_until_stopped(app: PolicyApp, key: str, options: argparse.Namespace, output: TextIO) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if options.exit_with_parent:  # standard input is a pipe, whose other end closes even if the parent is killed
         loop.add_reader(sys.stdin.fileno(), stop.set)
+    await serve(app, key, options, output, stop)
+
+
+async def serve(app: PolicyApp, key: str, options: argparse.Namespace, output: TextIO, stop: asyncio.Event) -> None:
+    """Serves the application until ``stop`` is set; writes the ready line to ``output``."""
     runner = web.AppRunner(
         app.build(),
         access_log=None,
@@ -110,7 +120,8 @@ async def _serve(app: PolicyApp, key: str, options: argparse.Namespace, output: 
         await runner.cleanup()
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m agentlightning_algorithms.grpo.server", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument

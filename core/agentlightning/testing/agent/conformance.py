@@ -39,7 +39,7 @@ def is_tool_span(span: Span) -> bool:
 async def go_on(release: asyncio.Event) -> None:
     """Lets the model answer and gives a waiting agent time to continue, even on a busy machine."""
     release.set()
-    for _ in range(40):
+    for _ in range(20):
         await asyncio.sleep(0.01)
 
 
@@ -175,7 +175,7 @@ class AgentConformance:
             return Answer(tool_calls=self.answer(request).tool_calls, until=release)
 
         async with self.lab(agent, script=hold) as lab:
-            (rollout,) = await lab.run(ask(7, 8), timeout_s=0.5, through_gateway=False)
+            (rollout,) = await lab.run(ask(7, 8), timeout_s=0.2, through_gateway=False)
             assert rollout.attempt.status == "timeout"
             await go_on(release)
             assert (7, 8) not in added, "the agent went on after its time was up"

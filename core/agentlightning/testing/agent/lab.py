@@ -21,7 +21,7 @@ INSTRUCTIONS: Final = "Add the numbers with the tool, then say the sum."
 MODEL: Final = "tuned-model"
 """Name of the model at the rollout's endpoint."""
 TEMPERATURE: Final = 0.625
-PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 300.0
 """Timeout of the tests; only a broken agent reaches it."""
 
 added: Final[list[tuple[int, int]]] = []

@@ -28,7 +28,7 @@ from agentlightning.store.protocol import LightningStore  # noqa: E402 # after t
 from agentlightning.testing.store.durable import DurableTests  # noqa: E402 # as above
 from agentlightning.testing.store.finding import FindingTests  # noqa: E402 # as above
 from agentlightning.testing.store.lifecycle import LifecycleTests  # noqa: E402 # as above
-from agentlightning.testing.store.model import compare_with_model  # noqa: E402 # as above
+from agentlightning.testing.store.model import Reopen, compare_with_model  # noqa: E402 # as above
 from agentlightning.testing.store.queueing import QueueingTests  # noqa: E402 # as above
 from agentlightning.testing.store.recording import RecordingTests  # noqa: E402 # as above
 from agentlightning.testing.store.tracing import TracingTests  # noqa: E402 # as above
@@ -62,3 +62,8 @@ class DurableStoreConformance(StoreConformance, DurableTests):
     They need a second fixture, ``reopen``: a coroutine function that closes the open store, opens the same database
     again and returns the new store. A test may call it several times; the fixture closes the last store.
     """
+
+    async def test_any_sequence_of_calls_does_what_a_simple_model_does(  # type: ignore[override] # pytest passes it
+        self, store: LightningStore, reopen: Reopen
+    ) -> None:
+        await compare_with_model(store, reopen)

@@ -13,7 +13,7 @@ from agentlightning.types import Attempt, AttemptedRollout, AttemptStatus, Rollo
 
 T = TypeVar("T")
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """How long a test waits for something that must happen. Only a broken store makes a test wait that long."""
 
 _numbers = itertools.count(1)

@@ -38,7 +38,7 @@ async def _start(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 async def _until_asleep(task: asyncio.Task[object]) -> None:
     """Gives a task time to start waiting."""
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.02)
     assert not task.done(), "it did not wait"
 
 
@@ -61,8 +61,8 @@ class WaitingTests:
 
     async def test_a_waiting_claim_gives_up_after_its_timeout(self, store: LightningStore) -> None:
         start = time.monotonic()
-        assert await store.dequeue_rollout(timeout=0.1) is None
-        assert 0.09 < time.monotonic() - start < 5
+        assert await soon(store.dequeue_rollout(timeout=0.1)) is None
+        assert time.monotonic() - start > 0.09
         with pytest.raises(ConfigError):
             await store.dequeue_rollout(timeout=-1)
 

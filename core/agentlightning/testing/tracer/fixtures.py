@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from agentlightning.errors import StoreError
@@ -27,20 +27,22 @@ async def working(tracer: Tracer, store: LightningStore) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def memory_store(*, stall_s: float = 0.0, is_failing: bool = False) -> AsyncIterator[LightningStore]:
-    """Opens an empty store; optionally its first write of spans takes ``stall_s``, or all of them fail."""
+async def memory_store(
+    *, stall: Callable[[], Awaitable[object]] | None = None, is_failing: bool = False
+) -> AsyncIterator[LightningStore]:
+    """Opens an empty store; optionally its first write of spans waits for ``stall``, or all of them fail."""
     store = create_store("memory://")
     add_many_spans = store.add_many_spans
-    stalls = [stall_s] if stall_s else []
+    stalls = [stall] if stall else []
 
     async def add_slowly(spans: Sequence[Span]) -> Sequence[Span]:
         if stalls:
-            await asyncio.sleep(stalls.pop())
+            await stalls.pop()()
         if is_failing:
             raise StoreError("the store is down")
         return await add_many_spans(spans)
 
-    if stall_s or is_failing:
+    if stall or is_failing:
         setattr(store, "add_many_spans", add_slowly)  # noqa: B010 # a method of an instance, which types forbid
     try:
         yield store

@@ -57,9 +57,9 @@ def _find_wrong_versions() -> Iterator[str]:
     """Yields each installed distribution whose version this package, or an extra of it, does not support."""
     distributions = (plugin.distribution for plugin in get_manager().plugins.values())
     ours = next((d for d in distributions if d is not None and canonicalize_name(d.name) == _OURS), None)
+    extras = ("", *(ours.metadata.get_all("Provides-Extra") or ())) if ours is not None else ("",)
     for line in (ours.requires if ours is not None else None) or ():
         requirement = Requirement(line)
-        extras = ("", *(ours.metadata.get_all("Provides-Extra") or ())) if ours is not None else ("",)
         if requirement.marker is not None and not any(requirement.marker.evaluate({"extra": e}) for e in extras):
             continue
         is_base = requirement.marker is None or requirement.marker.evaluate({"extra": ""})

@@ -231,13 +231,14 @@ class MemoryBackend:
 class InMemoryLightningStore(BackendStore):
     """A store in the memory of this process; it wakes waiters in all threads and event loops."""
 
-    def __init__(self, *, lease_s: float = 60.0) -> None:
+    def __init__(self, *, lease_s: float = 60.0, watchdog_interval_s: float | None = 1.0) -> None:
         """Makes an empty store.
 
         Args:
             lease_s: an attempt is lost after this time without a span or a heartbeat.
+            watchdog_interval_s: how late an overdue attempt may be ended; None: it is not ended.
         """
-        super().__init__(MemoryBackend(), lease_s=lease_s)
+        super().__init__(MemoryBackend(), lease_s=lease_s, watchdog_interval_s=watchdog_interval_s)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

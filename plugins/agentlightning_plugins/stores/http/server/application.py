@@ -110,7 +110,8 @@ class StoreApplication:
         await self._streams.stop()
         for pages in set(self._pages.values()):
             await pages.stop()
-        await asyncio.sleep(_ARRIVAL_S)
+        if self.connections is not None and self.connections.are_open():
+            await asyncio.sleep(_ARRIVAL_S)
         if self._in_flight:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):

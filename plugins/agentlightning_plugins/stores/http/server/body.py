@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -57,13 +58,13 @@ def make_reader(route: Route) -> Reader:
     That function raises ValidationError, RefusedError or RequestError if the body is not JSON, is not a message of the
     route, or is too large.
     """
-    if route.message is None:
+    message = route.message
+    if message is None:
         return _read_nothing
-    validate = TypeAdapter(route.message).validate_python
     takes_resources = "resources" in route.parameters
 
     async def read_query_string(request: web.Request, limits: Limits) -> dict[str, Any]:
-        arguments: dict[str, Any] = validate(read_query(request.query))
+        arguments: dict[str, Any] = _adapter(message).validate_python(read_query(request.query))
         return arguments
 
     async def read_body(request: web.Request, limits: Limits) -> dict[str, Any]:
@@ -72,7 +73,8 @@ def make_reader(route: Route) -> Reader:
         _refuse_long_lists(content, limits.batch)
 
         def check() -> Any:
-            valid = validate(_wrap_bare(content) if takes_resources else content, strict=True)
+            given = _wrap_bare(content) if takes_resources else content
+            valid = _adapter(message).validate_python(given, strict=True)
             if len(body) > MAX_ITEM_BYTES:
                 _refuse_large_items(valid)
             return valid
@@ -81,6 +83,12 @@ def make_reader(route: Route) -> Reader:
         return content if route.body is None else {"record": content}
 
     return read_query_string if route.method == "GET" else read_body
+
+
+@functools.cache
+def _adapter(message: Any) -> TypeAdapter[dict[str, Any]]:
+    """Returns the validator of a message, which takes milliseconds to build and so is built for its first request."""
+    return TypeAdapter(message)
 
 
 def _wrap_bare(content: Any) -> Any:

@@ -1,0 +1,32 @@
+"""The conformance tests of stores with the oldest aiohttp, pydantic, orjson and asyncpg: a served PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.store import LightningStoreServer
+from agentlightning.testing.store import StoreConformance
+from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
+from tests.postgresql import PostgresServer, running_server
+
+
+@pytest.fixture(scope="module")
+def postgresql() -> Iterator[PostgresServer]:
+    with running_server(max_connections=60) as server:
+        yield server
+
+
+class TestServedPostgresLightningStore(StoreConformance):
+    @pytest.fixture
+    async def store(self, postgresql: PostgresServer) -> AsyncIterator[agl.LightningStoreClient]:
+        database = postgresql.lend_database(durable=False)
+        served = PostgresLightningStore(postgresql.url(database), watchdog_interval_s=0.05)
+        async with LightningStoreServer(served, port=0) as server:
+            client = agl.LightningStoreClient(server.endpoint)
+            yield client
+            await client.close()
+        await served.close()
+        postgresql.take_back(database)
