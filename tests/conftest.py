@@ -89,6 +89,8 @@ def pytest_collection_finish() -> None:
     """Exempts imported modules from garbage collection, and collects less often: together a fifth of the CPU time."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+    # A module that a test writes twice within a second, with the same size, would be read from the first one's cache.
+    sys.dont_write_bytecode = True
 
 
 def pytest_sessionfinish() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentlightning.run import attempt_token
-from tests.process import wait_for
+from tests.process import cpu_unit_s, wait_for
 from tests.waiting import LIMIT_S
 
 TOKEN = "the-token-of-this-store"
@@ -34,9 +34,9 @@ class Answer(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """CPU time and memory of the process for one request."""
+    """CPU time, in units of ``cpu_unit_s``, and memory of the process for one request."""
 
-    cpu_s: float
+    cpu_units: float
     memory_bytes: int
 
 
@@ -97,8 +97,8 @@ class StoreProcess:
             Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")  # resets the peak
             memory, cpu_s = self.memory_bytes, self._cpu_s()
             answer = self.ask(method, path, body, token=token, headers=headers)
-            cost = Cost(self._cpu_s() - cpu_s, self._status("VmHWM") - memory)
-            if cost.cpu_s < limit.cpu_s and cost.memory_bytes < limit.memory_bytes:
+            cost = Cost((self._cpu_s() - cpu_s) / cpu_unit_s(), self._status("VmHWM") - memory)
+            if cost.cpu_units < limit.cpu_units and cost.memory_bytes < limit.memory_bytes:
                 break
         return answer, cost
 

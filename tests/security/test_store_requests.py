@@ -49,7 +49,9 @@ def _field(number: int, content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("token", [None, "wrong", "agl-forged.token", ""])
-def test_a_request_without_a_token_costs_less_than_50_ms_and_10_mb(store: StoreProcess, token: str | None) -> None:
+def test_a_request_without_a_token_costs_almost_no_cpu_and_less_than_10_mb(
+    store: StoreProcess, token: str | None
+) -> None:
     spaces = b" " * (64 * MIB)
     bodies = {
         "identity": b"[" * (64 * MIB),
@@ -61,14 +63,14 @@ def test_a_request_without_a_token_costs_less_than_50_ms_and_10_mb(store: StoreP
     for coding, body in bodies.items():
         for path in (AGL + "/spans/batch", "/v1/traces", "/nothing"):
             headers = f"content-encoding: {coding}\r\n"
-            limit = Cost(0.05, 10 * MIB)
+            limit = Cost(2, 10 * MIB)
             answer, cost = store.measure("POST", path, body, token=token, headers=headers, limit=limit)
             assert answer.status == 401, (coding, path, answer)
-            assert cost.cpu_s < limit.cpu_s, (coding, path, cost)
+            assert cost.cpu_units < limit.cpu_units, (coding, path, cost)
             assert cost.memory_bytes < limit.memory_bytes, (coding, path, cost)
 
 
-def test_a_request_with_the_token_of_an_attempt_costs_less_than_500_ms_and_200_mb(store: StoreProcess) -> None:
+def test_a_request_with_the_token_of_an_attempt_costs_little_cpu_and_less_than_200_mb(store: StoreProcess) -> None:
     rollout_id, attempt_id, token = store.claim()
     span = {"rollout_id": rollout_id, "attempt_id": attempt_id, **SPAN}
     start = json.dumps(span)[:-1].encode()
@@ -123,10 +125,10 @@ def test_a_request_with_the_token_of_an_attempt_costs_less_than_500_ms_and_200_m
     }
     before = store.memory_bytes
     for name, (path, body, headers, statuses) in cases.items():
-        limit = Cost(0.5, 200 * MIB)
+        limit = Cost(20, 200 * MIB)
         answer, cost = store.measure("POST", path, body, token=token, headers=headers, limit=limit)
         assert answer.status in statuses, (name, answer)
-        assert cost.cpu_s < limit.cpu_s, (name, cost)
+        assert cost.cpu_units < limit.cpu_units, (name, cost)
         assert cost.memory_bytes < limit.memory_bytes, (name, cost)
     assert store.memory_bytes - before < 200 * MIB
 
@@ -168,4 +170,4 @@ def test_health_is_answered_while_large_bodies_are_read(store: StoreProcess) -> 
     while any(sender.is_alive() for sender in senders):
         assert store.ask("GET", AGL + "/health").status == 200
         answers += 1
-    assert answers > 24, "a server that reads one body after the other answers at most once after each of the twelve"
+    assert answers > 13, "a server that reads twelve bodies in one go each answers between them only"
