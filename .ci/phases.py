@@ -16,6 +16,7 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO
 
 from environments import ENVIRONMENTS, REPO, uv
 
@@ -62,31 +63,36 @@ class Run:
         return [[*pytest, *shlex.split(os.environ.get("PYTEST_ARGS", ""))]]
 
     def _phase(self, name: str, commands: list[list[str]]) -> bool:
-        """Runs commands, prints their output once they have ended, and returns whether all succeeded."""
+        """Runs commands, prints their output once they have ended, and returns whether all succeeded.
+
+        Until then a file in .venvs/results has the output.
+        """
         started = time.monotonic()
-        done = [self._run(name, command) for command in commands]
+        path = RESULTS / f"{name.replace(' ', '-')}.log"
+        with path.open("wb") as log:
+            good = all([self._run(name, command, log) for command in commands])
         self.seconds[name] = time.monotonic() - started
-        good = not any(code for code, _ in done)
         with self._output:
             print(f"== {name}: {'passed' if good else 'FAILED'} in {self.seconds[name]:.0f} s", flush=True)
-            sys.stdout.buffer.write(b"".join(output for _, output in done))
+            sys.stdout.buffer.write(path.read_bytes())
             sys.stdout.flush()
         self.failed += [] if good else [name]
         return good
 
-    def _run(self, name: str, command: list[str]) -> tuple[int, bytes]:
-        """Runs a command, prints how far its tests are, and returns its exit code and its output."""
-        output, tenth = b"", 0
+    def _run(self, name: str, command: list[str], log: BinaryIO) -> bool:
+        """Runs a command, prints how far its tests are, and returns whether it succeeded."""
+        tenth = 0
         with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                output += line
+                log.write(line)
+                log.flush()
                 found = re.search(rb"\[ *(\d+)%\]$", line)
                 if found and int(found[1]) // 10 > tenth:
                     tenth = int(found[1]) // 10
                     with self._output:
                         print(f"{name}: {tenth}0 % of the tests", flush=True)
-        return process.returncode, output
+        return process.returncode == 0
 
     def summary(self) -> str:
         """Returns a few lines: the slowest tests, the time of each phase, what failed."""
