@@ -70,14 +70,14 @@ class Run:
         started = time.monotonic()
         path = RESULTS / f"{name.replace(' ', '-')}.log"
         with path.open("wb") as log:
-            good = all([self._run(name, command, log) for command in commands])
+            done = [self._run(name, command, log) for command in commands]
         self.seconds[name] = time.monotonic() - started
         with self._output:
-            print(f"== {name}: {'passed' if good else 'FAILED'} in {self.seconds[name]:.0f} s", flush=True)
+            print(f"== {name}: {'passed' if all(done) else 'FAILED'} in {self.seconds[name]:.0f} s", flush=True)
             sys.stdout.buffer.write(path.read_bytes())
             sys.stdout.flush()
-        self.failed += [] if good else [name]
-        return good
+        self.failed += [] if all(done) else [name]
+        return all(done)
 
     def _run(self, name: str, command: list[str], log: BinaryIO) -> bool:
         """Runs a command, prints how far its tests are, and returns whether it succeeded."""
