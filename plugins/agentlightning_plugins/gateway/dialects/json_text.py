@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from typing import Any, Final
 
 import orjson
+
+_MAX_DEPTH: Final = 500
+_STRING_OR_BRACKET: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
 
 def parse_json(text: bytes) -> Any:
@@ -13,10 +17,25 @@ def parse_json(text: bytes) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
-        try:
-            return json.loads(text)
-        except RecursionError as error:
-            raise ValueError("it is nested too deeply") from error
+        if _depth(text) > _MAX_DEPTH:
+            raise ValueError("it is nested too deeply") from None
+        return json.loads(text)
+
+
+def _depth(text: bytes) -> int:
+    """Returns how deep brackets are nested.
+
+    ``json.loads`` would find that by reaching the interpreter's limit of recursion. If garbage is collected there, the
+    callbacks of weak references fail, and what they keep account of leaks.
+    """
+    depth = deepest = 0
+    for found in _STRING_OR_BRACKET.finditer(text):
+        if found[0] in (b"[", b"{"):
+            depth += 1
+            deepest = max(deepest, depth)
+        elif found[0] in (b"]", b"}"):
+            depth -= 1
+    return deepest
 
 
 def dump_json(value: Any) -> bytes:
