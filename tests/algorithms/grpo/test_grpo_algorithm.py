@@ -92,6 +92,8 @@ def test_training_continues_when_rollouts_fail(tmp_path: Path) -> None:
         for name, value in step.values.items():
             if name.startswith("errors/"):
                 errors[name] = errors.get(name, 0) + value
+    # A busy machine may lose the last span of an attempt that timed out.
+    errors["errors/Timeout"] += errors.pop("errors/SpansDropped", 0.0)
     assert errors == {"errors/LookupError": 8.0, "errors/Timeout": 8.0, "errors/RolloutError": 8.0}
     failed = asyncio.run(store.query_rollouts(status_in=["failed"])).items
     assert {rollout.attempt.status for rollout in failed if isinstance(rollout, agl.AttemptedRollout)} == {

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from agentlightning.event import Event
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Span
 from agentlightning_plugins.commands import terminal
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -255,13 +255,14 @@ def test_a_parquet_export_has_all_columns_whatever_its_first_record_is(tmp_path:
         assert columns(tmp_path, what) == list(record.model_fields), "an export without records has all columns too"
 
 
-async def run_one(store: agl.LightningStore) -> None:
-    """Runs a rollout from beginning to end, as another process might."""
+async def run_one(store: agl.LightningStore, shown: Callable[[str], Awaitable[None]]) -> None:
+    """Runs a rollout from beginning to end, as another process might; ``shown`` waits in the middle of it."""
     await store.add_resources({"prompt": "text"})
     await store.enqueue_rollout({"n": 9})
     (claimed,) = await store.dequeue_many_rollouts(worker_id="w-9")
     where = {"rollout_id": claimed.rollout_id, "attempt_id": claimed.attempt.attempt_id}
     await store.add_span(Span.from_attributes(attributes={}, name="work", **where))
+    await shown(claimed.rollout_id)
     await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
 
 
@@ -279,17 +280,25 @@ def test_following_prints_changes_by_others_as_they_happen(
 ) -> None:
     def follow(*options: str) -> str:
         store = agl.create_store("memory://")
-        enough, subscribe = threading.Event(), store.subscribe
+        enough, subscribe, started = threading.Event(), store.subscribe, set[str]()
 
         async def subscribe_for_a_while(kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:
             async with contextlib.aclosing(subscribe(kinds)) as events:
                 for _ in range(20):
-                    yield await anext(events)
+                    event = await anext(events)
+                    yield event
+                    if event.kind == "rollout_started":
+                        started.add(event.rollout_id)
             enough.set()
+
+        async def shown(rollout_id: str) -> None:
+            """Waits until the follower has shown the start of a rollout, if it has shown that of an earlier one."""
+            if started:
+                await until(lambda: rollout_id in started or enough.is_set())
 
         async def play() -> None:
             while not enough.is_set():  # the follower does not report when it begins to listen
-                await run_one(store)
+                await run_one(store, shown)
                 await asyncio.sleep(0.01)
             await store.close()
 
