@@ -7,15 +7,18 @@ The tests of `main` run beside the other environments, and `serial`, which measu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import BinaryIO
 
 from environments import ENVIRONMENTS, REPO, uv
@@ -36,6 +39,8 @@ class Run:
         self.failed: list[str] = []
         self.seconds: dict[str, float] = {}
         self._output = threading.Lock()
+        self._running: dict[str, Path] = {}  # the phases, with the files of their output
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def lane(self, parts: list[str]) -> None:
         for part in parts:
@@ -58,8 +63,10 @@ class Run:
         select = "soak" if self.soak else "serial and not soak" if part == "serial" else "not serial and not soak"
         pytest = [str(environment / "python"), "-m", "pytest", "-m", select, "-o", f"cache_dir=.pytest_cache/{part}"]
         pytest += ["--environment", environment.parent.name, f"--junitxml={RESULTS / part}.xml"]
-        if part == "main" and not self.soak:
-            pytest += ["-n", "2", "--dist", "loadfile"]
+        if self.soak:
+            pytest += ["-o", "faulthandler_timeout=10800"]
+        elif part == "main":
+            pytest += ["-n", "2", "--dist", "loadfile", "--max-worker-restart", "0"]
         return [[*pytest, *shlex.split(os.environ.get("PYTEST_ARGS", ""))]]
 
     def _phase(self, name: str, commands: list[list[str]]) -> bool:
@@ -69,8 +76,10 @@ class Run:
         """
         started = time.monotonic()
         path = RESULTS / f"{name.replace(' ', '-')}.log"
+        self._running[name] = path
         with path.open("wb") as log:
             done = [self._run(name, command, log) for command in commands]
+        del self._running[name]
         self.seconds[name] = time.monotonic() - started
         with self._output:
             print(f"== {name}: {'passed' if all(done) else 'FAILED'} in {self.seconds[name]:.0f} s", flush=True)
@@ -80,19 +89,34 @@ class Run:
         return all(done)
 
     def _run(self, name: str, command: list[str], log: BinaryIO) -> bool:
-        """Runs a command, prints how far its tests are, and returns whether it succeeded."""
+        """Runs a command, prints how far its tests are, and returns whether it succeeded.
+
+        The command writes into the file itself: a pipe would stay open as long as any process that a test left behind.
+        """
         tenth = 0
-        with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                log.write(line)
-                log.flush()
-                found = re.search(rb"\[ *(\d+)%\]$", line)
-                if found and int(found[1]) // 10 > tenth:
-                    tenth = int(found[1]) // 10
-                    with self._output:
-                        print(f"{name}: {tenth}0 % of the tests", flush=True)
+        process = subprocess.Popen(command, cwd=REPO, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        self._processes.append(process)
+        running = True
+        while running:
+            running = process.poll() is None
+            shares = re.findall(rb"\[ *(\d+)%\]$", Path(log.name).read_bytes(), re.MULTILINE)
+            if shares and int(shares[-1]) // 10 > tenth:
+                tenth = int(shares[-1]) // 10
+                with self._output:
+                    print(f"{name}: {tenth}0 % of the tests", flush=True)
+            time.sleep(0.2 if running else 0)
+        self._processes.remove(process)
+        kill(process)
         return process.returncode == 0
+
+    def stop(self, *_: object) -> None:
+        """Ends at a signal: kills what runs, and prints the end of its output."""
+        for process in self._processes:
+            kill(process)
+        for name, path in self._running.items():
+            lines = path.read_text(errors="replace").splitlines()[-100:]
+            print(f"== {name}: stopped\n" + "\n".join(lines), flush=True)
+        os._exit(1)
 
     def summary(self) -> str:
         """Returns a few lines: the slowest tests, the time of each phase, what failed."""
@@ -105,6 +129,12 @@ class Run:
         phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items())
         heading = ["The slowest tests:"] if slow else []
         return "\n".join([*heading, *slow, phases, *([f"FAILED: {', '.join(self.failed)}"] if self.failed else [])])
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills what is left of a command and its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def busy_on_one_core() -> list[subprocess.Popen[bytes]]:
@@ -127,6 +157,8 @@ def main() -> int:
     started = time.monotonic()
     loops = busy_on_one_core() if options.busy else []
     run = Run(soak=options.soak)
+    signal.signal(signal.SIGTERM, run.stop)
+    signal.signal(signal.SIGINT, run.stop)
     try:
         uv()  # installed once, before the lanes need it
         lanes = [parts] if options.soak else LANES

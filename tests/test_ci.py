@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import environments
 import phases
 from tests import selection
 from tests.source import REPO
+from tests.waiting import blocking_until
 
 PYPROJECT = """
 [project]
@@ -138,14 +140,22 @@ def test_uv_gets_the_settings_of_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert variables["UV_INDEX_STRATEGY"] == "unsafe-best-match"
 
 
-def test_a_failed_phase_is_named_and_stops_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    programs = {"lint": "raise SystemExit('seen')", "verl": "print('.. [ 57%]')", "main": "pass", "serial": "pass"}
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """Programs that run instead of the parts."""
+    programs: dict[str, str] = {}
     monkeypatch.setattr(phases, "RESULTS", tmp_path)
     monkeypatch.setattr(phases, "uv", lambda: "uv")
     monkeypatch.setattr(phases.Run, "_install", lambda self, environment: [[sys.executable, "-c", "pass"]])
     monkeypatch.setattr(phases.Run, "_commands", lambda self, part: [[sys.executable, "-c", programs[part]]])
+    monkeypatch.setattr(phases.signal, "signal", lambda number, handler: None)
+    return programs
+
+
+def test_a_failed_phase_is_named_and_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, programs: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    programs |= {"lint": "raise SystemExit('seen')", "verl": "print('.. [ 57%]')", "main": "pass", "serial": "pass"}
 
     def run(*arguments: str) -> tuple[Any, str]:
         monkeypatch.setattr(sys, "argv", ["phases.py", *arguments])
@@ -159,6 +169,31 @@ def test_a_failed_phase_is_named_and_stops_no_other(
     assert "FAILED: lint" in output.splitlines()[-2]
     programs["lint"] = "pass"
     assert run("lint", "main")[0] == 0
+
+
+def test_a_phase_ends_with_its_program_and_ends_what_the_program_left_behind(programs: dict[str, str]) -> None:
+    programs["lint"] = "import subprocess; print(subprocess.Popen(['sleep', '900']).pid)"
+    run = phases.Run(soak=False)
+    run.lane(["lint"])
+    assert run.failed == []
+    left = Path("/proc", (phases.RESULTS / "lint.log").read_text().strip(), "stat")
+    blocking_until(lambda: not left.exists() or left.read_text().split(")")[1].split()[0] == "Z")
+
+
+def test_a_run_that_is_stopped_prints_what_its_phases_have_written(
+    monkeypatch: pytest.MonkeyPatch, programs: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    programs["main"] = "import time; print('hangs in test_x', flush=True); time.sleep(900)"
+    codes: list[int] = []
+    monkeypatch.setattr(phases.os, "_exit", codes.append)
+    run = phases.Run(soak=False)
+    thread = threading.Thread(target=run.lane, args=[["main"]])
+    thread.start()
+    blocking_until(lambda: (log := phases.RESULTS / "main.log").exists() and "test_x" in log.read_text())
+    run.stop()
+    thread.join()
+    assert codes == [1]
+    assert "== main: stopped\nhangs in test_x" in capfd.readouterr().out
 
 
 def test_the_summary_names_the_slowest_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ async def test_a_runner_with_old_versions_of_libraries_works_for_this_trainer(tm
 @pytest.mark.parametrize(
     "extra",
     [
-        pytest.param(extra, marks=[] if extra in IN_CI else [pytest.mark.soak, pytest.mark.timeout(1200)])
+        pytest.param(extra, marks=[] if extra in IN_CI else pytest.mark.soak)
         for extra in sorted({*EXTRAS} - NO_FEATURES - HEAVY)
     ],
 )
@@ -230,7 +230,6 @@ def make_tiny_wheel(folder: Path) -> Path:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
 def test_ray_actors_get_a_folder_and_a_package_that_the_trainer_does_not_have(tmp_path: Path, wheel: Path) -> None:
     python = make_environment(tmp_path / "cluster", wheel, "ray")
     run(python, "-m", "ensurepip")
@@ -242,7 +241,6 @@ def test_ray_actors_get_a_folder_and_a_package_that_the_trainer_does_not_have(tm
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
 def test_the_package_runs_with_every_python_version_on_this_machine(tmp_path: Path, wheel: Path) -> None:
     declared = [re.search(r"3\.(\d+)$", line) for line in pyproject()["project"]["classifiers"]]
     minors = {int(found[1]) for found in declared if found}
@@ -259,7 +257,6 @@ def test_the_package_runs_with_every_python_version_on_this_machine(tmp_path: Pa
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
 def test_pip_resolves_all_extras_from_a_clean_cache_in_three_minutes_of_cpu_time(tmp_path: Path, wheel: Path) -> None:
     run(sys.executable, "-m", "venv", tmp_path / "clean")
     python = tmp_path / "clean" / "bin" / "python"

@@ -82,7 +82,6 @@ def test_cpu_seconds_are_counted_by_the_purpose_of_a_process() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3 * 3600)
 @pytest.mark.parametrize("example", list(LEARNED))
 def test_every_trained_seed_exceeds_both_controls_by_more_than_the_interval(example: str, tmp_path: Path) -> None:
     arguments = ("-m", "examples.evidence", example, "--out", str(tmp_path))

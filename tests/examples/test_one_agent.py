@@ -60,7 +60,6 @@ def test_prompt_and_weight_optimisers_are_compared_with_one_budget_on_the_test_s
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 def test_tuning_the_prompt_and_then_the_weights_is_better_than_either_and_each_than_no_training(tmp_path: Path) -> None:
     out = tmp_path / "out"
     said = run_python("-m", "examples.one_agent.compare", "--out", str(out), "--json", cwd=REPO, timeout_s=3500)

@@ -13,7 +13,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "gpu"
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_gpu_script_trains_with_verl_and_writes_a_report(tmp_path: Path, device: str) -> None:
     out = tmp_path / "out"

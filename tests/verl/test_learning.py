@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import job, read, run, task
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.soak
 STEPS = 10
 
 

@@ -20,7 +20,7 @@ from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN
 if TYPE_CHECKING:
     from conftest import Training
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.slow
 STEPS = (1, 2, 3)
 
 

@@ -16,7 +16,7 @@ from vision_server import COLLAPSED, model_inputs
 
 from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.slow
 STEPS, N = (1, 2), 3
 
 
