@@ -100,7 +100,6 @@ def test_a_search_killed_three_times_finds_the_same_prompt_and_repeats_no_record
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(20))
 def test_a_search_killed_at_a_random_point_finds_the_same_prompt(undisturbed: Found, tmp_path: Path, seed: int) -> None:
     draw = random.Random(f"soak {seed}")

@@ -13,7 +13,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "gpu"
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_the_gpu_script_trains_with_and_without_correction_and_writes_a_report(tmp_path: Path, device: str) -> None:
     out = tmp_path / "out"

@@ -81,7 +81,6 @@ def test_a_jinja_prompt_formats_a_long_text_once(formats: str) -> None:
     assert template.format(doc=doc) == f"{doc} costs 5%, 6%, 7%, 8%, 9%"
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "template",
     [

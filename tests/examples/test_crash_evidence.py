@@ -17,7 +17,6 @@ from tests.source import REPO, run_python
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
 def test_a_training_killed_three_times_has_the_same_curve_as_an_undisturbed_one(tmp_path: Path) -> None:
     arguments = ("math", "--out", str(tmp_path), "--steps", "8", "--kills", "3")
     said = run_python("-m", "examples.crash_evidence", *arguments, cwd=REPO, timeout_s=1700)

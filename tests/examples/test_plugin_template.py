@@ -24,7 +24,6 @@ def run(folder: Path, *command: str, site: Path | None = None) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_plugin_template_can_be_built_and_installed_and_passes_its_own_tests(tmp_path: Path) -> None:
     package, site = tmp_path / "package", tmp_path / "site"
     shutil.copytree(TEMPLATE, package)  # because building writes files next to the sources

@@ -95,7 +95,6 @@ def test_random_requests_find_no_fault_in_a_store_and_cost_little_memory(tmp_pat
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 def test_random_requests_find_no_fault_in_a_store_in_twenty_minutes(tmp_path: Path) -> None:
     options = ["--max-examples", "300", "--max-time", "300"]
     _fuzz_store(tmp_path, options, f"sqlite:///{tmp_path}/store.db", is_soak=True)

@@ -17,7 +17,6 @@ from tests.vllm.vllm_process import OPTIONS, SERVER, wait_until_ready
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 def test_agl_serve_can_serve_a_model_with_a_vllm_command(tmp_path: Path) -> None:
     model, log, port = tmp_path / "model", tmp_path / "serve.log", reserve_port()
     save_tiny_model(model, hidden_size=128)

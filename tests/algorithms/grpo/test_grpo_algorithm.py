@@ -66,7 +66,6 @@ def unreliable_agent(task: dict[str, Any], llm: agl.LLM) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_training_continues_when_rollouts_fail(tmp_path: Path) -> None:
     store = HastyStore()
     trainer = agl.Trainer(
@@ -102,7 +101,6 @@ def test_training_continues_when_rollouts_fail(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.timeout(300)
 def test_without_rewards_the_run_ends_with_the_reason() -> None:
     trainer = agl.Trainer(algorithm=SETTINGS, store=agl.create_store("memory://"), trackers=[], strategy="shm")
     problems = make_problems("train", 2)
@@ -157,7 +155,6 @@ async def check_ledger(store: agl.LightningStore) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_step_publishes_weights_and_trains_only_on_calls_of_the_matching_agent(tmp_path: Path) -> None:
     store = agl.create_store("memory://")
     gateway = agl.LLMProxy(model_list=[{"model": "other", "endpoint": "http://127.0.0.1:9/v1"}])
@@ -210,7 +207,6 @@ def test_every_step_publishes_weights_and_trains_only_on_calls_of_the_matching_a
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_lora_with_merged_rows_and_staleness_1_trains_and_exports(tmp_path: Path) -> None:
     """Together: LoRA, merged rows, sampling during training, bfloat16, KL in the reward, refilling."""
     store = agl.create_store("memory://")

@@ -72,7 +72,6 @@ async def uneven_agent(task: str, llm: agl.LLM, rollout: agl.AttemptedRollout) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_step_takes_the_first_complete_groups_and_drops_groups_that_are_too_old(tmp_path: Path) -> None:
     later_step_began.clear()
     straggler_ended.clear()

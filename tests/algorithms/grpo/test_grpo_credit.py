@@ -223,7 +223,6 @@ def _learn(model: Path, rule: CreditRule, seed: int, steps: int) -> list[float]:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
 def test_credit_per_call_learns_a_game_of_several_turns_at_least_as_fast_as_identical_credit(tiny_model: Path) -> None:
     """Mean share of right answers over training, for five seeds; docs/benchmarks.md has the figures."""
     import torch

@@ -17,7 +17,6 @@ CORRECTED = {"old_logprobs": "trainer", "importance_weights": "token"}
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("settings", "update"),
     [

@@ -78,7 +78,6 @@ async def sample(client: AsyncOpenAI, model: str) -> list[tuple[list[int], list[
     return found
 
 
-@pytest.mark.timeout(300)
 async def test_a_step_on_one_policy_leaves_the_tokens_of_other_policies_bit_identical(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -128,7 +127,6 @@ async def test_a_step_on_one_policy_leaves_the_tokens_of_other_policies_bit_iden
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 async def test_adapters_that_sample_concurrently_give_the_same_tokens_as_on_their_own(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -244,7 +242,6 @@ def check_joined(parts: Mapping[str, Mapping[str, float]], step: Mapping[str, fl
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_trains_two_agents_and_resumes_serves_and_exports_both(tmp_path: Path) -> None:
     store, run = agl.create_store("memory://"), tmp_path / "run"
     train(store, run, 2)

@@ -25,7 +25,7 @@ from tests.source import REPO
 from tests.waiting import LIMIT_S
 
 STEPS = 3
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("server_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("server_thread")]
 
 
 @pytest.fixture(scope="module")

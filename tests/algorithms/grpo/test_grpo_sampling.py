@@ -17,7 +17,7 @@ from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from tests.algorithms.grpo.grpo_program import settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("server_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("server_thread")]
 
 
 def stubborn_agent(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> float:

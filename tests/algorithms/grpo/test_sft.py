@@ -123,7 +123,6 @@ def solve(request: RecordedRequest) -> Answer:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_grpo_after_sft_begins_with_a_higher_reward_than_from_the_base_model(tmp_path: Path) -> None:
     recorded, warm = tmp_path / "recorded", tmp_path / "warm"
     problems, held_out = make_problems("train", 48), make_problems("val", 24)

@@ -14,7 +14,7 @@ from agentlightning.types import Span
 from tests.benchmarks.bench_durable import PostgresPlace, SqlitePlace, fill, measure_steps
 from tests.postgresql import running_server
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -20,7 +20,7 @@ from agentlightning_plugins.stores.http.client import LightningStoreClient
 from tests.port import reserve_port
 from tests.postgresql import PostgresServer, running_server
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.soak
 
 SOAK_S = float(os.environ.get("SOAK_S", "180"))
 FAULT_EVERY_S = 5.0

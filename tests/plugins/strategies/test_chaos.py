@@ -186,7 +186,6 @@ def test_a_run_whose_processes_are_killed_ends_with_the_same_result_as_without_k
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [2, 3])
 def test_a_run_whose_processes_are_killed_for_minutes_ends_with_the_same_result_as_without_kills(
     tmp_path: Path, seed: int

@@ -143,7 +143,6 @@ def test_every_rollout_succeeds_exactly_once_although_runners_are_killed_and_sus
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kind", "strategy"), [("memory", "cs"), ("sqlite", "cs"), ("postgresql", "cs"), ("memory", "ray")]
 )

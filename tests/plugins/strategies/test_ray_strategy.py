@@ -163,7 +163,6 @@ def napping_agent(task: dict[str, Any]) -> float:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 def test_each_rollout_succeeds_while_both_nodes_are_killed_and_replaced_in_turn(tmp_path: Path) -> None:
     size, losses = 100, 6
     lost: list[str] = []
