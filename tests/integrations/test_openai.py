@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import openai
@@ -22,6 +22,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel, ConfigDict, create_model
+from pydantic_core import core_schema
 
 import agentlightning as agl
 from agentlightning import semconv
@@ -592,6 +593,26 @@ def test_threads_that_read_the_first_answers_concurrently_get_every_field() -> N
                 return len(openai_integration._dump(answer))
 
             assert [done.result() for done in [threads.submit(read) for _ in range(4)]] == [20] * 4
+
+
+def test_a_thread_waits_while_another_completes_a_model_of_the_client(tracer: OtelTracer) -> None:
+    building, release = threading.Event(), threading.Event()
+
+    class Slow:
+        @classmethod
+        def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+            building.set()
+            release.wait(LIMIT_S)
+            return core_schema.any_schema()
+
+    answer = create_model("Answer", __base__=openai.BaseModel, field=(Slow, None))
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(answer.construct, field=1)
+        building.wait(LIMIT_S)
+        second = threads.submit(answer.construct, field=2)
+        assert wait([second], 0.2).done == set()
+        release.set()
+        assert [first.result().to_dict(), second.result().to_dict()] == [{"field": 1}, {"field": 2}]
 
 
 async def test_spans_go_to_the_given_tracer_provider(server: ScriptedOpenAI) -> None:

@@ -47,7 +47,6 @@ class GRPO(GRPOSettings, Algorithm):
     rollouts_at_once: ClassVar[int | None] = 64  # the policy server's running batch
 
     _session: Session | None = None
-    _resuming = False
     _resume_from: Path | None = None
 
     def save_state(self, directory: Path) -> None:
@@ -60,7 +59,6 @@ class GRPO(GRPOSettings, Algorithm):
 
     def load_state(self, directory: Path) -> None:
         """Makes ``run`` continue from ``directory/checkpoint``, or start over if there is no checkpoint yet."""
-        self._resuming = True
         checkpoint = recover_directory(directory / "checkpoint")
         if checkpoint.is_dir():
             self._resume_from = checkpoint
@@ -76,7 +74,6 @@ class GRPO(GRPOSettings, Algorithm):
         update = replace(self.update, seed=self.context.seed if self.seed is None else self.seed)
         async with contextlib.AsyncExitStack() as stack:
             self._session = await open_session(stack, self.context, self.get_adapter(), self, update, self._resume_from)
-            self._session.resumed = self._resuming
             if self.context.directory is not None:
                 write_record(self.context.directory, self, train_dataset, val_dataset)
             try:

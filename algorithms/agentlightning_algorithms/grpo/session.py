@@ -72,7 +72,6 @@ class Session:
     """Tasks drawn from the training set by the steps made so far."""
     best_reward: float | None = None
     """Best reward on the validation set so far."""
-    resumed: bool = False
     reward_check: RewardCheck = field(default_factory=RewardCheck)
     train_resources: str = ""
     eval_resources: str = ""
@@ -82,10 +81,10 @@ class Session:
     rollout_ids: dict[int, list[str]] = field(default_factory=dict)
     """Rollouts that have not been deleted, by step."""
     teacher: Teacher | None = None
-    opened_at: float = 0.0
-    """When this process first published the model."""
     published_at: dict[int, float] = field(default_factory=dict)
     """When this process published each version of the weights."""
+    addressed_at: dict[str, float] = field(default_factory=dict)
+    """When this process first published its address in each of the resources."""
     open_groups: list[tuple[int, int, int]] = field(default_factory=list)
     """Groups of rollouts that no step has used yet: number, index of the task, step in which the group was begun."""
 
@@ -130,7 +129,6 @@ class Session:
         self.eval_resources = await self._publish_resources("eval", self.settings.eval_sampling or {})
         self.train_resources = await self._publish_resources("train", self.settings.sampling or {})
         self.published_at[self.step] = self.store.now()
-        self.opened_at = self.opened_at or self.published_at[self.step]
 
     async def _publish_resources(self, use: str, sampling: Mapping[str, Any]) -> str:
         step = "any" if use == "train" and self.settings.is_asynchronous else self.step
@@ -143,7 +141,9 @@ class Session:
             for policy in self.policies
         }
         resources = {**(self.context.initial_resources or {}), **llms}
-        return (await self.store.update_resources(resources_id, resources)).resources_id
+        await self.store.update_resources(resources_id, resources)
+        self.addressed_at.setdefault(resources_id, self.store.now())
+        return resources_id
 
     async def collect(self, train: Dataset[Any], step: int, position: int, *, first_round: int = 0) -> Batch:
         """Rolls out the tasks of a step from ``position`` on, and further tasks to replace groups without spread.
@@ -361,10 +361,12 @@ class Session:
         return [rollout.rollout_id for rollout in await self.store.enqueue_many_rollouts(requests)]
 
     async def gather(self, rollout_ids: Sequence[str]) -> list[Episode]:
-        """Waits until rollouts have ended, and reads them."""
-        began_before = self.opened_at if self.resumed else None
-        flush = self.gateway.flush
-        found = await gather_episodes(self.store, self.adapter, rollout_ids, flush, retry_before=began_before)
+        """Waits until rollouts have ended, and reads them.
+
+        What an interrupted run has queued may run before this process has published its address for them, and fail.
+        """
+        flush, addressed_at = self.gateway.flush, self.addressed_at
+        found = await gather_episodes(self.store, self.adapter, rollout_ids, flush, addressed_at=addressed_at)
         return [*self.policies.select(found)]
 
     def count_rollouts(self, rollout_ids: Sequence[str]) -> None:

@@ -96,7 +96,6 @@ class TrainingSession:
         async with contextlib.AsyncExitStack() as stack:
             update = replace(settings.update, seed=seed)
             core = await open_session(stack, context, adapter, settings, update, found)
-            core.resumed = found is not None
             yield cls(core, context, train_dataset, val_dataset)
 
     @property

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from openai import AsyncOpenAI, OpenAI
+from openai import BaseModel as OpenAIModel
 from pydantic import BaseModel
 from wrapt import ObjectProxy, wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
 
@@ -128,6 +129,7 @@ def instrument(tracer_provider: Any) -> Callable[[], object]:
                     wrap_function_wrapper(f"openai.resources.{module}", name, _record_parsed)
                     wrap_function_wrapper(f"openai.resources.{module}", name, wrapper)
         patches.wrap(responses_wrappers.ResponseStream, "_ensure_cleanup", _finish_stream)
+        patches.wrap(OpenAIModel, "construct", _complete_first)
         _make_cheap(patches)
 
     def end() -> None:
@@ -235,14 +237,25 @@ def _to_dict(original: Callable[[Any], Any], model: Any) -> Any:
 
 
 def _dump(model: BaseModel) -> dict[str, Any]:
-    """Returns the content of a model, without warnings, even if other threads use its class for the first time too.
-
-    Models of openai are completed at their first use. Before pydantic 2.12, other threads then read one without fields.
-    """
-    if not model.__pydantic_complete__:
-        with _completing:
-            type(model).model_rebuild(raise_errors=False)
+    """Returns the content of a model, without warnings."""
+    _complete(type(model))
     return model.model_dump(warnings=False)
+
+
+def _complete_first(wrapped: Callable[..., Any], cls: type[BaseModel], args: Any, kwargs: dict[str, Any]) -> Any:
+    _complete(cls)
+    return wrapped(*args, **kwargs)
+
+
+def _complete(cls: type[BaseModel]) -> None:
+    """Completes a model before its first use, which several threads may make at the same time.
+
+    Models of openai are completed at their first use (openai/openai-python#3079). Meanwhile other threads find a model
+    without fields, or one that raises a PydanticUserError.
+    """
+    if not cls.__pydantic_complete__:
+        with _completing:
+            cls.model_rebuild(raise_errors=False)
 
 
 async def _returning(value: Any) -> Any:

@@ -17,7 +17,7 @@ from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
 from tests.algorithms.server_thread import threads_for_servers
-from tests.waiting import until
+from tests.waiting import blocking_until, until
 
 HELD = {"rollouts": ("1-0-2", "5", "6", "7", "8"), "checkpoint": ("2-0-0", "2-0-1", "2-0-2")}
 """Groups whose rollouts do not end before the kill: too many for the next step of either kind of training."""
@@ -70,6 +70,15 @@ async def is_recorded(directory: Path, held: Sequence[str]) -> bool:
         await store.close()
 
 
+async def has_queued(directory: Path, group: str) -> bool:
+    """Whether the rollouts of a group are in the store."""
+    store = agl.create_store(f"sqlite:///{directory}/../{directory.name}.db")
+    try:
+        return any((each.metadata or {}).get("group") == group for each in (await store.query_rollouts()).items)
+    finally:
+        await store.close()
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -77,7 +86,7 @@ def die() -> None:
 def main_until_killed(
     log: Path, directory: Path, steps: int, staleness: int, dies: Literal["rollouts", "checkpoint"]
 ) -> None:
-    """Dies during the rollouts after the first checkpoint, or while a checkpoint is written."""
+    """Dies during the rollouts after the first checkpoint, or while it writes one beside the next rollouts."""
     with log.open("ab") as output:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(output.fileno(), stream.fileno())
@@ -89,6 +98,14 @@ def main_until_killed(
         return await asyncio.to_thread(calculator_agent, task, llm)
 
     write = checkpoint._fsync
-    checkpoint._fsync = lambda path: die() if dies == "checkpoint" and ".checkpoint." in str(path) else write(path)
+
+    def mortal_write(path: Path) -> None:
+        if dies == "checkpoint" and ".checkpoint." in str(path):
+            # A resumed run finds them queued, with an address at which nobody listens.
+            blocking_until(lambda: asyncio.run(has_queued(directory, "2-0-2")))
+            die()
+        write(path)
+
+    checkpoint._fsync = mortal_write
     with threads_for_servers():
         main(directory, steps, staleness, mortal_agent)

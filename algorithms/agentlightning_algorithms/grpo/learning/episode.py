@@ -94,26 +94,24 @@ async def gather_episodes(
     rollout_ids: Sequence[str],
     flush: Callable[[], Awaitable[None]],
     *,
-    retry_before: float | None = None,
+    addressed_at: Mapping[str, float],
 ) -> list[Episode]:
     """Waits until rollouts have finished, and reads their spans after ``flush``.
 
-    Rollouts that failed in an attempt begun before ``retry_before`` are run again, because no server answered their
-    calls while the run was down.
+    Rollouts that failed in an attempt begun before ``addressed_at``, when their resources got the address of this
+    process, are run again, because no server answered their calls.
     """
-    ended = await store.wait_for_rollouts(rollout_ids)
-    if retry_before is not None:
-        again = [
-            rollout.rollout_id
-            for rollout in ended
-            if rollout.status == "failed"
-            and isinstance(rollout, AttemptedRollout)
-            and rollout.attempt.start_time < retry_before
-        ]
-        for rollout_id in again:
-            await store.retry_rollout(rollout_id)
-        if again:
-            await store.wait_for_rollouts(again)
+    again = [
+        rollout.rollout_id
+        for rollout in await store.wait_for_rollouts(rollout_ids)
+        if rollout.status == "failed"
+        and isinstance(rollout, AttemptedRollout)
+        and rollout.attempt.start_time < addressed_at.get(rollout.resources_id or "", 0.0)
+    ]
+    for rollout_id in again:
+        await store.retry_rollout(rollout_id)
+    if again:
+        await store.wait_for_rollouts(again)
     await flush()
     episodes = []
     for rollout_id in rollout_ids:
