@@ -28,6 +28,8 @@ SOURCES = "core plugins integrations algorithms examples".split()
 # Two lanes side by side; the last one follows alone. A failed part stops neither.
 LANES = [["main"], ["lint", "verl", "oldest", "vllm", "newest"]]
 ALONE = ["serial"]
+FAILURES = ("failure", "error")
+"""Elements of a test that failed in a JUnit file."""
 SOAK = ["main", "verl", "vllm"]
 
 
@@ -110,31 +112,41 @@ class Run:
         return process.returncode == 0
 
     def stop(self, *_: object) -> None:
-        """Ends at a signal: kills what runs, and prints the end of its output."""
-        for process in self._processes:
-            kill(process)
-        for name, path in self._running.items():
-            lines = path.read_text(errors="replace").splitlines()[-100:]
-            print(f"== {name}: stopped\n" + "\n".join(lines), flush=True)
-        os._exit(1)
+        """Ends at a signal: kills what runs, and prints the end of its output and where its tests were."""
+        with self._output:  # no phase prints that it failed, or begins the next one
+            running = dict(self._running)
+            for process in list(self._processes):
+                kill(process, signal.SIGABRT)  # pytest writes the stacks of all threads
+            time.sleep(2)
+            for process in list(self._processes):
+                kill(process)
+            for name, path in running.items():
+                text = path.read_text(errors="replace")
+                print(f"== {name}: stopped\n" + "\n".join(text.splitlines()[-100:]))
+                for place in re.findall(r'^  File ".*?(/tests/.*)$', text, re.MULTILINE)[-20:]:
+                    print(f"{name} was stopped in {place}", flush=True)
+            os._exit(1)
 
     def summary(self) -> str:
         """Returns a few lines: the slowest tests, the time of each phase, what failed."""
         tests = [
-            (float(case.get("time", 0)), f"{path.stem}: {case.get('classname')}::{case.get('name')}")
+            (float(case.get("time", 0)), f"{path.stem}: {case.get('classname')}::{case.get('name')}"[:150], case)
             for path in RESULTS.glob("*.xml")
             for case in ElementTree.parse(path).iter("testcase")  # noqa: S314 our own pytest wrote it
         ]
-        slow = [f"{seconds:6.0f} s  {name[:150]}" for seconds, name in sorted(tests, reverse=True)[:10]]
-        phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items())
-        heading = ["The slowest tests:"] if slow else []
-        return "\n".join([*heading, *slow, phases, *([f"FAILED: {', '.join(self.failed)}"] if self.failed else [])])
+        tests.sort(key=lambda test: -test[0])
+        lines = ["The slowest tests:"] if tests else []
+        lines += [f"{seconds:6.0f} s  {name}" for seconds, name, _ in tests[:10]]
+        lines += [", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items())]
+        for _, name, case in tests:
+            lines += [f"FAILED {name}: {found.get('message', '')[:200]}" for found in case if found.tag in FAILURES]
+        return "\n".join([*lines, *([f"FAILED: {', '.join(self.failed)}"] if self.failed else [])])
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills what is left of a command and its children."""
+def kill(process: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
+    """Sends a signal to what is left of a command and its children."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, number)
 
 
 def busy_on_one_core() -> list[subprocess.Popen[bytes]]:

@@ -183,25 +183,37 @@ def test_a_phase_ends_with_its_program_and_ends_what_the_program_left_behind(pro
 def test_a_run_that_is_stopped_prints_what_its_phases_have_written(
     monkeypatch: pytest.MonkeyPatch, programs: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    programs["main"] = "import time; print('hangs in test_x', flush=True); time.sleep(900)"
+    programs["main"] = """if True:
+        import faulthandler, time
+        faulthandler.enable()
+        source = "def test_x():\\n print('hangs', flush=True)\\n time.sleep(900)"
+        exec(compile(source, "/there/tests/test_a.py", "exec"))
+        test_x()
+    """
     codes: list[int] = []
     monkeypatch.setattr(phases.os, "_exit", codes.append)
     run = phases.Run(soak=False)
     thread = threading.Thread(target=run.lane, args=[["main"]])
     thread.start()
-    blocking_until(lambda: (log := phases.RESULTS / "main.log").exists() and "test_x" in log.read_text())
+    blocking_until(lambda: (log := phases.RESULTS / "main.log").exists() and "hangs" in log.read_text())
     run.stop()
     thread.join()
     assert codes == [1]
-    assert "== main: stopped\nhangs in test_x" in capfd.readouterr().out
+    output = capfd.readouterr().out
+    assert "== main: stopped\nhangs" in output
+    assert 'main was stopped in /tests/test_a.py", line 3 in test_x\n' in output
 
 
-def test_the_summary_names_the_slowest_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_summary_names_the_slowest_tests_and_those_that_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(phases, "RESULTS", tmp_path)
     cases = "".join(f'<testcase classname="tests.a" name="test_{n}" time="{n}"/>' for n in range(20))
+    cases += '<testcase classname="tests.a" name="test_bad" time="0"><failure message="assert 0"/></testcase>'
     (tmp_path / "main.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
     lines = phases.Run(soak=False).summary().splitlines()
     assert [line.rpartition("_")[2] for line in lines[1:11]] == [str(n) for n in range(19, 9, -1)]
+    assert lines[-1] == "FAILED main: tests.a::test_bad: assert 0"
 
 
 def test_the_nearest_tests_of_a_module_import_it_and_mirror_its_folder() -> None:
