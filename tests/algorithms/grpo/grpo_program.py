@@ -101,7 +101,7 @@ def main_until_killed(
 
     def mortal_write(path: Path) -> None:
         if dies == "checkpoint" and ".checkpoint." in str(path):
-            # A resumed run finds them queued, with an address at which nobody listens.
+            # A resumed run finds them queued, with the address of this process.
             blocking_until(lambda: asyncio.run(has_queued(directory, "2-0-2")))
             die()
         write(path)
