@@ -139,7 +139,11 @@ class Run:
         lines += [f"{seconds:6.0f} s  {name}" for seconds, name, _ in tests[:10]]
         lines += [", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items())]
         for _, name, case in tests:
-            lines += [f"FAILED {name}: {found.get('message', '')[:200]}" for found in case if found.tag in FAILURES]
+            lines += [
+                f"FAILED {name}: {found.get('message', '').partition(chr(10))[0][:200]}"
+                for found in case
+                if found.tag in FAILURES
+            ]
         return "\n".join([*lines, *([f"FAILED: {', '.join(self.failed)}"] if self.failed else [])])
 
 
