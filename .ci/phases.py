@@ -28,6 +28,8 @@ SOURCES = "core plugins integrations algorithms examples".split()
 # Two lanes side by side; the last one follows alone. A failed part stops neither.
 LANES = [["main"], ["lint", "verl", "oldest", "vllm", "newest"]]
 ALONE = ["serial"]
+LIMIT_S = 75 * 60
+"""A run that takes longer hangs."""
 FAILURES = ("failure", "error")
 """Elements of a test that failed in a JUnit file."""
 SOAK = ["main", "verl", "vllm"]
@@ -127,6 +129,10 @@ class Run:
                     print(f"{name} was stopped in {place}", flush=True)
             os._exit(1)
 
+    def stop_after(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.stop()
+
     def summary(self) -> str:
         """Returns a few lines: the slowest tests, the time of each phase, what failed."""
         tests = [
@@ -175,6 +181,8 @@ def main() -> int:
     run = Run(soak=options.soak)
     signal.signal(signal.SIGTERM, run.stop)
     signal.signal(signal.SIGINT, run.stop)
+    if not options.soak:
+        threading.Thread(target=run.stop_after, args=[LIMIT_S], daemon=True).start()
     try:
         uv()  # installed once, before the lanes need it
         lanes = [parts] if options.soak else LANES
