@@ -31,22 +31,25 @@ from typing import Any
 
 import psutil
 
-from agentlightning_algorithms.advantage import Scored, compute_advantages
-from agentlightning_plugins.commands.configuration.assembly import fit, load_parts, make_trainer
-from agentlightning_plugins.commands.configuration.attribute import load_attribute
-from agentlightning_plugins.commands.configuration.config import read_config
-from agentlightning_plugins.commands.configuration.document import read_with_overrides
+from agentlightning_algorithms.shared.advantage import Scored, compute_advantages
+from agentlightning_plugins.shared.configuration.assembly import fit, load_parts, make_trainer
+from agentlightning_plugins.shared.configuration.attribute import load_attribute
+from agentlightning_plugins.shared.configuration.config import read_config
+from agentlightning_plugins.shared.configuration.document import read_with_overrides
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "trained": (),
-    "shuffled": ("algorithm.estimator=examples.evidence.shuffled", "algorithm.keep_flat_groups=true"),
+    "shuffled": (
+        "algorithm.experience.estimator=examples.evidence.shuffled",
+        "algorithm.experience.keep_flat_groups=true",
+    ),
     "frozen": ("algorithm.update.lr=1.0e-30",),
 }
 COLOURS = {"trained": "#2f6fed", "shuffled": "#d9480f", "frozen": "#868e96"}
 STUDENT_T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Quantile .975 of Student's t by degrees of freedom, from 1."""
 PROCESSES = {
-    "agentlightning_algorithms.grpo.server": "sampler",
+    "agentlightning_algorithms.shared.policy.server": "sampler",
     "agentlightning_plugins.gateway.launch": "gateway",
     "agentlightning_plugins.strategies": "agent",
 }

@@ -9,7 +9,7 @@ from typing import Final
 import asyncpg
 
 from agentlightning.types import Attempt, Rollout, Span
-from agentlightning_plugins.stores.sql.document import encode
+from agentlightning_plugins.stores.shared.sql.document import encode
 
 FIRST_TIME: Final = 1_700_000_000.5
 """Start time of the first rollout. Each further one starts 10 ms later, and each takes 1 s to 1.7 s."""
@@ -106,20 +106,21 @@ def fill_sqlite(path: Path, number: int, *, spans: int = 1, run_id: str = "defau
     ((first,),) = connection.execute("SELECT coalesce(max(position), 0) + 1 FROM rollout").fetchall()
     ((first_attempt,),) = connection.execute("SELECT coalesce(max(position), 0) + 1 FROM attempt").fetchall()
     connection.execute(
-        "INSERT INTO rollout (position, rollout_id, run_id, status, start_time, task_id, group_id, step, revision, "
-        f"record) SELECT n + {first}, rollout_id, '{run_id}', status, start_time, task, group_name, step, 3, {rollout} "
-        "FROM v ORDER BY n"
+        "INSERT INTO rollout (position, rollout_id, run_id, status, start_time, end_time, task_id, group_id, step, "
+        f"revision, record) SELECT n + {first}, rollout_id, '{run_id}', status, start_time, end_time, task, "
+        f"group_name, step, 3, {rollout} FROM v ORDER BY n"
     )
     connection.execute(
-        "INSERT INTO attempt (position, rollout, attempt_id, sequence_id, worker_id, last_span, revision, record) "
-        f"SELECT n + {first_attempt}, n + {first}, 'at-1', 1, 'runner-1', {spans}, 2, {attempt} FROM v ORDER BY n"
+        "INSERT INTO attempt (position, rollout, attempt_id, sequence_id, status, worker_id, last_span, revision, "
+        f"record) SELECT n + {first_attempt}, n + {first}, 'at-1', 1, status, 'runner-1', {spans}, 2, {attempt} FROM v "
+        "ORDER BY n"
     )
     for k in range(1, spans + 1):
         document = span.replace("|| k", f"|| '{k}'")
         connection.execute(
-            "INSERT INTO span (attempt, span_id, sequence_id, run_id, start_time, revision, record) "
-            f"SELECT n + {first_attempt}, rollout_id || '-' || '{k}', {k}, '{run_id}', start_time, 1, {document} "
-            "FROM v ORDER BY n"
+            "INSERT INTO span (attempt, span_id, sequence_id, run_id, start_time, name, trace_id, revision, record) "
+            f"SELECT n + {first_attempt}, rollout_id || '-' || '{k}', {k}, '{run_id}', start_time, "
+            f"'openai.chat.completion', rollout_id, 1, {document} FROM v ORDER BY n"
         )
     add = "INSERT INTO tally VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET number = number + excluded.number"
     connection.executemany(add, _tally(number, spans, run_id))

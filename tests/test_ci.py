@@ -149,6 +149,7 @@ def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     monkeypatch.setattr(phases.Run, "_install", lambda self, environment: [[sys.executable, "-c", "pass"]])
     monkeypatch.setattr(phases.Run, "_commands", lambda self, part: [[sys.executable, "-c", programs[part]]])
     monkeypatch.setattr(phases.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(phases.Run, "stop_after", lambda self, seconds: None)
     return programs
 
 
@@ -223,5 +224,5 @@ def test_the_nearest_tests_of_a_module_import_it_and_mirror_its_folder() -> None
     assert all(name.startswith("tests/core/") for name in selection.tests_of("core/agentlightning/runner.py"))
     assert "tests/plugins/gateway/test_gateway.py" in selection.tests_of("tests/plugins/gateway/gateway_setup.py")
     assert selection.tests_of("README.md") == {"tests/test_docs.py"}
-    for name in selection.nearest(["algorithms/agentlightning_algorithms/advantage.py"]):
+    for name in selection.nearest(["algorithms/agentlightning_algorithms/shared/advantage.py"]):
         assert (REPO / name).exists()

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from agentlightning.cli import add_plugin_commands, cli
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import bind_settings
-from agentlightning_plugins.gateway.backends.backend import ModelTable
+from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.stores.http.server.application import StoreApplication
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore

@@ -15,8 +15,8 @@ import pytest
 from agentlightning.cli import cli
 from agentlightning.plugin.registry import PluginManager
 from agentlightning.store.backend import Backend
-from tests.source import REPO, ROOTS, pyproject, run_python
-from tests.test_rules import LIBRARIES, PLUGINS
+from tests.source import REPO, ROOTS, pyproject, run_python, source_files
+from tests.test_rules import PLUGINS
 
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md")), *sorted((REPO / "examples").rglob("*.md"))]
 
@@ -173,8 +173,11 @@ def test_every_path_that_contributing_names_exists() -> None:
     assert missing == []
 
 
-def test_the_picture_of_the_house_shows_every_library_and_every_group_of_plugins() -> None:
+def test_the_picture_of_the_house_shows_every_shared_package_and_every_group_of_plugins() -> None:
     picture = (REPO / "docs" / "house.svg").read_text(encoding="utf-8")
-    names = {library.rpartition(".")[2] for library in LIBRARIES}
+    shared = {
+        file.module.rpartition("shared.")[2].partition(".")[0] for file in source_files() if "shared." in file.module
+    }
+    names = {name for name in shared if name}
     names |= {f"{plugin.partition('.')[0]}/" for plugin in PLUGINS.values()}
     assert {name for name in names if name not in picture} == set()

@@ -18,7 +18,7 @@ import pytest
 import agentlightning as agl
 import environments
 from agentlightning.store import LightningStoreServer
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.process import wait_for
 from tests.source import REPO, pyproject, run_python
 from tests.waiting import LIMIT_S
@@ -31,7 +31,7 @@ IN_CI = {"openai", "postgresql"}
 RUN = """
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 
 # Every component of the extra can be imported, and every component that needs no extra.
 for plugin in get_manager().plugins.values():

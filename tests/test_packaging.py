@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import environments
 from tests.source import REPO, ROOTS, pyproject, run_python
@@ -25,6 +26,14 @@ from tests.source import REPO, ROOTS, pyproject, run_python
 NOT_IN_ALL = {"agentops", "poml", "verl", "vllm"}
 STRICTER = {"openai>=2.8"}
 """Requirements of one extra that are stricter than those of other extras."""
+SECURE = {
+    # Before 3.13.3, requests inflate without a limit (GHSA-6mq8-rvhq-8wgg); before 3.14.4, members of gzip files cost
+    # quadratic time (GHSA-h4cc-hm5h-fmm9); before 3.14.5, a connection may send nothing forever (GHSA-5wr8-gcqf-gqf3).
+    "aiohttp": "3.14.5",
+    "jinja2": "3.1.6",  # a template could leave the sandbox (GHSA-cpwx-vrp4-4pq7)
+    "orjson": "3.11.6",  # deeply nested values overflow the stack when they are written (GHSA-hx9q-6w63-j58v)
+}
+"""The first versions of libraries that read from the network with all security fixes of 2025 and 2026 that we know."""
 
 
 def _project() -> Mapping[str, Any]:
@@ -52,6 +61,11 @@ def test_the_extra_demo_has_the_requirements_of_its_algorithm_and_agent() -> Non
 def test_every_requirement_has_only_a_lower_bound() -> None:
     wrong = [str(r) for r in _requirements() if [clause.operator for clause in r.specifier] != [">="]]
     assert wrong == []
+
+
+def test_libraries_that_read_from_the_network_are_required_with_their_security_fixes() -> None:
+    required = {canonicalize_name(r.name): next(iter(r.specifier)).version for r in _requirements()}
+    assert {name: required[name] for name, fixed in SECURE.items() if Version(required[name]) < Version(fixed)} == {}
 
 
 def test_no_package_is_required_with_two_different_bounds() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import graphlib
 import importlib
 import importlib.metadata
 import inspect
@@ -25,82 +26,10 @@ import phases
 from agentlightning.errors import PluginError
 from agentlightning.plugin.registry import GROUP, PluginManager
 from tests.conftest import ENVIRONMENTS, environments_of
-from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, python_files, run_python, source_files
+from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, run_python, source_files
 
-# A file of core imports only from modules and packages to its left.
-CORE_ORDER = """
-    version errors frozen types event lifecycle plugin resources semconv logging
-    store tracer emitter reward adapter litagent run algorithm runner execution job trainer compat cli __main__ testing
-""".split()
-
-# Code that several plugins share, with the plugins that may import it. A plugin imports ``agentlightning`` and these
-# libraries, but never another plugin. ``agentlightning`` is listed as the user of a library that only has public names.
-LIBRARIES: dict[str, set[str]] = {
-    "agentlightning_algorithms.advantage": {"algorithms.grpo", "algorithms.verl"},
-    "agentlightning_algorithms.function_algorithm": {"agentlightning"},
-    "agentlightning_algorithms.live_resources": {"algorithms.apo", "algorithms.live"},
-    "agentlightning_algorithms.policy_backend": {"algorithms.grpo", "algorithms.verl"},
-    "agentlightning_algorithms.prompt_search": {"algorithms.apo", "algorithms.gepa"},
-    "agentlightning_algorithms.rollout_result": {"algorithms.*"},
-    "agentlightning_algorithms.trained_model": {
-        "agentlightning_plugins.commands.configuration",
-        "algorithms.grpo",
-        "algorithms.verl",
-    },
-    "agentlightning_integrations.framework": {"integrations.*"},
-    "agentlightning_plugins.charts": {"commands.evaluation", "commands.report", "dashboard"},
-    "agentlightning_plugins.chat_history": {
-        "adapters.transition",
-        "algorithms.grpo",
-        "commands.doctor",
-        "commands.inspect",
-        "dashboard",
-    },
-    "agentlightning_plugins.commands.configuration": {"commands.*"},
-    "agentlightning_plugins.commands.lazy": {"commands.*", "dashboard", "demo", "legacy"},
-    "agentlightning_plugins.commands.terminal": {"commands.*", "gateway"},
-    "agentlightning_plugins.credit.rule": {"credit.*"},
-    "agentlightning_plugins.garbage_collection": {"algorithms.grpo", "gateway", "stores.http", "strategies.*"},
-    "agentlightning_plugins.http_connections": {"algorithms.grpo", "gateway", "stores.http"},
-    "agentlightning_plugins.http_request": {"algorithms.grpo", "dashboard", "gateway", "legacy", "stores.http"},
-    "agentlightning_plugins.instrumentation": {"commands.replay", "integrations.*", "tracers.*"},
-    "agentlightning_plugins.log_setup": {"commands.train"},
-    "agentlightning_plugins.monitoring": {"commands.report", "commands.top", "dashboard"},
-    "agentlightning_plugins.scripted_model": {"commands.doctor", "commands.replay", "agentlightning.testing"},
-    "agentlightning_plugins.statistics": {
-        "algorithms.evaluation",
-        "algorithms.live",
-        "commands.ab",
-        "commands.evaluation",
-        "commands.report",
-        "dashboard",
-    },
-    "agentlightning_plugins.stores.clock": {"stores.http", "stores.postgresql"},
-    "agentlightning_plugins.stores.condition": {"stores.*"},
-    "agentlightning_plugins.stores.retention": {"stores.http"},
-    "agentlightning_plugins.stores.sql": {"stores.postgresql", "stores.sqlite"},
-    "agentlightning_plugins.stores.token": {"stores.http"},
-    "agentlightning_plugins.stores.watchers": {"stores.memory", "stores.postgresql", "stores.sqlite"},
-    "agentlightning_plugins.strategies.processes": {"strategies.*", "commands.runner"},
-    "agentlightning_plugins.tracers.opentelemetry": {"tracers.*"},
-    "agentlightning_plugins.trackers.sample": {"trackers.*"},
-    "agentlightning_plugins.training_records": {
-        "algorithms.grpo",
-        "algorithms.verl",
-        "commands.inspect",
-        "commands.report",
-        "dashboard",
-    },
-    "agentlightning_plugins.trajectories": {"adapters.trajectory", "algorithms.grpo", "algorithms.verl"},
-}
-
-# Imports from the right that exist only for the type checker.
-BACK_REFERENCES = {
-    ("job", "trainer"): "LitAgent.trainer is the Trainer",
-    ("algorithm", "trainer"): "Algorithm.get_trainer() returns the Trainer",
-    ("types", "resources"): "agentlightning.types has the types of resources too",
-    ("types", "runner"): "agentlightning.types has Hook too",
-}
+# Names that two classes share: the classes of a store for SQLite and for PostgreSQL, and SQL's dialects.
+KNOWN_DUPLICATES = {"Dialect", "EventReader", "Transaction", "Writer"}
 
 # Packages that must not be imported before a component that needs them is used.
 HEAVY = """
@@ -108,12 +37,6 @@ HEAVY = """
     litellm numpy openai opentelemetry.exporter opentelemetry.instrumentation opentelemetry.proto opentelemetry.sdk
     pandas ray rich safetensors starlette torch transformers uvicorn verl vllm yaml
 """.split()
-
-# Files that may exceed 400 lines, and why splitting them would not be clearer.
-LONG_FILES: dict[str, str] = {
-    "core/agentlightning/store/protocol.py": "the contract of a store is read, and implemented, from one page",
-    "core/agentlightning/types.py": "the records are one vocabulary, looked up on one page",
-}
 
 # Packages that are part of the API of a declared distribution.
 DECLARED_THROUGH = {
@@ -128,55 +51,83 @@ DECLARED_THROUGH = {
 }
 
 
-def _core_name(file: SourceFile) -> str:
-    first = file.path.relative_to(ROOTS["agentlightning"]).parts[0]
-    return first.removesuffix(".py")
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports for the type checker count too: a circle means that no module of it can be read first."""
+    modules = {file.module for file in source_files()}
+
+    def home(name: str) -> str | None:
+        parts = name.split(".")
+        return next((place for n in range(len(parts), 0, -1) if (place := ".".join(parts[:n])) in modules), None)
+
+    graph = {file.module: {home(item.name) for item in file.imports} - {None, file.module} for file in source_files()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_the_order_of_core_contains_every_module_once() -> None:
-    present = {_core_name(file) for file in python_files(ROOTS["agentlightning"])} - {"__init__"}
-    assert len(CORE_ORDER) == len(set(CORE_ORDER))
-    assert present - set(CORE_ORDER) == set(), "add these modules to CORE_ORDER"
-
-
-def test_a_file_of_core_imports_only_modules_to_its_left_in_the_order() -> None:
-    wrong = []
-    for file in python_files(ROOTS["agentlightning"]):
-        mine = _core_name(file)
-        for item in file.imports:
-            theirs = item.name.split(".")
-            if theirs[0] != "agentlightning" or mine == "__init__" or len(theirs) == 1:
-                continue
-            backwards = theirs[1] in CORE_ORDER and CORE_ORDER.index(theirs[1]) > CORE_ORDER.index(mine)
-            if backwards and not (item.type_only and (mine, theirs[1]) in BACK_REFERENCES):
-                wrong.append(f"{file.shown}:{item.line}: {mine} imports {theirs[1]}, which is to its right")
-    assert wrong == []
-
-
-PLUGINS: dict[str, str] = {
-    module.removesuffix(".plugin"): name for name, module in pyproject()["project"]["entry-points"][GROUP].items()
-}
+PLUGINS: dict[str, str] = {module: name for name, module in pyproject()["project"]["entry-points"][GROUP].items()}
 """Name of each plugin, by its package or module."""
 
 
-def _unit(module: str) -> str | None:
-    """Returns the plugin or library to which a module belongs: a plugin's name or a library's dotted name."""
+def _plugin(module: str) -> str | None:
+    """Returns the name of the plugin to which a module belongs."""
     parts = module.split(".")
-    for length in range(len(parts), 1, -1):
-        place = ".".join(parts[:length])
-        if place in PLUGINS or place in LIBRARIES:
-            return PLUGINS.get(place, place)
-    return "agentlightning.testing" if module.startswith("agentlightning.testing") else None
+    return next((PLUGINS[place] for n in range(len(parts), 1, -1) if (place := ".".join(parts[:n])) in PLUGINS), None)
 
 
-def test_every_module_of_the_plugin_roots_belongs_to_one_plugin_or_library() -> None:
+def _may_import(mine: str, theirs: str) -> bool:
+    """A plugin imports ``agentlightning`` and ``shared`` packages. A ``shared`` package serves the folder it lies in.
+
+    At the top of a root it serves all plugins. It imports no plugin, and core imports neither.
+    """
+    root, *parts = theirs.split(".")
+    if root not in ROOTS or root == "agentlightning":
+        return True
+    if mine.split(".")[0] == "agentlightning":
+        return False
+    if "shared" in parts:
+        home = ".".join([root, *parts[: parts.index("shared")]])
+        return home == root or mine.startswith(f"{home}.")
+    return "shared" not in mine.split(".") and None is not _plugin(mine) == _plugin(theirs)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "allowed"),
+    [
+        ("agentlightning_plugins.gateway.server", "agentlightning.store.protocol", True),
+        ("agentlightning_plugins.gateway.server", "agentlightning_plugins.gateway.proxy", True),
+        ("agentlightning_plugins.gateway.server", "agentlightning_plugins.dashboard.pages", False),
+        ("agentlightning_plugins.stores.sqlite", "agentlightning_plugins.stores.shared.sql", True),
+        ("agentlightning_plugins.stores.sqlite", "agentlightning_plugins.stores.memory", False),
+        ("agentlightning_plugins.gateway.server", "agentlightning_plugins.stores.shared.sql", False),
+        ("agentlightning_algorithms.grpo.batches", "agentlightning_plugins.shared.statistics", True),
+        ("agentlightning_plugins.shared.statistics", "agentlightning_plugins.gateway", False),
+        ("agentlightning.runner", "agentlightning_plugins.shared.terminal", False),
+    ],
+)
+def test_the_rule_of_imports(mine: str, theirs: str, allowed: bool) -> None:
+    assert _may_import(mine, theirs) is allowed
+
+
+def test_a_plugin_imports_agentlightning_and_shared_packages() -> None:
+    wrong = [
+        f"{file.shown}:{item.line}: imports {item.name}"
+        for file in source_files()
+        for item in file.imports
+        if not _may_import(file.module, item.name)
+    ]
+    assert wrong == []
+
+
+def test_every_module_outside_shared_belongs_to_a_plugin() -> None:
     homeless = [
         file.shown
         for file in source_files()
-        if not file.path.is_relative_to(ROOTS["agentlightning"])
-        if file.path.name != "__init__.py" and _unit(file.module) is None
+        if not file.path.is_relative_to(ROOTS["agentlightning"]) and file.path.name != "__init__.py"
+        if "shared" not in file.module.split(".") and _plugin(file.module) is None
     ]
-    assert homeless == [], "add a plugin.py with an entry point, or add the module to LIBRARIES"
+    assert homeless == [], "add an entry point, or move the module into a shared folder"
 
 
 def test_every_entry_point_is_named_after_its_folder() -> None:
@@ -186,58 +137,16 @@ def test_every_entry_point_is_named_after_its_folder() -> None:
         assert name == prefixes.get(root, "algorithms.") + folder
 
 
-def test_every_plugin_folder_has_an_entry_point() -> None:
+def test_every_module_with_hooks_has_an_entry_point() -> None:
+    hooks = re.compile(r"^@hookimpl$", re.MULTILINE)
     declared = set(pyproject()["project"]["entry-points"][GROUP].values())
-    found = {
-        file.module
-        for file in source_files()
-        if file.path.name == "plugin.py" or re.search(r"^@hookimpl$", file.text, re.MULTILINE)
-    }
-    assert found == declared
-
-
-def test_a_plugin_imports_only_agentlightning_and_libraries_that_it_may_use() -> None:
-    wrong = []
-    for file in source_files():
-        mine = _unit(file.module)
-        for item in file.imports:
-            theirs = _unit(item.name)
-            if item.name.split(".")[0] not in set(ROOTS) - {"agentlightning"} or theirs == mine:
-                continue
-            users = LIBRARIES.get(theirs or "", set())
-            if mine is None or (not users & {mine, mine.partition(".")[0] + ".*"} and mine not in LIBRARIES):
-                wrong.append(f"{file.shown}:{item.line}: {mine or 'core'} imports {item.name}")
-            elif mine in LIBRARIES and theirs not in LIBRARIES:
-                wrong.append(f"{file.shown}:{item.line}: the library {mine} imports {item.name}")
-    assert wrong == []
-
-
-def test_every_library_is_used_by_all_its_listed_users() -> None:
-    users: dict[str, set[str]] = {library: set() for library in LIBRARIES}
-    for file in source_files():
-        mine = _unit(file.module) or "core"
-        for item in file.imports:
-            theirs = _unit(item.name)
-            if theirs in users and theirs != mine:
-                users[theirs] |= {mine, mine.partition(".")[0] + ".*"}
-    for plugin in PluginManager().plugins.values():
-        for component in plugin.offers:
-            theirs = _unit(component.target.partition(":")[0])
-            if theirs in users:
-                users[theirs] |= {plugin.name, plugin.name.partition(".")[0] + ".*"}
-    for stub in ROOTS["agentlightning"].rglob("*.pyi"):
-        for item in SourceFile(stub).imports:
-            if (named := _unit(item.name)) in users:
-                users[named].add("agentlightning")  # it has public names
-    unused = {library: LIBRARIES[library] - found for library, found in users.items() if LIBRARIES[library] - found}
-    assert unused == {}, "remove users that do not use the library"
-    assert all(LIBRARIES.values()), "remove a library without users"
+    assert {file.module for file in source_files() if hooks.search(file.text)} - declared == set()
 
 
 def _is_light(file: SourceFile) -> bool:
     """Returns whether a file is part of core without its test kit, a root package, or the module of an entry point."""
     if file.path.is_relative_to(ROOTS["agentlightning"]):
-        return _core_name(file) != "testing"
+        return not file.module.startswith("agentlightning.testing")
     named = pyproject()["project"]["entry-points"][GROUP].values()
     return file.module in ROOTS or file.module in named
 
@@ -438,8 +347,8 @@ def test_every_imported_package_is_declared_as_a_requirement() -> None:
     wrong = set()
     for file in source_files():
         allowed = base if file.path.is_relative_to(ROOTS["agentlightning"]) else base | extra
-        if file.module.startswith("agentlightning.testing."):
-            allowed = base | {"pytest", "hypothesis"}  # only a plugin's own test suite imports the conformance kit
+        if file.module.startswith(("agentlightning.testing.", "agentlightning_plugins.shared.agent_testing.")):
+            allowed = base | {"pytest", "hypothesis"}  # only test suites import the conformance kits
         for item in file.imports:
             name = item.name.split(".")[0]
             if name in ROOTS or name in sys.stdlib_module_names:
@@ -450,9 +359,13 @@ def test_every_imported_package_is_declared_as_a_requirement() -> None:
     assert wrong == set(), "declare it in pyproject.toml: a dependency may drop its own dependencies"
 
 
-def test_only_files_with_a_listed_reason_exceed_400_lines() -> None:
-    long = {file.shown for file in source_files() if len(file.lines) > 400}
-    assert long == set(LONG_FILES)
+def test_no_file_exceeds_500_lines() -> None:
+    assert [file.shown for file in source_files() if len(file.lines) > 500] == []
+
+
+def test_each_class_has_a_name_that_occurs_once() -> None:
+    classes = [node.name for file in source_files() for node in file.tree.body if isinstance(node, ast.ClassDef)]
+    assert {name for name, count in Counter(classes).items() if count > 1} - KNOWN_DUPLICATES == set()
 
 
 def test_no_module_has_a_vague_name() -> None:

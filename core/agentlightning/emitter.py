@@ -15,10 +15,10 @@ from typing import Any, Final, ParamSpec, TypeVar, overload
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
+from agentlightning.records import Span, TraceStatus
 from agentlightning.tracer.attribute import exception_attributes, flatten, to_json
 from agentlightning.tracer.operation import Operation
 from agentlightning.tracer.tracer import get_active_tracer
-from agentlightning.types import Span, TraceStatus
 
 P = ParamSpec("P")
 R = TypeVar("R")

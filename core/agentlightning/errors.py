@@ -1,4 +1,15 @@
-"""The errors that Lightning raises. They subclass the builtins that users expect, and pickle with their messages."""
+"""The errors that Lightning raises. They subclass the builtins that users expect, and pickle with their messages.
+
+LightningError
+├── PluginError (LookupError)
+│   └── PluginImportError (ImportError)
+├── ConfigError (ValueError)
+├── StoreError
+│   ├── NotFoundError (LookupError, ValueError)
+│   └── ConflictError (RuntimeError)
+├── AdapterError (ValueError)
+└── RolloutError (RuntimeError)
+"""
 
 from __future__ import annotations
 

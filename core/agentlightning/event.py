@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
-from agentlightning.types import (
+from agentlightning.records import (
     DEFAULT_RUN_ID,
     AttemptStatus,
     JsonObject,

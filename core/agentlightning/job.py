@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.algorithm.context import RunContext, model_resources
@@ -24,9 +24,6 @@ from agentlightning.run.tracker import Tracker, follow
 from agentlightning.runner import Hook, LitAgentRunner, Runner
 from agentlightning.store.protocol import LightningStore
 from agentlightning.tracer.tracer import Tracer
-
-if TYPE_CHECKING:
-    from agentlightning.trainer import Trainer
 
 Spec: TypeAlias = str | Mapping[str, Any]
 """A component by its registered name or the path of its class, or ``{"name": ..., **settings}``."""
@@ -159,7 +156,8 @@ class LitAgentRunnerJob:
     max_rollouts: int | None = None
     max_concurrency: int = DEFAULT_CONCURRENCY
     hooks: Sequence[Hook] = field(default=())
-    trainer: Trainer | None = None
+    trainer: Any = None
+    """The ``Trainer``; in another process it has only its settings."""
 
     async def __call__(self, store: LightningStore, worker_id: str, stop: StopEvent) -> bool:
         """Runs rollouts until ``stop`` is set; returns False if its process should be replaced."""

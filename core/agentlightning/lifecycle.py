@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from agentlightning.errors import ConflictError
 from agentlightning.frozen import thaw
-from agentlightning.types import (
+from agentlightning.records import (
     ENDED_ROLLOUT,
     LIVE_ATTEMPT,
     Attempt,

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, Wit
 
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.frozen import FrozenDict, FrozenList
-from agentlightning.types import DEFAULT_RUN_ID, AttemptedRollout, JsonObject, Record, Rollout
+from agentlightning.records import DEFAULT_RUN_ID, AttemptedRollout, JsonObject, Record, Rollout
 
 ATTEMPT_KEY: Final = "agentlightning"
 """Placeholder ``api_key`` of a ProxyLLM, which the runner replaces with the attempt's key. It grants no access, but

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 from agentlightning import semconv
+from agentlightning.records import AttemptedRollout, Rollout, Span
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, Rollout, Span
 
 
 class Reward(NamedTuple):
@@ -21,7 +20,6 @@ class Reward(NamedTuple):
 
 
 _PRIMARY: Final = f"{semconv.REWARD}.0.value"
-_AGENTOPS: Final = ("agentops.task.output", "agentops.entity.output")
 
 
 def is_reward_span(span: Span) -> bool:
@@ -37,37 +35,18 @@ def get_rewards_from_span(span: Span) -> list[Reward]:
     rewards: list[Reward] = []
     for dimension in itertools.count():
         key = f"{semconv.REWARD}.{dimension}"
-        if (value := span.attributes.get(f"{key}.value")) is None:
+        if (value := semconv.read_attribute(span, f"{key}.value")) is None:
             break
         if (number := _to_float(value)) is not None:
             rewards.append(Reward(str(span.attributes.get(f"{key}.name", "primary")), number))
         elif dimension == 0:
             break
-    if not rewards and (old := get_reward_value(span)) is not None:
-        rewards.append(Reward("primary", old))
     return rewards
 
 
 def get_reward_value(span: Span) -> float | None:
     """Returns the primary reward of a span, or None if it is missing or not a finite number."""
-    value = span.attributes.get(_PRIMARY)
-    return _read_old_reward(span) if value is None else _to_float(value)
-
-
-def _read_old_reward(span: Span) -> float | None:
-    """Reads a reward that Agent Lightning 0.1 or 0.2 recorded."""
-    attributes = span.attributes
-    for key in _AGENTOPS:  # the JSON that a function decorated with @reward returned
-        if key in attributes:
-            output = attributes[key]
-            if isinstance(output, str):
-                try:
-                    output = json.loads(output)
-                except ValueError:
-                    continue
-            if isinstance(output, Mapping) and output.get("type") == "reward":
-                return _to_float(output.get("value"))
-    return _to_float(attributes.get("reward")) if span.name == semconv.SPAN_REWARD else None
+    return _to_float(semconv.read_attribute(span, _PRIMARY))
 
 
 def _to_float(value: Any) -> float | None:

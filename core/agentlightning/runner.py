@@ -21,15 +21,7 @@ from agentlightning.frozen import thaw
 from agentlightning.lifecycle import counts_as_lost
 from agentlightning.litagent import LitAgent, check_result, running_in, to_spans, wrap
 from agentlightning.plugin.settings import require_least
-from agentlightning.resources import Resource, resolve_secrets, with_attempt_key
-from agentlightning.reward import find_final_reward
-from agentlightning.run.agent_call import call_agent, find_resources
-from agentlightning.run.heartbeat import Heartbeats
-from agentlightning.run.stop_event import STOP_CHECK_S, StopEvent, until_set
-from agentlightning.run.thread import EscapedError, install_group_executor
-from agentlightning.store.protocol import LightningStore
-from agentlightning.tracer.tracer import Trace, Tracer
-from agentlightning.types import (
+from agentlightning.records import (
     UNSET,
     AttemptedRollout,
     AttemptFailure,
@@ -39,6 +31,14 @@ from agentlightning.types import (
     RolloutRawResult,
     Span,
 )
+from agentlightning.resources import Resource, resolve_secrets, with_attempt_key
+from agentlightning.reward import find_final_reward
+from agentlightning.run.agent_call import call_agent, find_resources
+from agentlightning.run.heartbeat import Heartbeats
+from agentlightning.run.stop_event import STOP_CHECK_S, StopEvent, until_set
+from agentlightning.run.thread import EscapedError, install_group_executor
+from agentlightning.store.protocol import LightningStore
+from agentlightning.tracer.tracer import Trace, Tracer
 
 T = TypeVar("T")
 logger = logging.getLogger("agentlightning")

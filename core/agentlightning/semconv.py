@@ -1,19 +1,21 @@
 """Semantic conventions: names of spans and attributes, and readers of model calls.
 
-The readers support three conventions: OpenTelemetry's ``gen_ai.input.messages`` and ``gen_ai.output.messages`` (JSON),
-the older ``gen_ai.prompt.{n}.*`` and ``gen_ai.completion.{n}.*``, which AgentOps uses too, and OpenInference's
-``llm.{input,output}_messages.{n}.*``. They return None or [] for missing data, and messages in ``openai``'s format.
+The readers read OpenTelemetry's conventions for generative AI and our own. Components of the kind ``span_reader``
+translate the spans of libraries with other conventions. The readers return None or [] for missing data, and messages in
+``openai``'s format.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import orjson
 
-from agentlightning.types import Span
+from agentlightning.plugin.registry import PluginManager, get_manager
+from agentlightning.records import Span
 
 SPAN_ANNOTATION: Final = "agentlightning.annotation"
 SPAN_MESSAGE: Final = "agentlightning.message"
@@ -70,10 +72,46 @@ CACHED_SUFFIX: Final = " (cached)"  # ends the name of the gateway's span if its
 LATE: Final = "agentlightning.late"
 """Set by the store on a span that an agent wrote after its attempt had ended; rewards in it do not count."""
 
+GEN_AI_AGENT_NAME: Final = "gen_ai.agent.name"
+GEN_AI_TOOL_NAME: Final = "gen_ai.tool.name"
+ANSWERED_TOOL_CALL: Final = "agentlightning.answered_tool_call"
+"""Given by span readers: a tool call (``make_tool_call``) of the answer to the model call above the span."""
+
+RAW_ANSWER: Final = "agentlightning.raw_answer"
+"""Given by span readers: the answer of the model server, with token ids if it is vLLM, as a mapping."""
+
 _CALL_OPERATIONS: Final = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
-_KIND_KEYS: Final = ("openinference.span.kind", "agentops.span.kind", "traceloop.span.kind")
 _FINISH_REASONS: Final = {"tool_call": "tool_calls"}
 Message = dict[str, Any]
+
+
+SpanReader: TypeAlias = Mapping[str, Callable[[Span], Any]]
+"""Reads spans of a library that has conventions of its own.
+
+A function for each attribute of OpenTelemetry's or our conventions that can be read from such a span: it returns the
+value that the attribute would have, messages in ``openai``'s format, or None. It is called for spans of all libraries.
+"""
+
+
+@functools.cache
+def _load_readers(manager: PluginManager) -> Mapping[str, Sequence[Callable[[Span], Any]]]:
+    """Returns the functions of all span readers by attribute."""
+    found: dict[str, list[Callable[[Span], Any]]] = {}
+    for component in manager.components("span_reader"):
+        for name, read in manager.get("span_reader", component).items():
+            found.setdefault(name, []).append(read)
+    return found
+
+
+def read_attribute(span: Span, name: str) -> Any:
+    """Returns an attribute of OpenTelemetry's or our conventions, if necessary from a span reader; None if missing."""
+    value = span.attributes.get(name)
+    if value is not None:
+        return value
+    for read in _load_readers(get_manager()).get(name, ()):
+        if (value := read(span)) is not None:
+            return value
+    return None
 
 
 class TokenData(NamedTuple):
@@ -86,35 +124,28 @@ class TokenData(NamedTuple):
 
 def is_llm_call(span: Span) -> bool:
     """Whether a span is a call of a generative model (not of an embedding model, an agent or a tool)."""
-    attributes = span.attributes
-    operation = attributes.get(GEN_AI_OPERATION_NAME)
+    operation = read_attribute(span, GEN_AI_OPERATION_NAME)
     if operation is not None:
         return operation in _CALL_OPERATIONS
-    for key in _KIND_KEYS:
-        if key in attributes:
-            return str(attributes[key]).lower() == "llm"
-    if "llm.request.type" in attributes:
-        return attributes["llm.request.type"] in ("chat", "completion")
+    attributes = span.attributes
     if RESPONSE_TOKEN_IDS in attributes or GEN_AI_RESPONSE_ID in attributes:
         return True
-    return GEN_AI_REQUEST_MODEL in attributes and (
-        GEN_AI_INPUT_MESSAGES in attributes or "gen_ai.prompt.0.role" in attributes
-    )
+    return GEN_AI_REQUEST_MODEL in attributes and GEN_AI_INPUT_MESSAGES in attributes
 
 
 def is_tool_call(span: Span) -> bool:
     """Whether a span is a tool run."""
-    attributes = span.attributes
-    operation = attributes.get(GEN_AI_OPERATION_NAME)
-    if operation is not None:
-        return str(operation) == "execute_tool"
-    return any(str(attributes.get(key)).lower() == "tool" for key in _KIND_KEYS)
+    return str(read_attribute(span, GEN_AI_OPERATION_NAME)) == "execute_tool"
 
 
 def read_tool_name(span: Span) -> str | None:
     """Returns the name of the tool that ran."""
-    keys = ("gen_ai.tool.name", "tool.name", "tool_name", "operation.name", "traceloop.entity.name")
-    return _first_text(span.attributes, keys)
+    return _read_text(span, GEN_AI_TOOL_NAME)
+
+
+def read_agent_name(span: Span) -> str | None:
+    """Returns the name of the agent that a span belongs to, or None if the span does not name one."""
+    return _read_text(span, GEN_AI_AGENT_NAME)
 
 
 def is_gateway_call(span: Span) -> bool:
@@ -124,13 +155,12 @@ def is_gateway_call(span: Span) -> bool:
 
 def read_response_id(span: Span) -> str | None:
     """Returns the id that the model server gave to its answer."""
-    value = span.attributes.get(GEN_AI_RESPONSE_ID) or _raw_output(span).get("id")
-    return str(value) if value else None
+    return _read_text(span, GEN_AI_RESPONSE_ID)
 
 
 def read_model(span: Span) -> str | None:
     """Returns the model that answered, else the requested one."""
-    return _first_text(span.attributes, (GEN_AI_RESPONSE_MODEL, GEN_AI_REQUEST_MODEL, "llm.model_name"))
+    return _read_text(span, GEN_AI_RESPONSE_MODEL) or _read_text(span, GEN_AI_REQUEST_MODEL)
 
 
 def read_token_data(span: Span, choice: int = 0) -> TokenData | None:
@@ -144,7 +174,7 @@ def read_token_data(span: Span, choice: int = 0) -> TokenData | None:
             prompt = attributes.get(PROMPT_TOKEN_IDS) or ()
         logprobs = attributes.get(prefix + LOGPROBS)
         return TokenData(list(prompt), list(response), None if logprobs is None else list(logprobs))
-    raw = _raw_output(span)
+    raw = read_attribute(span, RAW_ANSWER) or {}
     answers = raw.get("choices") or ()
     if choice >= len(answers) or not answers[choice].get("token_ids"):
         return None
@@ -159,20 +189,17 @@ def read_token_data(span: Span, choice: int = 0) -> TokenData | None:
 
 def read_finish_reasons(span: Span) -> list[str]:
     """Returns why each answer ended, in OpenAI's terms."""
-    value = span.attributes.get(GEN_AI_FINISH_REASONS) or span.attributes.get("llm.finish_reason")
+    value = read_attribute(span, GEN_AI_FINISH_REASONS)
     if isinstance(value, str):
-        parsed = _parse(value)
+        parsed = parse_json(value)
         value = parsed if isinstance(parsed, list) else [value]
-    if not value:
-        completions = _indexed(span.attributes, "gen_ai.completion") or _raw_output(span).get("choices") or ()
-        value = [message.get("finish_reason") for message in completions]
-    return [_FINISH_REASONS.get(str(reason), str(reason)) for reason in value if reason]
+    return [_FINISH_REASONS.get(str(reason), str(reason)) for reason in value or () if reason]
 
 
 def read_input_messages(span: Span) -> list[Message]:
     """Returns the messages of the prompt."""
-    messages = _read_messages(span.attributes, GEN_AI_INPUT_MESSAGES, "gen_ai.prompt", "llm.input_messages")
-    parts = _parse(span.attributes.get(GEN_AI_SYSTEM_INSTRUCTIONS))
+    messages = _read_messages(span, GEN_AI_INPUT_MESSAGES)
+    parts = parse_json(span.attributes.get(GEN_AI_SYSTEM_INSTRUCTIONS))
     if isinstance(parts, list) and not (messages and messages[0].get("role") == "system"):
         return [*_from_parts({"role": "system", "parts": parts}), *messages]
     return messages
@@ -180,20 +207,13 @@ def read_input_messages(span: Span) -> list[Message]:
 
 def read_output_messages(span: Span) -> list[Message]:
     """Returns the answers: one message per choice."""
-    return _read_messages(span.attributes, GEN_AI_OUTPUT_MESSAGES, "gen_ai.completion", "llm.output_messages")
+    return _read_messages(span, GEN_AI_OUTPUT_MESSAGES)
 
 
 def read_tools(span: Span) -> list[Message]:
     """Returns the tools that the model could call."""
-    attributes = span.attributes
-    tools = _parse(attributes.get(GEN_AI_TOOL_DEFINITIONS))
-    if not isinstance(tools, list):
-        tools = [
-            {"type": "function", **{key: _parse(value, value) for key, value in tool.items() if value is not None}}
-            for prefix in ("llm.request.functions", "gen_ai.request.functions")
-            for tool in _indexed(attributes, prefix)
-        ] or [_parse(tool["tool"]["json_schema"]) for tool in _indexed(attributes, "llm.tools") if "tool" in tool]
-    return [_to_tool(tool) for tool in tools if isinstance(tool, dict)]
+    tools = parse_json(read_attribute(span, GEN_AI_TOOL_DEFINITIONS))
+    return [_to_tool(tool) for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
 
 
 def find_image_urls(messages: Sequence[Message]) -> list[str]:
@@ -211,7 +231,7 @@ def read_links(span: Span) -> list[tuple[str, Any]]:
     """Returns the span's references to others: pairs of an attribute's name and value."""
     return [
         (str(link["key_match"]), link["value_match"])
-        for link in _indexed(span.attributes, LINK)
+        for link in read_indexed(span.attributes, LINK)
         if "key_match" in link and "value_match" in link
     ]
 
@@ -239,18 +259,16 @@ def read_tags(span: Span) -> list[str]:
     ]
 
 
-def _first_text(attributes: Mapping[str, Any], keys: Sequence[str]) -> str | None:
-    return next((str(attributes[key]) for key in keys if attributes.get(key)), None)
+def _read_text(span: Span, name: str) -> str | None:
+    value = read_attribute(span, name)
+    return str(value) if value else None
 
 
-def _read_messages(attributes: Mapping[str, Any], json_key: str, indexed: str, openinference: str) -> list[Message]:
-    parsed = _parse(attributes.get(json_key))
-    if isinstance(parsed, list):
-        return [message for item in parsed if isinstance(item, dict) for message in _from_parts(item)]
-    items = _indexed(attributes, indexed)
-    if not items:
-        items = [item["message"] for item in _indexed(attributes, openinference) if "message" in item]
-    return [_from_fields(item) for item in items]
+def _read_messages(span: Span, name: str) -> list[Message]:
+    parsed = parse_json(read_attribute(span, name))
+    if not isinstance(parsed, list):
+        return []
+    return [message for item in parsed if isinstance(item, dict) for message in _from_parts(item)]
 
 
 def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
@@ -274,7 +292,7 @@ def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
             answer = part.get("response", part.get("result"))
             yield {"role": "tool", "tool_call_id": part.get("id"), "content": _text_of(answer)}
         elif kind == "tool_call":
-            calls.append(_to_tool_call(part.get("id"), part.get("name"), part.get("arguments")))
+            calls.append(make_tool_call(part.get("id"), part.get("name"), part.get("arguments")))
         elif kind == "text":
             content.append({"type": "text", "text": part.get("content", "") if isinstance(part, dict) else str(part)})
         elif kind in ("reasoning", "refusal"):
@@ -286,28 +304,11 @@ def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
         else:
             content.append(dict(part))
     if not responses or content or calls:
-        yield _message(role, content, calls, others)
+        yield make_message(role, content, calls, others)
 
 
-def _from_fields(item: Mapping[str, Any]) -> Message:
-    """Converts one message of the indexed conventions."""
-    content = item.get("content")
-    if content is None:
-        content = [_to_content_part(_unwrap(part)) for part in _listed(item.get("contents"))]
-    elif isinstance(content, str) and content.startswith("[{"):
-        parsed = _parse(content)
-        content = parsed if isinstance(parsed, list) else content
-    calls = []
-    for call in map(_unwrap, _listed(item.get("tool_calls"))):
-        function = call.get("function", call)
-        calls.append(_to_tool_call(call.get("id"), function.get("name"), function.get("arguments")))
-    message = _message(str(item.get("role") or "assistant"), content, calls, {})
-    if item.get("tool_call_id"):
-        message["tool_call_id"] = item["tool_call_id"]
-    return message
-
-
-def _message(role: str, content: Any, calls: list[dict[str, Any]], others: Mapping[str, str]) -> Message:
+def make_message(role: str, content: Any, calls: list[dict[str, Any]], others: Mapping[str, str]) -> Message:
+    """Makes a chat message; ``content`` is text or a list of parts, which becomes text if all parts are text."""
     if isinstance(content, list) and all(part.get("type") == "text" for part in content):
         content = "".join(part["text"] for part in content) if content or not calls else None
     message: Message = {"role": role, "content": content, **others}
@@ -316,7 +317,8 @@ def _message(role: str, content: Any, calls: list[dict[str, Any]], others: Mappi
     return message
 
 
-def _to_tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+def make_tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    """Makes a tool call in the format of chat messages."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": _text_of(arguments)}}
 
 
@@ -326,14 +328,7 @@ def _to_tool(tool: dict[str, Any]) -> Message:
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
-def _to_content_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    image = part.get("image")
-    if isinstance(image, dict):
-        return {"type": "image_url", "image_url": {"url": _unwrap(image).get("url")}}
-    return {"type": "text", "text": str(part.get("text", ""))}
-
-
-def _indexed(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
+def read_indexed(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
     """Collects ``{prefix}.{n}.{path}`` into one nested dict per n, in order."""
     start = prefix + "."
     tree: dict[str, Any] = {}
@@ -345,33 +340,18 @@ def _indexed(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]
                 deeper = node.setdefault(step, {})
                 node = deeper if isinstance(deeper, dict) else node
             node[leaf] = value
-    return [item for item in _listed(tree) if isinstance(item, dict)]
+    return [item for item in listed(tree) if isinstance(item, dict)]
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """Returns the values of a mapping with numbers as keys, in order."""
     if not isinstance(value, dict):
         return []
     return [value[key] for key in sorted((key for key in value if key.isdigit()), key=int)]
 
 
-def _unwrap(item: dict[str, Any]) -> dict[str, Any]:
-    """Unwraps a list item of OpenInference, which nests it under a name such as ``tool_call``."""
-    if len(item) == 1:
-        (inner,) = item.values()
-        return inner if isinstance(inner, dict) else item
-    inner = item.get("message_content")
-    return inner if isinstance(inner, dict) else item
-
-
-def _raw_output(span: Span) -> Mapping[str, Any]:
-    """Returns the server's original answer, which OpenInference records."""
-    if span.attributes.get("openinference.span.kind") != "LLM":
-        return {}
-    parsed = _parse(span.attributes.get("output.value"))
-    return parsed if isinstance(parsed, dict) else {}
-
-
-def _parse(text: Any, default: Any = None) -> Any:
+def parse_json(text: Any, default: Any = None) -> Any:
+    """Parses JSON, NaN and lone surrogates included; ``default`` for other text. Other types are returned unchanged."""
     if not isinstance(text, str):
         return text
     try:

@@ -21,6 +21,7 @@ from agentlightning.job import DEFAULT_CONCURRENCY, LitAgentRunnerJob, Spec, Tra
 from agentlightning.litagent import LitAgent, RewardSpec, wrap
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
+from agentlightning.records import Dataset, Run
 from agentlightning.resources import Resource, read_resources
 from agentlightning.run.directory import open_directory
 from agentlightning.run.thread import run_beside_loop
@@ -29,7 +30,6 @@ from agentlightning.runner import Hook, LitAgentRunner, Runner
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.tracer.tracer import Tracer
-from agentlightning.types import Dataset, Run
 
 logger = logging.getLogger("agentlightning")
 

@@ -49,7 +49,7 @@ SIZES: dict[str, dict[str, Any]] = {
             "rollouts_per_task": 2,
             "eval_every": 0,
             "lr": 1e-3,
-            "keep_flat_groups": True,
+            "experience": {"keep_flat_groups": True},
         },
         "validation": 2,
         "runners": 1,

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import agentlightning as agl
-from agentlightning_algorithms.live_resources import read_live_history
+from agentlightning_algorithms.shared.live_resources import read_live_history
 
 FIRST = "Answer the question: {question}"
 STEPS = "Think step by step, then answer the question: {question}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 
 HELPFUL = (
     "Answer with team and priority only.",

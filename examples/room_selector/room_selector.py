@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> int:
         if arguments:
             from examples.room_selector.scripted import answer
 
-            from agentlightning_plugins.scripted_model.server import ScriptedOpenAI
+            from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI
 
             endpoint = stack.enter_context(ScriptedOpenAI(answer)).endpoint
             os.environ |= {"OPENAI_BASE_URL": endpoint, "OPENAI_API_KEY": "any"}

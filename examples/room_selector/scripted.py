@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 
 REQUEST = re.compile(r"(?P<people>\d+) people on (?P<day>\w+) at (?P<hour>\d+):00 with a (?P<tool>\w+)")
 

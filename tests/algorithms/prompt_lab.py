@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import agentlightning as agl
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, Script, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, Script, ScriptedOpenAI
 
 SEED = "Answer the question: {question}"
 WORTH = {"RULE-A": 0.5, "RULE-B": 0.25, "RULE-C": 0.25, "TRAP-D": -0.5, "TRAP-E": -0.25}

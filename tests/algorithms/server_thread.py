@@ -18,8 +18,8 @@ import torch
 
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.backend import transformers
-from agentlightning_algorithms.grpo.server import API_KEY_VARIABLE
-from agentlightning_algorithms.grpo.server.__main__ import make_parser, open_app, serve
+from agentlightning_algorithms.shared.policy.server import API_KEY_VARIABLE
+from agentlightning_algorithms.shared.policy.server.__main__ import make_parser, open_app, serve
 from tests.waiting import LIMIT_S
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms.prompt_lab import (
     BEST,
     SEED,

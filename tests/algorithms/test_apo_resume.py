@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.apo_program import search
 from tests.algorithms.killed_process import end_leases
 from tests.algorithms.prompt_lab import BEST, Server, critic_and_editor, phrases

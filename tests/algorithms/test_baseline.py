@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.rollout_result import RewardCheck
+from agentlightning_algorithms.shared.rollout_result import RewardCheck
 
 TASKS = [{"n": number} for number in range(10)]
 

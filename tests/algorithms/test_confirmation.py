@@ -3,60 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.prompt_search.confirmation import LEVEL, confirm
+from agentlightning_algorithms.shared.prompt_search.confirmation import LEVEL, confirm
 from tests.algorithms.prompt_lab import SEED, TRAIN, VAL, Server, client, critic_and_editor
 from tests.algorithms.test_gepa import make as make_gepa
 from tests.algorithms.test_gepa import reflect
 
 
-class Search:
-    """A search among prompts with known success rates; the scores of the search itself are noisy."""
-
-    def __init__(self, rates: list[float], n_tasks: int, draw: Any) -> None:
-        self.rates, self.draw, self.n_tasks = rates, draw, n_tasks
-        scores = [draw.binomial(n_tasks, rate) / n_tasks for rate in rates]
-        self.history = [SimpleNamespace(candidate_id=n, score=score) for n, score in enumerate(scores)]
-
-    def get_best(self) -> Any:
-        return max(self.history, key=lambda candidate: candidate.score)
-
-    def count_confirmations(self, n_tasks: int) -> int:
-        return max(20, n_tasks)
-
-    def random_for(self, *place: str) -> random.Random:
-        return random.Random(0)
-
-    def get_store(self) -> Any:
-        async def query_metrics() -> Any:
-            return SimpleNamespace(items=[])
-
-        async def add_metrics(step: int, values: Any) -> None:
-            pass
-
-        return SimpleNamespace(query_metrics=query_metrics, add_metrics=add_metrics)
-
-    async def run_trial(self, candidate: Any, val: Any, indices: Any, *place: Any) -> list[Any]:
-        rewards = self.draw.random(len(indices)) < self.rates[candidate.candidate_id]
-        return [SimpleNamespace(score=float(reward)) for reward in rewards]
-
-
 def publish_rate(rates: list[float], n_tasks: int, trials: int = 200) -> tuple[float, float]:
-    """Returns how often a prompt other than the first is published, and the mean gain that the search measured."""
+    """Searches among prompts with known success rates, with noisy scores.
+
+    Returns:
+        How often a prompt other than the first is published, and the mean gain that the search measured.
+    """
     draw, published, gains = np.random.default_rng(17), 0, []
+
+    async def score(prompt: Any, tasks: Any, number: int) -> list[float]:
+        return [float(reward) for reward in draw.random(len(tasks)) < rates[prompt]]
+
     for _ in range(trials):
-        search: Any = Search(rates, n_tasks, draw)
-        may_publish = asyncio.run(confirm(search, range(n_tasks)))  # only the number of tasks matters
-        published += may_publish and search.get_best() is not search.history[0]
-        gains.append(search.get_best().score - search.history[0].score)
+        scores = [draw.binomial(n_tasks, rate) / n_tasks for rate in rates]
+        best: Any = int(np.argmax(scores))
+        first: Any = 0
+        found = asyncio.run(confirm(first, best, range(n_tasks), max(20, n_tasks), score))
+        published += found.is_better and best != first
+        gains.append(scores[best] - scores[first])
     return published / trials, float(np.mean(gains))
 
 

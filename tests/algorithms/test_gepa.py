@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.trace import get_tracer
 
 import agentlightning as agl
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms.prompt_lab import BEST, SEED, TRAIN, VAL, WORTH, Server, agent, client, phrases
 
 

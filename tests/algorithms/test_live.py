@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.live.decision import make_test, next_margin
 from agentlightning_algorithms.live.reward_feed import EventFeed, ResultReader
-from agentlightning_algorithms.live_resources import (
+from agentlightning_algorithms.live.trial import make_test, next_margin
+from agentlightning_algorithms.shared.live_resources import (
     STATE_NAME,
     LiveIds,
     LiveState,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.live_resources import Experience, Result, read_live_history
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from agentlightning_algorithms.shared.live_resources import LiveExperience, Result, read_live_history
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.live_service import BEGIN, GOOD, run_checks, running, serving
 from tests.algorithms.prompt_lab import Server, client, is_critic
 
@@ -27,7 +27,7 @@ def make(server: Any, **settings: Any) -> agl.APO:
 
 
 @pytest.fixture
-async def experience(tmp_path: Path) -> AsyncIterator[Experience]:
+async def experience(tmp_path: Path) -> AsyncIterator[LiveExperience]:
     """Ten served rollouts, four with a reward of 0."""
     store = agl.InMemoryLightningStore()
     update = await store.update_resources("tuned", {"prompt": BEGIN})
@@ -36,7 +36,7 @@ async def experience(tmp_path: Path) -> AsyncIterator[Experience]:
     rewards = [agl.find_final_reward((await store.query_spans(each.rollout_id)).items) or 0.0 for each in served]
     assert rewards.count(0.0) == 4
     results = [Result(rollout, reward) for rollout, reward in zip(served, rewards, strict=True)]
-    yield Experience(update.resources, results, ["began"], store, tmp_path)
+    yield LiveExperience(update.resources, results, ["began"], store, tmp_path)
     await store.close()
 
 
@@ -58,7 +58,7 @@ async def test_a_service_improves_with_the_critic_and_the_editor_of_apo() -> Non
     await store.close()
 
 
-async def test_the_critic_reads_served_rollouts_including_the_worst(experience: Experience) -> None:
+async def test_the_critic_reads_served_rollouts_including_the_worst(experience: LiveExperience) -> None:
     with Server(model) as server:
         assert await make(server, gradient_batch_size=5).propose(experience) == {"prompt": agl.PromptTemplate(GOOD)}
     critic, editor = (request.body["messages"][0]["content"] for request in server.requests)
@@ -70,7 +70,7 @@ async def test_the_critic_reads_served_rollouts_including_the_worst(experience: 
 
 
 async def test_recorded_calls_are_not_repeated_and_count_in_the_budget_after_a_restart(
-    experience: Experience,
+    experience: LiveExperience,
 ) -> None:
     with Server(model) as server:
         for _ in range(2):
@@ -81,7 +81,7 @@ async def test_recorded_calls_are_not_repeated_and_count_in_the_budget_after_a_r
         assert len(server.requests) == 2
 
 
-async def test_a_failing_model_call_is_reported(experience: Experience) -> None:
+async def test_a_failing_model_call_is_reported(experience: LiveExperience) -> None:
     with Server([Answer(status=401, error="wrong key")]) as server:
         with pytest.raises(agl.LightningError, match="AuthenticationError"):
             await make(server).propose(experience)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.live_resources import read_live_history
+from agentlightning_algorithms.shared.live_resources import read_live_history
 from tests.algorithms.live_service import BEGIN, GOOD, running, serving
 from tests.benchmarks.bench_live import measure
 from tests.source import REPO

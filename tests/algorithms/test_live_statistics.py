@@ -18,7 +18,7 @@ from agentlightning.types import Rollout
 from agentlightning_algorithms.live.algorithm import LiveLearning
 from agentlightning_algorithms.live.sequential import _BETS, _MAX_LOSS, _MIN_BLOCK, SequentialTest
 from agentlightning_algorithms.live.trial import Trial
-from agentlightning_algorithms.live_resources import LiveState, Result
+from agentlightning_algorithms.shared.live_resources import LiveState, Result
 
 RISK = 0.05
 Rewards = Callable[[Any, int], Any]

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import agentlightning as agl
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 
 CONCURRENCY = 8
 AGENT_S = 0.05

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from agentlightning.resources import PromptTemplate
 from agentlightning.store.factory import create_store
 from agentlightning.types import Span
+from agentlightning_plugins.shared.training_records.record import LedgerEntry, TrainedCall, TrainedRow
 from agentlightning_plugins.stores.http.client import LightningStoreClient
-from agentlightning_plugins.training_records.record import LedgerEntry, TrainedCall, TrainedRow
 from tests.benchmarks.bench_store import RUNNERS, run_one
 from tests.benchmarks.bench_store_server import Server, serve
 from tests.many_rollouts import ROLLOUTS_OF_STEP, fill_postgresql, fill_sqlite

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentlightning_plugins.charts.line import Point, Series, line_chart
 from agentlightning_plugins.demo.training import read_metrics
+from agentlightning_plugins.shared.charts.line import Point, Series, line_chart
 
 
 def main() -> None:

@@ -23,13 +23,13 @@ import asyncpg
 
 from agentlightning.store.engine import BackendStore
 from agentlightning.types import Attempt, Rollout
-from agentlightning_plugins.garbage_collection import relax_collector
+from agentlightning_plugins.shared.garbage_collection import relax_collector
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.postgresql.backend import PostgresBackend
 from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
-from agentlightning_plugins.stores.sql.document import encode
+from agentlightning_plugins.stores.shared.sql.document import encode
 from agentlightning_plugins.stores.sqlite.backend import SqliteBackend
 from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
 
@@ -121,19 +121,19 @@ def transactions_of(store: BackendStore) -> int:
 FILL_SQLITE = (
     """WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i + 1 < :rollouts),
     named AS (SELECT i, printf('ro-%016x', i * 2654435761 % 1099511627776) AS id FROM n)
-    INSERT INTO rollout (rollout_id, run_id, status, start_time, group_id, step, revision, record)
-    SELECT id, 'default', 'succeeded', i * 1.0, i / 8, i / 512, 1,
+    INSERT INTO rollout (rollout_id, run_id, status, start_time, end_time, group_id, step, revision, record)
+    SELECT id, 'default', 'succeeded', i * 1.0, i * 1.0, i / 8, i / 512, 1,
         replace(replace(replace(replace(:rollout, 'ro-', id), '1111111', i), '2222222', i / 8), '3333333', i / 512)
     FROM named""",
-    """INSERT INTO attempt (rollout, attempt_id, sequence_id, worker_id, revision, record)
-    SELECT position, printf('at-%016x', position), 1, 'runner', 1,
+    """INSERT INTO attempt (rollout, attempt_id, sequence_id, status, worker_id, revision, record)
+    SELECT position, printf('at-%016x', position), 1, 'succeeded', 'runner', 1,
         replace(replace(replace(:attempt, 'ro-', rollout_id), 'at-', printf('at-%016x', position)), '1111111', position)
     FROM rollout""",
     "INSERT INTO tally VALUES ('rollouts', 'default', 'succeeded', :rollouts), ('attempts', 'default', '', :rollouts)",
 )
 FILL_POSTGRESQL = (
-    """INSERT INTO agl.rollout (rollout_id, run_id, status, start_time, group_id, step, revision, record)
-    SELECT id, 'default', 'succeeded', i, 'n' || i / 8, 'n' || i / 512, 1,
+    """INSERT INTO agl.rollout (rollout_id, run_id, status, start_time, end_time, group_id, step, revision, record)
+    SELECT id, 'default', 'succeeded', i, i, 'n' || i / 8, 'n' || i / 512, 1,
         replace(replace(replace(replace($2, 'ro-', id), '1111111', i::text), '2222222', (i / 8)::text),
             '3333333', (i / 512)::text)
     FROM (SELECT i, 'ro-' || lpad(to_hex(i * 2654435761 % 1099511627776), 16, '0') AS id

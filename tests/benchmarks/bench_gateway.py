@@ -108,8 +108,8 @@ async def serve_store(_: None) -> AsyncIterator[str]:
 
 async def serve_gateway(upstream: str, store_url: str = "memory://") -> AsyncIterator[str]:
     from agentlightning.store.factory import create_store
-    from agentlightning_plugins.garbage_collection import relax_collector
     from agentlightning_plugins.gateway.proxy import LLMProxy
+    from agentlightning_plugins.shared.garbage_collection import relax_collector
 
     relax_collector()  # as `agl gateway` and launch_mode="process" do
     store = create_store(store_url)

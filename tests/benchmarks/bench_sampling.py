@@ -35,10 +35,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
-from agentlightning_algorithms.grpo.model.policy import load_policy
-from agentlightning_algorithms.grpo.sampling.draw import SamplingParams
-from agentlightning_algorithms.grpo.sampling.sampler import Sampler
-from agentlightning_algorithms.policy_backend import PolicySetup
+from agentlightning_algorithms.shared.policy.model.policy import load_policy
+from agentlightning_algorithms.shared.policy.sampling.draw import SamplingParams
+from agentlightning_algorithms.shared.policy.sampling.sampler import Sampler
+from agentlightning_algorithms.shared.policy_backend import PolicySetup
 
 REPLY_TOKENS = 64
 CONCURRENT = 64

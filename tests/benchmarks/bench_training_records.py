@@ -18,8 +18,8 @@ import agentlightning as agl
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT, GRPO_SETTINGS
-from agentlightning_plugins.training_records.query import read_ledger
-from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN, TrainedRow
+from agentlightning_plugins.shared.training_records.query import read_ledger
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN, TrainedRow
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from agentlightning.cli import cli, main
 from agentlightning.errors import ConfigError, PluginError
-from agentlightning.plugin.hookspecs import Component, hookimpl
+from agentlightning.plugin.hookspecs import Component, Kind, hookimpl
 from agentlightning.plugin.registry import PluginManager
 from agentlightning_plugins.commands.plugins import command as plugins_command
 from tests.source import run_python
@@ -117,7 +117,6 @@ def test_a_plugin_that_fails_to_import_is_reported_and_does_not_stop_other_plugi
     [
         ("@hookimpl\ndef componets():\n    return []", r"no hook 'componets'\. Did you mean 'components'\?"),
         ("@hookimpl\nasync def instrument(tracer_provider):\n    return None", "hook 'instrument' is async"),
-        ("@hookimpl\ndef components():\n    return [Component('stor', 'x', 'y:z')]", "unknown kind 'stor'"),
         ("@hookimpl\ndef instrument(provider):\n    return None", "provider"),
     ],
 )
@@ -130,6 +129,39 @@ def test_a_plugin_with_an_invalid_hook_is_broken_with_a_clear_reason(
     plugin = PluginManager([entry_point(module)]).plugins["third"]
     assert plugin.state == "broken"
     assert re.search(complaint, plugin.error)
+
+
+def test_a_component_of_an_unknown_kind_is_reported_with_the_kind_that_may_be_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "misspelt.py").write_text(
+        "from agentlightning.plugin.hookspecs import Component, hookimpl\n"
+        "@hookimpl\ndef components():\n"
+        f"    return [Component('stor', 'x', 'y:z'), Component('algorithm', 'tuned', '{__name__}:Tuned')]"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    manager = PluginManager([entry_point(tmp_path / "misspelt.py")])
+    complaint = r"component 'x' has an unknown kind 'stor'\. Did you mean 'store'\? Kinds: adapter, "
+    assert re.search(complaint, manager.plugins["third"].error)
+    assert re.search(complaint, caplog.text)
+    assert manager.get("algorithm", "tuned").__name__ == "Tuned"
+    with pytest.raises(PluginError, match=r"no store named 'x'.*third \(component 'x'"):
+        manager.get("store", "x")
+    with pytest.raises(PluginError, match=r"unknown kind 'tracr'\. Did you mean 'tracer'\?"):
+        manager.get("tracr", "otel")
+    with pytest.raises(PluginError, match="unknown kind 'gizmo'"):
+        manager.register(offering(Component("gizmo", "x", "y:z")), "mine")
+    assert "mine" not in manager.plugins
+
+
+def test_kinds_that_a_plugin_declares_can_be_offered_by_any_plugin(manager: PluginManager) -> None:
+    @hookimpl
+    def kinds() -> Iterable[Kind]:
+        return [Kind("gizmo", "() -> object", "something of this plugin")]
+
+    manager.register(SimpleNamespace(kinds=kinds), "user")
+    manager.register(offering(Component("gizmo", "tuned", f"{__name__}:Tuned")), "maker")
+    assert manager.get("gizmo", "tuned").__name__ == "Tuned"
 
 
 def test_no_hook_of_a_broken_plugin_stays_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

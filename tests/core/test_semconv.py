@@ -154,6 +154,7 @@ def test_images_are_found_in_every_dialect() -> None:
         "gen_ai.prompt.0.content": json.dumps([{"type": "image_url", "image_url": {"url": "http://i/1"}}]),
     }
     openinference = {
+        "openinference.span.kind": "LLM",
         "llm.input_messages.0.message.role": "user",
         "llm.input_messages.0.message.contents.0.message_content.type": "image",
         "llm.input_messages.0.message.contents.0.message_content.image.image.url": "http://i/1",

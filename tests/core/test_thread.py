@@ -188,3 +188,37 @@ async def test_the_default_executor_of_a_program_keeps_running_calls_outside_of_
         await asyncio.get_running_loop().shutdown_default_executor()
         with pytest.raises(RuntimeError, match="after shutdown"):
             chosen.submit(len, "")
+
+
+class SharedLock:
+    """A lock whose ``__enter__`` takes time after it has the lock, as httpcore's has some bytecodes left."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.is_taken = self.may_return = False
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self.is_taken = True
+        while not self.may_return:
+            pass
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+async def test_a_thread_that_is_stopped_leaves_no_lock_taken() -> None:
+    shared, group = SharedLock(), ThreadGroup()
+
+    def work() -> None:
+        with shared:
+            while True:
+                time.sleep(0.01)
+
+    future = group.submit(work)
+    await until(lambda: shared.is_taken)
+    group.stop()
+    shared.may_return = True
+    with pytest.raises(ThreadStopped):
+        await asyncio.wrap_future(future)
+    assert not shared.lock.locked()

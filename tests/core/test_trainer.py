@@ -21,7 +21,7 @@ from agentlightning.event import RunFinished, StepFinished
 from agentlightning.plugin.hookspecs import Component
 from agentlightning.plugin.registry import PluginManager
 from agentlightning.types import AttemptedRollout
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.waiting import LIMIT_S, blocking_until
 
 TASKS = [{"number": number} for number in range(6)]

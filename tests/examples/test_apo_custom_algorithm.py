@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms.prompt_lab import Server
 from tests.port import reserve_port
 from tests.waiting import LIMIT_S, blocking_until

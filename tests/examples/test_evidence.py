@@ -18,7 +18,7 @@ from examples import evidence
 from examples.math import problems as math_problems
 from safetensors.torch import load_file
 
-from agentlightning_algorithms.advantage import Scored, compute_advantages
+from agentlightning_algorithms.shared.advantage import Scored, compute_advantages
 from agentlightning_plugins.demo.training import CHECKPOINT, GRPO_SETTINGS, TARGET_REWARD
 from tests.algorithms.server_thread import threads_for_servers
 from tests.source import REPO, run_python
@@ -42,7 +42,10 @@ def test_an_example_trains_and_with_a_learning_rate_of_zero_nothing_changes(
     example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = ("steps=2", "eval_every=0", "tasks_per_step=2", "rollouts_per_task=4")
-    gradient = ("keep_flat_groups=true", "update.entropy_coefficient=0.01")  # even if no rollout earns a reward
+    gradient = (
+        "experience.keep_flat_groups=true",
+        "update.entropy_coefficient=0.01",
+    )  # even if no rollout earns a reward
     settings = [f"algorithm.{setting}" for setting in (*few, *gradient)]
     settings += ["strategy=shm", f"data.val={{source: 'examples.{example}.problems:val', limit: 4}}"]
     arguments = ("--seeds", "0", "--variants", "trained", "frozen", "--tests", "4", "--set", *settings)
@@ -66,7 +69,7 @@ def test_an_example_trains_and_with_a_learning_rate_of_zero_nothing_changes(
 
 def test_cpu_seconds_are_counted_by_the_purpose_of_a_process() -> None:
     purposes = {
-        "sampler": "agentlightning_algorithms.grpo.server",
+        "sampler": "agentlightning_algorithms.shared.policy.server",
         "agent": "agentlightning_plugins.strategies",
         "other": "",
     }

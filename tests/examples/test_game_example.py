@@ -11,7 +11,7 @@ from examples.game.agent import MAX_CALLS, Game, show
 from openai import AsyncOpenAI
 
 from agentlightning.testing.agent import Lab
-from agentlightning_plugins.scripted_model.server import Answer
+from agentlightning_plugins.shared.scripted_model.server import Answer
 
 
 def test_heaps_of_a_multiple_of_four_stones_are_lost() -> None:

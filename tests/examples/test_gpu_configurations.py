@@ -22,7 +22,10 @@ def test_the_configuration_for_a_gpu_trains_on_a_cpu(
     example = file.parent.name
     here = (f"model=examples/{example}/checkpoint", "device=cpu", "dtype=float32", "sampling.max_tokens=24")
     short = ("steps=1", "tasks_per_step=2", "rollouts_per_task=4", "eval_every=0")
-    gradient = ("keep_flat_groups=true", "update.entropy_coefficient=0.01")  # even if no rollout earns a reward
+    gradient = (
+        "experience.keep_flat_groups=true",
+        "update.entropy_coefficient=0.01",
+    )  # even if no rollout earns a reward
     overrides = [f"algorithm.{setting}" for setting in (*here, *short, *gradient)]
     overrides += [
         f"data.{split}={{source: 'examples.{example}.problems:{split}', limit: 4}}" for split in ("train", "val")

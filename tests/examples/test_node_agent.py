@@ -13,7 +13,7 @@ from examples.node_agent import problems
 
 from agentlightning import Rollout
 from agentlightning_plugins.commands.train.command import command
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.algorithms.server_thread import threads_for_servers
 from tests.source import REPO
 
@@ -56,7 +56,7 @@ def test_the_reward_of_the_node_agent_compares_the_last_line_with_the_right_numb
 
 
 def test_a_training_uses_the_tokens_of_the_node_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = ("steps=1", "tasks_per_step=2", "rollouts_per_task=4", "eval_every=0", "keep_flat_groups=true")
+    short = ("steps=1", "tasks_per_step=2", "rollouts_per_task=4", "eval_every=0", "experience.keep_flat_groups=true")
     settings = [f"algorithm.{setting}" for setting in short]
     settings += ["data.val={source: 'examples/node_agent/problems.py:val', limit: 2}", f"run_dir={tmp_path / 'run'}"]
     monkeypatch.chdir(REPO)

@@ -14,7 +14,7 @@ from examples.rag import problems as rag_problems
 
 import agentlightning as agl
 from agentlightning.testing.agent import Lab
-from agentlightning_plugins.scripted_model.server import Answer
+from agentlightning_plugins.shared.scripted_model.server import Answer
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from examples.sql import problems as sql_problems
 
 import agentlightning as agl
 from agentlightning.testing.agent import Lab
-from agentlightning_plugins.scripted_model.server import Answer
+from agentlightning_plugins.shared.scripted_model.server import Answer
 
 
 def test_pairs_of_columns_of_a_sql_table_occur_in_only_one_split() -> None:

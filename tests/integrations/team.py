@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import pytest
 
 import agentlightning as agl
-from agentlightning.testing.agent import AGENT_NAME, Lab, answer, ask
-from agentlightning.testing.agent.conformance import go_on
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from agentlightning.testing.agent import AGENT_NAME, Lab, answer, ask, go_on
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 
 WRITER = "You write what the calculator found."
 THE_END = "the end"

@@ -20,11 +20,18 @@ from agent_framework.openai import OpenAIChatClient
 from opentelemetry.sdk.trace import TracerProvider
 
 import agentlightning as agl
-from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, answer, ask
-from agentlightning.testing.agent.conformance import is_tool_span
-from agentlightning.testing.agent.lab import TEMPERATURE
+from agentlightning.testing.agent import (
+    AGENT_NAME,
+    MODEL,
+    TEMPERATURE,
+    AgentConformance,
+    Lab,
+    answer,
+    ask,
+    is_tool_span,
+)
 from agentlightning_integrations.agent_framework import agent as our_integration
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_agent_framework_agent
 from tests.integrations.team import THE_END, WRITER, TeamTests, names_and_texts, run
 

@@ -22,10 +22,9 @@ from opentelemetry import trace as otel
 from opentelemetry.sdk.trace import TracerProvider
 
 import agentlightning as agl
-from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, answer, ask
-from agentlightning.testing.agent.conformance import is_tool_span
+from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, answer, ask, is_tool_span
 from agentlightning_integrations.autogen import agent as autogen_integration
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_autogen_agent
 from tests.integrations.team import THE_END, WRITER, TeamTests, names_and_texts, run
 from tests.waiting import LIMIT_S

@@ -12,7 +12,7 @@ import agentlightning as agl
 from agentlightning.litagent import wrapping
 from agentlightning.plugin.hookspecs import WrapOptions, hookimpl
 from agentlightning.plugin.registry import PluginManager
-from agentlightning_integrations.framework.agent import FrameworkAgent, by_path
+from agentlightning_integrations.shared.framework.agent import FrameworkAgent, by_path
 
 ROLLOUT = agl.AttemptedRollout(
     rollout_id="ro-1",

@@ -12,7 +12,7 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.testing.agent import INSTRUCTIONS, Lab, answer, ask
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.prompt_lab import Server, client, is_critic, prompt_in
 from tests.integrations import framework_agent
 from tests.integrations.framework_agent import AGENTS, PROMPTS, make_openai_client

@@ -16,10 +16,9 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from pydantic import BaseModel, SecretStr
 
 import agentlightning as agl
-from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, ask
-from agentlightning.testing.agent.conformance import is_tool_span
+from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, ask, is_tool_span
 from agentlightning.tracer import OtelTracer
-from agentlightning_plugins.scripted_model.server import Answer
+from agentlightning_plugins.shared.scripted_model.server import Answer
 from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_langchain_agent, make_react_agent
 
 pytestmark = pytest.mark.environment("main", "oldest")  # tests/newest has a few of these

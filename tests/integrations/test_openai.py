@@ -31,8 +31,8 @@ from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, La
 from agentlightning.tracer import OtelTracer
 from agentlightning.types import Span
 from agentlightning_integrations.openai import client as openai_integration
-from agentlightning_plugins.instrumentation import _functions
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI, decode
+from agentlightning_plugins.shared.instrumentation import _functions
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI, decode
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.integrations.framework_agent import NOWHERE, make_openai_agent
 from tests.waiting import LIMIT_S
@@ -504,7 +504,7 @@ from opentelemetry.instrumentation.openai import OpenAIInstrumentor
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from agentlightning_integrations.openai import plugin
+from agentlightning_integrations import openai as plugin
 
 exporter, provider = InMemorySpanExporter(), TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -532,7 +532,7 @@ import sys
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from agentlightning_integrations.openai import plugin
+from agentlightning_integrations import openai as plugin
 
 exporter, undone, provider = InMemorySpanExporter(), InMemorySpanExporter(), TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -562,7 +562,7 @@ async def test_incompatible_versions_of_opentelemetry_are_logged_and_openai_can_
     code = """
 import logging, sys
 logging.basicConfig()
-from agentlightning_integrations.openai import plugin
+from agentlightning_integrations import openai as plugin
 plugin.instrument(object())
 sys.modules["opentelemetry.instrumentation.openai"] = None
 import openai

@@ -23,11 +23,10 @@ from openai import AsyncOpenAI
 
 import agentlightning as agl
 from agentlightning.adapter import TraceToTriplet
-from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, AgentConformance, Lab, add, ask
-from agentlightning.testing.agent.conformance import is_tool_span
+from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, AgentConformance, Lab, add, ask, is_tool_span
 from agentlightning.tracer import OtelTracer
 from agentlightning_integrations.openai_agents.agent import _processors
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.integrations.framework_agent import PROMPTS, make_openai_agents_agent
 
 pytestmark = pytest.mark.environment("main", "newest", "oldest")

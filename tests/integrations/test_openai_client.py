@@ -13,8 +13,8 @@ import openai
 import pytest
 
 import agentlightning as agl
-from agentlightning_integrations.framework.openai_client import _StoppableClient, sync_client
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning_integrations.shared.framework.openai_client import _StoppableClient, sync_client
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.environment("main", "newest", "oldest")

@@ -16,9 +16,9 @@ from openai import AsyncOpenAI
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, AgentConformance, Lab, add
-from agentlightning.testing.agent.conformance import AgentConformance as Kit
+from agentlightning.testing.agent import AgentConformance as Kit
 from agentlightning.tracer import get_active_tracer
-from agentlightning_integrations.framework.agent import FrameworkAgent
+from agentlightning_integrations.shared.framework.agent import FrameworkAgent
 
 pytestmark = pytest.mark.environment("main")  # a test of the conformance tests
 

@@ -24,7 +24,7 @@ from agentlightning.testing.tracer import TracerConformance
 from agentlightning.tracer import AgentOpsTracer, Tracer
 from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.gateway.proxy import LLMProxy
-from agentlightning_plugins.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob
+from agentlightning_plugins.shared.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.store import LightningStoreServer
-from agentlightning_algorithms.prompt_search.budget import read_usage
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_algorithms.shared.prompt_search.budget import read_usage
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.source import pyproject, run_python
 
 EXTRAS = ("langchain", "openai", "openai-agents", "openinference", "otlp", "postgresql")

@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from agentlightning_plugins import http_connections
+from agentlightning_plugins.shared.web import server as web_server
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.security.gateway_process import port_of, process, text_of
@@ -22,7 +22,7 @@ from tests.waiting import LIMIT_S
 FILES = 1024
 PRLIMIT = ["prlimit", f"--nofile={FILES}:{FILES}"]
 IDLE = 1100
-PATIENT = "from agentlightning_plugins import http_connections as c; c.FIRST_BYTE_S = c.FIRST_REQUEST_S = 3600.0"
+PATIENT = "from agentlightning_plugins.shared.web import server; server.KEEPALIVE_S = 3600.0"
 """Makes a server close connections only because there are too many, so that the machine may be slow."""
 
 
@@ -109,8 +109,7 @@ async def check_idle_connections(port: int, log: Path, path: str, key: str) -> N
 
 
 async def test_a_connection_on_which_no_complete_request_arrives_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connections, "FIRST_BYTE_S", 0.05)
-    monkeypatch.setattr(http_connections, "FIRST_REQUEST_S", 0.1)
+    monkeypatch.setattr(web_server, "KEEPALIVE_S", 0.1)
     async with LightningStoreServer(InMemoryLightningStore(), port=0) as server:
         for sent in (b"", b"GET / HTTP/1.1\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

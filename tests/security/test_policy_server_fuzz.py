@@ -21,7 +21,9 @@ async def test_a_policy_server_withstands_random_requests_and_idle_connections(s
     save_tiny_model(tmp_path / "model")
     log = tmp_path / "log"
     arguments = ["--model", str(tmp_path / "model"), "--model-name", "m", "--threads", "1", "--prefix-cache-mb", "16"]
-    async with process(log, *patient("agentlightning_algorithms.grpo.server"), *arguments, wrapper=PRLIMIT) as server:
+    async with process(
+        log, *patient("agentlightning_algorithms.shared.policy.server"), *arguments, wrapper=PRLIMIT
+    ) as server:
         port = await port_of(server, log, r'"port": (\d+)')
         found = re.search(r'"key": "([^"]+)"', text_of(log))
         assert found is not None

@@ -10,7 +10,7 @@ import pytest
 
 from agentlightning.errors import ConfigError
 from agentlightning.store.factory import create_store
-from agentlightning_plugins import garbage_collection
+from agentlightning_plugins.shared import garbage_collection
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server.polling import Polls
 from tests.plugins.commands.agl_here import run_here

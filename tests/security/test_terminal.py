@@ -39,13 +39,13 @@ CONFIG = {
     "strategy": "shm",
 }
 UNTRUSTED = (
-    "ab compare doctor eval replay report train resources-list resources-show resources-export rollouts-list "
+    "compare doctor eval replay report train resources-list resources-show resources-export rollouts-list "
     "rollouts-show rollouts-cancel rollouts-retry rollouts-delete rollouts-export runs-list runs-show spans-list "
     "spans-show spans-export ledger tokens workers-list workers-show workers-export workers-end resources-promote "
     "resources-rollback top"
 ).split()
 OTHERS = (
-    "completion config-schema dashboard demo export gateway-pause gateway-resume gateway-status legacy new-agent "
+    "ab completion config-schema dashboard demo export gateway-pause gateway-resume gateway-status legacy new-agent "
     "new-plugin plugins resources-follow rollouts-follow spans-follow workers-follow runner serve store-compact trace"
 ).split()
 """Commands that print no text of agents, or print it with the same functions as the tested commands."""
@@ -129,7 +129,7 @@ def test_no_text_of_an_agent_is_printed_as_a_terminal_escape(folder: Path) -> No
         agl_here("workers", "list", *form)
         agl_here("workers", "show", f"w{EVIL}", *form)
         agl_here("runs", "list", *form, shows=False)
-        agl_here("ab", "a", "b", *form, shows=False)
+        agl_here("compare", "a", "b", *form, shows=False)
         agl_here("ledger", *form, shows=False)
         agl_here("tokens", rollout_id, *form, shows=False)
         agl_here("top", "--once", *form)

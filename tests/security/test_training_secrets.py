@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from agentlightning_algorithms.grpo.algorithm import write_record
 from agentlightning_algorithms.grpo.checkpoints.model_card import write_model_card
-from agentlightning_algorithms.grpo.checkpoints.training_files import write_record
-from agentlightning_algorithms.grpo.offline.sft import SFT
-from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings
-from agentlightning_algorithms.grpo.settings.teacher import TeacherSettings
-from agentlightning_algorithms.trained_model.record import TrainingRecord
+from agentlightning_algorithms.grpo.settings import GRPOSettings, TeacherSettings
+from agentlightning_algorithms.sft.algorithm import SFT
+from agentlightning_algorithms.shared.trained_model.record import TrainingRecord
 from agentlightning_plugins.demo.training import CHECKPOINT
 
 

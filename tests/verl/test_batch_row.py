@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import agentlightning as agl
-from agentlightning_algorithms.advantage import Scored, compute_advantages
+from agentlightning_algorithms.shared.advantage import Scored, compute_advantages
 from agentlightning_algorithms.verl.rollout.batch_row import (
     BatchRow,
     BuiltRows,
@@ -15,7 +15,7 @@ from agentlightning_algorithms.verl.rollout.batch_row import (
     placeholder_row,
     weight_range,
 )
-from agentlightning_algorithms.verl.rollout.controller import Episode
+from agentlightning_algorithms.verl.rollout.controller import VerlEpisode
 from agentlightning_algorithms.verl.rollout.metrics import RolloutStats, summarize
 
 
@@ -105,7 +105,7 @@ def test_rewards_of_calls_are_kept_in_the_extra_fields_of_rows() -> None:
     from agentlightning_algorithms.verl.rollout.agent_loop import episode_to_outputs
 
     rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
-    outputs = episode_to_outputs(Episode(rows, reward=1.0, calls=2), current=1)
+    outputs = episode_to_outputs(VerlEpisode(rows, reward=1.0, calls=2), current=1)
     assert [output.extra_fields["rewards"] for output in outputs] == [[0.5], [None]]
     assert [output.reward_score for output in outputs] == [1.0, 1.0]  # verl trains on the rollout's reward
     assert {(o.extra_fields["min_global_steps"], o.extra_fields["max_global_steps"]) for o in outputs} == {(0, 1)}

@@ -15,7 +15,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import agentlightning as agl
-from agentlightning_algorithms.trained_model.record import TrainingRecord
+from agentlightning_algorithms.shared.trained_model.record import TrainingRecord
 from agentlightning_algorithms.verl import environment
 from agentlightning_algorithms.verl.config import _compose_own, compose_config, dump_config
 from agentlightning_algorithms.verl.default import CPU_DEFAULTS, DEFAULTS

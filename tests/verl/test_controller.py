@@ -5,7 +5,7 @@ from __future__ import annotations
 from omegaconf import OmegaConf
 
 import agentlightning as agl
-from agentlightning_algorithms.rollout_result import RolloutResult
+from agentlightning_algorithms.shared.rollout_result import RolloutResult
 from agentlightning_algorithms.verl.rollout.controller import RolloutController, cancel_open
 from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
 

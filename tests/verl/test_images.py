@@ -11,7 +11,7 @@ from vision_agent import ask, image_url
 
 import agentlightning as agl
 from agentlightning_algorithms.verl.rollout.batch_row import BatchRow, BuiltRows, build_rows
-from agentlightning_algorithms.verl.rollout.controller import Episode, RolloutController
+from agentlightning_algorithms.verl.rollout.controller import RolloutController, VerlEpisode
 from agentlightning_algorithms.verl.rollout.images import ImageLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of verl's imports
@@ -79,7 +79,7 @@ def test_verl_gets_the_images_of_a_row_in_the_order_of_its_prompt(processor: Any
     built = with_images(processor, [9, 4, 4], [GREEN, RED, BLUE])
     built.rows += rows_of(call([1], [2])).rows
     assert loader.load(built, "ro-1") == []
-    seen, text = episode_to_outputs(Episode(built.rows, reward=1.0, calls=1), current=0)
+    seen, text = episode_to_outputs(VerlEpisode(built.rows, reward=1.0, calls=1), current=0)
     assert seen.multi_modal_data is not None
     images = seen.multi_modal_data["images"]
     assert [image.size for image in images] == [(24, 24), (16, 16), (16, 16)]
@@ -139,7 +139,7 @@ def test_a_text_model_refuses_images_and_keeps_rows_of_text() -> None:
 async def test_the_error_about_an_image_that_is_not_a_data_uri_names_rollout_and_image(loader: ImageLoader) -> None:
     from omegaconf import OmegaConf
 
-    from agentlightning_algorithms.rollout_result import read_result
+    from agentlightning_algorithms.shared.rollout_result import read_result
     from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
 
     store = agl.InMemoryLightningStore()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from agentlightning_algorithms.verl.rollout.batch_row import RowCall
-from agentlightning_plugins.training_records.account import RolloutOutcome, TokenTexts
-from agentlightning_plugins.training_records.record import LEDGER_SPAN, LedgerEntry, TrainedRow
+from agentlightning_plugins.shared.training_records.account import RolloutOutcome, TokenTexts
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry, TrainedRow
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of verl's imports
 
@@ -30,9 +30,9 @@ def row(name: str, group: str, reward: float, advantages: list[float], mask: lis
 
 
 def record(*rows: object, **options: bool) -> tuple[list[TrainedRow], dict[str, LedgerEntry]]:
-    from agentlightning_algorithms.verl.training.record import Recorder
+    from agentlightning_algorithms.verl.training.record import StepRecorder
 
-    made = Recorder(TokenTexts(lambda ids: f"<{ids[0]}>")).make_spans(rows, 5, **options)
+    made = StepRecorder(TokenTexts(lambda ids: f"<{ids[0]}>")).make_spans(rows, 5, **options)
     entries = [LedgerEntry.from_span(span) for span in made.spans if span.name == LEDGER_SPAN]
     assert sum(made.outcomes.values()) == len(entries)
     kept = [TrainedRow.from_span(span) for span in made.spans if span.name != LEDGER_SPAN]

@@ -14,8 +14,8 @@ import torch
 
 import agentlightning as agl
 from agentlightning import semconv
-from agentlightning_algorithms.advantage import Scored, compute_advantages, read_credit
-from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
+from agentlightning_algorithms.shared.advantage import Scored, compute_advantages, read_credit
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
 
 if TYPE_CHECKING:
     from conftest import Training
@@ -382,7 +382,7 @@ def test_the_trained_model_is_exported_and_served(trained: Training, tmp_path: P
     from safetensors.torch import load_file
 
     from agentlightning_algorithms.grpo.command import export
-    from agentlightning_algorithms.trained_model.serving import serve_model
+    from agentlightning_algorithms.shared.trained_model.serving import serve_model
 
     exported = tmp_path / "exported"
     said = CliRunner().invoke(export, [str(trained.directory), str(exported), "--checkpoint", "2"])

@@ -14,7 +14,7 @@ from PIL import Image
 from vision_agent import image_url
 from vision_server import COLLAPSED, model_inputs
 
-from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
 
 pytestmark = pytest.mark.slow
 STEPS, N = (1, 2), 3

@@ -14,8 +14,8 @@ import torch
 
 import agentlightning as agl
 from agentlightning_algorithms.grpo.backend.vllm import VLLMBackend
-from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.policy_backend import PolicySetup
+from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
+from agentlightning_algorithms.shared.policy_backend import PolicySetup
 from tests.algorithms.tiny_model import save_tiny_model
 from tests.port import reserve_port
 from tests.vllm.vllm_process import OPTIONS, SERVER, wait_until_ready

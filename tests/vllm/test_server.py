@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 import agentlightning as agl
 from agentlightning_algorithms.grpo.backend.vllm import VLLMBackend
 from agentlightning_algorithms.grpo.learning.served_teacher import ServedTeacher
-from agentlightning_algorithms.grpo.model.policy import Policy, load_policy, open_adapter
-from agentlightning_algorithms.grpo.settings.teacher import TeacherSettings
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.grpo.settings import TeacherSettings
+from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy, open_adapter
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 
 MESSAGES: Any = [{"role": "user", "content": "Add 2 and 3."}]
 TOOL: Any = {

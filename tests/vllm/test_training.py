@@ -10,7 +10,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning_plugins.demo.agent import CLIENT
-from agentlightning_plugins.training_records.query import read_ledger
+from agentlightning_plugins.shared.training_records.query import read_ledger
 
 TASKS = [f"{number} apples" for number in range(32)]
 

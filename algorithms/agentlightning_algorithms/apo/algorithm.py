@@ -16,18 +16,18 @@ from agentlightning.errors import LightningError
 from agentlightning.plugin.settings import require_least
 from agentlightning.resources import PromptTemplate
 from agentlightning.types import Dataset, RolloutMode
-from agentlightning_algorithms.live_resources import Experience
-from agentlightning_algorithms.prompt_search.candidate import Candidate, choose_prompts
-from agentlightning_algorithms.prompt_search.critique import (
+from agentlightning_algorithms.shared.live_resources import LiveExperience
+from agentlightning_algorithms.shared.prompt_search.candidate import Candidate, choose_prompts
+from agentlightning_algorithms.shared.prompt_search.critique import (
     EDIT_PROMPTS,
     GRADIENT_PROMPTS,
     Templates,
     read_templates,
     show_rollouts,
 )
-from agentlightning_algorithms.prompt_search.placeholder import show_placeholders, show_text
-from agentlightning_algorithms.prompt_search.search import PromptSearch, call_place
-from agentlightning_algorithms.prompt_search.trial import TrialResult, mean_score, read_trial_result
+from agentlightning_algorithms.shared.prompt_search.placeholder import show_placeholders, show_text
+from agentlightning_algorithms.shared.prompt_search.search import PromptSearch
+from agentlightning_algorithms.shared.prompt_search.trial import TrialResult, call_place, mean_score, read_trial_result
 
 logger = logging.getLogger("agentlightning")
 
@@ -162,7 +162,7 @@ class APO(PromptSearch):
         )
         return None if edited is None else Candidate.of({**prompt.prompts, name: edited}, prompt, critique=critique)
 
-    async def propose(self, experience: Experience) -> dict[str, PromptTemplate] | None:
+    async def propose(self, experience: LiveExperience) -> dict[str, PromptTemplate] | None:
         """Makes a child of a service's prompts, for live learning: ``LiveLearning(APO(...).propose)``.
 
         The critic reads ``gradient_batch_size`` served rollouts: half are the worst, the others are drawn at random.

@@ -11,8 +11,8 @@ from agentlightning.algorithm.algorithm import FastAlgorithm
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import require_least
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode
-from agentlightning_algorithms.rollout_result import RewardCheck, read_result, retry_lost, run_rollouts
-from agentlightning_plugins.statistics.score import Score
+from agentlightning_algorithms.shared.rollout_result import RewardCheck, read_result, retry_lost, run_rollouts
+from agentlightning_plugins.shared.statistics.score import Score
 
 _BATCH_SIZE = 256
 """Rollouts that are queued and waited for together, so that a large dataset is never held in memory as a whole."""

@@ -13,8 +13,8 @@ from agentlightning.resources import Resource
 from agentlightning.trainer import Trainer
 from agentlightning.types import Dataset, Run
 from agentlightning_algorithms.evaluation.algorithm import Evaluation
-from agentlightning_plugins.statistics.comparison import Comparison, Group, compare_groups
-from agentlightning_plugins.statistics.score import Score
+from agentlightning_plugins.shared.statistics.comparison import Comparison, Group, compare_groups
+from agentlightning_plugins.shared.statistics.score import Score
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentlightning.types import AttemptedRollout, Dataset
+from agentlightning_algorithms.grpo.collector import BACKEND_CHECK_S, RolloutBatch, RolloutCollector
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.experience import find_flat_groups, score_episodes
-from agentlightning_algorithms.grpo.session import BACKEND_CHECK_S, Batch, Session
-from agentlightning_algorithms.rollout_result import cancel_rollouts
-from agentlightning_plugins.training_records.record import LedgerEntry, Outcome
+from agentlightning_algorithms.shared.rollout_result import cancel_rollouts
+from agentlightning_plugins.shared.training_records.record import LedgerEntry, Outcome
 
 
 class Batches(Protocol):
     """Rolls out tasks for one step after another."""
 
-    async def take(self) -> Batch:
-        """Returns the finished rollouts of the next step."""
+    async def take(self) -> RolloutBatch:
+        """Returns the finished rollouts of the next step, or further rollouts of the same step."""
         ...
 
-    async def begin_next(self, batch: Batch) -> None:
-        """Begins rollouts that run while ``batch`` is trained on."""
+    async def begin_next(self) -> None:
+        """Begins rollouts that run while the batch of this step, if one was taken, is trained on."""
         ...
 
     async def settle(self) -> None:
@@ -36,28 +36,37 @@ class Batches(Protocol):
         ...
 
 
-def make_batches(session: Session, train: Dataset[Any]) -> Batches:
+def make_batches(collector: RolloutCollector, train: Dataset[Any]) -> Batches:
     """Returns the batches that the setting ``staleness`` requires."""
-    return GroupPool(session, train) if session.settings.is_asynchronous else StepBatches(session, train)
+    return GroupPool(collector, train) if collector.settings.is_asynchronous else StepBatches(collector, train)
 
 
 class StepBatches:
     """The rollouts of one step at a time, sampled by one version of the weights; ``staleness`` 0 or 1."""
 
-    def __init__(self, session: Session, train: Dataset[Any]) -> None:
-        self._session = session
+    def __init__(self, collector: RolloutCollector, train: Dataset[Any]) -> None:
+        self._collector = collector
         self._train = train
-        self._next: asyncio.Task[Batch] | None = None
+        self._next: asyncio.Task[RolloutBatch] | None = None
+        self._position = collector.position
+        self._rounds = 0
+        """Rounds of rollouts in the current step, refills included."""
 
-    async def take(self) -> Batch:
-        session, prefetched = self._session, self._next
+    async def take(self) -> RolloutBatch:
+        collector, prefetched = self._collector, self._next
         self._next = None
-        return await (prefetched or session.collect(self._train, session.step, session.position))
+        batch = await (
+            prefetched or collector.collect(self._train, collector.step, self._position, first_round=self._rounds)
+        )
+        self._position = batch.position
+        self._rounds += collector.settings.refill_rounds + 1
+        return batch
 
-    async def begin_next(self, batch: Batch) -> None:
-        session = self._session
-        if session.settings.staleness and session.step + 1 < session.settings.steps:
-            self._next = asyncio.create_task(session.collect(self._train, session.step + 1, batch.position))
+    async def begin_next(self) -> None:
+        collector, has_taken = self._collector, self._rounds > 0
+        self._rounds = 0
+        if has_taken and collector.settings.staleness and collector.step + 1 < collector.settings.steps:
+            self._next = asyncio.create_task(collector.collect(self._train, collector.step + 1, self._position))
 
     async def settle(self) -> None:
         if self._next is not None:
@@ -95,18 +104,18 @@ class GroupPool:
     first B complete groups, the oldest first. Stragglers stay open; groups more than k updates old are dropped.
     """
 
-    def __init__(self, session: Session, train: Dataset[Any]) -> None:
-        self._session = session
+    def __init__(self, collector: RolloutCollector, train: Dataset[Any]) -> None:
+        self._collector = collector
         self._train = train
-        self._open = [_Group(*place) for place in session.open_groups]
+        self._open = [_Group(*place) for place in collector.open_groups]
         numbers = [group.number for group in self._open]
-        self._next_number = max([session.position - 1, *numbers]) + 1
+        self._next_number = max([collector.position - 1, *numbers]) + 1
         self._taken_at: float | None = None
 
-    async def take(self) -> Batch:
-        session, settings = self._session, self._session.settings
+    async def take(self) -> RolloutBatch:
+        collector, settings = self._collector, self._collector.settings
         began = self._taken_at or time.monotonic()
-        size, remaining = settings.tasks_per_step, settings.steps - session.step
+        size, remaining = settings.tasks_per_step, settings.steps - collector.step
         spare = settings.refill_rounds * size  # how many groups without spread may be replaced
         taken: list[list[Episode]] = []
         useful = flat = 0
@@ -122,9 +131,9 @@ class GroupPool:
                     await self._record([group], "cancelled")
                     dropped += 1
                     continue
-                session.count_rollouts(group.rollout_ids)
+                collector.count_rollouts(group.rollout_ids)
                 taken.append(episodes)
-                scored_R = score_episodes(session.shape(episodes), settings.failed_reward)
+                scored_R = score_episodes(collector.shape(episodes), settings.experience.failed_reward)
                 is_flat = not scored_R or bool(find_flat_groups(scored_R))
                 if is_flat and flat < spare:
                     flat += 1
@@ -134,15 +143,15 @@ class GroupPool:
                 break
             await self._fill(min(remaining, settings.staleness + 1) * size - useful)
             waiting = [group.gathering for group in self._open if group.gathering is not None]
-            session.backend.check()
+            collector.backend.check()
             await asyncio.wait(waiting, timeout=BACKEND_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
         episodes = [episode for group in taken for episode in group]
-        session.reward_check.add(episode.outcome for episode in episodes)
-        session.remember_rewards(episodes)
+        collector.reward_check.add(episode.outcome for episode in episodes)
+        collector.remember_rewards(episodes)
         self._taken_at = time.monotonic()
         versions = [version for episode in episodes if (version := episode.oldest_version) is not None]
         metrics = {
-            **await session.sampler_metrics(),
+            **await collector.sampler_metrics(),
             "groups_open": float(len(self._open)),
             "groups_dropped": float(dropped),
             "calls_of_mixed_versions": float(
@@ -151,12 +160,14 @@ class GroupPool:
         }
         if spare:
             metrics["refills"] = float(flat)
-        version = min([*versions, session.step])
-        return Batch(episodes, version, self._next_number, self._taken_at - began, metrics)
+        version = min([*versions, collector.step])
+        return RolloutBatch(episodes, version, self._next_number, self._taken_at - began, metrics)
 
-    async def begin_next(self, batch: Batch) -> None:
-        settings = self._session.settings
-        remaining = settings.steps - self._session.step - 1
+    async def begin_next(self) -> None:
+        if self._taken_at is None:
+            return
+        settings = self._collector.settings
+        remaining = settings.steps - self._collector.step - 1
         await self._fill(min(remaining, settings.staleness) * settings.tasks_per_step)
 
     async def settle(self) -> None:
@@ -167,26 +178,26 @@ class GroupPool:
 
     async def _fill(self, size: int) -> None:
         """Begins groups until ``size`` are open, and resumes the groups that an interrupted run left open."""
-        session = self._session
+        collector = self._collector
         count = max(0, size - len(self._open))
-        tasks = session.choose_tasks(self._train, count, self._next_number) if count else []
-        self._open += [_Group(self._next_number + i, index, session.step) for i, (index, _) in enumerate(tasks)]
+        tasks = collector.choose_tasks(self._train, count, self._next_number) if count else []
+        self._open += [_Group(self._next_number + i, index, collector.step) for i, (index, _) in enumerate(tasks)]
         self._next_number += count
         begun = [group for group in self._open if group.gathering is None]
         requests = [
-            session.group_requests(group.task, self._train[group.task], group.step, group.number) for group in begun
+            collector.group_requests(group.task, self._train[group.task], group.step, group.number) for group in begun
         ]
         if begun:
-            await session.enqueue([each for group in requests for each in group], "train", session.train_resources)
+            await collector.enqueue([each for group in requests for each in group], "train", collector.train_resources)
         for group, own in zip(begun, requests, strict=True):
             group.rollout_ids = [str(request.rollout_id) for request in own]
-            group.gathering = asyncio.create_task(session.gather(group.rollout_ids))
+            group.gathering = asyncio.create_task(collector.gather(group.rollout_ids))
         self._remember_open()
 
     async def _drop_stale(self) -> int:
         """Drops groups that are too old to train on; returns their number."""
-        session = self._session
-        oldest = session.step - session.settings.staleness
+        collector = self._collector
+        oldest = collector.step - collector.settings.staleness
         stale = [group for group in self._open if group.gathering is not None and await self._is_stale(group, oldest)]
         if stale:
             self._open = [group for group in self._open if group not in stale]
@@ -203,8 +214,8 @@ class GroupPool:
             versions = [version for episode in group.episodes if (version := episode.oldest_version) is not None]
             return bool(versions) and min(versions) < oldest
         # Times at which an earlier process published weights are not known.
-        begun_before = min(at for version, at in self._session.published_at.items() if version >= oldest)
-        rollouts = [await self._session.store.get_rollout_by_id(rollout_id) for rollout_id in group.rollout_ids]
+        begun_before = min(at for version, at in self._collector.published_at.items() if version >= oldest)
+        rollouts = [await self._collector.store.get_rollout_by_id(rollout_id) for rollout_id in group.rollout_ids]
         return any(isinstance(each, AttemptedRollout) and each.attempt.start_time < begun_before for each in rollouts)
 
     async def _stop(self, groups: Sequence[_Group], *, has_ended: bool) -> None:
@@ -214,22 +225,22 @@ class GroupPool:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         if has_ended:
-            await cancel_rollouts(self._session.store, list(_ids(groups)))
+            await cancel_rollouts(self._collector.store, list(_ids(groups)))
 
     async def _record(self, groups: Sequence[_Group], outcome: Outcome) -> None:
         """Records the rollouts of dropped groups in the ledger."""
-        session = self._session
-        session.count_rollouts(list(_ids(groups)))
+        collector = self._collector
+        collector.count_rollouts(list(_ids(groups)))
         spans = []
         for rollout_id in _ids(groups):
-            rollout = await session.store.get_rollout_by_id(rollout_id)
+            rollout = await collector.store.get_rollout_by_id(rollout_id)
             if isinstance(rollout, AttemptedRollout):
                 key = str((rollout.metadata or {}).get("group"))
-                spans.append(LedgerEntry(rollout_id, rollout.attempt.attempt_id, session.step + 1, key, outcome))
-        await session.store.add_many_spans([entry.to_span() for entry in spans])
+                spans.append(LedgerEntry(rollout_id, rollout.attempt.attempt_id, collector.step + 1, key, outcome))
+        await collector.store.add_many_spans([entry.to_span() for entry in spans])
 
     def _remember_open(self) -> None:
-        self._session.open_groups = [(group.number, group.task, group.step) for group in self._open]
+        self._collector.open_groups = [(group.number, group.task, group.step) for group in self._open]
 
 
 def _ids(groups: Iterable[_Group]) -> Iterable[str]:

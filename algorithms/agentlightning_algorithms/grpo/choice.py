@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from agentlightning.types import Triplet
 from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings, flatten
+from agentlightning_algorithms.grpo.sampling import flatten
+from agentlightning_algorithms.grpo.settings import GRPOSettings
 
 
 def shuffled(size: int, count: int, position: int, *, seed: int, rewards: Mapping[int, float]) -> list[int]:
@@ -33,19 +34,9 @@ def undecided(size: int, count: int, position: int, *, seed: int, rewards: Mappi
     return [pool[i % len(pool)] for i in range(count)]
 
 
-def everything(episodes: Sequence[Episode], settings: GRPOSettings) -> Sequence[Episode]:
-    """The rollout filter ``everything``."""
-    return episodes
-
-
 def finished(episodes: Sequence[Episode], settings: GRPOSettings) -> Sequence[Episode]:
     """The rollout filter ``finished``: only rollouts that did not fail and in which no answer was cut off."""
     return [e for e in episodes if e.reward is not None and not any(map(_is_cut_off, e.triplets))]
-
-
-def unchanged(episode: Episode, settings: GRPOSettings) -> float | None:
-    """The reward shaping ``unchanged``."""
-    return episode.reward
 
 
 def soft_overlong(episode: Episode, settings: GRPOSettings) -> float | None:

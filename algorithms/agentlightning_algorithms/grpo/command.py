@@ -20,8 +20,13 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning_algorithms.grpo.checkpoints.model_card import write_model_card
-from agentlightning_algorithms.trained_model.checkpoint import find_checkpoint, has_adapters, list_policies, readable
-from agentlightning_algorithms.trained_model.serving import ServedModel, open_model, serve_model
+from agentlightning_algorithms.shared.trained_model.checkpoint import (
+    find_checkpoint,
+    has_adapters,
+    list_policies,
+    readable,
+)
+from agentlightning_algorithms.shared.trained_model.serving import ServedModel, open_model, serve_model
 
 _CHECK_S: Final = 1.0
 DIRECTORY = click.Path(path_type=Path)
@@ -59,7 +64,7 @@ def export_model(run: Path, out: Path, *, merge: bool = False, checkpoint: str |
     Raises:
         ConfigError: the run has no such model, or ``out`` exists.
     """
-    from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory  # torch
+    from agentlightning_algorithms.shared.policy.model.checkpoint import atomic_directory  # torch
 
     name, source = find_checkpoint(run, checkpoint)
     if out.exists():
@@ -69,7 +74,7 @@ def export_model(run: Path, out: Path, *, merge: bool = False, checkpoint: str |
         for policy, folder in policies.items():
             target = scratch / policy
             if merge and has_adapters(folder):
-                from agentlightning_algorithms.grpo.model.policy import load_policy  # transformers
+                from agentlightning_algorithms.shared.policy.model.policy import load_policy  # transformers
 
                 load_policy(folder).save(target, merge=True)
             else:
@@ -166,7 +171,7 @@ def _serve_with_command(source: str, checkpoint: str | None, command: str, value
 
 @contextlib.contextmanager
 def _merged(adapters: Path) -> Iterator[Path]:
-    from agentlightning_algorithms.grpo.model.policy import load_policy  # transformers
+    from agentlightning_algorithms.shared.policy.model.policy import load_policy  # transformers
 
     with tempfile.TemporaryDirectory(prefix="agl-model-") as scratch:
         load_policy(adapters).save(Path(scratch), merge=True)

@@ -14,15 +14,14 @@ from agentlightning.types import Triplet
 from agentlightning_algorithms.grpo.learning.episode import Episode, describe_calls
 from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
 from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
-from agentlightning_algorithms.grpo.learning.prepared_row import RowUse
 from agentlightning_algorithms.grpo.learning.teacher import Teacher
-from agentlightning_algorithms.grpo.learning.updater import Updater
-from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
-from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings
-from agentlightning_algorithms.grpo.settings.policy import PolicySettings
-from agentlightning_algorithms.grpo.settings.update import UpdateSettings
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.grpo.settings import GRPOSettings, PolicySettings
+from agentlightning_algorithms.shared.policy.model.checkpoint import atomic_directory
+from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow
+from agentlightning_algorithms.shared.policy.update.prepared_row import RowUse
+from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
+from agentlightning_algorithms.shared.policy.update.updater import Updater
 
 logger = logging.getLogger("agentlightning")
 
@@ -64,7 +63,7 @@ class TrainedPolicy:
         own = self.select(episodes)
         experience = build_experience(
             own,
-            settings,
+            settings.experience,
             max_length=updater.policy.max_length,
             decode=self.decode,
             penalty=self._kl_penalty if updater.reference is not None and update.kl_in == "reward" else None,
@@ -125,7 +124,10 @@ class PolicySet:
             assert own.update is not None, "set by GRPOSettings"
             policy = base
             if own.lora is not None:
-                from agentlightning_algorithms.grpo.model.lora import add_lora, share_weights  # peft takes seconds
+                from agentlightning_algorithms.shared.policy.model.lora import (  # peft takes seconds
+                    add_lora,
+                    share_weights,
+                )
 
                 policy = Policy(share_weights(base.model), base.tokenizer) if name else base
                 torch.manual_seed(update.seed)

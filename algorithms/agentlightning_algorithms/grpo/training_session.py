@@ -1,72 +1,95 @@
-"""``TrainingSession``: the building blocks of weight training, for custom algorithms."""
+"""``TrainingSession``: the building blocks of weight training, for ``grpo`` and for custom algorithms."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
+import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Final, cast
 
-import aiohttp
+import torch
 
-from agentlightning.algorithm.context import RunContext
-from agentlightning.errors import ConfigError, LightningError
+from agentlightning.algorithm.context import Gateway, RunContext
+from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Dataset, RolloutMode
+from agentlightning_algorithms.grpo.batches import make_batches
 from agentlightning_algorithms.grpo.checkpoints.clock import CheckpointClock
-from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.learning.updater import Objective
-from agentlightning_algorithms.grpo.model.checkpoint import recover_directory
-from agentlightning_algorithms.grpo.opening import open_session
-from agentlightning_algorithms.grpo.session import Session
-from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings, distribution, flatten
-from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
-from agentlightning_plugins.trajectories.trajectory import build_trajectories
+from agentlightning_algorithms.grpo.checkpoints.writer import CheckpointWriter
+from agentlightning_algorithms.grpo.choice import pass_at_k
+from agentlightning_algorithms.grpo.collector import RolloutCollector, model_entries
+from agentlightning_algorithms.grpo.learning.episode import Episode, count_staleness, describe_episodes
+from agentlightning_algorithms.grpo.learning.experience import transition_rows
+from agentlightning_algorithms.grpo.learning.record import training_spans
+from agentlightning_algorithms.grpo.learning.teacher import Teacher
+from agentlightning_algorithms.grpo.sample import Sample, sample_answers
+from agentlightning_algorithms.grpo.sampling import flatten
+from agentlightning_algorithms.grpo.settings import GRPOSettings
+from agentlightning_algorithms.grpo.trained_policy import MODEL_NAMES, PolicySet, join_experience
+from agentlightning_algorithms.shared.policy.model.checkpoint import atomic_directory, recover_directory
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow
+from agentlightning_algorithms.shared.policy.update.metrics import join_metrics, measure_memory
+from agentlightning_algorithms.shared.policy.update.updater import Objective
+from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup, serve_models
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry
 
-_UNUSED: Final = (
-    "teacher", "staleness", "test_dataset", "keep_weights_every", "keep_weights_last", "rows", "estimator", "std_floor",
-    "keep_flat_groups", "drop_cut_off", "reward_shaping", "rollout_filter",
-)  # fmt: skip
-"""Settings that only the steps of ``grpo`` use; ``teacher`` is before ``keep_flat_groups``, which it sets."""
+logger = logging.getLogger("agentlightning")
 
-
-class Sample(NamedTuple):
-    """An answer sampled from the newest published weights."""
-
-    text: str
-    prompt_ids: Sequence[int]
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    weight_version: int
-    distribution: Distribution | None = None
-    """The distribution of the tokens; None: the distribution of the settings."""
-
-    def row(self, advantage: float) -> TrainingRow:
-        """Returns the sample as a row to train on."""
-        return TrainingRow(self.prompt_ids, self.token_ids, self.logprobs, advantage, distribution=self.distribution)
+_EVALUATED: Final = ("reward", "success_rate", "failure_rate")
+"""Metrics of evaluations, in addition to those with a prefix of ``_EVALUATED_BY_NAME``."""
+_EVALUATED_BY_NAME: Final = ("reward/", "rewards/", "pass@")
 
 
 class TrainingSession:
     """A training whose steps are written by the algorithm; :meth:`open` starts the training.
 
+    ``grpo`` itself is this loop::
+
+        async with TrainingSession.open(context, settings, train_dataset, val_dataset) as session:
+            async for _ in session.steps():
+                await session.learn(await session.rollouts())
+
     Attributes:
         settings: the settings, the same as those of ``grpo``.
+        collector: rolls out tasks.
+        policies: the trained policies with their optimizers; one, unless the setting ``policies`` names several.
     """
 
     def __init__(
-        self, core: Session, context: RunContext, train: Dataset[Any] | None, val: Dataset[Any] | None
+        self,
+        collector: RolloutCollector,
+        train: Dataset[Any] | None = None,
+        val: Dataset[Any] | None = None,
+        *,
+        teacher: Teacher | None = None,
+        best_reward: float | None = None,
     ) -> None:
-        self.settings = core.settings
-        self._core = core
-        self._context = context
+        self.settings = collector.settings
+        self.collector = collector
+        self.policies = collector.policies
+        self._teacher = teacher
         self._train = train
         self._val = val
+        self._batches = make_batches(collector, train) if train is not None and len(train) else None
+        self._position = collector.position
+        self._writer = CheckpointWriter(
+            self.policies,
+            collector.context.directory,
+            keep_every=self.settings.checkpoints.keep_every,
+            keep_last=self.settings.checkpoints.keep_last,
+        )
+        self._best_reward = best_reward
+        """Best reward on the validation set so far."""
         self._metrics: dict[str, float] = {}
-        self._position = core.position
-        self._rounds = 0  # rounds of rollouts in the current step, refills included
+        self._waited_s = 0.0
+        """How long this step has waited for rollouts."""
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -76,63 +99,114 @@ class TrainingSession:
         settings: GRPOSettings,
         train_dataset: Dataset[Any] | None = None,
         val_dataset: Dataset[Any] | None = None,
+        *,
+        resume_from: Path | None = None,
     ) -> AsyncIterator[TrainingSession]:
-        """Starts the policy server and loads the model; continues from the checkpoint in the run's directory.
+        """Starts the policy server and loads the model; continues from a checkpoint, by default the run's.
 
         Raises:
             ConfigError: the model does not exist, or the checkpoint is of another model.
         """
-        if settings.policies:
-            raise ConfigError("TrainingSession trains one policy; leave policies out, or use the algorithm grpo")
-        for name in _UNUSED:
-            if getattr(settings, name) != getattr(GRPOSettings, name):
-                raise ConfigError(f"TrainingSession does not use {name}; leave it out, or use the algorithm grpo")
-        adapter = context.adapter or get_manager().create("adapter", "triplet")
-        directory = context.directory
-        checkpoint = None if directory is None else recover_directory(directory / "checkpoint")
-        found = checkpoint if checkpoint is not None and checkpoint.is_dir() else None
-        seed = context.seed if settings.seed is None else settings.seed
+        store = context.store
+        if store is None:
+            raise ConfigError("the training has no store; run it through a Trainer")
+        if settings.train_threads is not None:
+            torch.set_num_threads(settings.train_threads)
+        if resume_from is None and context.directory is not None:
+            resume_from = recover_directory(context.directory / "checkpoint")
         assert settings.update is not None, "set by __post_init__"
+        seed = context.seed if settings.seed is None else settings.seed
+        adapter = context.adapter or get_manager().create("adapter", "triplet")
         async with contextlib.AsyncExitStack() as stack:
-            update = replace(settings.update, seed=seed)
-            core = await open_session(stack, context, adapter, settings, update, found)
-            yield cls(core, context, train_dataset, val_dataset)
+            directory = context.directory
+            if directory is None:
+                directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-grpo-")))
+            directory.mkdir(parents=True, exist_ok=True)
+            backend = cast(PolicyBackend, get_manager().create("policy_backend", settings.backend))
+            setup = PolicySetup(
+                model=settings.model,
+                model_name=MODEL_NAMES["train"],
+                directory=directory,
+                dtype=settings.dtype,
+                device=settings.device,
+                threads=settings.sample_threads,
+                max_batch_size=settings.max_batch_size,
+                seed=seed,
+                swap_in_flight=settings.is_asynchronous,
+            )
+            stack.push_async_callback(backend.stop)
+            # Both import torch and read the weights.
+            loading = asyncio.to_thread(PolicySet.load, settings, replace(settings.update, seed=seed))
+            policies, _ = await asyncio.gather(loading, backend.start(setup))
+            gateway = context.llm_proxy
+            if gateway is None:
+                gateway = cast(Gateway, get_manager().get("gateway", "gateway")(store=store))
+                await gateway.start()
+                stack.push_async_callback(gateway.stop)
+            serve_models(gateway, model_entries(backend.model_entry, settings, policies))
+            collector = RolloutCollector(settings, context, store, adapter, gateway, backend, policies, directory)
+            teacher = None
+            if settings.teacher is not None:
+                student = policies.first.updater.policy
+                teacher = await asyncio.to_thread(Teacher.load, settings.teacher, student, dtype=settings.dtype)
+            best_reward = None
+            if resume_from is not None and resume_from.is_dir():
+                state = await asyncio.to_thread(policies.read, resume_from)
+                collector.restore(state)
+                best_reward = state["best_reward"]
+            session = cls(collector, train_dataset, val_dataset, teacher=teacher, best_reward=best_reward)
+            has_ended = False
+            try:
+                yield session
+                has_ended = True
+            finally:
+                if session._batches is not None:
+                    await session._batches.close(has_ended=has_ended)
+                await session._writer.wait()
 
     @property
     def step(self) -> int:
         """Updates made so far; also the version of the weights."""
-        return self._core.updater.updates
+        return self.collector.step
 
     async def steps(self) -> AsyncIterator[int]:
         """Yields the number of each step until ``steps`` or ``target_reward`` is reached.
 
         The weights are published before each step and evaluated every ``eval_every`` steps. Each step ends with metrics
-        and, when due, a checkpoint. A step in which the algorithm makes no update counts as an update without effect.
+        and, when due, a checkpoint, which is written during the next step. A step in which the algorithm makes no
+        update counts as an update without effect.
         """
         settings = self.settings
         await self.publish()
-        reached, clock = False, CheckpointClock(settings.checkpoint_every)
+        reached, clock = False, CheckpointClock(settings.checkpoints.every)
         if self.step == 0:
-            self.log(await self.evaluate())
+            self.log({**await self.evaluate(), **await self._test()})
             await self._report()
-        else:  # the run may have been stopped after it reached its target
-            reached = settings.target_reward is not None and self._is_reached(await self.evaluate())
+        elif settings.target_reward is not None:  # the run may have been stopped after it reached its target
+            reached = self._is_reached(await self.evaluate())
         while self.step < settings.steps and not reached:
             number, started = self.step, time.monotonic()
             yield number
             if self.step == number:
                 await self.optim_step()
+            learned = time.monotonic()
+            if self._batches is not None:
+                await self._batches.settle()
+            published = time.monotonic()
             await self.publish()
-            last = self.step >= settings.steps
-            if last or (settings.eval_every and self.step % settings.eval_every == 0):
+            now, waited_s = time.monotonic(), self._waited_s + published - learned
+            self._waited_s = 0.0
+            self.log({"wait_s": waited_s, "publish_s": now - published, "seconds": now - started})
+            is_last = self.step >= settings.steps
+            if is_last or (settings.eval_every and self.step % settings.eval_every == 0):
                 self.log(await self.evaluate())
-            reached = self._is_reached(self._metrics)
-            self.log(
-                {"seconds": time.monotonic() - started, "progress": 1.0 if reached else self.step / settings.steps}
-            )
+                reached = self._is_reached(self._metrics)
+            if is_last or reached:
+                self.log(await self._test())
+            self.log({"progress": 1.0 if reached else self.step / settings.steps})
             await self._report()
-            if clock.is_due(self.step) or last or reached:
-                await self.checkpoint()
+            is_due = clock.is_due(self.step) or is_last or reached
+            await self._writer.begin(self.state() if is_due else None, self.step)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Adds metrics to the current step."""
@@ -140,75 +214,93 @@ class TrainingSession:
 
     async def rollouts(self) -> list[list[Episode]]:
         """Rolls out the next ``tasks_per_step`` tasks, ``rollouts_per_task`` times each; returns one list per task."""
-        if self._train is None or not len(self._train):
+        if self._batches is None:
             raise ConfigError("rollouts need a train_dataset with at least one task; give one to TrainingSession.open")
-        batch = await self._core.collect(self._train, self.step, self._position, first_round=self._rounds)
+        started = time.monotonic()
+        batch = await self._batches.take()
+        self._waited_s += time.monotonic() - started
         self._position = batch.position
-        self._rounds += self.settings.refill_rounds + 1
-        self.log({**self._core.describe(batch.episodes), **batch.metrics, "sample_s": batch.seconds})
+        tokens = sum(len(call.response.get("token_ids") or ()) for e in batch.episodes for call in e.triplets)
+        self.log(
+            {
+                **self._describe(batch.episodes),
+                **count_staleness(batch.episodes, self.step),
+                **batch.metrics,
+                "tokens_per_s": tokens / max(batch.seconds, 1e-9),
+                "sampled_tokens": float(tokens),
+                "staleness": float(self.step - batch.version),
+                "sample_s": batch.seconds,
+            }
+        )
         groups: dict[str, list[Episode]] = {}
         for episode in batch.episodes:
             groups.setdefault(episode.group, []).append(episode)
         return list(groups.values())
 
+    async def learn(self, groups: Sequence[Sequence[Episode]]) -> None:
+        """Updates the weights once as ``grpo`` does, logs metrics, and records each rollout's use in the store.
+
+        Rollouts are compared within their groups. The settings of the ``experience`` choose the rows and their
+        advantages; several policies and a ``teacher`` are trained with, too.
+        """
+        await self._begin_update()
+        started = time.monotonic()
+        settings, collector = self.settings, self.collector
+        everything = [episode for group in groups for episode in group]
+        episodes, oldest = collector.shape(everything), self.step - settings.staleness
+        compared = {episode.rollout.rollout_id: episode for episode in episodes}
+        updates, parts, by_policy = [], [], dict[str, float]()
+        for policy in self.policies:
+            experience, found = await asyncio.to_thread(policy.learn, episodes, settings, self._teacher, oldest)
+            parts.append((experience, policy.updater.uses))
+            updates.append(found)
+            by_policy |= {f"{policy.prefix}{name}": value for name, value in found.items() if name != "seconds"}
+        joined = join_metrics(updates)
+        train_s = joined.pop("seconds")
+        collector.step, collector.position = self.policies.first.updater.updates, self._position
+        recording = time.monotonic()
+        whole, uses = join_experience(parts)
+        removed = [episode for episode in everything if episode.rollout.rollout_id not in compared]
+        whole.left_out.update((id(call), "filtered") for episode in removed for call in episode.triplets)
+        records = await asyncio.to_thread(
+            training_spans,
+            whole,
+            self.step,
+            episodes=[compared.get(episode.rollout.rollout_id, episode) for episode in everything],
+            uses=uses,
+            failed_reward=settings.experience.failed_reward,
+            decode=self.policies.first.decode,
+        )
+        await collector.store.add_many_spans(records)
+        outcomes = Counter(LedgerEntry.from_span(span).outcome for span in records if span.name == LEDGER_SPAN)
+        record_s = time.monotonic() - recording
+        await collector.delete_old_rollouts()
+        self._metrics = {**joined, **self._metrics, **by_policy}  # rollouts() logged the lengths of all calls
+        self.log(
+            {
+                "train_s": train_s,
+                "prepare_s": time.monotonic() - started - train_s - record_s,
+                "record_s": record_s,
+                **{f"outcome/{name}": float(count) for name, count in outcomes.items()},
+                **measure_memory(settings.device),
+            }
+        )
+
     def rows(self, episodes: Iterable[Episode], advantage: float = 1.0) -> list[TrainingRow]:
         """Returns a row with this advantage for each model call of the episodes that can be trained on."""
-        rows = []
-        for episode in episodes:
-            for trajectory in build_trajectories(episode.triplets).trajectories:
-                for turn in trajectory.turns:
-                    prompt, response = turn.triplet.prompt, turn.triplet.response
-                    drawn = episode.distribution_of(turn.triplet) if self.settings.distribution is None else None
-                    row = TrainingRow(
-                        prompt["token_ids"],
-                        response["token_ids"],
-                        response["logprobs"],
-                        advantage,
-                        rollout=episode.rollout.rollout_id,
-                        distribution=drawn,
-                    )
-                    if row.n_tokens <= self._core.updater.policy.max_length:
-                        rows.append(row)
-        return rows
+        self._check_own_steps()
+        max_length, forced = self.policies.first.updater.policy.max_length, self.settings.distribution
+        found = (row for episode in episodes for row in transition_rows(episode, advantage, forced))
+        return [row for row in found if row.n_tokens <= max_length]
 
     async def sample(self, messages: Sequence[Mapping[str, Any]], n: int = 1, **sampling: Any) -> list[Sample]:
         """Samples ``n`` answers to a conversation from the published weights, without a rollout.
 
         ``sampling`` are parameters of a chat completion; default: the ``sampling`` of the settings.
         """
-        entry = self._core.backend.model_entry
-        body = {
-            **flatten(self.settings.sampling or {}),
-            **sampling,
-            "model": entry["model"],
-            "messages": list(messages),
-        }
-        asked = distribution(body)
-        # vLLM sets omitted fields to the values in the model's generation_config.json.
-        body |= {name: value for name, value in asked.items() if value is not None}
-        body |= {"n": n, "logprobs": True, "return_token_ids": True}
-        key = entry.get("api_key")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client,
-            client.post(f"{entry['endpoint']}/chat/completions", json=body, headers=headers) as response,
-        ):
-            answer = await response.json(content_type=None)
-            if response.status != 200:
-                raise LightningError(f"the policy server answered {response.status}: {answer['error']['message']}")
-        version = int(answer.get("weight_version", self.step))
-        drawn = Distribution(float(asked["temperature"]), float(asked["top_p"]), max(0, int(asked["top_k"])))
-        return [
-            Sample(
-                choice["message"]["content"] or "",
-                answer["prompt_token_ids"],
-                choice["token_ids"],
-                [token["logprob"] for token in choice["logprobs"]["content"]],
-                version,
-                None if drawn == self.settings.distribution else drawn,
-            )
-            for choice in answer["choices"]
-        ]
+        entry, settings = self.collector.backend.model_entry, self.settings
+        given = {**flatten(settings.sampling or {}), **sampling, "n": n}
+        return await sample_answers(entry, messages, given, settings.distribution, self.step)
 
     async def forward_backward(
         self, rows: Sequence[TrainingRow], loss: str | Objective | None = None
@@ -217,36 +309,104 @@ class TrainingSession:
 
         ``loss`` is a function with the signature of a ``policy_loss`` component, or the name of a component, such as
         ``cross_entropy``; default: ``objective``.
+
+        Raises:
+            ConfigError: a setting that only :meth:`learn` uses.
         """
-        return await asyncio.to_thread(self._core.updater.forward_backward, rows, loss)
+        self._check_own_steps()
+        return await asyncio.to_thread(self.policies.first.updater.forward_backward, rows, loss)
 
     async def optim_step(self) -> dict[str, float]:
         """Updates the weights with the gradients added since the last step; returns and logs metrics."""
-        metrics = await asyncio.to_thread(self._core.updater.optim_step)
+        await self._begin_update()
+        metrics, *_ = [await asyncio.to_thread(policy.updater.optim_step) for policy in self.policies]
         metrics["train_s"] = metrics.pop("seconds")
-        self._rounds = 0
-        await self._core.advance(self._position)
+        self.collector.step, self.collector.position = self.policies.first.updater.updates, self._position
+        await self.collector.delete_old_rollouts()
         self.log(metrics)
         return metrics
 
     async def publish(self) -> None:
         """Makes agents' calls and :meth:`sample` use the newest weights."""
-        await self._core.publish()
+        await self.collector.publish()
 
     async def evaluate(self, dataset: Dataset[Any] | None = None, mode: RolloutMode = "val") -> dict[str, float]:
         """Evaluates the published weights, by default on the validation set; the best are kept in ``best``."""
-        return await self._core.evaluate(self._val if dataset is None else dataset, mode)
+        dataset = self._val if dataset is None else dataset
+        if dataset is None or not len(dataset):
+            return {}
+        started = time.monotonic()
+        episodes = await self.collector.roll_out_all(dataset, mode)
+        found = self._describe(episodes)
+        reward = found.get("reward")  # missing if every rollout failed and failed_reward is None
+        if mode == "val" and reward is not None and (self._best_reward is None or reward > self._best_reward):
+            self._best_reward = reward
+            if self.collector.context.directory is not None:
+                await asyncio.to_thread(self._save_best, self.collector.context.directory)
+        if self.settings.eval_rollouts > 1:
+            found |= pass_at_k(episodes, self.settings.success_threshold)
+        kept = {name: found[name] for name in found if name in _EVALUATED or name.startswith(_EVALUATED_BY_NAME)}
+        return {**{f"{mode}_{name}": value for name, value in kept.items()}, f"{mode}_s": time.monotonic() - started}
 
     async def checkpoint(self) -> None:
         """Writes all that a resumed run needs to the run's directory, atomically; does nothing without a directory."""
-        if self._context.directory is not None:
-            path = self._context.directory / "checkpoint"
-            await asyncio.to_thread(self._core.save, path)
+        await self._writer.begin(self.state(), self.step)
+        await self._writer.wait()
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Returns the state that a checkpoint stores, by policy name."""
+        own = {**self.collector.state(), "best_reward": self._best_reward}
+        return {p.name: p.updater.state({**own, "watch": p.monitor.state()}) for p in self.policies}
+
+    def _check_own_steps(self) -> None:
+        """Refuses settings that steps without :meth:`learn` would ignore."""
+        settings, experience = self.settings, self.settings.experience
+        unused = [name for name in ("policies", "teacher") if getattr(settings, name) is not None]
+        unused += [
+            f"experience.{field.name}"
+            for field in fields(experience)
+            if field.name != "failed_reward" and getattr(experience, field.name) != field.default
+        ]
+        if unused:
+            raise ConfigError(f"only TrainingSession.learn uses {unused[0]}; leave it out, or train with learn")
+
+    async def _begin_update(self) -> None:
+        """Begins the rollouts that run during an update, and waits until the weights may change."""
+        if self._batches is not None:
+            await self._batches.begin_next()
+        started = time.monotonic()
+        await self._writer.wait()
+        if self._writer.seconds is not None:
+            wait_s = time.monotonic() - started
+            self.log({"checkpoint_s": self._writer.seconds, "checkpoint_wait_s": wait_s})
+
+    async def _test(self) -> dict[str, float]:
+        dataset = self.settings.test_dataset
+        return {} if dataset is None else await self.evaluate(dataset, "test")
+
+    def _save_best(self, directory: Path) -> None:
+        with atomic_directory(directory / "best") as scratch:
+            self.policies.save(scratch)
+
+    def _describe(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Returns rewards, lengths and durations of episodes."""
+        threshold, failed_reward = self.settings.success_threshold, self.settings.experience.failed_reward
+        found = describe_episodes(episodes, success_threshold=threshold, failed_reward=failed_reward)
+        for name in self.settings.extra_metrics:
+            found |= get_manager().get("training_metrics", name)(episodes)
+        return found
 
     def _is_reached(self, metrics: Mapping[str, float]) -> bool:
         target = self.settings.target_reward
         return target is not None and metrics.get("val_reward", -math.inf) >= target
 
     async def _report(self) -> None:
+        """Records the metrics of the step and logs the warnings that they cause."""
         metrics, self._metrics = self._metrics, {}
-        await self._core.report(metrics)
+        hint = self.policies.first.monitor.idle_hint(metrics)
+        if hint is not None:
+            logger.info("step %d: %s", self.step, hint)
+        for warning in self.policies.observe(metrics) if self.step else ():
+            logger.warning("step %d: %s", self.step, warning)
+        active = sum(policy.monitor.active for policy in self.policies)
+        await self.collector.store.add_metrics(self.step, {**metrics, "warnings": float(active)})

@@ -8,29 +8,27 @@ import json
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from agentlightning.errors import ConfigError, ConflictError, StoreError
 from agentlightning.resources import split_version_id
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutConfig
-from agentlightning_algorithms.live.decision import CHECK_SHARE, describe_missing, is_lower, next_margin
 from agentlightning_algorithms.live.proposal import make_candidate
 from agentlightning_algorithms.live.reward_feed import EventFeed, ResultReader, read_reward
-from agentlightning_algorithms.live.trial import Trial
-from agentlightning_algorithms.live_resources import (
+from agentlightning_algorithms.live.settings import LiveSettings
+from agentlightning_algorithms.live.trial import CHECK_SHARE, Trial, describe_missing, is_lower, next_margin
+from agentlightning_algorithms.shared.live_resources import (
     STATE_NAME,
-    Experience,
+    LiveExperience,
     LiveIds,
     LiveState,
     Result,
     read_live_history,
     read_live_state,
 )
-from agentlightning_algorithms.rollout_result import run_rollouts
-
-if TYPE_CHECKING:
-    from agentlightning_algorithms.live.algorithm import LiveLearning
+from agentlightning_algorithms.shared.rollout_result import run_rollouts
 
 logger = logging.getLogger("agentlightning")
 
@@ -40,9 +38,10 @@ _HEARTBEAT_S: Final = 5.0
 class Learner:
     """Runs the phases of live learning, and stores the state after each step."""
 
-    def __init__(self, settings: LiveLearning, store: LightningStore) -> None:
+    def __init__(self, settings: LiveSettings, store: LightningStore, directory: Path | None = None) -> None:
         self.settings = settings
         self.store = store
+        self.directory = directory
         self.ids = LiveIds(store.run_id)
         self.learner_store = store.with_run(self.ids.learner_run_id)
         self.feed = EventFeed(store)
@@ -145,7 +144,7 @@ class Learner:
             stable = await self.store.get_resources_by_id(self.state.stable)
             assert stable is not None, "versions are never removed"
             notes = [state.note for state in await read_live_history(self.store)]
-            experience = Experience(stable.resources, results, notes, self.store, self.settings.context.directory)
+            experience = LiveExperience(stable.resources, results, notes, self.store, self.directory)
             try:
                 assert callable(self.settings.propose), "load_proposer made it one"
                 resources = await make_candidate(self.settings.propose, experience)

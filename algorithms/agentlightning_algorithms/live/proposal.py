@@ -11,10 +11,10 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import Resource, read_resources
 from agentlightning.run.thread import run_in_thread
-from agentlightning_algorithms.live_resources import Experience
+from agentlightning_algorithms.shared.live_resources import LiveExperience
 
 Proposal: TypeAlias = Mapping[str, Resource | str] | None
-Proposer: TypeAlias = Callable[[Experience], Proposal | Awaitable[Proposal]]
+Proposer: TypeAlias = Callable[[LiveExperience], Proposal | Awaitable[Proposal]]
 """Returns the resources to change, by name; None for no change. A plain str is a prompt."""
 
 
@@ -44,7 +44,7 @@ def load_proposer(given: Proposer | str | Mapping[str, Any]) -> Proposer:
     return propose
 
 
-async def make_candidate(propose: Callable[[Experience], Any], experience: Experience) -> dict[str, Resource]:
+async def make_candidate(propose: Callable[[LiveExperience], Any], experience: LiveExperience) -> dict[str, Resource]:
     """Calls a proposer and returns all resources, changed or not. A synchronous proposer gets a thread.
 
     Raises:

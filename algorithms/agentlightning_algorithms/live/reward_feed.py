@@ -15,8 +15,8 @@ from agentlightning.errors import StoreError
 from agentlightning.event import RolloutFinished
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Rollout
-from agentlightning_algorithms.live_resources import Result
-from agentlightning_algorithms.rollout_result import read_result
+from agentlightning_algorithms.shared.live_resources import Result
+from agentlightning_algorithms.shared.rollout_result import read_result
 
 logger = logging.getLogger("agentlightning")
 

@@ -1,17 +1,20 @@
-"""The two tests that decide a trial."""
+"""The rules of a trial: how risk and margin are spent, when an offline check rejects, and the tests that decide."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
-from agentlightning_algorithms.live.decision import make_test
 from agentlightning_algorithms.live.sequential import SequentialTest, Verdict
-from agentlightning_algorithms.live_resources import KEY_HASH, LiveState, Result
+from agentlightning_algorithms.live.settings import LiveSettings
+from agentlightning_algorithms.shared.live_resources import KEY_HASH, LiveState, Result
+from agentlightning_plugins.shared.statistics.significance import paired_p_value
 
-if TYPE_CHECKING:
-    from agentlightning_algorithms.live.algorithm import LiveLearning
+CHECK_SHARE: Final = 0.5
+"""Of the risk of losing a candidate that is not worse, for the offline check; the trial has the rest."""
 
 
 class Trial:
@@ -22,7 +25,7 @@ class Trial:
     all rollouts that started before, so a candidate gains nothing by failing late.
     """
 
-    def __init__(self, settings: LiveLearning, state: LiveState) -> None:
+    def __init__(self, settings: LiveSettings, state: LiveState) -> None:
         """Begins a trial; ``state`` is the state in which it began."""
         self._by_arrival = make_test(settings, state)
         self._by_start = make_test(settings, state)
@@ -69,3 +72,46 @@ def _add(test: SequentialTest, result: Result) -> None:
     metadata = result.rollout.metadata or {}
     unit = metadata.get(KEY_HASH, result.rollout.rollout_id)
     test.add(result.reward, is_treatment=metadata["group"] == "treatment", unit=unit)
+
+
+def is_lower(differences: Sequence[float], tolerance: float, risk: float) -> bool:
+    """Whether the mean is lower than tolerated, and significantly below 0 in a one-sided test that flips signs."""
+    if not differences or statistics.fmean(differences) >= -tolerance:
+        return False
+    return paired_p_value(differences) / 2 <= risk
+
+
+def make_test(settings: LiveSettings, state: LiveState) -> SequentialTest:
+    """The test of a trial.
+
+    The risks of promotion in trials 1, 2, 3, ... are 1/2, 1/6, 1/12, ... of the setting and add up to it, so it bounds
+    the probability of a wrong promotion over the whole run (Foster and Stine, Alpha-investing, JRSS B 70(2), 2008,
+    section 2: alpha-spending).
+    """
+    number = max(state.served_trials, 1)
+    return SequentialTest(
+        risk=settings.risk * (1 - CHECK_SHARE if settings.check_tasks else 1),
+        promotion_risk=settings.risk / (number * (number + 1)),
+        margin=next_margin(settings, state),
+        reward_range=settings.reward_range,
+        share=state.share,
+    )
+
+
+def next_margin(settings: LiveSettings, state: LiveState) -> float:
+    """The margin of the next promotion: half of what is left, so that all together stay within the setting."""
+    return max(settings.margin - state.margin_spent, 0.0) / 2
+
+
+def describe_missing(test: SequentialTest, unrated: Mapping[str, int]) -> str:
+    """Says how many rewards did not arrive, and whether the two groups differ in that (two-proportion z-test, 1 %)."""
+    missing, arms = [unrated.get(name, 0) for name in ("treatment", "control")], (test.treatment, test.control)
+    totals = [gone + arm.n for gone, arm in zip(missing, arms, strict=True)]
+    if not any(missing) or not all(totals):
+        return f", {sum(missing)} without a reward" if any(missing) else ""
+    shares = [gone / total for gone, total in zip(missing, totals, strict=True)]
+    pooled = sum(missing) / sum(totals)
+    error = math.sqrt(pooled * (1 - pooled) * sum(1 / total for total in totals))
+    said = f", {shares[0]:.0%} against {shares[1]:.0%} of the rollouts without a reward"
+    biased = error > 0 and abs(shares[0] - shares[1]) > 2.576 * error
+    return said + (" (they differ, so the difference in rewards may be biased)" if biased else "")

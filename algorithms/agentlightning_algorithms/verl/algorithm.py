@@ -24,8 +24,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset, Triplet
-from agentlightning_algorithms.trained_model.checkpoint import find_model
-from agentlightning_algorithms.trained_model.record import TrainingRecord
+from agentlightning_algorithms.shared.trained_model.checkpoint import find_model
+from agentlightning_algorithms.shared.trained_model.record import TrainingRecord
 from agentlightning_algorithms.verl.default import compose_without_verl, given_keys
 from agentlightning_algorithms.verl.environment import check_release, start_ray
 from agentlightning_algorithms.verl.preflight import check_run

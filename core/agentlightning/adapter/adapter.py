@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from agentlightning.errors import AdapterError
-from agentlightning.types import Attempt, Span
+from agentlightning.records import Attempt, Span
 
 From = TypeVar("From", contravariant=True)
 To = TypeVar("To", covariant=True)

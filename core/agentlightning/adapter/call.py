@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from agentlightning import semconv
 from agentlightning.adapter.tree import Node, enclosed_by_one
-from agentlightning.types import Span
+from agentlightning.records import Span
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class TracedCall:
     """One model call."""
 
     anchor: Node
@@ -23,7 +23,7 @@ class Call:
     is_complete: bool = True
     """False if the gateway received only a part of the answer."""
     tool_calls: list[semconv.Message] = field(default_factory=list)
-    """Tool calls of the answer, which AgentOps records as children of the client's span instead of in its messages."""
+    """Tool calls of the answer, if the client records them as children of its span instead of in its messages."""
 
     def read_answers(self) -> list[semconv.Message]:
         """Returns the answers, one message for each choice, from the gateway's span if it has them."""
@@ -42,7 +42,7 @@ class Call:
         return self.anchor.start if self.anchor is self.gateway else self.anchor.end
 
 
-def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[Call]:
+def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[TracedCall]:
     """Finds the model calls, ordered by start.
 
     The spans of one call are: a client's span and its descendants that do not name another response; spans that name
@@ -60,14 +60,14 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[C
     for node in gateways:
         response_id = semconv.read_response_id(node.span)
         parent = of_client.get(node.span.parent_id or "")
-        candidates: Iterable[Call] = by_response.get(response_id or "", ())
+        candidates: Iterable[TracedCall] = by_response.get(response_id or "", ())
         if parent is not None and _agree(parent.response_id, response_id):
             candidates = (parent, *candidates)
         call = next((call for call in candidates if call.gateway is None), None)
         if call is None:
             if parent is not None or not is_call(node.span):  # retried by the client, or rejected by is_call
                 continue
-            call = Call(node, [], response_id)
+            call = TracedCall(node, [], response_id)
             calls.append(call)
         call.gateway = node
         call.nodes.append(node)
@@ -76,15 +76,15 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[C
     return _join_frames(sorted(calls, key=lambda call: (call.anchor.start, call.anchor.span.sequence_id)))
 
 
-def _join_frames(calls: list[Call]) -> list[Call]:
+def _join_frames(calls: list[TracedCall]) -> list[TracedCall]:
     """Moves calls that are too high in the tree to the framework's span (frame) around them.
 
-    AgentOps records OpenAI Agents like that: the generation span under the agent has no answer, and the client's span,
+    Some libraries record them like that: the framework's span under the agent has no answer, and the client's span,
     which has the answer, is a child of the root. Nothing is joined if two frames enclose a call or one encloses two.
     """
     frames = {call.anchor: call for call in calls if _is_frame(call)}
     others = {call.anchor: call for call in calls if call.anchor not in frames}
-    gone: set[Call] = set()
+    gone: set[TracedCall] = set()
     for frame, enclosed in enclosed_by_one(list(frames), list(others)).items():
         call = others[enclosed[0]]
         if len(enclosed) == 1 and _is_misplaced(call, frame):
@@ -94,7 +94,7 @@ def _join_frames(calls: list[Call]) -> list[Call]:
     return [call for call in calls if call not in gone]
 
 
-def _is_frame(call: Call) -> bool:
+def _is_frame(call: TracedCall) -> bool:
     if call.response_id is not None or call.gateway is not None:
         return False
     return not any(
@@ -102,7 +102,7 @@ def _is_frame(call: Call) -> bool:
     )
 
 
-def _is_misplaced(call: Call, frame: Node) -> bool:
+def _is_misplaced(call: TracedCall, frame: Node) -> bool:
     """Whether the call's recorded parent is a proper ancestor of the frame's parent."""
     above = frame.parent
     if above is not None and above is call.anchor.parent:
@@ -116,17 +116,17 @@ def _is_misplaced(call: Call, frame: Node) -> bool:
 
 def _find_client_calls(
     nodes: Sequence[Node], is_call: Callable[[Span], bool]
-) -> tuple[list[Call], dict[str, Call], dict[str, list[Call]]]:
+) -> tuple[list[TracedCall], dict[str, TracedCall], dict[str, list[TracedCall]]]:
     """Returns the calls that clients recorded: as a list, by span id, and by response id."""
-    calls: list[Call] = []
-    of_client: dict[str, Call] = {}
-    by_response: dict[str, list[Call]] = {}
-    enclosing: dict[Node, Call | None] = {}
+    calls: list[TracedCall] = []
+    of_client: dict[str, TracedCall] = {}
+    by_response: dict[str, list[TracedCall]] = {}
+    enclosing: dict[Node, TracedCall | None] = {}
     through_gateway = {node.span.parent_id for node in nodes if semconv.is_gateway_call(node.span)}
     for node in nodes:
         call = enclosing.get(node.parent) if node.parent is not None else None
         if call is not None and node.parent in call.nodes:
-            tool_call = _read_tool_call(node.span)
+            tool_call = semconv.read_attribute(node.span, semconv.ANSWERED_TOOL_CALL)
             if tool_call is not None and tool_call not in call.tool_calls:
                 call.tool_calls.append(tool_call)
         if is_call(node.span) and not semconv.is_gateway_call(node.span):
@@ -135,7 +135,7 @@ def _find_client_calls(
                 same = by_response.get(response_id or "")
                 call = same[-1] if same and _is_same_answer(same[-1], node, through_gateway) else None
             if call is None:
-                call = Call(node, [], response_id)
+                call = TracedCall(node, [], response_id)
                 calls.append(call)
             call.nodes.append(node)
             of_client[node.span.span_id] = call
@@ -150,7 +150,7 @@ def _agree(one: str | None, other: str | None) -> bool:
     return one is None or other is None or one == other
 
 
-def _is_same_answer(call: Call, node: Node, through_gateway: Container[str | None]) -> bool:
+def _is_same_answer(call: TracedCall, node: Node, through_gateway: Container[str | None]) -> bool:
     """Whether a span with the call's response id belongs to the call: some servers give all answers the same id."""
     anchor = call.anchor
     if node.span.span_id in through_gateway and any(other.span.span_id in through_gateway for other in call.nodes):
@@ -159,12 +159,3 @@ def _is_same_answer(call: Call, node: Node, through_gateway: Container[str | Non
         return True
     readers = (semconv.read_input_messages, semconv.read_output_messages)
     return all(read(anchor.span) == read(node.span) for read in readers)
-
-
-def _read_tool_call(span: Span) -> semconv.Message | None:
-    """Returns the tool call that a span of AgentOps records, which makes one for each; None for other spans."""
-    attributes = span.attributes
-    if "tool.call.id" not in attributes or "tool.name" not in attributes:
-        return None
-    function = {"name": attributes["tool.name"], "arguments": attributes.get("tool.parameters") or ""}
-    return {"id": attributes["tool.call.id"], "type": "function", "function": function}

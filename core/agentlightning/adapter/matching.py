@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from agentlightning import semconv
-from agentlightning.adapter.call import Call
+from agentlightning.adapter.call import TracedCall
 from agentlightning.adapter.tree import Node
 from agentlightning.reward import get_reward_value, is_reward_span
 
@@ -24,12 +24,12 @@ class RewardMatchPolicy(StrEnum):
 
 def match_rewards(
     nodes: Sequence[Node],
-    calls: Sequence[Call],
+    calls: Sequence[TracedCall],
     policy: RewardMatchPolicy,
     *,
     is_exclusive: bool = True,
-    settled_at: Callable[[Call | Node], float] | None = None,
-) -> dict[Call, float]:
+    settled_at: Callable[[TracedCall | Node], float] | None = None,
+) -> dict[TracedCall, float]:
     """Finds the call of each reward: by its link, otherwise by time.
 
     Args:
@@ -40,8 +40,8 @@ def match_rewards(
             every reward is added to the nearest call before it.
         settled_at: the position of a call or a reward in the trace; default is the time.
     """
-    settled_at = settled_at or (lambda item: item.settled_at if isinstance(item, Call) else item.start)
-    rewards: dict[Call, float] = {}
+    settled_at = settled_at or (lambda item: item.settled_at if isinstance(item, TracedCall) else item.start)
+    rewards: dict[TracedCall, float] = {}
     index = functools.cache(functools.partial(_index, calls))
     unlinked: list[Node] = []
     for node in nodes:
@@ -52,15 +52,15 @@ def match_rewards(
             else:
                 before = 0.0 if is_exclusive else rewards.get(linked, 0.0)
                 rewards[linked] = before + (get_reward_value(node.span) or 0.0)
-    events: list[tuple[float, int, Call | Node]] = [(settled_at(call), 0, call) for call in calls]
+    events: list[tuple[float, int, TracedCall | Node]] = [(settled_at(call), 0, call) for call in calls]
     events += [(settled_at(node), 1, node) for node in unlinked]
     events.sort(key=lambda event: event[:2])
     by_sibling = policy is RewardMatchPolicy.FIRST_SIBLING
-    waiting: dict[Node | None, list[Call]] = {}
+    waiting: dict[Node | None, list[TracedCall]] = {}
     for _, _, item in events:
-        place = item.anchor if isinstance(item, Call) else item
+        place = item.anchor if isinstance(item, TracedCall) else item
         stack = waiting.setdefault(place.parent if by_sibling else None, [])
-        if isinstance(item, Call):
+        if isinstance(item, TracedCall):
             if not is_exclusive or item not in rewards:
                 stack.append(item)
         elif stack:
@@ -70,8 +70,10 @@ def match_rewards(
 
 
 def _find_linked(
-    reward: Node, index: Callable[[str], dict[Any, dict[Call, None]]], settled_at: Callable[[Call | Node], float]
-) -> Call | None:
+    reward: Node,
+    index: Callable[[str], dict[Any, dict[TracedCall, None]]],
+    settled_at: Callable[[TracedCall | Node], float],
+) -> TracedCall | None:
     """Returns the call that has all linked attributes, the last one before the reward if there are several."""
     links = semconv.read_links(reward.span)
     linked = sorted((index(key).get(_hashable(value), {}) for key, value in links), key=len)
@@ -81,9 +83,9 @@ def _find_linked(
     return max(found, key=settled_at, default=None)
 
 
-def _index(calls: Sequence[Call], key: str) -> dict[Any, dict[Call, None]]:
+def _index(calls: Sequence[TracedCall], key: str) -> dict[Any, dict[TracedCall, None]]:
     """Returns the calls by the value of a span attribute, or of the field ``span_id`` or ``trace_id``."""
-    index: dict[Any, dict[Call, None]] = {}
+    index: dict[Any, dict[TracedCall, None]] = {}
     for call in calls:
         for span in (node.span for node in call.nodes):
             if key in span.attributes:

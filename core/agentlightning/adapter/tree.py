@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentlightning import semconv
 from agentlightning.errors import AdapterError
+from agentlightning.records import Span
 from agentlightning.reward import is_reward_span
-from agentlightning.types import Span
-
-_AGENT_NAMES = (
-    "agent.name",  # OpenAI Agents, AgentOps
-    "gen_ai.agent.name",  # OpenTelemetry
-    "recipient_agent_type",  # AutoGen
-    "langchain.chain.type",  # LangGraph
-    "executor.id",  # Agent Framework
-)
-"""Attributes that hold the name of an agent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +142,7 @@ def enclosed_by_one(outer: Sequence[Node], inner: Sequence[Node]) -> dict[Node, 
 
 
 def _is_agent(node: Node) -> bool:
-    return read_agent_name(node.span) is not None and not semconv.is_llm_call(node.span)
+    return semconv.read_agent_name(node.span) is not None and not semconv.is_llm_call(node.span)
 
 
 def _in_order(nodes: Sequence[Node]) -> list[Node]:
@@ -166,7 +156,7 @@ def _in_order(nodes: Sequence[Node]) -> list[Node]:
         node = stack.pop()
         ordered.append(node)
         parent = node.parent
-        node.agent_name = read_agent_name(node.span)
+        node.agent_name = semconv.read_agent_name(node.span)
         if parent is not None:
             node.agent_name = node.agent_name or parent.agent_name
             node.is_in_reward = parent.is_in_reward
@@ -174,31 +164,3 @@ def _in_order(nodes: Sequence[Node]) -> list[Node]:
         node.is_in_reward = node.is_in_reward or computes_reward
         stack.extend(reversed(children.get(node, ())))
     return ordered
-
-
-def read_agent_name(span: Span) -> str | None:
-    """Returns the name of the agent that a span belongs to, or None if the span does not name one."""
-    attributes = span.attributes
-    for key in _AGENT_NAMES:
-        if attributes.get(key):
-            return str(attributes[key])
-    if attributes.get("agentops.span.kind") == "agent" and attributes.get("operation.name"):
-        return str(attributes["operation.name"])
-    kind = attributes.get("openinference.span.kind")
-    if kind == "AGENT" or (kind == "CHAIN" and span.name in _read_langchain_names(attributes.get("metadata"))):
-        return span.name
-    if attributes.get("lc_name") and not semconv.is_llm_call(span):  # LangChain names its models like that too
-        return str(attributes["lc_name"])
-    return None
-
-
-def _read_langchain_names(metadata: object) -> tuple[object, ...]:
-    """Returns the names of LangChain's agent and of the graph's node from OpenInference's attribute ``metadata``."""
-    if not isinstance(metadata, str) or "lang" not in metadata:
-        return ()
-    try:
-        found = json.loads(metadata)
-        is_node_of_agent = found.get("ls_integration") == "langchain_create_agent"  # its nodes are model and tools
-        return found.get("lc_agent_name"), None if is_node_of_agent else found.get("langgraph_node")
-    except (AttributeError, ValueError):
-        return ()

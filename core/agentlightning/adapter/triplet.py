@@ -10,13 +10,13 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter, reading
-from agentlightning.adapter.call import Call, find_calls
+from agentlightning.adapter.call import TracedCall, find_calls
 from agentlightning.adapter.matching import RewardMatchPolicy, match_rewards
 from agentlightning.adapter.tree import Node, build_tree
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.plugin.registry import get_manager
+from agentlightning.records import Span, Triplet
 from agentlightning.reward import find_final_reward
-from agentlightning.types import Span, Triplet
 
 T = TypeVar("T")
 logger = logging.getLogger("agentlightning")
@@ -137,7 +137,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         with reading(source):
             return dict(self._select(build_tree(source, repair=self.repair_hierarchy))[1])
 
-    def _select(self, nodes: Sequence[Node]) -> tuple[list[Call], Counter[str]]:
+    def _select(self, nodes: Sequence[Node]) -> tuple[list[TracedCall], Counter[str]]:
         """Returns the calls that give triplets, and the number of other calls by reason."""
         calls = []
         left_out: Counter[str] = Counter()
@@ -149,7 +149,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
                 left_out[reason] += 1
         return calls, left_out
 
-    def _choose_clock(self, calls: Sequence[Call]) -> Callable[[Call | Node], float] | None:
+    def _choose_clock(self, calls: Sequence[TracedCall]) -> Callable[[TracedCall | Node], float] | None:
         """Returns a function that positions calls and rewards in the trace; None positions them by time."""
         return None
 
@@ -158,7 +158,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
             return semconv.is_llm_call(span)
         return self.llm_call_match.search(span.name) is not None
 
-    def _reason_to_leave_out(self, call: Call) -> str | None:
+    def _reason_to_leave_out(self, call: TracedCall) -> str | None:
         agent_name = call.anchor.agent_name
         if not call.is_complete:
             return BROKE_OFF
@@ -176,7 +176,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
 TracerTraceToTriplet = TraceToTriplet
 
 
-def _to_triplets(call: Call, reward: float | None) -> Iterator[Triplet]:
+def _to_triplets(call: TracedCall, reward: float | None) -> Iterator[Triplet]:
     spans = [node.span for node in reversed(call.nodes)]  # the gateway's span, the most complete one, comes first
 
     def read(reader: Callable[[Span], T]) -> T | None:

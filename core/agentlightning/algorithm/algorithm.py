@@ -5,17 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.algorithm.context import Gateway, RunContext
+from agentlightning.algorithm.context import Gateway, RunContext, RunningTrainer
 from agentlightning.errors import ConfigError
+from agentlightning.records import Dataset
 from agentlightning.resources import LLM, NamedResources, Resource, read_resources
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import Dataset
-
-if TYPE_CHECKING:
-    from agentlightning.trainer import Trainer
 
 T = TypeVar("T")
 
@@ -101,10 +98,10 @@ class Algorithm:
     def get_initial_resources(self) -> NamedResources | None:
         return self.context.initial_resources
 
-    def set_trainer(self, trainer: Trainer) -> None:
+    def set_trainer(self, trainer: RunningTrainer) -> None:
         self.context.trainer = trainer
 
-    def get_trainer(self) -> Trainer:
+    def get_trainer(self) -> RunningTrainer:
         return _given(self.context.trainer, "trainer", self)
 
 

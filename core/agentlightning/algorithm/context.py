@@ -6,15 +6,23 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from agentlightning.adapter.adapter import TraceAdapter
+from agentlightning.records import Dataset, Run
 from agentlightning.resources import Resource
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import Dataset, Run
 
-if TYPE_CHECKING:
-    from agentlightning.trainer import Trainer
+
+class RunningTrainer(Protocol):
+    """The settings of the ``Trainer`` that runs an algorithm."""
+
+    n_runners: int
+    max_rollouts: int | None
+    max_concurrency: int
+    run_dir: Path | None
+    resume: bool
+    seed: int
 
 
 class Gateway(Protocol):
@@ -78,7 +86,7 @@ class RunContext:
     train_dataset: Dataset[Any] | None = None
     val_dataset: Dataset[Any] | None = None
     initial_resources: Mapping[str, Resource] | None = None
-    trainer: Trainer | None = None
+    trainer: RunningTrainer | None = None
     directory: Path | None = None
     """Directory for the files of the run; None if the run keeps no files."""
     seed: int = 0

@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
 from agentlightning.errors import ConfigError, RolloutError
+from agentlightning.records import AttemptedRollout, Rollout, RolloutRawResult, Span
 from agentlightning.resources import NamedResources, PromptTemplate
-from agentlightning.types import AttemptedRollout, Rollout, RolloutRawResult, Span
 
 T = TypeVar("T")
 _METHODS: Final = tuple(

@@ -12,8 +12,8 @@ from typing import Any, Protocol, cast, get_args, get_type_hints, overload
 
 from agentlightning.errors import ConfigError
 from agentlightning.litagent.agent import LitAgent
+from agentlightning.records import Rollout, RolloutRawResult
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, Resource, scope_to_attempt
-from agentlightning.types import Rollout, RolloutRawResult
 
 
 @dataclass(frozen=True, slots=True)

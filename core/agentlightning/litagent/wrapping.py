@@ -13,8 +13,8 @@ from agentlightning.litagent.agent import LitAgent, RewardFunction, RewardSpec, 
 from agentlightning.litagent.function import FunctionalLitAgent
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.plugin.registry import get_manager
+from agentlightning.records import Rollout, RolloutRawResult
 from agentlightning.resources import NamedResources, PromptTemplate
-from agentlightning.types import Rollout, RolloutRawResult
 
 Prompts: TypeAlias = Mapping[str, str | PromptTemplate | None] | Iterable[str]
 """Texts of an object that are tuned, by path; see ``wrap`` for the meaning of the values."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 import pluggy
 
@@ -20,13 +20,36 @@ if TYPE_CHECKING:
 hookspec: Final = pluggy.HookspecMarker("agentlightning")
 hookimpl: Final = pluggy.HookimplMarker("agentlightning")
 
-_RunKind: TypeAlias = Literal["store", "server", "tracer", "adapter", "algorithm", "strategy", "tracker"]
-_CallKind: TypeAlias = Literal["resource", "template_engine", "gateway", "agent", "dialect", "provider"]
-_LearningKind: TypeAlias = Literal["credit", "reward", "handler", "policy_backend", "policy_loss", "advantage"]
-_BatchKind: TypeAlias = Literal["aggregation", "schedule", "task_sampler", "rollout_filter", "reward_shaping"]
-_ReportKind: TypeAlias = Literal["training_metrics", "report", "pages"]
-ComponentKind: TypeAlias = _RunKind | _CallKind | _LearningKind | _BatchKind | _ReportKind
-COMPONENT_KINDS: Final[tuple[str, ...]] = tuple(kind for group in get_args(ComponentKind) for kind in get_args(group))
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of components. The plugin that uses components of a kind declares it."""
+
+    name: str
+    """Unique name, as in ``Component.kind``."""
+    expects: str
+    """``"module:attribute"`` of the class or protocol of the components, or the signature of a function."""
+    summary: str
+    """One line for ``agl plugins``."""
+
+
+CORE_KINDS: Final = (
+    Kind("adapter", "agentlightning.adapter.adapter:TraceAdapter", "converts spans to training data"),
+    Kind("agent", "agentlightning.litagent.agent:LitAgent", "an agent that is built from settings"),
+    Kind("algorithm", "agentlightning.algorithm.algorithm:Algorithm", "learns from rollouts"),
+    Kind("credit", "an object with apply(nodes, calls, triplets, rewards, final)", "assigns rewards to model calls"),
+    Kind("gateway", "agentlightning.algorithm.context:Gateway", "records the agents' model calls"),
+    Kind("handler", "(tracer_provider) -> object", "a framework's callbacks; Tracer.get_langchain_handler returns one"),
+    Kind("report", "(store, directory) -> Awaitable[None]", "writes a file when a run with a directory ends"),
+    Kind("resource", "agentlightning.resources:Resource", "a type of resource; its name is the resource_type"),
+    Kind("reward", "(task, output, rollout) -> float | Awaitable[float]", "rates the output of an agent"),
+    Kind("span_reader", "agentlightning.semconv:SpanReader", "reads spans of a library with other conventions"),
+    Kind("store", "agentlightning.store.protocol:LightningStore", "a store; its name is the scheme of its URLs"),
+    Kind("strategy", "agentlightning.execution.strategy:ExecutionStrategy", "runs the algorithm and its runners"),
+    Kind("template_engine", "(template, values) -> str", "renders prompts; its name is PromptTemplate.engine"),
+    Kind("tracer", "agentlightning.tracer.tracer:Tracer", "records the agents"),
+    Kind("tracker", "agentlightning.run.tracker:Tracker", "receives the events and metrics of a run"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +62,8 @@ class Component:
         Component("tracker", "slack", "my_company.slack:SlackTracker", extra="slack", summary="posts to a channel")
     """
 
-    kind: ComponentKind
-    """Kind of the component; ``docs/plugins.md`` says which class each kind expects."""
+    kind: str
+    """Name of a ``Kind``."""
     name: str
     """Name, unique within the kind, for code and configuration: ``Trainer(trackers=["slack"])``."""
     target: str
@@ -62,6 +85,11 @@ class WrapOptions:
 @hookspec
 def components() -> Iterable[Component]:  # type: ignore[empty-body] # a specification has no body
     """Called once, when the plugin is loaded. Returns the components it offers; must not import their targets."""
+
+
+@hookspec
+def kinds() -> Iterable[Kind]:  # type: ignore[empty-body] # a specification has no body
+    """Called once, when the plugin is loaded. Returns the kinds of components that this plugin uses."""
 
 
 @hookspec

@@ -12,16 +12,16 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 
 from agentlightning.errors import PluginError, PluginImportError, suggest
 from agentlightning.plugin import hookspecs
-from agentlightning.plugin.hookspecs import COMPONENT_KINDS, Component, ComponentKind
+from agentlightning.plugin.hookspecs import CORE_KINDS, Component, Kind
 from agentlightning.plugin.settings import bind_settings
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Plugin:
     target: str
     state: Literal["loaded", "broken"] = "loaded"
     error: str = ""
+    kinds: list[Kind] = field(default_factory=list)
     offers: list[Component] = field(default_factory=list)
     distribution: importlib.metadata.Distribution | None = None
 
@@ -79,6 +80,8 @@ class PluginManager:
         self.plugins: dict[str, Plugin] = {}
         self._pluggy = pluggy.PluginManager(GROUP)
         self._pluggy.add_hookspecs(hookspecs)
+        self.kinds = {kind.name: kind for kind in CORE_KINDS}
+        """The kinds of components by name: core's and those that plugins declare."""
         self._offers: dict[tuple[str, str], list[tuple[Plugin, Component]]] = {}
         self._complete: set[tuple[str, str]] = set()
         """Components whose extras are installed, cached because reading distributions takes milliseconds."""
@@ -86,6 +89,8 @@ class PluginManager:
             entry_points = importlib.metadata.entry_points(group=GROUP)
         for entry_point in sorted(entry_points, key=lambda point: point.name):
             self._load(entry_point)
+        for plugin in self.plugins.values():  # after all have declared their kinds
+            self._offer(plugin)
 
     @property
     def hook(self) -> pluggy.HookRelay:
@@ -96,14 +101,19 @@ class PluginManager:
         """Adds a plugin object, for tests and notebooks; raises PluginError for a wrong hook or a taken name."""
         plugin = Plugin(name, "registered by hand", getattr(module, "__name__", repr(module)))
         self._add(plugin, module)
+        if unknown := self._describe_unused(plugin):
+            self._pluggy.unregister(name=name)
+            del self.plugins[name]
+            raise PluginError(unknown)
+        self._offer(plugin)
         return plugin
 
-    def components(self, kind: ComponentKind) -> dict[str, Component]:
+    def components(self, kind: str) -> dict[str, Component]:
         """Returns the components of a kind by name, in alphabetical order."""
         names = sorted(name for offered, name in self._offers if offered == kind)
         return {name: self._offers[kind, name][0][1] for name in names}
 
-    def missing_requirements(self, kind: ComponentKind, name: str) -> list[str]:
+    def missing_requirements(self, kind: str, name: str) -> list[str]:
         """Returns the distributions of a component's extra that are not installed. Imports nothing of the component."""
         plugin, component = self._offers[kind, name][0]
         if component.extra is None or plugin.distribution is None:
@@ -116,21 +126,21 @@ class PluginManager:
                 missing.append(required)
         return missing
 
-    def install_command(self, kind: ComponentKind, name: str) -> str:
+    def install_command(self, kind: str, name: str) -> str:
         """Returns the command that installs what a component needs."""
         plugin, component = self._offers[kind, name][0]
         distribution = plugin.distribution.name if plugin.distribution is not None else plugin.name
         return f"pip install '{distribution}[{component.extra}]'"
 
-    def get(self, kind: ComponentKind, name: str) -> Any:
+    def get(self, kind: str, name: str) -> Any:
         """Imports a component by its name, or a class by its path: ``module:Class`` or ``package.module.Class``.
 
         Raises:
             PluginError: no plugin offers it, several plugins offer different targets, or its plugin is broken.
             PluginImportError: its extra is not installed, or it cannot be imported.
         """
-        if kind not in COMPONENT_KINDS:
-            raise PluginError(f"unknown component kind {kind!r}; kinds: {', '.join(COMPONENT_KINDS)}")
+        if kind not in self.kinds:
+            raise PluginError(self._describe_unknown_kind(kind))
         offers = self._offers.get((kind, name), [])
         if not offers and set(".:") & set(name) and name.replace(".", "_").replace(":", "_", 1).isidentifier():
             return _import_target(name if ":" in name else ":".join(name.rsplit(".", 1)), f"the {kind} {name!r}")
@@ -155,9 +165,9 @@ class PluginManager:
         """Raises PluginImportError if one of these targets is a component whose extra is not installed."""
         for (kind, name), offers in self._offers.items():
             if any(component.target in targets for _, component in offers):
-                self._require_extra(cast(ComponentKind, kind), name)
+                self._require_extra(kind, name)
 
-    def _require_extra(self, kind: ComponentKind, name: str) -> None:
+    def _require_extra(self, kind: str, name: str) -> None:
         if (kind, name) in self._complete:
             return
         missing = self.missing_requirements(kind, name)
@@ -166,7 +176,7 @@ class PluginManager:
             raise PluginImportError(f"the {kind} {name!r} needs {', '.join(missing)}. Install with: {command}")
         self._complete.add((kind, name))
 
-    def create(self, kind: ComponentKind, spec: str | type | Mapping[str, Any]) -> Any:
+    def create(self, kind: str, spec: str | type | Mapping[str, Any]) -> Any:
         """Makes a component from its name, the path of its class, the class, or ``{"name": any of these, **settings}``.
 
         A function that returns the component may take the place of the class. ``type``, the key of release 0.3, may
@@ -175,7 +185,7 @@ class PluginManager:
         cls, settings = self.check(kind, spec)
         return cls(**settings)
 
-    def check(self, kind: ComponentKind, spec: str | type | Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def check(self, kind: str, spec: str | type | Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Returns the class and the checked settings of a component that is created later; raises like ``create``."""
         settings = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
         name = settings.pop("name" if "name" in settings else "type", None)
@@ -186,9 +196,9 @@ class PluginManager:
         cls = self.get(kind, name)
         return cls, bind_settings(cls, settings, f"{kind} {name!r}")
 
-    def _describe_unknown(self, kind: ComponentKind, name: str) -> str:
+    def _describe_unknown(self, kind: str, name: str) -> str:
         installed = self.components(kind)
-        broken = [f"{plugin.name} ({plugin.error})" for plugin in self.plugins.values() if plugin.state == "broken"]
+        broken = [f"{plugin.name} ({plugin.error})" for plugin in self.plugins.values() if plugin.error]
         message = f"no {kind} named {name!r}.{suggest(name, installed)} Installed: {', '.join(installed)}."
         return message + (f" Not loaded: {'; '.join(broken)}." if broken else "")
 
@@ -216,19 +226,39 @@ class PluginManager:
         _check_hooks(module)
         try:
             self._pluggy.register(module, plugin.name)
-            offer: Callable[[], Iterable[Component]] | None = getattr(module, "components", None)
-            offers = list(offer()) if offer is not None and hasattr(offer, "agentlightning_impl") else []
-            for component in offers:
-                if component.kind not in COMPONENT_KINDS:
-                    what = f"component {component.name!r} has unknown kind {component.kind!r}"
-                    raise PluginError(f"{what}; kinds: {', '.join(COMPONENT_KINDS)}")
+            plugin.kinds = _ask(module, "kinds")
+            plugin.offers = _ask(module, "components")
         except (Exception, SystemExit):
             self._pluggy.unregister(name=plugin.name)  # pluggy keeps the hooks it had registered before the error
             raise
-        for component in offers:
-            self._offers.setdefault((component.kind, component.name), []).append((plugin, component))
-        plugin.offers = offers
+        for kind in plugin.kinds:
+            self.kinds.setdefault(kind.name, kind)
         self.plugins[plugin.name] = plugin
+
+    def _offer(self, plugin: Plugin) -> None:
+        """Makes the components of a plugin available; reports components of a kind that no plugin uses."""
+        if unknown := self._describe_unused(plugin):
+            plugin.error = unknown
+            logger.warning("plugin %s of %s: %s", plugin.name, plugin.origin, unknown)
+        plugin.offers = [component for component in plugin.offers if component.kind in self.kinds]
+        for component in plugin.offers:
+            self._offers.setdefault((component.kind, component.name), []).append((plugin, component))
+
+    def _describe_unused(self, plugin: Plugin) -> str:
+        return "; ".join(
+            f"component {component.name!r} has an {self._describe_unknown_kind(component.kind)}"
+            for component in plugin.offers
+            if component.kind not in self.kinds
+        )
+
+    def _describe_unknown_kind(self, kind: str) -> str:
+        return f"unknown kind {kind!r}.{suggest(kind, self.kinds)} Kinds: {', '.join(sorted(self.kinds))}"
+
+
+def _ask(module: object, hook: str) -> list[Any]:
+    """Returns the answer of a module's implementation of ``kinds`` or ``components``."""
+    implementation: Any = getattr(module, hook, None)
+    return list(implementation()) if hasattr(implementation, "agentlightning_impl") else []
 
 
 def _check_hooks(module: object) -> None:

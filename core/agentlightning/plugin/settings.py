@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -35,7 +35,8 @@ def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) ->
         try:
             if name not in parameters:
                 known = ", ".join(parameters) or "none"
-                raise ConfigError(f"{owner} has no setting {name!r}.{suggest(name, parameters)} Settings: {known}.")
+                hint = _suggest_setting(name, parameters, hints)
+                raise ConfigError(f"{owner} has no setting {name!r}.{hint} Settings: {known}.")
             bound[name] = _check(value, hints.get(name, Any), f"{owner}: {name}")
         except ConfigError as error:
             error.setting = name
@@ -46,6 +47,16 @@ def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) ->
     if missing:
         raise ConfigError(f"{owner} needs the setting{'s' * (len(missing) > 1)} {', '.join(missing)}.")
     return bound
+
+
+def _suggest_setting(name: str, known: Iterable[str], hints: Mapping[str, Any]) -> str:
+    """Suggests a known setting, or a key of a group of settings, such as ``update.lr`` for ``lr``."""
+    import difflib  # slow to import and rarely needed
+
+    keys = {key: f"{group}.{key}" for group in known for key in _keys_of(hints.get(group))}
+    paths = {**keys, **{path: path for path in keys.values()}, **{setting: setting for setting in known}}
+    match = difflib.get_close_matches(name, paths, n=1, cutoff=0.6)
+    return f" Did you mean {paths[match[0]]!r}?" if match else ""
 
 
 def setting_types(target: Callable[..., Any]) -> dict[str, Any]:

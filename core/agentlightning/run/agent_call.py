@@ -9,10 +9,10 @@ from typing import Any
 
 from agentlightning.errors import NotFoundError
 from agentlightning.litagent import LitAgent
+from agentlightning.records import AttemptedRollout, Rollout
 from agentlightning.resources import NamedResources, Resource
 from agentlightning.run.thread import EscapedError, ThreadStopped, run_in_thread, thread_group
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, Rollout
 
 
 async def call_agent(

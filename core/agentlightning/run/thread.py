@@ -8,7 +8,10 @@ import contextlib
 import contextvars
 import ctypes
 import functools
+import linecache
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
@@ -150,7 +153,7 @@ async def run_in_thread(
     """Runs a function in a new daemon thread, with the caller's context variables.
 
     It uses no pool, so that a function that never returns blocks neither a slot nor the exit of the process. When the
-    caller is cancelled, ThreadStopped is raised in the thread at its next bytecode, and ``on_abandoned`` gets the
+    caller is cancelled, ThreadStopped is raised in the thread, and ``on_abandoned`` gets the
     thread.
     """
     group = ThreadGroup(name, _is_unusual)
@@ -225,5 +228,38 @@ def _set_outcome(
 
 
 def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
-    if thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))
+    """Raises an error in a thread, as soon as the thread neither takes nor releases a lock.
+
+    Python raises it at the thread's next bytecode. Between the bytecode that takes a lock and the one that enters its
+    ``with`` statement, it would leave the lock taken for ever, and block every thread that shares, say, an HTTP client.
+    """
+    if not _try_to_raise_in(thread, error):
+        threading.Thread(target=_raise_soon_in, args=(thread, error), name="agl-stop-thread", daemon=True).start()
+
+
+def _raise_soon_in(thread: threading.Thread, error: type[BaseException]) -> None:
+    pause_s = 0.001
+    while thread.is_alive() and not _try_to_raise_in(thread, error):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)
+
+
+def _try_to_raise_in(thread: threading.Thread, error: type[BaseException]) -> bool:
+    if _is_at_lock(thread):  # this may read a file, while which other threads run
+        return False
+    time.sleep(0)  # this thread is then not interrupted for some milliseconds (sys.getswitchinterval)
+    if thread.ident is None or _is_at_lock(thread):
+        return False
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))
+    return True
+
+
+def _is_at_lock(thread: threading.Thread) -> bool:
+    """Whether a thread takes or releases a lock; waiting for a condition is safe, because it takes its lock again."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:  # it begins or ends
+        return True
+    function = frame.f_code.co_name
+    if function in ("__enter__", "__exit__", "acquire", "release"):
+        return True
+    return function != "wait" and "acquire(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)

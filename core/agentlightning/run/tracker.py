@@ -14,8 +14,8 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from agentlightning.event import Event, RolloutFinished, RunFinished, StepFinished
 from agentlightning.plugin.registry import get_manager
+from agentlightning.records import Rollout, Run, Span
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import Rollout, Run, Span
 
 logger = logging.getLogger("agentlightning")
 _CLOSE_S: Final = 30.0

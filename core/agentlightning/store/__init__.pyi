@@ -6,5 +6,5 @@ from agentlightning_plugins.stores.http.client import LightningStoreClient as Li
 from agentlightning_plugins.stores.http.server import LightningStoreServer as LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore as InMemoryLightningStore
 from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore as PostgresLightningStore
-from agentlightning_plugins.stores.retention import Retention as Retention
+from agentlightning_plugins.stores.shared.retention import Retention as Retention
 from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore as SqliteLightningStore

@@ -1,6 +1,6 @@
 """``Backend``: the primitives that a database implements, without any rules of the lifecycle.
 
-``engine.BackendStore`` implements ``LightningStore`` on a ``Backend``. Records are the frozen models of ``types``: a
+``engine.BackendStore`` implements ``LightningStore`` on a ``Backend``. Records are the frozen models of ``records``: a
 backend may keep the objects themselves (memory) or their JSON (SQL).
 """
 
@@ -12,8 +12,8 @@ from operator import attrgetter
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from agentlightning.event import Event
+from agentlightning.records import Attempt, Metrics, Record, Rollout, Run, Span, Worker
 from agentlightning.resources import ResourcesUpdate
-from agentlightning.types import Attempt, Metrics, Record, Rollout, Run, Span, Worker
 
 R = TypeVar("R", bound=Record)
 

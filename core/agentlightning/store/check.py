@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from agentlightning.errors import ConfigError, suggest
-from agentlightning.types import MAX_INT, MAX_SEQUENCE_ID, Record, Span
+from agentlightning.records import MAX_INT, MAX_SEQUENCE_ID, Record, Span
 
 C = TypeVar("C", bound=str)
 

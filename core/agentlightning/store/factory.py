@@ -6,11 +6,11 @@ from pathlib import Path
 
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.registry import get_manager
+from agentlightning.records import DEFAULT_RUN_ID
 from agentlightning.store.engine import BackendStore
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.retention import RetentionPolicy
 from agentlightning.store.url import hide_password
-from agentlightning.types import DEFAULT_RUN_ID
 
 
 def create_store(

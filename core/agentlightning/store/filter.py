@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, TypeVar, cast, get_args
 
 from agentlightning.errors import ConfigError, suggest
+from agentlightning.records import FilterLogic, PaginatedResult, Record, SortOrder
 from agentlightning.store.backend import Backend, Condition, Operator, Query
 from agentlightning.store.check import check_choice, check_int
-from agentlightning.types import FilterLogic, PaginatedResult, Record, SortOrder
 
 R = TypeVar("R", bound=Record)
 

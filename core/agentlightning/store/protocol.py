@@ -10,8 +10,7 @@ from typing import Any, Literal, TypedDict
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
 from agentlightning.frozen import freeze
-from agentlightning.resources import Resource, ResourcesUpdate
-from agentlightning.types import (
+from agentlightning.records import (
     UNSET,
     Attempt,
     AttemptedRollout,
@@ -35,6 +34,7 @@ from agentlightning.types import (
     Worker,
     new_resources_id,
 )
+from agentlightning.resources import Resource, ResourcesUpdate
 
 
 class StoreCapabilities(TypedDict):

@@ -6,9 +6,9 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeAlias
 
+from agentlightning.records import ENDED_ROLLOUT, LIVE_ATTEMPT, Attempt, Rollout, RolloutStatus, Worker
 from agentlightning.store.backend import Backend, Condition, Delete, Guard, Query, Row, key_of
 from agentlightning.store.check import check_choice, check_int
-from agentlightning.types import ENDED_ROLLOUT, LIVE_ATTEMPT, Attempt, Rollout, RolloutStatus, Worker
 
 _BATCH: Final = 100  # rollouts in one commit, which deletes their spans too and makes other writers wait
 ENDED: Final = Condition("status", "in", tuple(sorted(ENDED_ROLLOUT)))

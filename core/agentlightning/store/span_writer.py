@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from agentlightning.errors import ConfigError, NotFoundError, StoreError
+from agentlightning.records import Span
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.waiting import Signal, deadline_after, running_loop
-from agentlightning.types import Span
 
 logger = logging.getLogger("agentlightning")
 

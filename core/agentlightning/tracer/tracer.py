@@ -10,9 +10,9 @@ from typing import Any
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, PluginError
+from agentlightning.records import Span, TraceStatus
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
-from agentlightning.types import Span, TraceStatus
 
 
 class Trace:

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 import agentlightning as agl
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, MODEL, AgentConformance, add
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 
 
 def make_assistant(endpoint: str = "http://127.0.0.1:9/v1") -> Assistant:

@@ -29,12 +29,12 @@ from opentelemetry import trace as otel
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
-from agentlightning_integrations.framework.agent import FrameworkAgent, by_path
-from agentlightning_integrations.framework.object_copy import copy_except, walk
-from agentlightning_integrations.framework.openai_client import async_client
-from agentlightning_integrations.framework.span_tree import to_text
-from agentlightning_integrations.framework.task import message_text, read_input
-from agentlightning_plugins.instrumentation import Patches
+from agentlightning_integrations.shared.framework.agent import FrameworkAgent, by_path
+from agentlightning_integrations.shared.framework.object_copy import copy_except, walk
+from agentlightning_integrations.shared.framework.openai_client import async_client
+from agentlightning_integrations.shared.framework.span_tree import to_text
+from agentlightning_integrations.shared.framework.task import message_text, read_input
+from agentlightning_plugins.shared.instrumentation import Patches
 
 Runnable: TypeAlias = BaseAgent | Workflow
 

@@ -29,11 +29,11 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
-from agentlightning_integrations.framework.agent import FrameworkAgent, by_path
-from agentlightning_integrations.framework.object_copy import copy_except, walk
-from agentlightning_integrations.framework.openai_client import async_client
-from agentlightning_integrations.framework.pickling import register_reducer
-from agentlightning_integrations.framework.span_tree import (
+from agentlightning_integrations.shared.framework.agent import FrameworkAgent, by_path
+from agentlightning_integrations.shared.framework.object_copy import copy_except, walk
+from agentlightning_integrations.shared.framework.openai_client import async_client
+from agentlightning_integrations.shared.framework.pickling import register_reducer
+from agentlightning_integrations.shared.framework.span_tree import (
     INPUT,
     OPERATION,
     OUTPUT,
@@ -41,8 +41,8 @@ from agentlightning_integrations.framework.span_tree import (
     to_text,
     tool_attributes,
 )
-from agentlightning_integrations.framework.task import message_text, read_input
-from agentlightning_plugins.instrumentation import Patches
+from agentlightning_integrations.shared.framework.task import message_text, read_input
+from agentlightning_plugins.shared.instrumentation import Patches
 
 Runnable: TypeAlias = ChatAgent | Team
 

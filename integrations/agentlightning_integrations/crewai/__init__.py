@@ -1,1 +1,8 @@
-"""CrewAI."""
+"""CrewAI: see ``agent.py``."""
+
+from __future__ import annotations
+
+from agentlightning_integrations.shared.framework.hooks import Framework
+
+_framework = Framework(package="crewai", module="agentlightning_integrations.crewai.agent", extra="crewai")
+wrap_agent, instrument = _framework.wrap_agent, _framework.instrument

@@ -29,13 +29,13 @@ from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt 
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
-from agentlightning_integrations.framework.agent import FrameworkAgent, by_path
-from agentlightning_integrations.framework.object_copy import ModelCache, copy_except, walk
-from agentlightning_integrations.framework.openai_client import Clients, open_clients
-from agentlightning_integrations.framework.pickling import register_reducer
-from agentlightning_integrations.framework.span_tree import OUTPUT, TOOL_RESULT, SpanTree, to_text
-from agentlightning_integrations.framework.task import read_input
-from agentlightning_plugins.instrumentation import Patches
+from agentlightning_integrations.shared.framework.agent import FrameworkAgent, by_path
+from agentlightning_integrations.shared.framework.object_copy import ModelCache, copy_except, walk
+from agentlightning_integrations.shared.framework.openai_client import Clients, open_clients
+from agentlightning_integrations.shared.framework.pickling import register_reducer
+from agentlightning_integrations.shared.framework.span_tree import OUTPUT, TOOL_RESULT, SpanTree, to_text
+from agentlightning_integrations.shared.framework.task import read_input
+from agentlightning_plugins.shared.instrumentation import Patches
 
 Runnable: TypeAlias = Crew | Agent
 

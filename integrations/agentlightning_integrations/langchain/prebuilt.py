@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from langchain_core.messages import SystemMessage
 
-from agentlightning_plugins.instrumentation import Patches
+from agentlightning_plugins.shared.instrumentation import Patches
 
 AGENT_NAME: Final = "lc_agent_name"
 INTEGRATION: Final = "ls_integration"

@@ -16,9 +16,9 @@ from opentelemetry import trace as otel
 
 from agentlightning import semconv
 from agentlightning.tracer.attribute import to_json
-from agentlightning_integrations.framework.span_tree import OPERATION, TOOL_RESULT, SpanTree, to_text
 from agentlightning_integrations.langchain import prebuilt
-from agentlightning_plugins.instrumentation import OnImport
+from agentlightning_integrations.shared.framework.span_tree import OPERATION, TOOL_RESULT, SpanTree, to_text
+from agentlightning_plugins.shared.instrumentation import OnImport
 
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:

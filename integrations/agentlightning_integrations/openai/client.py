@@ -24,10 +24,10 @@ from wrapt import ObjectProxy, wrap_function_wrapper  # type: ignore[import-unty
 from agentlightning.errors import PluginImportError
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
-from agentlightning_integrations.framework.agent import FrameworkAgent
-from agentlightning_integrations.framework.openai_client import async_client, sync_client
-from agentlightning_integrations.framework.task import read_input
-from agentlightning_plugins.instrumentation import Patches, instrument_and_restore
+from agentlightning_integrations.shared.framework.agent import FrameworkAgent
+from agentlightning_integrations.shared.framework.openai_client import async_client, sync_client
+from agentlightning_integrations.shared.framework.task import read_input
+from agentlightning_plugins.shared.instrumentation import Patches, instrument_and_restore
 
 logger = logging.getLogger("agentlightning")
 _MAX_RESPONSES: Final = 1000

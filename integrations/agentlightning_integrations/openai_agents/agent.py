@@ -15,10 +15,11 @@ from opentelemetry import trace as otel
 
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
-from agentlightning_integrations.framework.agent import FrameworkAgent, by_path
-from agentlightning_integrations.framework.object_copy import walk
-from agentlightning_integrations.framework.openai_client import async_client
-from agentlightning_integrations.framework.span_tree import (
+from agentlightning_integrations.openai_agents.nested import agent_behind, pass_configuration_on, run_config
+from agentlightning_integrations.shared.framework.agent import FrameworkAgent, by_path
+from agentlightning_integrations.shared.framework.object_copy import walk
+from agentlightning_integrations.shared.framework.openai_client import async_client
+from agentlightning_integrations.shared.framework.span_tree import (
     INPUT,
     OPERATION,
     OUTPUT,
@@ -27,8 +28,7 @@ from agentlightning_integrations.framework.span_tree import (
     SpanTree,
     to_text,
 )
-from agentlightning_integrations.framework.task import read_input
-from agentlightning_integrations.openai_agents.nested import agent_behind, pass_configuration_on, run_config
+from agentlightning_integrations.shared.framework.task import read_input
 
 
 def wrap_agent(agent: Any, options: WrapOptions) -> OpenAIAgentsAgent | None:

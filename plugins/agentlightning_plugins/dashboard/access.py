@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from aiohttp import web
 
-from agentlightning_plugins.http_request import is_local_request
+from agentlightning_plugins.shared.web.access import is_local_request
 
 SESSION_S: Final = 12 * 3600.0
 _BEARER: Final = "Bearer "
@@ -20,7 +20,7 @@ _REFUSAL_S: Final = 0.5
 """A wrong token is refused after this time, which slows down guessing."""
 
 
-class Session(NamedTuple):
+class SignedIn(NamedTuple):
     """The session of an admitted request."""
 
     id: str
@@ -50,19 +50,19 @@ class Access:
         """Whether users have to sign in."""
         return bool(self._tokens)
 
-    def find_session(self, request: web.Request) -> Session | None:
+    def find_session(self, request: web.Request) -> SignedIn | None:
         """Returns the session of a request; None if the client has to sign in, or if another site sent the request."""
         if not self._tokens:
-            return Session("") if is_local_request(request.host, request.headers.get("origin")) else None
+            return SignedIn("") if is_local_request(request.host, request.headers.get("origin")) else None
         given = request.headers.get("authorization", "")
         if given.startswith(_BEARER):
-            return Session("", is_script=True) if self._find_token(given.removeprefix(_BEARER)) is not None else None
+            return SignedIn("", is_script=True) if self._find_token(given.removeprefix(_BEARER)) is not None else None
         cookie = request.cookies.get(_cookie_name(request), "")
         body, _, signature = cookie.rpartition(".")
         expires_at = body.partition(".")[0]
         if not expires_at.isdecimal() or len(expires_at) > 12 or int(expires_at) < time.time():
             return None
-        return Session(cookie) if _is_signed(self._keys, body, signature) else None
+        return SignedIn(cookie) if _is_signed(self._keys, body, signature) else None
 
     async def sign_in(self, request: web.Request, response: web.StreamResponse, token: str) -> bool:
         """Puts the cookie of a new session into the response if the token is right."""
@@ -82,11 +82,11 @@ class Access:
         """Removes the cookie."""
         response.del_cookie(_cookie_name(request), httponly=True, samesite="Strict")
 
-    def form_token(self, session: Session | None) -> str:
+    def form_token(self, session: SignedIn | None) -> str:
         """Returns the value that forms of this session send, which other sites cannot read."""
         return _sign(self._form_keys[0], "" if session is None else session.id)
 
-    def allows_form(self, request: web.Request, session: Session | None, form_token: str) -> bool:
+    def allows_form(self, request: web.Request, session: SignedIn | None, form_token: str) -> bool:
         """Returns whether a form was sent by one of our pages in this session."""
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2] != request.host:

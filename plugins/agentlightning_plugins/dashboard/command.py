@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from pathlib import Path
 
 import click
@@ -12,7 +11,7 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_loopback
+from agentlightning_plugins.shared.web.access import is_loopback
 
 
 @click.command("dashboard")
@@ -40,36 +39,28 @@ def _open(where: str, token: str | None) -> LightningStore:
 
 async def _serve(store: LightningStore, host: str, port: int, token: str | None, *, read_only: bool) -> None:
     from aiohttp import web
+    from aiohttp.typedefs import Handler
 
     from agentlightning_plugins.dashboard.dashboard import Dashboard
+    from agentlightning_plugins.shared.web.server import WebServer, stop_on_signals
 
     dashboard = Dashboard(store, [token] if token else [], read_only=read_only)
-    application = web.Application()
+
+    @web.middleware
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if dashboard.admits(request):
+            server.admit(request)
+        return await handler(request)
+
+    application = web.Application(middlewares=[admit])
     application.add_routes(dashboard.routes())
-    runner = web.AppRunner(
-        application,
-        access_log=None,
-        logger=RequestLog(),
-        handler_cancellation=True,
-        shutdown_timeout=3.0,
-        **SERVER_SETTINGS,
-    )
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    server = WebServer(application, finish_s=3.0)
     try:
-        await runner.setup()
-        try:
-            listener = web.TCPSite(runner, host, port)
-            await listener.start()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
-            ) from error
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-        shown = f"[{host}]" if ":" in host else host
-        echo(f"Dashboard at http://{shown}:{runner.addresses[0][1]}/")
+        bound = await server.start(host, port)
+        stop = stop_on_signals()
+        echo(f"Dashboard at http://{f'[{host}]' if ':' in host else host}:{bound}/")
         await stop.wait()
     finally:
         await dashboard.stop()
-        await runner.cleanup()
+        await server.stop()
         await store.close()

@@ -12,14 +12,14 @@ from pydantic_core import to_json
 
 from agentlightning.errors import ConfigError, ConflictError, LightningError, NotFoundError
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.dashboard.access import Access, Session
+from agentlightning_plugins.dashboard.access import Access, SignedIn
 from agentlightning_plugins.dashboard.live import LiveRuns
-from agentlightning_plugins.dashboard.page import Action, Page, Visit
+from agentlightning_plugins.dashboard.page import Action, DashboardPage, Visit
 from agentlightning_plugins.dashboard.rendering import HEADERS, Renderer
 from agentlightning_plugins.dashboard.table import ACTIONS, PAGES
 from agentlightning_plugins.dashboard.views.export import read_labelled
-from agentlightning_plugins.http_request import RequestError, read_body
-from agentlightning_plugins.monitoring.runs import find_newest_runs, find_run
+from agentlightning_plugins.shared.monitoring.runs import find_newest_runs, find_run
+from agentlightning_plugins.shared.web.body import RequestRefused, read_body
 
 logger = logging.getLogger("agentlightning")
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -102,7 +102,7 @@ class Dashboard:
         return web.Response(status=303, headers={**HEADERS, "location": f"/login?next={back}"})
 
     def _answer_error(self, request: web.Request, error: Exception, as_json: bool) -> web.Response:
-        if isinstance(error, RequestError):
+        if isinstance(error, RequestRefused):
             return self._error(request, error.status, str(error), as_json)
         status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
         if status == 500:
@@ -126,13 +126,13 @@ class Dashboard:
             raise NotFoundError(f"this store has no run {visit.run_id!r}; its newest runs: {known}")
         return visit
 
-    def _json_handler(self, page: Page) -> _Handler:
+    def _json_handler(self, page: DashboardPage) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
             return _json(await page.view(await self._open(request)))
 
         return answer
 
-    def _page_handler(self, page: Page) -> _Handler:
+    def _page_handler(self, page: DashboardPage) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
             data = await page.view(await self._open(request))
             return self._html(page.template, request, page, data=data)
@@ -151,9 +151,9 @@ class Dashboard:
         return answer
 
     def _html(
-        self, template: str, request: web.Request, page: Page | None, status: int = 200, **values: Any
+        self, template: str, request: web.Request, page: DashboardPage | None, status: int = 200, **values: Any
     ) -> web.Response:
-        session: Session | None = self._access.find_session(request)
+        session: SignedIn | None = self._access.find_session(request)
         run_id = request.match_info.get("run_id") if session is not None else None
         tabs = [
             (each.tab, each.path.replace("{run_id}", quote(run_id or "", safe="")), each is page)
@@ -235,7 +235,7 @@ async def _read_form(request: web.Request) -> dict[str, str]:
     """Reads the fields of a form.
 
     Raises:
-        RequestError: the body is too large.
+        RequestRefused: the body is too large.
     """
     body = await read_body(request, _MAX_FORM, _MAX_FORM)
     return dict(parse_qsl(body.decode(errors="replace"), max_num_fields=20))

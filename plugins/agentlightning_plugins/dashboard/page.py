@@ -54,7 +54,7 @@ View: TypeAlias = Callable[[Visit], Awaitable[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Page:
+class DashboardPage:
     """A page; its JSON twin has the same path with ``.json``."""
 
     path: str

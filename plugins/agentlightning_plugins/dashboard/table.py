@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from agentlightning_plugins.dashboard.page import Action, Page
+from agentlightning_plugins.dashboard.page import Action, DashboardPage
 from agentlightning_plugins.dashboard.views import (
     actions,
     comparison,
@@ -16,18 +16,18 @@ from agentlightning_plugins.dashboard.views import (
     training,
 )
 
-PAGES: Final[tuple[Page, ...]] = (
-    Page("/", runs.list_runs, "runs.html.jinja", "Runs"),
-    Page("/runs/{run_id}", runs.show_run, "run.html.jinja", "Overview"),
-    Page("/runs/{run_id}/rollouts", rollouts.list_rollouts, "rollouts.html.jinja", "Rollouts"),
-    Page("/runs/{run_id}/rollouts/{rollout_id}/tokens", training.show_tokens, "tokens.html.jinja"),
-    Page("/runs/{run_id}/rollouts/{rollout_id}", rollout.show_rollout, "rollout.html.jinja"),
-    Page("/runs/{run_id}/ledger", training.show_ledger, "ledger.html.jinja", "Ledger"),
-    Page("/runs/{run_id}/group", training.show_group, "group.html.jinja"),
-    Page("/runs/{run_id}/resources", resources.list_resources, "resources.html.jinja", "Resources"),
-    Page("/runs/{run_id}/resources/{resources_id}", resources.show_resources, "resource.html.jinja"),
-    Page("/fleet", fleet.show_fleet, "fleet.html.jinja", "Fleet"),
-    Page("/compare", comparison.compare, "compare.html.jinja", "Compare"),
+PAGES: Final[tuple[DashboardPage, ...]] = (
+    DashboardPage("/", runs.list_runs, "runs.html.jinja", "Runs"),
+    DashboardPage("/runs/{run_id}", runs.show_run, "run.html.jinja", "Overview"),
+    DashboardPage("/runs/{run_id}/rollouts", rollouts.list_rollouts, "rollouts.html.jinja", "Rollouts"),
+    DashboardPage("/runs/{run_id}/rollouts/{rollout_id}/tokens", training.show_tokens, "tokens.html.jinja"),
+    DashboardPage("/runs/{run_id}/rollouts/{rollout_id}", rollout.show_rollout, "rollout.html.jinja"),
+    DashboardPage("/runs/{run_id}/ledger", training.show_ledger, "ledger.html.jinja", "Ledger"),
+    DashboardPage("/runs/{run_id}/group", training.show_group, "group.html.jinja"),
+    DashboardPage("/runs/{run_id}/resources", resources.list_resources, "resources.html.jinja", "Resources"),
+    DashboardPage("/runs/{run_id}/resources/{resources_id}", resources.show_resources, "resource.html.jinja"),
+    DashboardPage("/fleet", fleet.show_fleet, "fleet.html.jinja", "Fleet"),
+    DashboardPage("/compare", comparison.compare, "compare.html.jinja", "Compare"),
 )
 ACTIONS: Final[tuple[Action, ...]] = (
     Action("/runs/{run_id}/rollouts/{rollout_id}/cancel", actions.cancel),

@@ -1,0 +1,5 @@
+"""``agl demo``."""
+
+from agentlightning_plugins.shared.lazy import lazy_commands
+
+add_commands = lazy_commands("agentlightning_plugins.demo.command:command")

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
-from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.logging import printable
-from agentlightning.reward import find_final_reward
 from agentlightning.run.directory import make_directory
 from agentlightning.store.factory import create_store
-from agentlightning.store.protocol import LightningStore
 from agentlightning.trainer import Trainer
-from agentlightning.types import Rollout
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
+from agentlightning_plugins.shared.monitoring.evaluation import Transcript, compare_first_and_last
 
 CHECKPOINT: Final = Path(__file__).with_name("checkpoint")
 N_VAL, N_TEST = 96, 200
@@ -119,36 +117,13 @@ def _settings(directory: Path, seed: int, steps: int | None, resume: bool) -> di
     return loaded
 
 
-async def _choose_transcripts(directory: Path) -> dict[str, dict[str, Any]]:
+async def _choose_transcripts(directory: Path) -> Sequence[tuple[str, Transcript]]:
     """Reads the transcripts of a test task before and after training, if possible one that is solved only after."""
     store = create_store(f"sqlite:///{directory}/store.db")
     try:
-        by_step: dict[int, dict[int, Rollout]] = {}
-        for rollout in await store.query_rollouts(sort_by="start_time"):
-            if rollout.mode == "test" and rollout.metadata is not None:
-                by_step.setdefault(rollout.metadata["step"], {})[rollout.metadata["task_id"]] = rollout
-        before, after = by_step[min(by_step)], by_step[max(by_step)]
-
-        def gain(task_id: int) -> float:
-            return _reward(after[task_id]) - _reward(before[task_id])
-
-        best = max(before.keys() & after.keys(), key=gain)
-        return {phase: await _transcript(store, of[best]) for phase, of in (("before", before), ("after", after))}
+        return (await compare_first_and_last(store, (await store.query_metrics()).items, (), {})).transcripts
     finally:
         await store.close()
-
-
-def _reward(rollout: Rollout) -> float:
-    return find_final_reward((), rollout) or 0.0
-
-
-async def _transcript(store: LightningStore, rollout: Rollout) -> dict[str, Any]:
-    spans = (await store.query_spans(rollout.rollout_id, "latest")).items
-    call = next((span for span in reversed(spans) if semconv.is_llm_call(span)), None)  # contains the earlier ones
-    return {
-        "reward": find_final_reward(spans, rollout) or 0.0,
-        "messages": [] if call is None else [*semconv.read_input_messages(call), *semconv.read_output_messages(call)],
-    }
 
 
 def _show(console: Console, directory: Path, metrics: list[dict[str, Any]], result: dict[str, float]) -> None:
@@ -169,11 +144,10 @@ def _show(console: Console, directory: Path, metrics: list[dict[str, Any]], resu
         f"log-probabilities differ by at most {gap:.1e}",
         highlight=False,
     )
-    for phase, transcript in asyncio.run(_choose_transcripts(directory)).items():
-        console.rule(f"{phase} training, reward {transcript['reward']:.0f}")
-        for message in transcript["messages"]:
-            text = message.get("content") or ""
-            for call in message.get("tool_calls") or ():
-                text += f"{call['function']['name']}({call['function']['arguments']})"
+    for phase, transcript in asyncio.run(_choose_transcripts(directory)):
+        console.rule(f"{phase.lower()} training, reward {transcript.reward or 0:.0f}")
+        for message in transcript.messages:
+            calls = (f"{call['name']}({' '.join(call['arguments'].split())})" for call in message["tool_calls"])
+            text = "".join((message["text"], *calls))
             console.print(f"{message['role']:>9}: {printable(text)}", highlight=False, markup=False)
     console.rule()

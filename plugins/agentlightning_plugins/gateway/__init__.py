@@ -1,1 +1,56 @@
-"""The LLM gateway: a reverse proxy for model APIs that records each call as a span."""
+"""The gateway, the dialects and providers it supports, the adapter of its spans, and ``agl gateway``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+from agentlightning.plugin.hookspecs import Component, Kind, hookimpl
+
+if TYPE_CHECKING:
+    import click
+
+_COMPONENTS: Final[tuple[tuple[str, str, str, str], ...]] = (
+    ("gateway", "gateway", "proxy:LLMProxy", "OpenAI-compatible, records every call"),
+    (
+        "adapter",
+        "llm-proxy-triplet",
+        "adapter:LlmProxyTraceToTriplet",
+        "prompt, response, reward, from the gateway's spans only",
+    ),
+    ("dialect", "openai-chat", "dialects.openai:ChatCompletions", "Chat Completions"),
+    ("dialect", "openai-completions", "dialects.openai:TextCompletions", "Completions"),
+    ("dialect", "openai-embeddings", "dialects.openai:Embeddings", "Embeddings"),
+    ("dialect", "openai-responses", "dialects.responses:Responses", "Responses"),
+    ("dialect", "anthropic-messages", "dialects.messages:Messages", "Anthropic Messages"),
+    ("dialect", "anthropic-count-tokens", "dialects.messages:CountTokens", "tokens of Messages"),
+    ("provider", "openai-compatible", "backends.provider:OpenAICompatible", "the default"),
+    ("provider", "vllm", "backends.provider:VLLM", "vLLM, with token ids"),
+    ("provider", "openai", "backends.provider:OpenAI", "OpenAI itself"),
+    ("provider", "anthropic", "backends.provider:Anthropic", "Anthropic itself"),
+    ("provider", "litellm", "backends.litellm:LiteLLM", "any provider that litellm supports"),
+)
+
+
+@hookimpl
+def kinds() -> list[Kind]:
+    return [
+        Kind("dialect", "agentlightning_plugins.gateway.dialects.dialect:Dialect", "an API that agents speak"),
+        Kind("provider", "agentlightning_plugins.gateway.backends.provider:Provider", "the client of a model server"),
+    ]
+
+
+@hookimpl
+def components() -> Iterable[Component]:
+    package = "agentlightning_plugins.gateway"
+    return [
+        Component(kind, name, f"{package}.{target}", "litellm" if name == "litellm" else None, summary)
+        for kind, name, target, summary in _COMPONENTS
+    ]
+
+
+@hookimpl
+def add_commands(cli: click.Group) -> None:
+    from agentlightning_plugins.gateway.command import command
+
+    cli.add_command(command)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from agentlightning import semconv
-from agentlightning.adapter.call import Call
+from agentlightning.adapter.call import TracedCall
 from agentlightning.adapter.matching import RewardMatchPolicy
 from agentlightning.adapter.tree import Node
 from agentlightning.adapter.triplet import CreditSpec, TraceToTriplet
@@ -28,11 +28,11 @@ class LlmProxyTraceToTriplet(TraceToTriplet):
     ) -> None:
         super().__init__(reward_match=reward_match, credit=credit)
 
-    def _select(self, nodes: Sequence[Node]) -> tuple[list[Call], Counter[str]]:
+    def _select(self, nodes: Sequence[Node]) -> tuple[list[TracedCall], Counter[str]]:
         calls, left_out = super()._select(nodes)
         return sorted(calls, key=lambda call: call.anchor.span.sequence_id), left_out
 
-    def _choose_clock(self, calls: Sequence[Call]) -> Callable[[Call | Node], float]:
+    def _choose_clock(self, calls: Sequence[TracedCall]) -> Callable[[TracedCall | Node], float]:
         if all(_find_client(call) is not None for call in calls):
             return _time_of_client
         return _arrival
@@ -41,7 +41,7 @@ class LlmProxyTraceToTriplet(TraceToTriplet):
         return semconv.is_gateway_call(span)
 
 
-def _find_client(call: Call) -> Node | None:
+def _find_client(call: TracedCall) -> Node | None:
     """Returns the client's span of a call whose anchor is the gateway's span, if the trace has one."""
     client = call.anchor.parent
     if client is None or client.span.span_id != call.anchor.span.parent_id:
@@ -49,10 +49,10 @@ def _find_client(call: Call) -> Node | None:
     return client if semconv.is_llm_call(client.span) and not semconv.is_gateway_call(client.span) else None
 
 
-def _time_of_client(item: Call | Node) -> float:
-    client = _find_client(item) if isinstance(item, Call) else None
+def _time_of_client(item: TracedCall | Node) -> float:
+    client = _find_client(item) if isinstance(item, TracedCall) else None
     return item.start if isinstance(item, Node) else (client or item.anchor).end
 
 
-def _arrival(item: Call | Node) -> float:
+def _arrival(item: TracedCall | Node) -> float:
     return item.span.sequence_id if isinstance(item, Node) else item.anchor.span.sequence_id

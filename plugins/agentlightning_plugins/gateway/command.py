@@ -17,8 +17,8 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning_plugins.commands.terminal import print_table
 from agentlightning_plugins.gateway.operator_key import read_key, write_key
+from agentlightning_plugins.shared.rendering.table import print_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,7 +161,7 @@ def ask_gateway(url: str, token: str | None, path: str, body: dict[str, Any] | N
 
 def _find_key(root: str) -> str | None:
     """Returns the operator's key of a gateway on this machine that ``agl gateway`` serves."""
-    from agentlightning_plugins.http_request import is_loopback
+    from agentlightning_plugins.shared.web.access import is_loopback
 
     try:
         parts = urlsplit(root)
@@ -194,9 +194,10 @@ def _version(status: dict[str, Any]) -> str:
 async def _serve(settings: dict[str, Any], url: str, token: str | None, read_models: Callable[[], list[Any]]) -> None:
     from agentlightning.plugin.settings import bind_settings
     from agentlightning.store.factory import create_store
-    from agentlightning_plugins.garbage_collection import relax_collector
     from agentlightning_plugins.gateway.proxy import LLMProxy
-    from agentlightning_plugins.http_request import return_freed_memory
+    from agentlightning_plugins.shared.garbage_collection import relax_collector
+    from agentlightning_plugins.shared.web.memory import return_freed_memory
+    from agentlightning_plugins.shared.web.server import stop_on_signals
 
     def reload() -> None:
         try:
@@ -217,15 +218,13 @@ async def _serve(settings: dict[str, Any], url: str, token: str | None, read_mod
         port = urlsplit(proxy.endpoint).port
         if store.token is None and port is not None:  # operators use the store's token if it has one
             stack.callback(write_key(port, proxy.operator_key).unlink, missing_ok=True)
-        loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-        loop.add_signal_handler(signal.SIGHUP, lambda: asyncio.ensure_future(asyncio.to_thread(reload)))
+        stop = stop_on_signals()
+        asyncio.get_running_loop().add_signal_handler(
+            signal.SIGHUP, lambda: asyncio.ensure_future(asyncio.to_thread(reload))
+        )
         url = proxy.endpoint.removesuffix("/v1")
         echo(f"Serving {', '.join(proxy.models) or 'no model'} at {url}; see: agl gateway status {url}")
         await stop.wait()
-        for number in (signal.SIGINT, signal.SIGTERM):  # a second signal does not wait for calls to finish
-            loop.remove_signal_handler(number)
         echo("Stopping after the recorded spans are stored.")
 
 

@@ -1,22 +1,23 @@
-"""The operator's endpoints: health, metrics and status, and pausing while weights change."""
+"""The endpoints other than model calls: the list of models, health, metrics, status, and pauses."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
 from aiohttp import web
 
-from agentlightning.store.span_writer import SpanWriter
+from agentlightning.store.span_writer import AttemptKey, SpanWriter
 from agentlightning_plugins.gateway.access.authentication import Authenticator
-from agentlightning_plugins.gateway.backends.backend import ModelTable
+from agentlightning_plugins.gateway.backends.model_table import ModelTable
+from agentlightning_plugins.gateway.call import ModelCall
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
-from agentlightning_plugins.gateway.dialects.openai import CHAT
+from agentlightning_plugins.gateway.dialects.models import list_models
 from agentlightning_plugins.gateway.limits.admission import Admission
-from agentlightning_plugins.gateway.recording.call import Call
-from agentlightning_plugins.gateway.recording.metric import CONTENT_TYPE, GatewayMetrics, count_by_backend
-from agentlightning_plugins.http_request import RequestError, parse_json, read_body
+from agentlightning_plugins.gateway.recording.metric import GatewayMetrics, count_by_backend
+from agentlightning_plugins.gateway.refusal import CallRefused
+from agentlightning_plugins.shared.web.body import RequestRefused, parse_json, read_body
+from agentlightning_plugins.shared.web.metrics import CONTENT_TYPE
 
 CONTROL_PATHS: Final = ("health", "metrics", "status", "pause", "drain", "resume")
 _CHANGES: Final = ("pause", "drain", "resume")
@@ -25,53 +26,86 @@ _DRAIN_S: Final = 60.0
 _MAX_DRAIN_S: Final = 600.0
 
 
-@dataclass(frozen=True, slots=True)
 class Controls:
-    """Answers requests to ``CONTROL_PATHS``."""
+    """Answers requests that are not model calls."""
 
-    authenticator: Authenticator
-    admission: Admission
-    metrics: GatewayMetrics
-    status: Callable[[], Awaitable[dict[str, Any]]]
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        admission: Admission,
+        metrics: GatewayMetrics,
+        status: Callable[[], Awaitable[dict[str, Any]]],
+    ) -> None:
+        self._authenticator = authenticator
+        self._admission = admission
+        self._metrics = metrics
+        self._status = status
 
-    async def answer(self, request: web.BaseRequest, path: str) -> web.Response:
+    async def answer(
+        self,
+        request: web.BaseRequest,
+        path: str,
+        named: AttemptKey | None,
+        models: Sequence[str],
+        routes: Iterable[str],
+    ) -> web.Response:
+        """Answers a request to ``CONTROL_PATHS`` or for the list of models.
+
+        Args:
+            request: the request.
+            path: its path, without the part that names an attempt.
+            named: the attempt that its URL names.
+            models: the names of the models.
+            routes: the paths of model calls, for an error that lists the endpoints.
+
+        Raises:
+            CallRefused: the client may not send the request, or it is malformed, or its path is unknown.
+        """
+        listed = list_models(path, models)
+        if listed is not None:
+            if not self._authenticator.is_operator(request.headers):
+                self._authenticator.authenticate(request.headers, named)
+            return json_response(listed)
         if path == "health":
-            return json_response({"status": "paused" if self.admission.is_paused else "ok"})
-        if not self.authenticator.is_operator(request.headers, always=path in _CHANGES):
-            return _refuse(401, f"/{path} requires the token of the gateway's store, or its own key", "wrong_key")
+            return json_response({"status": "paused" if self._admission.is_paused else "ok"})
+        if path not in CONTROL_PATHS:
+            known = ", ".join(f"/{known}" for known in (*routes, "v1/models", *CONTROL_PATHS))
+            raise CallRefused(404, f"no endpoint {request.method} {request.path}; endpoints: {known}", "not_found")
+        if not self._authenticator.is_operator(request.headers, always=path in _CHANGES):
+            raise CallRefused(401, f"/{path} requires the token of the gateway's store, or its own key", "wrong_key")
         if path == "status":
-            return json_response(await self.status())
+            return json_response(await self._status())
         if path == "metrics":
-            return web.Response(body=await self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+            return web.Response(body=await self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
         if request.method != "POST":
-            return _refuse(405, f"/{path} takes POST, not {request.method}", "method_not_allowed")
+            raise CallRefused(405, f"/{path} takes POST, not {request.method}", "method_not_allowed")
         if request.content_type != "application/json":  # web pages cannot send it to another origin without permission
-            return _refuse(415, f"/{path} takes JSON with Content-Type: application/json", "invalid_request")
+            raise CallRefused(415, f"/{path} takes JSON with Content-Type: application/json", "invalid_request")
         try:
             return await self._change(path, await parse_json(await read_body(request, _MAX_BODY, _MAX_BODY) or b"{}"))
-        except RequestError as error:
-            return _refuse(error.status, f"/{path}: {error}", "invalid_request")
+        except RequestRefused as error:
+            raise CallRefused(error.status, f"/{path}: {error}", "invalid_request") from None
         except (ValueError, AttributeError) as error:
-            return _refuse(400, f"/{path}: {error}", "invalid_request")
+            raise CallRefused(400, f"/{path}: {error}", "invalid_request") from None
 
     async def _change(self, path: str, body: dict[str, Any]) -> web.Response:
         if path == "drain":
             timeout_s = body.get("timeout_s", _DRAIN_S)
             if type(timeout_s) not in (int, float) or not 0 <= timeout_s <= _MAX_DRAIN_S:
                 raise ValueError(f"timeout_s is {timeout_s!r}; give seconds from 0 to {_MAX_DRAIN_S:g}")
-            return json_response({"drained": await self.admission.drain(timeout_s)})
+            return json_response({"drained": await self._admission.drain(timeout_s)})
         if path == "pause":
-            self.admission.pause()
+            self._admission.pause()
         else:
             version = body.get("weight_version")
             if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
                 raise ValueError(f"weight_version is {version!r}; give a whole number, or leave it out")
-            self.admission.resume(version)
-        return json_response(await self.status())
+            self._admission.resume(version)
+        return json_response(await self._status())
 
 
 def describe_status(
-    models: ModelTable, admission: Admission, running: Iterable[Call], writer: SpanWriter
+    models: ModelTable, admission: Admission, running: Iterable[ModelCall], writer: SpanWriter
 ) -> dict[str, Any]:
     """Returns the state of a gateway as JSON, without keys: the content of ``/status``."""
     in_flight = count_by_backend(running)
@@ -98,9 +132,5 @@ def describe_status(
     }
 
 
-def json_response(value: Any, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=dump_json(value), content_type="application/json")
-
-
-def _refuse(status: int, message: str, code: str) -> web.Response:
-    return json_response(CHAT.error_body(status, message, code), status)
+def json_response(value: Any) -> web.Response:
+    return web.Response(body=dump_json(value), content_type="application/json")

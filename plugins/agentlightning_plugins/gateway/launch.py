@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,10 +21,11 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError, LightningError, StoreError
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.garbage_collection import relax_collector
 from agentlightning_plugins.gateway.server import GatewayServer
 from agentlightning_plugins.gateway.settings import Settings
-from agentlightning_plugins.http_request import return_freed_memory
+from agentlightning_plugins.shared.garbage_collection import relax_collector
+from agentlightning_plugins.shared.loop_thread import LoopThread
+from agentlightning_plugins.shared.web.memory import return_freed_memory
 
 logger = logging.getLogger("agentlightning")
 _EXIT_S: Final = 5.0
@@ -39,38 +39,30 @@ class ServerThread:
         self._settings = settings
 
     def start(self) -> int:
-        """Starts serving and returns the port; raises OSError if the address cannot be bound."""
-        started: Future[int] = Future()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(started)), name="agentlightning-gateway", daemon=True
-        )
-        self._thread.start()
-        return started.result()
+        """Starts serving and returns the port; raises ConfigError if the address is not available."""
+        self._thread = LoopThread("agentlightning-gateway")
+        try:
+            return self._thread.submit(self._start()).result()
+        except BaseException:
+            self._thread.close()
+            raise
+
+    async def _start(self) -> int:
+        self._server = GatewayServer(self._store, self._settings)
+        return await self._server.start()
 
     def call(self, command: str, *arguments: Any) -> Any:
         """Calls a method of ``GatewayServer`` and returns its result or raises its error."""
-        return asyncio.run_coroutine_threadsafe(getattr(self._server, command)(*arguments), self._loop).result()
+        return self._thread.submit(getattr(self._server, command)(*arguments)).result()
 
     def stop(self) -> None:
         """Ends open calls, stores the recorded spans and ends the server."""
         self.call("stop")
-        self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join()
+        self._thread.close()
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    async def _serve(self, started: Future[int]) -> None:
-        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            self._server = GatewayServer(self._store, self._settings)
-            port = await self._server.start()
-        except BaseException as error:  # isolation point: any error belongs to the caller of start
-            started.set_exception(error)
-            return
-        started.set_result(port)
-        await self._stopped.wait()
+        return self._thread.is_alive
 
 
 class ServerProcess:
@@ -88,7 +80,7 @@ class ServerProcess:
             ) from error
 
     def start(self) -> int:
-        """Starts serving and returns the port; raises OSError if the address cannot be bound."""
+        """Starts serving and returns the port; raises ConfigError if the address is not available."""
         self._connection, theirs = Pipe()
         with theirs:
             arguments = [sys.executable, "-P", "-m", "agentlightning_plugins.gateway.launch", str(theirs.fileno())]
@@ -96,7 +88,7 @@ class ServerProcess:
         self._connection.send([entry or str(Path.cwd()) for entry in sys.path])
         self._connection.send_bytes(self._job)
         port = self._receive()
-        if isinstance(port, OSError):
+        if isinstance(port, ConfigError):
             self._process.wait()
             raise port
         assert isinstance(port, int)
@@ -155,7 +147,7 @@ async def _serve(connection: Connection, store: LightningStore, settings: Settin
     server = GatewayServer(store, settings)
     try:
         connection.send(await server.start())
-    except OSError as error:
+    except ConfigError as error:
         connection.send(error)
         return
     with contextlib.suppress(EOFError, OSError):  # the parent has exited

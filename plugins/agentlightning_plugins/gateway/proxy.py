@@ -14,14 +14,14 @@ from agentlightning.errors import ConfigError, ConflictError, suggest
 from agentlightning.resources import ATTEMPT_KEY, LLM, ProxyLLM
 from agentlightning.run import attempt_token
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.backends.backend import ModelTable
 from agentlightning_plugins.gateway.backends.health import INTERVAL_S
+from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.launch import ServerProcess, ServerThread
 from agentlightning_plugins.gateway.limits.admission import PAUSE_WAIT_S
 from agentlightning_plugins.gateway.limits.usage import UsageLimits, read_limits
 from agentlightning_plugins.gateway.settings import Settings
 from agentlightning_plugins.gateway.validation import check_number
-from agentlightning_plugins.http_request import is_loopback
+from agentlightning_plugins.shared.web.access import is_loopback
 
 LaunchMode = Literal["thread", "process"]
 _READ_TIMEOUT_S: Final = 600.0  # as in the openai client
@@ -154,11 +154,7 @@ class LLMProxy:
             raise ConfigError("the gateway has no store to record calls in; give LLMProxy(store=...)")
         launch = ServerThread if self._launch_mode == "thread" else ServerProcess
         launched: ServerThread | ServerProcess = launch(self.store, self._settings)
-        try:
-            port = await asyncio.to_thread(launched.start)
-        except OSError as error:
-            address = f"{self._settings.host}:{self._settings.port}"
-            raise ConfigError(f"the gateway cannot listen on {address}: {error}") from error
+        port = await asyncio.to_thread(launched.start)
         self._settings = replace(self._settings, port=port)
         self._launched = launched
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Any, Final
@@ -11,11 +10,11 @@ from urllib.parse import urlencode
 from aiohttp import HttpVersion11, web
 
 from agentlightning.store.span_writer import AttemptKey
-from agentlightning_plugins.gateway.backends.upstream import Reply, refuse
+from agentlightning_plugins.gateway.call import ModelCall, TraceContext
 from agentlightning_plugins.gateway.dialects.dialect import Dialect
 from agentlightning_plugins.gateway.dialects.json_text import parse_json as load_json
-from agentlightning_plugins.gateway.recording.call import Call, TraceContext
-from agentlightning_plugins.http_request import RequestError, parse_json, read_body
+from agentlightning_plugins.gateway.refusal import CallRefused
+from agentlightning_plugins.shared.web.body import RequestRefused, parse_json, read_body
 
 logger = logging.getLogger("agentlightning")
 MAX_BODY_BYTES: Final = 32 * 2**20
@@ -29,29 +28,24 @@ _warned: Final[set[str]] = set()
 """Fields that were not passed on; each is logged once."""
 
 
-def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]) -> web.BaseRequest:
-    """Creates a request, as the request factory of ``aiohttp.web.Server``."""
-    return web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop())
-
-
-async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: AttemptKey | None) -> Call | Reply:
-    """Reads the call of a request. Returns an error for the agent if the request contains no call."""
+async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: AttemptKey | None) -> ModelCall:
+    """Reads the call of a request; raises CallRefused if the request contains no call."""
     if request.method != "POST":
-        return refuse(dialect, 405, f"{request.path} takes POST, not {request.method}", "method_not_allowed")
+        raise CallRefused(405, f"{request.path} takes POST, not {request.method}", "method_not_allowed")
     if request.headers.get("Expect", "").lower() == "100-continue" and request.version == HttpVersion11:
         await request.writer.write(_CONTINUE)  # curl, for example, waits for it before it sends a large body
         request.writer.output_size = 0
     try:
         text = await read_body(request, MAX_BODY_BYTES, MAX_BODY_BYTES)
         body = await parse_json(text, loads=load_json)
-    except RequestError as error:
-        return refuse(dialect, error.status, str(error), _CODES.get(error.status, "invalid_json"))
+    except RequestRefused as error:
+        raise CallRefused(error.status, str(error), _CODES.get(error.status, "invalid_json")) from None
     model = body.get("model") if isinstance(body, dict) else None
     if not isinstance(model, str):
-        return refuse(dialect, 400, "the request is not an object with a 'model'", "invalid_request")
+        raise CallRefused(400, "the request is not an object with a 'model'", "invalid_request")
     trace = TraceContext.from_header(request.headers.get("traceparent"))
     query = [(name, value) for name, value in request.query.items() if name in _QUERY] if request.query_string else ()
-    return Call(attempt, dialect, _keep_fields(body, dialect), model, trace, urlencode(query))
+    return ModelCall(attempt, dialect, _keep_fields(body, dialect), model, trace, urlencode(query))
 
 
 def _keep_fields(body: Mapping[str, Any], dialect: Dialect) -> Mapping[str, Any]:

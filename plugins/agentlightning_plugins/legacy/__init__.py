@@ -1,1 +1,13 @@
-"""Names and protocols of Agent Lightning 0.1 to 0.3."""
+"""``agl legacy``."""
+
+from __future__ import annotations
+
+from agentlightning.plugin.hookspecs import Component, hookimpl
+from agentlightning_plugins.shared.lazy import lazy_commands
+
+add_commands = lazy_commands("agentlightning_plugins.legacy.command:command")
+
+
+@hookimpl
+def components() -> list[Component]:
+    return [Component("span_reader", "legacy", f"{__name__}.old_rewards:READER", summary="rewards of 0.1 and 0.2")]

@@ -26,20 +26,15 @@ from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.resources import scope_to_attempt, with_attempt_key
 from agentlightning.run import attempt_token
 from agentlightning.types import AttemptedRollout, AttemptFailure, Triplet
-from agentlightning_plugins.http_request import (
-    SERVER_SETTINGS,
-    RequestError,
-    RequestLog,
-    is_local_request,
-    is_loopback,
-    parse_json,
-    read_body,
-)
 from agentlightning_plugins.legacy.v0_messages import RolloutLegacy, Task, TaskIfAny
 from agentlightning_plugins.legacy.v0_spans import read_spans
+from agentlightning_plugins.shared.web.access import check_local, is_loopback
+from agentlightning_plugins.shared.web.body import RequestRefused, parse_json, read_body
+from agentlightning_plugins.shared.web.server import WebServer
 
 logger = logging.getLogger("agentlightning")
 _HEARTBEAT_S: Final = 5.0
+_FINISH_S: Final = 3.0
 _CONFIG: Final = agl.RolloutConfig(max_attempts=5, retry_condition=["timeout", "unresponsive"])
 """Like 0.1, retries a task whose agent was lost: its time is over, or this server did not renew its lease."""
 _MAX_BODY_BYTES: Final = 64 * 2**20
@@ -83,7 +78,7 @@ class AgentLightningServer:
         """Ids from ``queue_task``. Only the reports on these rollouts are kept, for the caller to retrieve."""
         self._completed: dict[str, RolloutLegacy] = {}
         self._news = asyncio.Event()
-        self._runner: web.AppRunner | None = None
+        self._server: WebServer | None = None
         self._beat: asyncio.Task[None] | None = None
 
     @property
@@ -97,11 +92,8 @@ class AgentLightningServer:
         application.router.add_get("/task", self._answer_task)
         application.router.add_get("/resources/{resources_id}", self._answer_resources)
         application.router.add_post("/rollout", self._take_rollout)
-        self._runner = web.AppRunner(application, logger=RequestLog(), **SERVER_SETTINGS)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self._server = WebServer(application, finish_s=_FINISH_S)
+        self.port = await self._server.start(self.host, self.port)
         self._beat = asyncio.create_task(self._renew_leases())
 
     async def stop(self) -> None:
@@ -109,8 +101,8 @@ class AgentLightningServer:
         if self._beat is not None:
             self._beat.cancel()
             await asyncio.gather(self._beat, return_exceptions=True)
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._server is not None:
+            await self._server.stop()
 
     async def run_forever(self) -> None:
         """Serves until it is cancelled."""
@@ -157,13 +149,15 @@ class AgentLightningServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuses web pages and malformed reports."""
-        if is_loopback(self.host) and not is_local_request(request.host, request.headers.get("Origin")):
-            return _refuse(403, "this server answers programs on this machine only, not web pages")
-        if request.headers.get("Sec-Fetch-Site", "none") != "none":  # /task claims a rollout, and is a GET
-            return _refuse(403, "this server does not answer web pages")
+        assert self._server is not None
         try:
+            if is_loopback(self.host):
+                check_local(request, "this server")
+            if request.headers.get("Sec-Fetch-Site", "none") != "none":  # /task claims a rollout, and is a GET
+                return _refuse(403, "this server does not answer web pages")
+            self._server.admit(request)
             return await handler(request)
-        except RequestError as error:
+        except RequestRefused as error:
             return _refuse(error.status, str(error))
         except StoreError as error:
             return _refuse(503, str(error))

@@ -14,14 +14,13 @@ import torch
 
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.grpo.learning.updater import Updater
-from agentlightning_algorithms.grpo.model.policy import Policy, collate, load_policy
-from agentlightning_algorithms.grpo.offline.dpo import DPO
-from agentlightning_algorithms.grpo.offline.example import make_rows, open_source
-from agentlightning_algorithms.grpo.offline.preference import LossName
-from agentlightning_algorithms.grpo.training_row import TrainingRow
-from agentlightning_plugins.chat_history.fine_tuning import FineTuningExample, PreferencePair, select_pairs
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from agentlightning_algorithms.dpo.algorithm import DPO, LossName
+from agentlightning_algorithms.shared.policy.example import make_rows, open_source
+from agentlightning_algorithms.shared.policy.model.policy import Policy, collate, load_policy
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow
+from agentlightning_algorithms.shared.policy.update.updater import Updater
+from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample, PreferencePair, select_pairs
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.grpo.test_sft import QUESTION, conversation, likelihood, tune, unused_agent
 from tests.algorithms.prompt_lab import Server
 
@@ -77,7 +76,8 @@ def test_the_gradient_equals_the_gradient_of_the_published_loss(
     )  # fmt: skip
     algorithm.context = agl.RunContext(store=None)
     policy = load_policy(tiny_model)
-    updater = Updater(policy, algorithm.prepare(policy, pairs))
+    items = algorithm.prepare(policy, pairs)
+    updater = Updater(policy, algorithm.update_settings(items))
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in policy.model.parameters():
@@ -92,26 +92,25 @@ def test_the_gradient_equals_the_gradient_of_the_published_loss(
         return step()
 
     monkeypatch.setattr(updater, "optim_step", keep_gradient)
-    metrics = algorithm.run_epoch(updater)
+    metrics = algorithm.run_epoch(updater, items, 0)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-6)
     assert metrics["loss"] == pytest.approx(float(expected[1]), rel=1e-4)
 
 
-def prepare_line(policy: Policy, model: Path, text: str, **settings: Any) -> tuple[DPO, Updater]:
+def prepare_line(policy: Policy, model: Path, text: str, **settings: Any) -> tuple[DPO, Updater, list[Any]]:
     file = model.with_name("line.jsonl")
     file.write_text(text)
     algorithm = DPO(model=str(model), source=str(file), **settings)
     algorithm.context = agl.RunContext(store=None)
-    prepared = algorithm.prepare(policy, asyncio.run(algorithm.read_examples()))
-    return algorithm, Updater(policy, prepared, autocast=algorithm.dtype != "float32")
+    items = algorithm.prepare(policy, asyncio.run(algorithm.read_examples()))
+    return algorithm, Updater(policy, algorithm.update_settings(items), autocast=algorithm.dtype != "float32"), items
 
 
 def test_assistant_messages_in_the_input_of_a_pair_are_not_compared(tiny_model: Path) -> None:
     policy = load_policy(tiny_model)
     pair = json.loads(line("moo", "quack"))
     pair["input"]["messages"] += [{"role": "assistant", "content": "why?"}, {"role": "user", "content": "say it"}]
-    algorithm, _ = prepare_line(policy, tiny_model, json.dumps(pair), loss="ipo")
-    (found,) = algorithm._pairs
+    _, _, (found,) = prepare_line(policy, tiny_model, json.dumps(pair), loss="ipo")
     decode = policy.tokenizer.decode
     answers = [[decode(list(row.response_ids)) for row in side] for side in (found.chosen, found.rejected)]
     assert answers == [["moo<|im_end|>"], ["quack<|im_end|>"]]
@@ -119,15 +118,15 @@ def test_assistant_messages_in_the_input_of_a_pair_are_not_compared(tiny_model: 
 
 def test_the_reference_is_computed_in_the_precision_of_the_policy(tiny_model: Path) -> None:
     text = line("moo " * 20, "quack quack")
-    algorithm, updater = prepare_line(load_policy(tiny_model), tiny_model, text, dtype="bfloat16")
-    metrics = algorithm.run_epoch(updater)
+    algorithm, updater, items = prepare_line(load_policy(tiny_model), tiny_model, text, dtype="bfloat16")
+    metrics = algorithm.run_epoch(updater, items, 0)
     assert (metrics["margin"], metrics["loss"]) == (0.0, pytest.approx(math.log(2))), "nothing has been learned yet"
 
 
 def test_an_epoch_whose_steps_are_all_skipped_has_metrics(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    algorithm, updater = prepare_line(load_policy(tiny_model), tiny_model, line("moo", "quack"))
+    algorithm, updater, items = prepare_line(load_policy(tiny_model), tiny_model, line("moo", "quack"))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: torch.tensor(math.inf))
-    metrics = algorithm.run_epoch(updater)
+    metrics = algorithm.run_epoch(updater, items, 0)
     assert "grad_norm" not in metrics
     assert metrics["loss"] == pytest.approx(math.log(2))
 

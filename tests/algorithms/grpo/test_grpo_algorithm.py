@@ -15,11 +15,11 @@ import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.semconv import is_gateway_call
 from agentlightning_algorithms.grpo.command import export, export_model
-from agentlightning_algorithms.trained_model.serving import serve_model
+from agentlightning_algorithms.shared.trained_model.serving import serve_model
 from agentlightning_plugins.demo.agent import CLIENT, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
-from agentlightning_plugins.training_records.query import count_outcomes, read_ledger, read_rows
+from agentlightning_plugins.shared.training_records.query import count_outcomes, read_ledger, read_rows
 from tests.waiting import LIMIT_S
 
 SETTINGS = {
@@ -70,7 +70,13 @@ def test_training_continues_when_rollouts_fail(tmp_path: Path) -> None:
     store = HastyStore()
     trainer = agl.Trainer(
         strategy="shm",
-        algorithm={**SETTINGS, "rollout_timeout_s": LIMIT_S, "failed_reward": -0.5, "target_reward": -0.1, "seed": 5},
+        algorithm={
+            **SETTINGS,
+            "rollout_timeout_s": LIMIT_S,
+            "experience": {"failed_reward": -0.5},
+            "target_reward": -0.1,
+            "seed": 5,
+        },
         store=store,
         trackers=["jsonl"],
         run_dir=tmp_path,
@@ -214,7 +220,7 @@ def test_lora_with_merged_rows_and_staleness_1_trains_and_exports(tmp_path: Path
     settings = {
         **SETTINGS,
         "steps": 3,
-        "rows": "trajectories",
+        "experience": {"rows": "trajectories"},
         "lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"]},
         "dtype": "bfloat16",
         "staleness": 1,

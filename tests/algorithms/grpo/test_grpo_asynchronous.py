@@ -14,22 +14,22 @@ from openai import AsyncOpenAI
 
 import agentlightning as agl
 from agentlightning_algorithms.grpo.batches import GroupPool
+from agentlightning_algorithms.grpo.collector import RolloutBatch
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.experience import Experience
 from agentlightning_algorithms.grpo.learning.record import training_spans
-from agentlightning_algorithms.grpo.model.policy import Policy
-from agentlightning_algorithms.grpo.sampling.draw import Generation, Token
-from agentlightning_algorithms.grpo.server.completion import Answer, Completions
-from agentlightning_algorithms.grpo.server.conversation import Prompt
-from agentlightning_algorithms.grpo.server.request import ChatRequest, parse_request
-from agentlightning_algorithms.grpo.session import Batch
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.shared.policy.model.policy import Policy
+from agentlightning_algorithms.shared.policy.sampling.draw import Generation, Token
+from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer, PolicyCompletions
+from agentlightning_algorithms.shared.policy.server.conversation import Prompt
+from agentlightning_algorithms.shared.policy.server.request import ChatRequest, parse_request
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_plugins.demo.training import CHECKPOINT
 from agentlightning_plugins.gateway.dialects.dialect import Completion
 from agentlightning_plugins.gateway.dialects.openai import CHAT
-from agentlightning_plugins.training_records.query import read_ledger
-from agentlightning_plugins.training_records.record import TrainedRow
-from agentlightning_plugins.trajectories.trajectory import Turn
+from agentlightning_plugins.shared.training_records.query import read_ledger
+from agentlightning_plugins.shared.training_records.record import TrainedRow
+from agentlightning_plugins.shared.trajectories.trajectory import Turn
 from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("server_thread")
@@ -83,7 +83,7 @@ def test_a_step_takes_the_first_complete_groups_and_drops_groups_that_are_too_ol
         "staleness": 2,
         "tasks_per_step": TASKS,
         "rollouts_per_task": SIZE,
-        "keep_flat_groups": True,
+        "experience": {"keep_flat_groups": True},
         "keep_steps": 0,
         "eval_every": 0,
         "train_threads": 1,
@@ -114,12 +114,12 @@ def test_a_step_takes_the_first_complete_groups_and_drops_groups_that_are_too_ol
 
 def test_the_weight_version_of_each_token_is_recorded_if_weights_change_during_an_answer(tiny_policy: Policy) -> None:
     """Follows whole and streamed answers from the policy server through the gateway to the training record."""
-    completions, recorded = Completions(tiny_policy, "policy", 100), [Completion(), Completion()]
+    completions, recorded = PolicyCompletions(tiny_policy, "policy", 100), [Completion(), Completion()]
     fields = {"messages": [{"role": "user", "content": "hi"}], "return_token_ids": True, "logprobs": True}
     request = parse_request(ChatRequest, fields, ["policy"])
     generation = Generation([Token(token, -1.0, (), 3 + (token > 2)) for token in (1, 2, 3, 4, 5)], "length")
-    CHAT.read_answer(Answer(completions, request, Prompt([1])).whole([generation]), recorded[0])
-    stream = Answer(completions, request, Prompt([1]))
+    CHAT.read_answer(CompletionAnswer(completions, request, Prompt([1])).whole([generation]), recorded[0])
+    stream = CompletionAnswer(completions, request, Prompt([1]))
     for chunk in [*stream.begin(3), stream.feed(0, generation.tokens), stream.end(0, generation)]:
         CHAT.read_chunk(chunk, recorded[1])
     for completion in recorded:
@@ -144,12 +144,13 @@ def test_the_weight_version_of_each_token_is_recorded_if_weights_change_during_a
     assert TrainedRow.from_span(record).token_versions == [3, 4, 4, None]
 
 
-class FakeSession:
-    """A session whose rollouts end with the rewards of their group; a group without rewards is still running."""
+class FakeCollector:
+    """A collector whose rollouts end with the rewards of their group; a group without rewards is still running."""
 
     def __init__(self, rewards: dict[int, list[float]], cancelled: tuple[int, ...] = (), **settings: Any) -> None:
-        named = {"tasks_per_step": 2, "steps": 9, "staleness": 2, "refill_rounds": 0, "failed_reward": 0.0}
-        self.settings = SimpleNamespace(**{**named, **settings})
+        named = {"tasks_per_step": 2, "steps": 9, "staleness": 2, "refill_rounds": 0}
+        experience = SimpleNamespace(failed_reward=settings.pop("failed_reward", 0.0))
+        self.settings = SimpleNamespace(**{**named, **settings}, experience=experience)
         self.rewards, self.cancelled = rewards, cancelled
         self.step = self.position = 0
         self.open_groups: list[tuple[int, int, int]] = []
@@ -197,7 +198,7 @@ class FakeSession:
     def remember_rewards(self, episodes: Any) -> None: ...
 
 
-def groups_of(batch: Batch) -> list[int]:
+def groups_of(batch: RolloutBatch) -> list[int]:
     return [int(episode.group) for episode in batch.episodes[::2]]
 
 
@@ -215,14 +216,14 @@ def test_a_step_takes_complete_groups_in_order_and_bounds_the_number_of_open_gro
     rewards = {0: [0.0, 1.0], 2: [1.0, 1.0], 3: [0.0, 1.0]}
 
     async def check() -> None:
-        session: Any = FakeSession(rewards, cancelled, **settings)
-        pool = GroupPool(session, [0] * 4)
+        collector: Any = FakeCollector(rewards, cancelled, **settings)
+        pool = GroupPool(collector, [0] * 4)
         batch = await pool.take()
         assert groups_of(batch) == taken
         assert 1 not in taken
-        assert len(session.open_groups) <= 6
-        await pool.begin_next(batch)
-        assert len(session.open_groups) == 4, "the groups of two steps run during the update"
+        assert len(collector.open_groups) <= 6
+        await pool.begin_next()
+        assert len(collector.open_groups) == 4, "the groups of two steps run during the update"
         assert batch.metrics["groups_dropped"] == len(cancelled)
         await pool.close(has_ended=False)
 
@@ -232,8 +233,8 @@ def test_a_step_takes_complete_groups_in_order_and_bounds_the_number_of_open_gro
 def test_a_group_without_a_reward_is_replaced() -> None:
     async def check() -> None:
         rewards: Any = {0: [0.0, 1.0], 2: [None, None], 3: [0.0, 1.0]}
-        session: Any = FakeSession(rewards, refill_rounds=1, failed_reward=None)
-        pool = GroupPool(session, [0] * 4)
+        collector: Any = FakeCollector(rewards, refill_rounds=1, failed_reward=None)
+        pool = GroupPool(collector, [0] * 4)
         assert groups_of(await pool.take()) == [0, 2, 3]
         await pool.close(has_ended=False)
 
@@ -242,11 +243,11 @@ def test_a_group_without_a_reward_is_replaced() -> None:
 
 def test_a_resumed_run_continues_its_open_groups_and_reuses_no_group_number() -> None:
     async def check() -> None:
-        session: Any = FakeSession({number: [0.0, 1.0] for number in range(20)})
-        session.step, session.position, session.open_groups = 3, 8, [(1, 1, 2), (9, 1, 3)]
-        pool = GroupPool(session, [0] * 4)
+        collector: Any = FakeCollector({number: [0.0, 1.0] for number in range(20)})
+        collector.step, collector.position, collector.open_groups = 3, 8, [(1, 1, 2), (9, 1, 3)]
+        pool = GroupPool(collector, [0] * 4)
         assert groups_of(await pool.take()) == [1, 9]
-        assert session.begun == [1, 9, *range(10, 14)]
+        assert collector.begun == [1, 9, *range(10, 14)]
         await pool.close(has_ended=False)
 
     asyncio.run(check())

@@ -15,7 +15,7 @@ from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.registry import PluginManager
 from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
 from agentlightning_algorithms.grpo.backend.vllm import VLLMBackend
-from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights, serve_models
+from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup, publish_weights, serve_models
 from tests.algorithms.vllm_server import WIRE, FakeVLLM
 from tests.http_site import serving
 from tests.waiting import until

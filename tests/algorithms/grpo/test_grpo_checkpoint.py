@@ -12,7 +12,7 @@ import pytest
 
 from agentlightning_algorithms.grpo.checkpoints.clock import CheckpointClock
 from agentlightning_algorithms.grpo.checkpoints.writer import CheckpointWriter
-from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
+from agentlightning_algorithms.shared.policy.model.checkpoint import atomic_directory
 from tests.waiting import LIMIT_S
 
 

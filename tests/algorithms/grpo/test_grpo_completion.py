@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from agentlightning_algorithms.grpo.model.policy import Policy
-from agentlightning_algorithms.grpo.sampling.draw import Generation, Token
-from agentlightning_algorithms.grpo.server.completion import Answer, Completions
-from agentlightning_algorithms.grpo.server.conversation import Prompt
-from agentlightning_algorithms.grpo.server.reply import ToolCall, ToolCallReader
-from agentlightning_algorithms.grpo.server.request import ChatRequest, TextRequest, parse_request
+from agentlightning_algorithms.shared.policy.model.policy import Policy
+from agentlightning_algorithms.shared.policy.sampling.draw import Generation, Token
+from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer, PolicyCompletions
+from agentlightning_algorithms.shared.policy.server.conversation import Prompt
+from agentlightning_algorithms.shared.policy.server.reply import ParsedToolCall, ToolCallReader
+from agentlightning_algorithms.shared.policy.server.request import ChatRequest, TextRequest, parse_request
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -18,28 +18,28 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
-def completions(tiny_policy: Policy) -> Completions:
-    return Completions(tiny_policy, "policy", 100)
+def completions(tiny_policy: Policy) -> PolicyCompletions:
+    return PolicyCompletions(tiny_policy, "policy", 100)
 
 
 def chat(**fields: Any) -> ChatRequest:
     return parse_request(ChatRequest, {"messages": HELLO, **fields}, ["policy"])
 
 
-def generation(completions: Completions, text: str) -> Generation:
+def generation(completions: PolicyCompletions, text: str) -> Generation:
     tokens = [*completions.prompt(TextRequest(prompt=text)).token_ids, 258]  # <|im_end|>
     return Generation([Token(token, -0.5, (), 3) for token in tokens], "stop")
 
 
-def whole(completions: Completions, request: ChatRequest | TextRequest, said: list[Generation]) -> dict[str, Any]:
-    return Answer(completions, request, Prompt([1, 2])).whole(said)
+def whole(completions: PolicyCompletions, request: ChatRequest | TextRequest, said: list[Generation]) -> dict[str, Any]:
+    return CompletionAnswer(completions, request, Prompt([1, 2])).whole(said)
 
 
 def streamed(
-    completions: Completions, request: ChatRequest | TextRequest, said: list[Generation], step: int
+    completions: PolicyCompletions, request: ChatRequest | TextRequest, said: list[Generation], step: int
 ) -> list[dict[str, Any]]:
     """Returns the chunks of answers that are sampled ``step`` tokens at a time."""
-    answer = Answer(completions, request, Prompt([1, 2]))
+    answer = CompletionAnswer(completions, request, Prompt([1, 2]))
     chunks = [*answer.begin(3)]
     for index, one in enumerate(said):
         chunks += [answer.feed(index, one.tokens[at : at + step]) for at in range(0, len(one.tokens), step)]
@@ -50,7 +50,7 @@ def streamed(
 # Tool calls
 
 
-def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+def parse_tool_calls(text: str) -> tuple[str, list[ParsedToolCall]]:
     """Returns a complete text without its tool calls, and the calls in order."""
     reader = ToolCallReader()
     said, calls = reader.feed(text)
@@ -118,11 +118,11 @@ def test_tool_calls_are_found_however_the_text_is_split(text: str, step: int) ->
 
 @pytest.mark.parametrize(("parallel", "count"), [(None, 2), (True, 2), (False, 1)])
 def test_an_answer_has_only_its_first_call_without_parallel_tool_calls(
-    completions: Completions, parallel: bool | None, count: int
+    completions: PolicyCompletions, parallel: bool | None, count: int
 ) -> None:
     request = chat(tools=[TOOL], parallel_tool_calls=parallel)
     prompt, said = completions.prompt(request), generation(completions, CALL + CALL)
-    (choice,) = Answer(completions, request, prompt).whole([said])["choices"]
+    (choice,) = CompletionAnswer(completions, request, prompt).whole([said])["choices"]
     assert len(choice["message"]["tool_calls"]) == count
     chunks = streamed(completions, request, [said], 7)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
@@ -134,7 +134,7 @@ def test_an_answer_has_only_its_first_call_without_parallel_tool_calls(
     assert completions.tokenizer.decode(following.token_ids).count("</tool_call>") == count
 
 
-def test_an_answer_with_a_tool_call_has_openais_format(completions: Completions) -> None:
+def test_an_answer_with_a_tool_call_has_openais_format(completions: PolicyCompletions) -> None:
     request = chat(tools=[TOOL], logprobs=True, return_token_ids=True)
     said = generation(completions, f"I add. {CALL}")
     answer = whole(completions, request, [said])
@@ -156,7 +156,7 @@ def test_an_answer_with_a_tool_call_has_openais_format(completions: Completions)
     }
 
 
-def test_a_tool_call_stays_text_if_the_request_has_no_tools(completions: Completions) -> None:
+def test_a_tool_call_stays_text_if_the_request_has_no_tools(completions: PolicyCompletions) -> None:
     answer = whole(completions, chat(), [generation(completions, CALL)])
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": CALL}
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -164,13 +164,13 @@ def test_a_tool_call_stays_text_if_the_request_has_no_tools(completions: Complet
     assert "token_ids" not in answer["choices"][0]
 
 
-def test_text_ends_before_the_stop_string(completions: Completions) -> None:
+def test_text_ends_before_the_stop_string(completions: PolicyCompletions) -> None:
     answer = whole(completions, chat(stop=["two", "three"]), [generation(completions, "one two")])
     assert answer["choices"][0]["message"]["content"] == "one "
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 1000])
-def test_a_stream_has_the_same_content_as_the_whole_answer(completions: Completions, step: int) -> None:
+def test_a_stream_has_the_same_content_as_the_whole_answer(completions: PolicyCompletions, step: int) -> None:
     fields: dict[str, Any] = {"tools": [TOOL], "logprobs": True, "return_token_ids": True, "n": 3, "stop": ["never"]}
     request = chat(stream_options={"include_usage": True}, **fields)
     said = [generation(completions, text) for text in ("plain wörds 🙂 nev", f"I add.\n{CALL} {CALL}", "x never y")]
@@ -195,14 +195,14 @@ def test_a_stream_has_the_same_content_as_the_whole_answer(completions: Completi
         assert [call["function"] for call in calls] == functions
 
 
-def test_a_stream_holds_text_back_only_while_the_text_may_still_change(completions: Completions) -> None:
+def test_a_stream_holds_text_back_only_while_the_text_may_still_change(completions: PolicyCompletions) -> None:
     said = generation(completions, "ab stoap üz")
     chunks = streamed(completions, chat(stop="stop"), [said], 1)[1:]
     deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
     assert deltas == ["a", "b", " ", "", "", "", "stoa", "p", " ", "", "ü", "z", "", ""]
 
 
-def test_text_completions_carry_token_ids_on_each_choice(completions: Completions) -> None:
+def test_text_completions_carry_token_ids_on_each_choice(completions: PolicyCompletions) -> None:
     request = TextRequest(prompt="x", logprobs=0, return_token_ids=True)
     said = generation(completions, "héllo")
     answer = whole(completions, request, [said])
@@ -219,7 +219,7 @@ def test_text_completions_carry_token_ids_on_each_choice(completions: Completion
     assert ["prompt_token_ids" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
 
 
-def test_tokens_of_probability_zero_have_a_finite_logprob_in_json(completions: Completions) -> None:
+def test_tokens_of_probability_zero_have_a_finite_logprob_in_json(completions: PolicyCompletions) -> None:
     said = Generation([Token(1, -0.1, [(1, -0.1), (2, float("-inf"))], 0)], "length")
     answer = whole(completions, chat(logprobs=True, top_logprobs=2), [said])
     entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]

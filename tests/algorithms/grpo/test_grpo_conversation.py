@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from agentlightning_algorithms.grpo.model.policy import Policy
-from agentlightning_algorithms.grpo.server.conversation import Conversations, Prompt
+from agentlightning_algorithms.shared.policy.model.policy import Policy
+from agentlightning_algorithms.shared.policy.server.conversation import Conversations, Prompt
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ASK = {"role": "user", "content": "1 + 2?"}

@@ -14,13 +14,13 @@ import pytest
 import agentlightning as agl
 from agentlightning.adapter import CreditRule, Step
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.advantage import Scored, compute_advantages, flat_groups
 from agentlightning_algorithms.grpo.algorithm import GRPO
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
-from agentlightning_algorithms.grpo.settings.grpo import ExperienceSettings
-from agentlightning_plugins.credit.intermediate.rule import IntermediateCredit
-from agentlightning_plugins.credit.standard.rule import DiscountedCredit, IdenticalCredit, NearestCredit
+from agentlightning_algorithms.grpo.settings import ExperienceSettings
+from agentlightning_algorithms.shared.advantage import Scored, compute_advantages, flat_groups
+from agentlightning_plugins.credit.intermediate import IntermediateCredit
+from agentlightning_plugins.credit.standard import DiscountedCredit, IdenticalCredit, NearestCredit
 from agentlightning_plugins.demo.training import CHECKPOINT
 
 RULES = [IdenticalCredit(), NearestCredit(), DiscountedCredit(0.9), IntermediateCredit()]
@@ -191,9 +191,9 @@ def _learn(model: Path, rule: CreditRule, seed: int, steps: int) -> list[float]:
     """Trains on the game and returns the share of right answers at each step."""
     import torch
 
-    from agentlightning_algorithms.grpo.learning.updater import Updater
-    from agentlightning_algorithms.grpo.model.policy import load_policy
-    from agentlightning_algorithms.grpo.settings.update import UpdateSettings
+    from agentlightning_algorithms.shared.policy.model.policy import load_policy
+    from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
+    from agentlightning_algorithms.shared.policy.update.updater import Updater
 
     torch.manual_seed(seed)
     policy = load_policy(model)
@@ -239,7 +239,11 @@ def test_credit_per_call_learns_a_game_of_several_turns_at_least_as_fast_as_iden
 
 
 async def test_reward_shaping_that_a_credit_rule_would_ignore_is_refused() -> None:
-    algorithm = GRPO(model=str(CHECKPOINT), reward_shaping="soft_overlong", sampling={"max_tokens": 20})
+    algorithm = GRPO(
+        model=str(CHECKPOINT),
+        experience=ExperienceSettings(reward_shaping="soft_overlong"),
+        sampling={"max_tokens": 20},
+    )
     adapter = get_manager().create("adapter", {"name": "triplet", "credit": "identical"})
     algorithm.context = agl.RunContext(store=agl.InMemoryLightningStore(), adapter=adapter)
     with pytest.raises(agl.ConfigError, match=r"reward_shaping = 'soft_overlong' .* leave one of them out"):

@@ -9,15 +9,18 @@ from typing import Any, cast
 import pytest
 
 import agentlightning as agl
+from agentlightning.plugin.settings import bind_settings
 from agentlightning.types import Attempt, AttemptFailure
+from agentlightning_algorithms.grpo import training_session
 from agentlightning_algorithms.grpo.algorithm import GRPO
 from agentlightning_algorithms.grpo.choice import finished, pass_at_k, shuffled, soft_overlong, undecided
 from agentlightning_algorithms.grpo.learning.episode import Episode, count_staleness, describe_episodes, read_episode
 from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
 from agentlightning_algorithms.grpo.learning.record import training_spans
-from agentlightning_algorithms.grpo.settings.grpo import ExperienceSettings, distribution
-from agentlightning_algorithms.grpo.settings.update import UpdateSettings
-from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
+from agentlightning_algorithms.grpo.sampling import distribution
+from agentlightning_algorithms.grpo.settings import CheckpointSettings, ExperienceSettings
+from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
+from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
 
 
 def rollout(group: str, index: int, **attempt: Any) -> agl.AttemptedRollout:
@@ -342,7 +345,6 @@ def test_pass_at_k_is_the_chance_that_one_of_k_rollouts_succeeds() -> None:
         ({"eval_every": -1}, "eval_every = -1"),
         ({"eval_rollouts": 4}, "eval_rollouts = 4 needs a temperature above 0 in eval_sampling"),
         ({"staleness": -1}, "staleness = -1"),
-        ({"checkpoint_every": "5 days"}, "checkpoint_every = '5 days'"),
         ({"sampling": {"temprature": 0.7}}, "sampling has no key 'temprature'. Did you mean 'temperature'"),
         ({"eval_sampling": {"max_token": 3}}, "eval_sampling has no key 'max_token'. Did you mean 'max_tokens'"),
         ({"sampling": {"temperature": 0}}, "a group then has no spread"),
@@ -351,9 +353,6 @@ def test_pass_at_k_is_the_chance_that_one_of_k_rollouts_succeeds() -> None:
         ({"model": "./chekpoint"}, "there is no such directory"),
         ({"model": "."}, "that directory has no config.json"),
         ({"staleness": 1, "update": UpdateSettings(old_logprobs="trainer")}, "nothing corrects for the older weights"),
-        ({"checkpoint_every": 0}, "checkpoint_every = 0"),
-        ({"checkpoint_every": 2.5}, "checkpoint_every = 2.5"),
-        ({"checkpoint_every": True}, "checkpoint_every = True"),
         ({"sampling": {"top_p": 0.9}}, "needs the whole distribution"),
         ({"sampling": {"extra_body": {"top_k": 5}}}, "needs the whole distribution"),
         ({"sampling": {"min_p": 0.1}}, "min_p = 0.1 changes the distribution of tokens"),
@@ -394,13 +393,37 @@ async def test_the_seed_of_the_run_is_used_unless_the_algorithm_has_one(
 ) -> None:
     opened_with: list[Any] = []
 
-    async def open_session(*arguments: Any) -> None:
-        opened_with.extend(arguments)
+    def set_up(**setup: Any) -> None:
+        opened_with.append(setup["seed"])
         raise agl.ConfigError("far enough")
 
-    monkeypatch.setattr("agentlightning_algorithms.grpo.algorithm.open_session", open_session)
+    monkeypatch.setattr(training_session, "PolicySetup", set_up)
     algorithm = GRPO(model="nowhere", seed=own)
-    algorithm.context = agl.RunContext(adapter=agl.TraceToTriplet(), seed=7)
+    store = agl.InMemoryLightningStore()
+    algorithm.context = agl.RunContext(store=store, adapter=agl.TraceToTriplet(), seed=7)
     with pytest.raises(agl.ConfigError, match="far enough"):
         await algorithm.run(["task"])
-    assert [value.seed for value in opened_with if isinstance(value, UpdateSettings)] == [expected]
+    assert opened_with == [expected]
+
+
+@pytest.mark.parametrize("every", ["5 days", 0, 2.5, True], ids=str)
+def test_a_wrong_interval_of_checkpoints_is_refused(every: Any) -> None:
+    with pytest.raises(agl.ConfigError, match=re.escape(f"checkpoints: every = {every!r}")):
+        CheckpointSettings(every=every)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("rows", "experience.rows"),
+        ("lr", "update.lr"),
+        ("checkpoint_every", "checkpoints.every"),
+        ("keep_weights_last", "checkpoints.keep_last"),
+        ("temprature_", None),
+        ("stalenes", "staleness"),
+    ],
+)
+def test_an_unknown_setting_is_refused_with_the_group_that_has_it(name: str, found: str | None) -> None:
+    with pytest.raises(agl.ConfigError, match=f"no setting '{name}'") as error:
+        bind_settings(GRPO, {"model": "nowhere", name: 1}, "grpo")
+    assert (f"Did you mean '{found}'" in str(error.value)) == (found is not None)

@@ -22,7 +22,7 @@ CORRECTED = {"old_logprobs": "trainer", "importance_weights": "token"}
     [
         pytest.param({"staleness": 1}, {}, id="one step off, corrected by the ratio"),
         pytest.param({"staleness": 1}, CORRECTED, id="one step off, corrected by importance weights"),
-        pytest.param({"rows": "trajectories"}, {}, id="calls joined to trajectories"),
+        pytest.param({"experience": {"rows": "trajectories"}}, {}, id="calls joined to trajectories"),
         pytest.param({"lora": {"rank": 16}}, {"lr": 2e-3}, id="LoRA"),
         pytest.param({}, {"objective": "cispo", "clip_high": 0.28, "lr": 3e-4}, id="CISPO"),
         pytest.param(

@@ -20,25 +20,23 @@ from agentlightning import semconv
 from agentlightning.types import Metrics, Rollout, Triplet
 from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
 from agentlightning_algorithms.grpo.backend.vllm import VLLMBackend
+from agentlightning_algorithms.grpo.collector import model_entries
 from agentlightning_algorithms.grpo.command import export, export_model, serve
 from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.learning.metrics import join_metrics
-from agentlightning_algorithms.grpo.model.policy import Policy
-from agentlightning_algorithms.grpo.opening import model_entries
-from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings
-from agentlightning_algorithms.grpo.settings.lora import LoraSettings
-from agentlightning_algorithms.grpo.settings.policy import PolicySettings
-from agentlightning_algorithms.grpo.settings.update import UpdateSettings
+from agentlightning_algorithms.grpo.settings import GRPOSettings, PolicySettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
-from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
-from agentlightning_algorithms.grpo.training_session import TrainingSession
-from agentlightning_algorithms.policy_backend import PolicySetup, load_adapter, publish_weights
-from agentlightning_algorithms.trained_model.serving import serve_model
+from agentlightning_algorithms.shared.policy.model.lora_settings import LoraSettings
+from agentlightning_algorithms.shared.policy.model.policy import Policy
+from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
+from agentlightning_algorithms.shared.policy.update.metrics import join_metrics
+from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
+from agentlightning_algorithms.shared.policy_backend import PolicySetup, load_adapter, publish_weights
+from agentlightning_algorithms.shared.trained_model.serving import serve_model
 from agentlightning_plugins.demo.agent import CLIENT, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
-from agentlightning_plugins.monitoring.metrics import judge
-from agentlightning_plugins.training_records.query import read_ledger, read_rows
+from agentlightning_plugins.shared.monitoring.metrics import judge
+from agentlightning_plugins.shared.training_records.query import read_ledger, read_rows
 from tests.algorithms.vllm_server import WIRE, FakeVLLM
 
 pytestmark = pytest.mark.usefixtures("server_thread")
@@ -385,13 +383,7 @@ def test_wrong_policies_are_refused_before_the_run(tiny_model: Path, settings: d
         agl.Trainer(algorithm={"name": "grpo", "model": str(tiny_model), **settings})
 
 
-async def test_backends_and_sessions_for_a_single_policy_refuse_several_policies(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    settings = GRPOSettings(model=str(tiny_model), policies={"writer": None}, lora=LoraSettings())
-    with pytest.raises(agl.ConfigError, match="TrainingSession trains one policy"):
-        async with TrainingSession.open(agl.RunContext(store=agl.InMemoryLightningStore()), settings):
-            pass
+async def test_backends_for_a_single_policy_refuse_several_policies(tmp_path: Path) -> None:
     gateway = agl.LLMProxy(model_list=[], store=agl.InMemoryLightningStore())
     backend: Any = SimpleNamespace(tells_versions=True)
     with pytest.raises(agl.ConfigError, match="SimpleNamespace serves no LoRA adapters"):

@@ -17,11 +17,11 @@ from agentlightning.plugin.registry import PluginManager
 from agentlightning.types import Attempt
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.experience import build_experience
-from agentlightning_algorithms.grpo.learning.prepared_row import RowUse
 from agentlightning_algorithms.grpo.learning.record import training_spans
-from agentlightning_algorithms.grpo.settings.grpo import ExperienceSettings
-from agentlightning_plugins.training_records.query import count_outcomes, read_ledger, read_rows
-from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
+from agentlightning_algorithms.grpo.settings import ExperienceSettings
+from agentlightning_algorithms.shared.policy.update.prepared_row import RowUse
+from agentlightning_plugins.shared.training_records.query import count_outcomes, read_ledger, read_rows
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
 
 
 def _rollout(group: str, index: int, status: Any = "succeeded") -> agl.AttemptedRollout:

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
-from agentlightning_algorithms.grpo.model.policy import Policy
-from agentlightning_algorithms.grpo.server.completion import Completions
-from agentlightning_algorithms.grpo.server.request import ChatRequest, RequestError, TextRequest, parse_request
+from agentlightning_algorithms.shared.policy.model.policy import Policy
+from agentlightning_algorithms.shared.policy.server.completion import PolicyCompletions
+from agentlightning_algorithms.shared.policy.server.request import (
+    ChatRequest,
+    CompletionError,
+    TextRequest,
+    parse_request,
+)
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -18,15 +23,15 @@ THINKING = "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %
 
 
 @pytest.fixture
-def completions(tiny_policy: Policy) -> Completions:
-    return Completions(tiny_policy, "policy", 100)
+def completions(tiny_policy: Policy) -> PolicyCompletions:
+    return PolicyCompletions(tiny_policy, "policy", 100)
 
 
 def chat(**fields: Any) -> ChatRequest:
     return parse_request(ChatRequest, {"messages": HELLO, **fields}, ["policy"])
 
 
-def test_the_prompt_is_what_the_chat_template_renders(completions: Completions, tiny_policy: Policy) -> None:
+def test_the_prompt_is_what_the_chat_template_renders(completions: PolicyCompletions, tiny_policy: Policy) -> None:
     messages = [
         *HELLO,
         {
@@ -48,7 +53,7 @@ def test_the_prompt_is_what_the_chat_template_renders(completions: Completions, 
     )
 
 
-def test_tools_are_hidden_from_the_model_when_tool_choice_is_none(completions: Completions) -> None:
+def test_tools_are_hidden_from_the_model_when_tool_choice_is_none(completions: PolicyCompletions) -> None:
     hidden = completions.prompt(chat(tools=[TOOL], tool_choice="none"))
     assert hidden.token_ids == completions.prompt(chat()).token_ids
 
@@ -110,18 +115,18 @@ def test_tools_are_hidden_from_the_model_when_tool_choice_is_none(completions: C
     ],
 )
 def test_an_invalid_field_is_named_in_the_error(
-    completions: Completions, fields: dict[str, Any], param: str, message: str
+    completions: PolicyCompletions, fields: dict[str, Any], param: str, message: str
 ) -> None:
     def serve() -> None:
         request = chat(**fields)
         completions.sampling_params(request, len(completions.prompt(request).token_ids))
 
-    with pytest.raises(RequestError, match=message) as caught:
+    with pytest.raises(CompletionError, match=message) as caught:
         serve()
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_fields_of_vllm_are_accepted_with_values_that_have_no_effect(completions: Completions) -> None:
+def test_fields_of_vllm_are_accepted_with_values_that_have_no_effect(completions: PolicyCompletions) -> None:
     fields = {"min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "guided_json": None, "typical_p": 1.0}
     fields |= {"chat_template": "", "documents": [], "stop_regex": "", "logits_processors": []}
     fields |= {"add_generation_prompt": True, "truncate_prompt_tokens": -1, "add_special_tokens": False}
@@ -130,10 +135,10 @@ def test_fields_of_vllm_are_accepted_with_values_that_have_no_effect(completions
     assert completions.prompt(chat(**fields)) == completions.prompt(chat(**dict.fromkeys(fields)))
 
 
-def test_fields_of_the_chat_template_have_no_effect_on_a_text_completion(completions: Completions) -> None:
+def test_fields_of_the_chat_template_have_no_effect_on_a_text_completion(completions: PolicyCompletions) -> None:
     fields = {"chat_template": "x", "documents": [{}], "add_generation_prompt": False, "reasoning_effort": "low"}
     parse_request(TextRequest, {"prompt": "x", **fields}, ["policy"])
-    with pytest.raises(RequestError, match="truncate_prompt_tokens = 1 is not supported"):
+    with pytest.raises(CompletionError, match="truncate_prompt_tokens = 1 is not supported"):
         parse_request(TextRequest, {"prompt": "x", "truncate_prompt_tokens": 1}, ["policy"])
 
 
@@ -146,12 +151,12 @@ def test_fields_of_the_chat_template_have_no_effect_on_a_text_completion(complet
     ],
 )
 def test_a_text_completion_refuses_fields_that_would_change_it(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError, match=f"{param} = .* is not supported"):
+    with pytest.raises(CompletionError, match=f"{param} = .* is not supported"):
         parse_request(TextRequest, {"prompt": "x", **fields}, ["policy"])
 
 
 def test_add_special_tokens_says_whether_a_text_prompt_gets_them(
-    completions: Completions, monkeypatch: pytest.MonkeyPatch
+    completions: PolicyCompletions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def encode(text: str, *, add_special_tokens: bool) -> list[int]:
         return [1, 5] if add_special_tokens else [5]
@@ -162,7 +167,7 @@ def test_add_special_tokens_says_whether_a_text_prompt_gets_them(
         assert completions.prompt(request).token_ids == expected
 
 
-def test_chat_template_kwargs_reach_the_chat_template(completions: Completions) -> None:
+def test_chat_template_kwargs_reach_the_chat_template(completions: PolicyCompletions) -> None:
     completions.tokenizer.chat_template += "{% if enable_thinking is false %}<think></think>{% endif %}"
     request = chat(chat_template_kwargs={"enable_thinking": False})
     assert completions.tokenizer.decode(completions.prompt(request).token_ids).endswith("<think></think>")
@@ -182,7 +187,7 @@ def test_chat_template_kwargs_reach_the_chat_template(completions: Completions) 
     ],
 )
 def test_reasoning_effort_reaches_a_chat_template_that_reads_it(
-    completions: Completions,
+    completions: PolicyCompletions,
     caplog: pytest.LogCaptureFixture,
     template: str,
     effort: str | None,
@@ -201,7 +206,7 @@ def test_reasoning_effort_reaches_a_chat_template_that_reads_it(
     [("", "", "the server ignores this field"), (THINKING, "[True]", "the server passes enable_thinking instead")],
 )
 def test_a_chat_template_that_ignores_reasoning_effort_is_logged_once(
-    completions: Completions, caplog: pytest.LogCaptureFixture, template: str, rendered: str, said: str
+    completions: PolicyCompletions, caplog: pytest.LogCaptureFixture, template: str, rendered: str, said: str
 ) -> None:
     plain = completions.prompt(chat())
     completions.tokenizer.chat_template += template
@@ -213,7 +218,7 @@ def test_a_chat_template_that_ignores_reasoning_effort_is_logged_once(
     assert (prompt.digest == plain.digest) == (not template), "an ignored field does not separate conversations"
 
 
-def test_an_error_of_a_chat_template_names_the_request_fields_passed_to_it(completions: Completions) -> None:
+def test_an_error_of_a_chat_template_names_the_request_fields_passed_to_it(completions: PolicyCompletions) -> None:
     completions.tokenizer.chat_template += "{% if reasoning_effort %}{{ raise_exception('no effort') }}{% endif %}"
     for fields, said in (
         ({"reasoning_effort": "low"}, "reasoning_effort"),
@@ -223,36 +228,38 @@ def test_an_error_of_a_chat_template_names_the_request_fields_passed_to_it(compl
             "chat_template_kwargs and reasoning_effort",
         ),
     ):
-        with pytest.raises(RequestError, match=f"the chat template refuses these messages and {said}: no ") as caught:
+        with pytest.raises(
+            CompletionError, match=f"the chat template refuses these messages and {said}: no "
+        ) as caught:
             completions.prompt(chat(**fields))
         assert caught.value.param == said.split()[0]
 
 
 def test_an_unknown_model_is_not_found() -> None:
-    with pytest.raises(RequestError, match="'gpt-5' does not exist; this server has 'policy'") as caught:
+    with pytest.raises(CompletionError, match="'gpt-5' does not exist; this server has 'policy'") as caught:
         chat(model="gpt-5")
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
 def test_a_body_that_is_not_an_object_is_refused() -> None:
-    with pytest.raises(RequestError, match="body: Input should be a valid dictionary"):
+    with pytest.raises(CompletionError, match="body: Input should be a valid dictionary"):
         parse_request(ChatRequest, ["{"], ["policy"])
 
 
-def test_token_ids_outside_the_vocabulary_are_refused(completions: Completions) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(completions: PolicyCompletions) -> None:
     assert completions.prompt(TextRequest(prompt=[0, 258])).token_ids == [0, 258]
-    with pytest.raises(RequestError, match="token id 259 is not in 0 to 258"):
+    with pytest.raises(CompletionError, match="token id 259 is not in 0 to 258"):
         completions.prompt(TextRequest(prompt=[259]))
 
 
-def test_null_and_absent_fields_mean_the_defaults(completions: Completions) -> None:
+def test_null_and_absent_fields_mean_the_defaults(completions: PolicyCompletions) -> None:
     null = dict.fromkeys(("temperature", "top_p", "top_k", "stop", "seed", "n", "max_tokens", "logprobs", "tools"))
     assert completions.sampling_params(chat(**null), 10) == completions.sampling_params(chat(), 10)
     (params,) = completions.sampling_params(chat(), 10)
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, 90)
 
 
-def test_every_choice_has_its_own_seed(completions: Completions) -> None:
+def test_every_choice_has_its_own_seed(completions: PolicyCompletions) -> None:
     params = completions.sampling_params(chat(n=3, seed=5, top_k=-1, stop="x", max_completion_tokens=7), 10)
     assert len({p.seed for p in params}) == 3
     assert {(p.top_k, p.stop, p.max_tokens) for p in params} == {(0, ("x",), 7)}

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 import agentlightning as agl
 from agentlightning.runner import LitAgentRunner
-from agentlightning_algorithms.grpo.session import Session
+from agentlightning_algorithms.grpo.collector import RolloutCollector
 from agentlightning_plugins.demo.training import CHECKPOINT
-from agentlightning_plugins.training_records.query import read_ledger
+from agentlightning_plugins.shared.training_records.query import read_ledger
 from tests.algorithms.grpo import grpo_program
 from tests.algorithms.killed_process import end_leases
 from tests.source import REPO
@@ -80,10 +80,10 @@ def weights(directory: Path) -> torch.Tensor:
 @pytest.fixture
 def queue_is_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets runners run all queued rollouts between the first and the second publication of weights."""
-    publish, work = Session.publish, LitAgentRunner.iter
+    publish, work = RolloutCollector.publish, LitAgentRunner.iter
     published = threading.Event()
 
-    async def publish_around_the_queue(self: Session) -> None:
+    async def publish_around_the_queue(self: RolloutCollector) -> None:
         async def is_empty() -> bool:
             return not await self.store.query_rollouts(status_in=["queuing", "requeuing", "preparing", "running"])
 
@@ -96,7 +96,7 @@ def queue_is_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.to_thread(published.wait, LIMIT_S)
         await work(self, event)
 
-    monkeypatch.setattr(Session, "publish", publish_around_the_queue)
+    monkeypatch.setattr(RolloutCollector, "publish", publish_around_the_queue)
     monkeypatch.setattr(LitAgentRunner, "iter", work_later)
 
 

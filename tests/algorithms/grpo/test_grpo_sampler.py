@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.sampling.draw import Generation, SamplingParams, Token, draw_tokens
-from agentlightning_algorithms.grpo.sampling.prefix_cache import PrefixCache
-from agentlightning_algorithms.grpo.sampling.sampler import Sampler
-from agentlightning_algorithms.grpo.sampling.slot_cache import BLOCK
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
+from agentlightning_algorithms.shared.policy.sampling.draw import Generation, SamplingParams, Token, draw_tokens
+from agentlightning_algorithms.shared.policy.sampling.prefix_cache import PrefixCache
+from agentlightning_algorithms.shared.policy.sampling.sampler import Sampler
+from agentlightning_algorithms.shared.policy.sampling.slot_cache import BLOCK
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from tests.waiting import LIMIT_S, blocking_until
 
 TOLERANCE = 1e-5

@@ -12,7 +12,7 @@ import pytest
 import agentlightning as agl
 from agentlightning import Component, hookimpl
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.grpo.session import Session
+from agentlightning_algorithms.grpo.collector import RolloutCollector
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from tests.algorithms.grpo.grpo_program import settings
@@ -65,10 +65,10 @@ def test_a_store_that_is_not_durable_keeps_four_steps_by_default(
                 kept.remove(int(rollout_id))
 
     by_step = {step: [str(step)] for step in range(8)}
-    session: Any = SimpleNamespace(
+    collector: Any = SimpleNamespace(
         settings=SimpleNamespace(keep_steps=keep_steps), store=Store(), step=8, rollout_ids=by_step
     )
-    asyncio.run(Session._delete_old_rollouts(session))
+    asyncio.run(RolloutCollector.delete_old_rollouts(collector))
     assert kept == left
 
 
@@ -103,6 +103,7 @@ def quarter(progress: float) -> float:
     return 0.25
 
 
+MERGED = {"rows": "trajectories", "keep_flat_groups": True}
 PARTS = {
     "task_sampler": last_first, "reward_shaping": halved, "rollout_filter": without_last, "training_metrics": longest,
     "aggregation": last_rows, "schedule": quarter,
@@ -115,9 +116,10 @@ def test_a_plugin_can_replace_every_part_of_a_training(tmp_path: Path) -> None:
     manager.register(plugin, "test-parts")
     try:
         store = train(
-            tmp_path, calculator_agent, task_sampler="last_first", reward_shaping="halved", eval_every=2,
+            tmp_path, calculator_agent, task_sampler="last_first", eval_every=2,
             eval_rollouts=2, eval_sampling={"temperature": 1.0},
-            rollout_filter="without_last", extra_metrics=["longest", "pass_at_k"], keep_flat_groups=True,
+            experience={"reward_shaping": "halved", "rollout_filter": "without_last", "keep_flat_groups": True},
+            extra_metrics=["longest", "pass_at_k"],
             update={
                 "lr": 1e-4, "aggregation": "last_rows", "schedule": "quarter", "final_lr_fraction": 0.0, "horizon": 64,
             },
@@ -201,7 +203,7 @@ def test_sampler_and_trainer_agree_for_any_parameters_that_the_agent_requests(
     tmp_path: Path, force: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampling = {"temperature": 0.8, "max_tokens": 32, "force": force}
-    store = train(tmp_path, stubborn_agent, steps=1, sampling=sampling, rows="trajectories", keep_flat_groups=True)
+    store = train(tmp_path, stubborn_agent, steps=1, sampling=sampling, experience=MERGED)
     trained = [step.values for step in asyncio.run(store.query_metrics()).items if "loss" in step.values]
     assert len(trained) == 1
     assert all(values["logprob_gap_max"] < 1e-3 for values in trained)

@@ -13,10 +13,10 @@ from openai import AsyncOpenAI, BadRequestError, InternalServerError, NotFoundEr
 
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
-from agentlightning_algorithms.grpo.checkpoints.digest import digest_weights
-from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.training_row import TrainingRow
-from agentlightning_algorithms.policy_backend import PolicySetup
+from agentlightning_algorithms.shared.policy.model.digest import digest_weights
+from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow
+from agentlightning_algorithms.shared.policy_backend import PolicySetup
 from tests.algorithms.server_thread import threads_for_servers
 from tests.waiting import until
 

@@ -63,7 +63,7 @@ def folder(server_thread: None, tmp_path_factory: pytest.TempPathFactory, tiny_m
             "tasks_per_step": 2,
             "rollouts_per_task": 4,
             "eval_every": 0,
-            "keep_weights_every": 1,
+            "checkpoints": {"keep_every": 1},
             "sampling": {"max_tokens": 12},
             "update": {"lr": 1e-2},
             "train_threads": 1,

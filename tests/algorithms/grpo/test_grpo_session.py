@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,38 +11,34 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.types import Attempt, AttemptedRollout, Rollout, Span, Triplet
-from agentlightning_algorithms.grpo import opening
+from agentlightning_algorithms.grpo import training_session
+from agentlightning_algorithms.grpo.collector import RolloutCollector, model_entries
 from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.session import Batch, Session
-from agentlightning_algorithms.grpo.settings.grpo import GRPOSettings
-from agentlightning_algorithms.grpo.settings.teacher import TeacherSettings
+from agentlightning_algorithms.grpo.settings import ExperienceSettings, GRPOSettings, PolicySettings, TeacherSettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
-from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 from agentlightning_algorithms.grpo.training_session import TrainingSession
-from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
+from agentlightning_algorithms.shared.policy.model.lora_settings import LoraSettings
+from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
 from tests.algorithms.vllm_server import FakeVLLM
 
 
-def make_session(model: Path, **settings: Any) -> Session:
+def make_session(model: Path, val: Any = None, **settings: Any) -> TrainingSession:
     own = GRPOSettings(model=str(model), **settings)
     assert own.update is not None
     unused: Any = None
     policies = PolicySet.load(own, own.update)
-    return Session(own, unused, unused, unused, unused, unused, policies, directory=model)
+    context = agl.RunContext()
+    return TrainingSession(RolloutCollector(own, context, unused, unused, unused, unused, policies, model), None, val)
 
 
 def test_a_checkpoint_stores_the_rollouts_that_are_still_to_be_deleted(tiny_model: Path, tmp_path: Path) -> None:
     session = make_session(tiny_model)
-    session.rollout_ids = {0: ["ro-a", "ro-b"], 1: ["ro-c"]}
-    session.save(tmp_path / "checkpoint")
-    resumed = make_session(tiny_model)
-    resumed.restore(tmp_path / "checkpoint")
-    assert resumed.rollout_ids == session.rollout_ids
-    states = session.state()
-    del states[""]["caller"]["rollout_ids"]  # as in checkpoints of older versions
-    session.policies.write(tmp_path / "older", states)
-    resumed.restore(tmp_path / "older")
-    assert resumed.rollout_ids == {}
+    session.collector.rollout_ids = {0: ["ro-a", "ro-b"], 1: ["ro-c"]}
+    session.policies.write(tmp_path / "checkpoint", session.state())
+    resumed = make_session(tiny_model).collector
+    resumed.restore(resumed.policies.read(tmp_path / "checkpoint"))
+    assert resumed.rollout_ids == session.collector.rollout_ids
 
 
 async def test_reading_a_checkpoint_does_not_block_the_event_loop(
@@ -54,16 +49,21 @@ async def test_reading_a_checkpoint_does_not_block_the_event_loop(
     backend = SimpleNamespace(
         start=nothing, stop=nothing, model_entry={"model": "policy", "endpoint": "http://host/v1"}
     )
-    monkeypatch.setattr(opening, "get_manager", lambda: SimpleNamespace(create=lambda *_: backend))
+    monkeypatch.setattr(training_session, "get_manager", lambda: SimpleNamespace(create=lambda *_: backend))
+    session = make_session(tiny_model)
+    session.policies.write(tmp_path / "checkpoint", session.state())
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(Session, "restore", lambda *_: threads.append(threading.current_thread()))
+    read = PolicySet.read
+    monkeypatch.setattr(PolicySet, "read", lambda *given: threads.append(threading.current_thread()) or read(*given))
     store = agl.InMemoryLightningStore()
-    context = agl.RunContext(store=store, llm_proxy=agl.LLMProxy(model_list=[], store=store), directory=tmp_path)
-    settings = GRPOSettings(model=str(tiny_model))
-    assert settings.update is not None
-    async with contextlib.AsyncExitStack() as stack:
-        adapter = agl.TraceToTriplet()
-        await opening.open_session(stack, context, adapter, settings, settings.update, tmp_path / "checkpoint")
+    context = agl.RunContext(
+        store=store,
+        llm_proxy=agl.LLMProxy(model_list=[], store=store),
+        directory=tmp_path,
+        adapter=agl.TraceToTriplet(),
+    )
+    async with TrainingSession.open(context, GRPOSettings(model=str(tiny_model))):
+        pass
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
 
@@ -72,8 +72,7 @@ async def test_reading_a_checkpoint_does_not_block_the_event_loop(
 def test_rows_have_the_sampling_distribution_of_their_calls_unless_the_run_forces_one(
     tiny_model: Path, force: bool, expected: Distribution | None
 ) -> None:
-    context: Any = None
-    session = TrainingSession(make_session(tiny_model, sampling={"force": force}), context, None, None)
+    session = make_session(tiny_model, sampling={"force": force})
     response = {"token_ids": [3, 4], "logprobs": [-0.1, -0.1]}
     call = Triplet(prompt={"token_ids": [1, 2]}, response=response, metadata={"response_id": "r1"})
     rollout = Rollout(rollout_id="ro-1", input={}, start_time=0.0, status="succeeded")
@@ -85,23 +84,19 @@ def test_rows_have_the_sampling_distribution_of_their_calls_unless_the_run_force
 
 async def test_the_ledger_has_filtered_rollouts_and_the_shaped_rewards(tiny_model: Path) -> None:
     sampling = {"max_tokens": 4}
-    session = make_session(tiny_model, sampling=sampling, rollout_filter="finished", reward_shaping="soft_overlong")
+    experience = ExperienceSettings(rollout_filter="finished", reward_shaping="soft_overlong")
+    session = make_session(tiny_model, sampling=sampling, experience=experience)
     spans: list[Span] = []
 
     async def keep(found: list[Span]) -> None:
         spans.extend(found)
 
     store: Any = SimpleNamespace(add_many_spans=keep, capabilities={"durable": True})
-    session.store = store
+    session.collector.store = store
     lengths, ends = [2, 4, 2], ["stop", "stop", "length"]
-    batch = Batch(
-        [make_episode(i, length, end) for i, (length, end) in enumerate(zip(lengths, ends, strict=True))],
-        version=0,
-        position=3,
-        seconds=1.0,
-        metrics={},
-    )
-    metrics = await session.learn(batch)
+    episodes = [make_episode(i, length, end) for i, (length, end) in enumerate(zip(lengths, ends, strict=True))]
+    await session.learn([episodes])
+    metrics = session._metrics
     entries = [LedgerEntry.from_span(span) for span in spans if span.name == LEDGER_SPAN]
     assert [(entry.outcome, entry.reward) for entry in entries] == [
         ("trained", 1.0),
@@ -126,12 +121,10 @@ def make_episode(index: int, length: int, end: str) -> Episode:
 
 
 async def test_a_sample_is_drawn_from_the_recorded_distribution(tiny_model: Path) -> None:
-    core = make_session(tiny_model)
-    context: Any = None
+    session = make_session(tiny_model)
     async with FakeVLLM() as server:
         unused: Any = SimpleNamespace(model_entry={"model": "policy", "endpoint": server.endpoint})
-        core.backend = unused
-        session = TrainingSession(core, context, None, None)
+        session.collector.backend = unused
         (sample,) = await session.sample([{"role": "user", "content": "hello"}])
         ((_, body),) = server.asked
     assert sample.distribution is None
@@ -145,16 +138,14 @@ async def test_steps_of_a_resumed_session_end_immediately_if_the_target_reward_i
 ) -> None:
     async def publish() -> None: ...
 
-    async def evaluate(*_: Any) -> dict[str, float]:
+    async def evaluate() -> dict[str, float]:
         return {"val_reward": reward}
 
-    settings = GRPOSettings(model=str(tiny_model), target_reward=0.5)
-    core: Any = SimpleNamespace(
-        settings=settings, position=0, updater=SimpleNamespace(updates=2), publish=publish, evaluate=evaluate
-    )
-    context: Any = None
+    session: Any = make_session(tiny_model, target_reward=0.5)
+    session.collector.step = 2
+    session.publish, session.evaluate = publish, evaluate
     found = []
-    async for step in TrainingSession(core, context, None, ["task"]).steps():
+    async for step in session.steps():
         found.append(step)
         break
     assert found == steps
@@ -163,7 +154,7 @@ async def test_steps_of_a_resumed_session_end_immediately_if_the_target_reward_i
 @pytest.mark.parametrize("force", [True, False])
 def test_penalties_are_off_even_if_agents_choose_their_sampling_parameters(tiny_model: Path, force: bool) -> None:
     session = make_session(tiny_model, sampling={"force": force, "temperature": 0.8})
-    train, _ = opening.model_entries({"endpoint": "http://host/v1"}, session.settings, session.policies)
+    train, _ = model_entries({"endpoint": "http://host/v1"}, session.settings, session.policies)
     own = {"temperature": 0.8, "top_p": 1.0, "top_k": -1}
     off = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
     assert train["sampling_parameters"] == {**off, "logit_bias": None, **(own if force else {})}
@@ -174,23 +165,22 @@ def test_penalties_are_off_even_if_agents_choose_their_sampling_parameters(tiny_
     ("name", "value"),
     [
         ("teacher", TeacherSettings(model="big", endpoint="http://host/v1")),
-        ("staleness", 1),
-        ("test_dataset", ["task"]),
-        ("keep_weights_every", 2),
-        ("keep_weights_last", 2),
-        ("rows", "trajectories"),
-        ("estimator", "rloo"),
-        ("std_floor", 0.1),
-        ("keep_flat_groups", True),
-        ("drop_cut_off", True),
-        ("reward_shaping", "soft_overlong"),
-        ("rollout_filter", "finished"),
+        ("policies", {"writer": PolicySettings(lora=LoraSettings())}),
+        ("experience.rows", "trajectories"),
+        ("experience.estimator", "rloo"),
+        ("experience.std_floor", 0.1),
+        ("experience.keep_flat_groups", True),
+        ("experience.drop_cut_off", True),
+        ("experience.reward_shaping", "soft_overlong"),
+        ("experience.rollout_filter", "finished"),
     ],
 )
-async def test_a_setting_that_a_training_session_does_not_use_is_refused(
+async def test_a_setting_that_only_learn_uses_is_refused_by_other_steps(
     tiny_model: Path, name: str, value: Any
 ) -> None:
-    settings = GRPOSettings(model=str(tiny_model), **{name: value})
-    with pytest.raises(agl.ConfigError, match=f"TrainingSession does not use {name}; leave it out"):
-        async with TrainingSession.open(agl.RunContext(store=agl.InMemoryLightningStore()), settings):
-            pass
+    group, _, key = name.rpartition(".")
+    session = make_session(tiny_model, **({group: ExperienceSettings(**{key: value})} if group else {key: value}))
+    with pytest.raises(agl.ConfigError, match=f"only TrainingSession.learn uses {name}; leave it out"):
+        session.rows([])
+    with pytest.raises(agl.ConfigError, match=f"only TrainingSession.learn uses {name}; leave it out"):
+        await session.forward_backward([])

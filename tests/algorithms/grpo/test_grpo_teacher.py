@@ -19,16 +19,16 @@ import agentlightning as agl
 from agentlightning_algorithms.grpo.learning import served_teacher
 from agentlightning_algorithms.grpo.learning.served_teacher import ServedTeacher
 from agentlightning_algorithms.grpo.learning.teacher import Teacher
-from agentlightning_algorithms.grpo.learning.updater import Updater
-from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.settings.teacher import TeacherSettings
-from agentlightning_algorithms.grpo.settings.update import UpdateSettings
-from agentlightning_algorithms.grpo.training_row import TrainingRow
-from agentlightning_algorithms.trained_model.serving import serve_model
+from agentlightning_algorithms.grpo.settings import TeacherSettings
+from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow
+from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
+from agentlightning_algorithms.shared.policy.update.updater import Updater
+from agentlightning_algorithms.shared.trained_model.serving import serve_model
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.algorithms.grpo.grpo_program import settings
 from tests.waiting import LIMIT_S
 

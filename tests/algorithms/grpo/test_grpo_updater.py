@@ -22,14 +22,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import bind_settings
-from agentlightning_algorithms.advantage import Scored
 from agentlightning_algorithms.grpo.algorithm import GRPO
-from agentlightning_algorithms.grpo.learning.updater import Updater
-from agentlightning_algorithms.grpo.model.lora import add_lora
-from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.settings.lora import LoraSettings
-from agentlightning_algorithms.grpo.settings.update import Aggregation, UpdateSettings
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.grpo.settings import ExperienceSettings
+from agentlightning_algorithms.shared.advantage import Scored
+from agentlightning_algorithms.shared.policy.model.lora import add_lora
+from agentlightning_algorithms.shared.policy.model.lora_settings import LoraSettings
+from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow
+from agentlightning_algorithms.shared.policy.update.settings import Aggregation, UpdateSettings
+from agentlightning_algorithms.shared.policy.update.updater import Updater
 
 
 def make_rows(policy: Policy, count: int, seed: int = 0) -> list[TrainingRow]:
@@ -311,7 +312,7 @@ def test_lora_trains_only_its_adapters_and_resumes_bit_identically(tiny_model: P
 def test_large_models_recompute_activations_by_default(
     tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch, size: int, expected: bool
 ) -> None:
-    monkeypatch.setattr("agentlightning_algorithms.grpo.learning.updater._LARGE", size)
+    monkeypatch.setattr("agentlightning_algorithms.shared.policy.update.updater._LARGE", size)
     Updater(tiny_policy)
     layers = [m for m in tiny_policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
     assert layers
@@ -355,8 +356,8 @@ def test_the_loss_passed_to_forward_backward_replaces_the_objective(tiny_policy:
 
 
 def read_example() -> dict[str, Any]:
-    """Executes the example plugin of docs/grpo.md and returns its names."""
-    page = (Path(__file__).parents[3] / "docs" / "grpo.md").read_text(encoding="utf-8")
+    """Executes the example plugin of docs/training-session.md and returns its names."""
+    page = (Path(__file__).parents[3] / "docs" / "training-session.md").read_text(encoding="utf-8")
     code = next(block for block in page.split("```")[1::2] if "def soft_gate" in block).removeprefix("python")
     assert len([line for line in code.splitlines() if line.strip() and "import" not in line]) <= 20
     names: dict[str, Any] = {"__name__": __name__}
@@ -385,8 +386,8 @@ def test_a_plugin_can_add_a_loss_and_an_advantage(tiny_policy: Policy, third_par
     assert_same_gradients(soft, ppo)  # on policy, the slope of the gate is 1
     soft, _ = gradients(tiny_policy, [replace(own, logprobs=[v - 1.0 for v in own.logprobs])], objective="soft_gate")
     assert any(value.abs().max() > 0 for value in soft), "the gate does not cut the gradient off"
-    algorithm = GRPO(model="nowhere", estimator="maxrl")
-    maxrl = get_manager().get("advantage", algorithm.estimator)
+    algorithm = GRPO(model="nowhere", experience=ExperienceSettings(estimator="maxrl"))
+    maxrl = get_manager().get("advantage", algorithm.experience.estimator)
     items = [Scored(value, "g", rollout) for rollout, value in enumerate([1.0, 0.0, 0.0, 0.0])]
     assert maxrl(items, std_floor=0.01) == [3.0, -1.0, -1.0, -1.0]
 
@@ -395,7 +396,7 @@ def test_an_unknown_loss_or_advantage_is_refused_with_a_suggestion(tiny_policy: 
     with pytest.raises(PluginError, match="no policy_loss named 'pp0'. Did you mean 'ppo'"):
         Updater(tiny_policy, UpdateSettings(objective="pp0"))
     with pytest.raises(PluginError, match="no advantage named 'grp0'. Did you mean 'grpo'"):
-        GRPO(model="nowhere", estimator="grp0")
+        ExperienceSettings(estimator="grp0")
 
 
 def test_lora_on_the_output_layer_trains_it(tiny_policy: Policy, tmp_path: Path) -> None:

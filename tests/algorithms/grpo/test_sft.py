@@ -12,15 +12,15 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.offline import example
-from agentlightning_algorithms.grpo.offline.example import make_rows, read_examples
-from agentlightning_algorithms.grpo.settings.update import UpdateSettings
-from agentlightning_plugins.chat_history.fine_tuning import FineTuningExample
+from agentlightning_algorithms.shared.policy import example
+from agentlightning_algorithms.shared.policy.example import make_rows, read_examples
+from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
+from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
 from agentlightning_plugins.demo.agent import calculate, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.grpo.grpo_program import settings
 from tests.algorithms.prompt_lab import Server
 

@@ -19,7 +19,7 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.types import AttemptedRollout, Span
-from agentlightning_plugins.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode
+from agentlightning_plugins.shared.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from tests.plugins.gateway.gateway_setup import gateway

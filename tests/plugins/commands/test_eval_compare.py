@@ -15,13 +15,13 @@ import pytest
 import agentlightning as agl
 from agentlightning.plugin.registry import Plugin, get_manager
 from agentlightning_plugins.commands.evaluation.comparison_report import (
+    check_regression,
     compare_variants,
     print_comparison,
-    write_page,
+    write_comparison,
 )
-from agentlightning_plugins.commands.evaluation.prompt_comparison import check_regression
 from agentlightning_plugins.commands.evaluation.variant import Variant
-from agentlightning_plugins.statistics.score import Score
+from agentlightning_plugins.shared.statistics.score import Score
 from tests.plugins.commands.agl_here import run_here
 
 Evaluation = get_manager().get("algorithm", "evaluation")
@@ -239,14 +239,13 @@ def test_the_results_are_shown_even_if_two_algorithms_have_no_task_in_common(
     print_comparison(rows, 1)
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert shown[2] == ["other", "1.000", *["none"] * 4, "0", "1", "1.0"]
-    page = write_page(variants, rows, [0], tmp_path).read_text()
+    page = write_comparison(variants, rows, [0], tmp_path).read_text()
     assert "other" in page
     print_comparison(rows[:2], 1)
     note = "p-values are adjusted for several comparisons (Holm); intervals are not"
     assert [shown.count(note.split()), page.count(note), capsys.readouterr().out.count(note)] == [1, 1, 0]
-    check_regression(rows, False)
     with pytest.raises(click.ClickException, match="other cannot be compared: no test task has rewards of both it and"):
-        check_regression(rows, True)
+        check_regression(rows)
 
 
 def test_the_interval_of_an_algorithm_is_wider_if_its_seeds_differ(tmp_path: Path) -> None:
@@ -255,7 +254,7 @@ def test_the_interval_of_an_algorithm_is_wider_if_its_seeds_differ(tmp_path: Pat
         numbers: dict[str, Any] = {"rollouts": [1, 1], "seconds": [1.0, 1.0], "prompts": [{}, {}]}
         variant = Variant([], "apo", scores, **numbers, places=[tmp_path] * 2)
         (row,) = compare_variants([variant])
-        page = write_page([variant], [row], [0, 1], tmp_path).read_text()
+        page = write_comparison([variant], [row], [0, 1], tmp_path).read_text()
         assert f"{row['low']:.3f} to {row['high']:.3f}" in page
         return row
 

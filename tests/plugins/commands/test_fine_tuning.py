@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 import agentlightning as agl
 from agentlightning.cli import cli
 from agentlightning.plugin.registry import get_manager
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms.prompt_lab import Server
 
 TOOL: dict[str, Any] = {

@@ -18,14 +18,15 @@ import agentlightning as agl
 from agentlightning.cli import cli
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import PluginManager
-from agentlightning_algorithms.prompt_search.candidate import CANDIDATE_NAME, Candidate
-from agentlightning_plugins.charts import png
-from agentlightning_plugins.charts.line import Point, Series, line_chart
-from agentlightning_plugins.charts.png import to_png
+from agentlightning_algorithms.shared.prompt_search.candidate import CANDIDATE_NAME, Candidate
 from agentlightning_plugins.commands.report.command import command
-from agentlightning_plugins.commands.report.html import visible, write_html, write_png
-from agentlightning_plugins.monitoring.metrics import make_series, sum_phases
-from agentlightning_plugins.training_records.record import LedgerEntry
+from agentlightning_plugins.commands.report.html import write_html, write_png
+from agentlightning_plugins.shared.charts import png
+from agentlightning_plugins.shared.charts.line import Point, Series, line_chart
+from agentlightning_plugins.shared.charts.png import to_png
+from agentlightning_plugins.shared.monitoring.metrics import make_series, sum_phases
+from agentlightning_plugins.shared.rendering.text import show_text
+from agentlightning_plugins.shared.training_records.record import LedgerEntry
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\u202egnp.exe\u200b{{7*7}}%s&amp;"
 
@@ -69,10 +70,10 @@ async def _run(store: agl.LightningStore, mode: Any, metadata: dict[str, Any], r
 
 async def test_the_page_shows_the_whole_run_and_loads_no_other_file(run: tuple[agl.LightningStore, Path]) -> None:
     page = (await write_html(*run)).read_text()
-    for part in ("validation, before", "+0.875", "95 %:", "Before: reward 0.0", "After: reward 1.0", "Entropy by step"):
+    for part in ("validation, before", "+0.875", "95 %:", "Before: reward 0.0", "After: reward 1.0", "entropy by step"):
         assert part in page
-    assert re.search(r"<td class=\"n\">25 %</td><td>3 flat group</td>", page)
-    assert re.search(r"sampling</td><td class=\"n\">3.0</td>", page)
+    assert re.search(r"<td class=\"num\">25 %</td><td>3 flat group</td>", page)
+    assert re.search(r"sampling</dt><dd>3.0 s<", page)
     assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)""", _without_text(page))
 
 
@@ -83,7 +84,7 @@ async def test_the_interval_of_the_reward_excludes_rollouts_without_a_reward(tmp
         values = {"reward": 0.5, "reward_std": 0.5, "rollouts": 104.0, "rollouts_left_out": 4.0}
         await store.add_metrics(step, values)
     page = (await write_html(store, tmp_path)).read_text()
-    assert "training, 1: 0.5 (0.402 to 0.598)" in page
+    assert "training reward, 1: 0.5 (0.402 to 0.598)" in page
     assert [point["low"] for point in make_series((await store.query_metrics()).items, "reward")] == [0.402] * 2
 
 
@@ -94,10 +95,10 @@ async def test_the_phases_of_a_step_are_counted_once_and_add_up_to_its_time(tmp_
     sampled = {"sample_s": 6.0, "wait_s": 6.1, "prepare_s": 0.5, "train_s": 5.0, "record_s": 0.2, "publish_s": 0.4}
     await store.add_metrics(1, {**sampled, "checkpoint_s": 9.0, "checkpoint_wait_s": 0.8, "seconds": 13.0})
     page = (await write_html(store, tmp_path)).read_text()
-    rows = re.findall(r"<tr><td>([a-z ]+)</td><td class=\"n\">([\d.]+)</td>", page.partition("<h2>Time</h2>")[2])
-    assert dict(rows)["sampling"] == "6.1"
-    assert dict(rows)["waiting for checkpoints"] == "0.8"
-    assert sum(float(seconds) for _, seconds in rows) == pytest.approx(13.0)
+    rows = dict(re.findall(r"</span>([a-z ]+)</dt><dd>([\d.]+ m?s)<", page.partition("<h2>Time by phase</h2>")[2]))
+    assert (rows["sampling"], rows["waiting for checkpoints"]) == ("6.1 s", "800 ms")
+    seconds = [float(text.partition(" ")[0]) / (1000 if text.endswith("ms") else 1) for text in rows.values()]
+    assert sum(seconds) == pytest.approx(13.0)
 
 
 async def test_the_phases_of_a_verl_step_come_from_verls_own_timings() -> None:
@@ -115,8 +116,8 @@ async def test_hostile_content_is_shown_as_text(run: tuple[agl.LightningStore, P
     assert page.count("&lt;script&gt;alert(1)") >= 5
     assert not re.search(r"<(script|img|iframe)", page)
     assert not re.search("[\x1b\u202e\u200b]", page)
-    assert visible("a\x1b[0m\u202eb") == "a⟨001B⟩[0m⟨202E⟩b"
-    assert len(visible("x" * 10_000_000)) < 30_000
+    assert show_text("a\x1b[0m\u202eb") == "a⟨001B⟩[0m⟨202E⟩b"
+    assert len(show_text("x" * 10_000_000)) < 30_000
 
 
 def _without_text(page: str) -> str:
@@ -161,12 +162,11 @@ def test_a_prompt_search_shows_its_best_prompt_with_the_difference(tmp_path: Pat
             await store.close()
 
     page = asyncio.run(write())
-    assert '<span class="removed">-Be long.</span>' in page
-    assert '<span class="added">+Be short.</span>' in page
+    assert "Be <del>long</del><ins>short</ins>." in page
     assert "+0.750" in page
     assert "too long" in page
     names = ("Scores of the candidates", "Task rewards of the seed", "Task rewards of the best candidate")
-    drawn = [page.split(f"<h3>{name}</h3>")[1].split("</svg>")[0] for name in names]
+    drawn = [page.split(f"<figcaption>{name} ")[1].split("</svg>")[0] for name in names]
     bars = [re.findall(r"<title>([^<]*): (\d+)</title></rect>", chart) for chart in drawn]
     assert [count for _, count in bars[0]] == ["1", "1"]
     assert bars[1:] == [[("0", "3"), ("1", "1")], [("1", "4")]]
@@ -199,7 +199,7 @@ async def test_of_candidates_with_the_same_score_the_page_shows_the_published_on
         await store.update_resources(f"rs-{place}", {**candidate.prompts, CANDIDATE_NAME: candidate})
     await store.add_resources(best.prompts)
     page = (await write_html(store, tmp_path)).read_text()
-    assert "<h2>Best prompt</h2>\n<h3>p</h3>\n<pre>best</pre>" in page
+    assert '<h2>Best prompt</h2>\n<h3>p</h3>\n<pre class="block">best</pre>' in page
 
 
 async def test_the_curve_is_written_as_a_png(run: tuple[agl.LightningStore, Path], tmp_path: Path) -> None:

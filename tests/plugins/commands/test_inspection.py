@@ -23,7 +23,7 @@ from agentlightning.errors import ConfigError, LightningError
 from agentlightning.event import Event
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Span
-from agentlightning_plugins.commands import terminal
+from agentlightning_plugins.shared import terminal
 from tests.waiting import LIMIT_S, until
 
 

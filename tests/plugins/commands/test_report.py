@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.prompt_search.candidate import CANDIDATE_NAME, Candidate
+from agentlightning_algorithms.shared.prompt_search.candidate import CANDIDATE_NAME, Candidate
 from agentlightning_plugins.commands.report.report import write_report
 
 SEED = Candidate.of({"prompt": agl.PromptTemplate("first")}, full_score=0.5)

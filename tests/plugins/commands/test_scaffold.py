@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms import prompt_lab
 from tests.algorithms.tiny_model import save_tiny_model
 from tests.plugins.commands.agl_here import run_here

@@ -16,24 +16,24 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.errors import NotFoundError
-from agentlightning_plugins.statistics import interval, significance
-from agentlightning_plugins.statistics.comparison import Group, compare_groups
-from agentlightning_plugins.statistics.difference import (
+from agentlightning_plugins.shared.statistics import interval, significance
+from agentlightning_plugins.shared.statistics.comparison import Group, compare_groups
+from agentlightning_plugins.shared.statistics.difference import (
     difference_over_seeds,
     interval_over_seeds,
     paired_difference,
     unpaired_difference,
 )
-from agentlightning_plugins.statistics.interval import (
+from agentlightning_plugins.shared.statistics.interval import (
     mean_interval,
     paired_interval,
     t_p_value,
     unpaired_interval,
     wilson,
 )
-from agentlightning_plugins.statistics.power import plan
-from agentlightning_plugins.statistics.score import Score
-from agentlightning_plugins.statistics.significance import adjust_p_values, paired_p_value, unpaired_p_value
+from agentlightning_plugins.shared.statistics.power import plan
+from agentlightning_plugins.shared.statistics.score import Score
+from agentlightning_plugins.shared.statistics.significance import adjust_p_values, paired_p_value, unpaired_p_value
 
 LEVEL = 0.05
 

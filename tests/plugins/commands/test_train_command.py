@@ -20,12 +20,12 @@ from click.testing import CliRunner
 import agentlightning as agl
 from agentlightning.errors import StoreError
 from agentlightning.plugin.registry import get_manager
-from agentlightning_plugins.commands.configuration import assembly
-from agentlightning_plugins.commands.configuration.config import read_config
-from agentlightning_plugins.commands.configuration.document import read_document
-from agentlightning_plugins.commands.configuration.run_directory import choose_directory
 from agentlightning_plugins.commands.runner.command import command as runner_command
 from agentlightning_plugins.commands.train.command import command
+from agentlightning_plugins.shared.configuration import assembly
+from agentlightning_plugins.shared.configuration.config import read_config
+from agentlightning_plugins.shared.configuration.document import read_document
+from agentlightning_plugins.shared.configuration.run_directory import choose_directory
 from tests.plugins.commands.agl_here import run_here
 from tests.process import wait_for
 from tests.waiting import LIMIT_S
@@ -475,7 +475,7 @@ def test_a_dry_run_checks_endpoints_and_writes_nothing(folder: Path) -> None:
     ],
 )
 def test_tasks_come_from_files(tmp_path: Path, name: str, content: str) -> None:
-    from agentlightning_plugins.commands.configuration.dataset import load_dataset
+    from agentlightning_plugins.shared.configuration.dataset import load_dataset
 
     (tmp_path / name).write_text(content)
     tasks = load_dataset(str(tmp_path / name))
@@ -487,7 +487,7 @@ def test_tasks_come_from_parquet_and_hugging_face_folders(tmp_path: Path) -> Non
     import pyarrow
     import pyarrow.parquet
 
-    from agentlightning_plugins.commands.configuration.dataset import load_dataset
+    from agentlightning_plugins.shared.configuration.dataset import load_dataset
 
     rows = [{"n": number} for number in range(10)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
@@ -510,7 +510,7 @@ def test_tasks_come_from_parquet_and_hugging_face_folders(tmp_path: Path) -> Non
     ],
 )
 def test_damaged_task_files_are_refused(tmp_path: Path, name: str, content: str, complaint: str) -> None:
-    from agentlightning_plugins.commands.configuration.dataset import load_dataset
+    from agentlightning_plugins.shared.configuration.dataset import load_dataset
 
     (tmp_path / name).write_text(content)
     with pytest.raises(agl.ConfigError, match=complaint):

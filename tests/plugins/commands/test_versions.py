@@ -15,7 +15,7 @@ import agentlightning as agl
 from agentlightning.cli import cli
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Span
-from agentlightning_plugins.statistics.comparison import Group, compare_groups
+from agentlightning_plugins.shared.statistics.comparison import Group, compare_groups
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -156,7 +156,7 @@ def run(place: Path, *arguments: str) -> Result:
     [("control", "treatment"), ("variant=0", "variant=1"), ("tuned@1", "tuned@2"), ("tuned@1", "resources_id=tuned@2")],
 )
 def test_two_groups_or_versions_are_compared_from_the_command_line(place: Path, control: str, treatment: str) -> None:
-    found = json.loads(run(place, "ab", control, treatment, "--json").stdout)
+    found = json.loads(run(place, "compare", control, treatment, "--json").stdout)
     before, after = found["control"], found["treatment"]
     assert (before["n"], before["failed"], before["unrated"], before["unfinished"]) == (16, 1, 1, 1)
     assert (after["n"], after["failed"], after["unrated"], after["unfinished"]) == (16, 0, 0, 1)
@@ -164,18 +164,18 @@ def test_two_groups_or_versions_are_compared_from_the_command_line(place: Path, 
     assert found["difference"] == pytest.approx(0.7 - before["mean"])
     assert found["low"] <= found["difference"] <= found["high"]
     assert found["p_value"] < 0.001
-    shown = run(place, "ab", control, treatment).stdout
+    shown = run(place, "compare", control, treatment).stdout
     assert "difference +0.5" in shown
     assert "independent groups" in shown
 
 
 def test_a_resources_id_without_a_version_selects_all_of_its_versions(place: Path) -> None:
-    whole = json.loads(run(place, "ab", "tuned@1", "tuned", "--json").stdout)
+    whole = json.loads(run(place, "compare", "tuned@1", "tuned", "--json").stdout)
     assert (whole["control"]["n"], whole["treatment"]["n"]) == (16, 32)
 
 
 def test_a_group_without_rewards_is_refused_with_its_name(place: Path) -> None:
-    refused = run(place, "ab", "control", "treatmnt")
+    refused = run(place, "compare", "control", "treatmnt")
     assert isinstance(refused.exception, agl.NotFoundError)
     assert "treatmnt: 0 rollouts with a reward" in str(refused.exception)
 
@@ -209,3 +209,14 @@ async def test_users_that_were_assigned_by_a_key_are_compared_as_users() -> None
     )
     assert found.p_value == 1.0
     await store.close()
+
+
+def test_a_worse_group_fails_the_command_if_that_is_asked_for(place: Path) -> None:
+    assert run(place, "compare", "control", "treatment", "--fail-if-worse").exit_code == 0
+    worse = run(place, "compare", "treatment", "control", "--fail-if-worse")
+    assert (worse.exit_code, "control is worse by 0.5" in worse.stderr) == (1, True)
+
+
+def test_agl_ab_names_the_command_that_compares_groups(place: Path) -> None:
+    assert "`agl compare CONTROL TREATMENT`" in run(place, "ab", "control", "treatment").stderr
+    assert "or two groups of rollouts" in run(place, "compare", "control").stderr

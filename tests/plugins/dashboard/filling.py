@@ -19,8 +19,8 @@ from agentlightning.types import (
     Span,
     TraceStatus,
 )
-from agentlightning_algorithms.prompt_search.candidate import Candidate
-from agentlightning_plugins.training_records.record import LedgerEntry, Outcome, TrainedCall, TrainedRow
+from agentlightning_algorithms.shared.prompt_search.candidate import Candidate
+from agentlightning_plugins.shared.training_records.record import LedgerEntry, Outcome, TrainedCall, TrainedRow
 
 HOSTILE = (
     "<script>document.title='owned'</script><img src=x onerror=alert(1)> \x1b[31mred\x1b[0m \u202egnp.exe\u202c "

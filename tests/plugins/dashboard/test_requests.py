@@ -24,10 +24,10 @@ from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import EnqueueRolloutRequest
 from agentlightning_plugins.dashboard.dashboard import Dashboard
-from agentlightning_plugins.dashboard.difference import find_difference
 from agentlightning_plugins.dashboard.views.rollouts import select
 from agentlightning_plugins.dashboard.views.tasks import compare_tasks
-from agentlightning_plugins.training_records.record import TrainedCall, TrainedRow
+from agentlightning_plugins.shared.rendering.difference import find_difference
+from agentlightning_plugins.shared.training_records.record import TrainedCall, TrainedRow
 from tests.port import reserve_port
 from tests.process import wait_for
 from tests.source import REPO

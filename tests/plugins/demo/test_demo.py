@@ -19,7 +19,7 @@ from tests.algorithms.server_thread import threads_for_servers
 from tests.process import wait_for
 from tests.waiting import LIMIT_S
 
-FEW = {"tasks_per_step": 2, "rollouts_per_task": 4, "keep_flat_groups": True}
+FEW = {"tasks_per_step": 2, "rollouts_per_task": 4, "experience": {"keep_flat_groups": True}}
 AGL = f"""
 from agentlightning.cli import main
 from agentlightning_plugins.demo import training
@@ -60,7 +60,7 @@ def test_a_demo_that_is_stopped_with_ctrl_c_can_be_resumed_and_reports_its_resul
     report = (directory / "report.html").read_text()
     assert f"{after:.3f}" in report
     assert "Before: reward" in report
-    assert report.count('<div class="talk">') == 2
+    assert report.count('<div class="conversation">') == 2
     assert "before training, reward" in resumed.stderr
 
 

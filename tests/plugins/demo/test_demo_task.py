@@ -17,7 +17,7 @@ from agentlightning.resources import LLM
 from agentlightning_plugins.demo.agent import CALCULATOR, SYSTEM_PROMPT, calculate, calculator_agent
 from agentlightning_plugins.demo.task import SPLITS, TEMPLATES, Operator, Problem, apply, make_problems, number_pairs
 from agentlightning_plugins.demo.warm_start import demonstrate, make_tokenizer
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 
 CHECKPOINT = Path(agentlightning_plugins.demo.__file__).with_name("checkpoint")
 PROBLEM = Problem(question="Ann has 23 apples and buys 14 more. How many apples now?", answer=37)

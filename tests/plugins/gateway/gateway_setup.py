@@ -12,13 +12,12 @@ from openai import AsyncOpenAI
 from agentlightning.resources import ProxyLLM
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Span
-from agentlightning_plugins.gateway.backends.backend import ModelTable
-from agentlightning_plugins.gateway.backends.request import prepare
+from agentlightning_plugins.gateway.backends.model_table import ModelTable
+from agentlightning_plugins.gateway.call import ModelCall, TraceContext
 from agentlightning_plugins.gateway.dialects.dialect import Dialect
 from agentlightning_plugins.gateway.proxy import LLMProxy
-from agentlightning_plugins.gateway.recording.call import Call, TraceContext
 from agentlightning_plugins.gateway.recording.stream import StreamReader
-from agentlightning_plugins.scripted_model.server import ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.waiting import LIMIT_S, until
 
@@ -83,11 +82,11 @@ def entry(endpoint: str, **more: Any) -> Mapping[str, Any]:
     return {"model": "m", "endpoint": endpoint, "api_key": PROVIDER_KEY, **more}
 
 
-def stream_reader(dialect: Dialect, body: Mapping[str, Any]) -> tuple[Call, StreamReader]:
+def stream_reader(dialect: Dialect, body: Mapping[str, Any]) -> tuple[ModelCall, StreamReader]:
     """Returns a recorded call of a dialect and the reader of the stream that answers it."""
-    call = Call(("r", "a"), dialect, body, "m", TraceContext.from_header(None))
+    call = ModelCall(("r", "a"), dialect, body, "m", TraceContext.from_header(None))
     (backend,) = ModelTable([entry("http://127.0.0.1:1/v1")]).backends
-    return call, StreamReader(call, prepare(call, backend))
+    return call, StreamReader(call, call.prepare(backend))
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,7 @@ import aiohttp
 import openai
 
 from agentlightning import semconv
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.plugins.gateway.gateway_setup import ADD, HELLO, PROVIDER_KEY, Case, gateway
 
 SCRIPT = [

@@ -17,7 +17,14 @@ from openai import OpenAI
 from agentlightning import semconv
 from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.gateway.dialects.openai import CHAT
-from agentlightning_plugins.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob, render_prompt
+from agentlightning_plugins.shared.scripted_model.server import (
+    EOS,
+    Answer,
+    ScriptedOpenAI,
+    encode,
+    logprob,
+    render_prompt,
+)
 from tests.plugins.gateway.gateway_setup import ADD, HELLO, PROVIDER_KEY, gateway, stream_reader
 from tests.waiting import until
 

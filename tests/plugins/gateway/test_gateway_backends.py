@@ -17,9 +17,9 @@ from agentlightning.errors import ConfigError
 from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
 from agentlightning.resources import LLM, ProxyLLM
 from agentlightning_plugins.gateway.access.attempts import EndedAttempts, InFlightCalls
-from agentlightning_plugins.gateway.backends.backend import ModelTable
+from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.proxy import LLMProxy
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, entry, gateway
 from tests.port import reserve_port
@@ -438,7 +438,7 @@ async def test_invalid_settings_are_refused_with_a_fix() -> None:
         LLMProxy(num_retries=-1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use"):
             await LLMProxy(port=port, store=InMemoryLightningStore()).start()
 
 

@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 
 from agentlightning.errors import ConfigError
-from agentlightning_plugins.gateway.backends.backend import ModelTable
 from agentlightning_plugins.gateway.backends.health import HealthCheck
+from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.provider import OpenAICompatible
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
 from tests.port import reserve_port
 from tests.waiting import until
@@ -115,7 +115,8 @@ async def test_health_checks_notice_that_a_backend_goes_down_and_comes_back() ->
                 await asyncio.gather(check, return_exceptions=True)
         finally:
             check.cancel()
-    assert {models.route("m", rollout, 0.0)[0] for rollout in ROLLOUTS[:50]} == {alive, dead}
+    firsts = {models.route("m", rollout, 0.0)[0].endpoint for rollout in ROLLOUTS[:50]}
+    assert firsts == {alive.endpoint, dead.endpoint}
 
 
 async def test_a_busy_backend_is_down_only_after_three_checks() -> None:

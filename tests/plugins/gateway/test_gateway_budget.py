@@ -9,9 +9,11 @@ import pytest
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.types import AttemptedRollout, Span
-from agentlightning_plugins.gateway.limits.usage import Usage, UsageLimits, UsageTracker, read_usage
+from agentlightning_plugins.gateway.limits.usage import AttemptUsage, UsageLimits, UsageTracker, read_usage
 from agentlightning_plugins.gateway.proxy import LLMProxy
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI, encode, render_prompt
+from agentlightning_plugins.gateway.refusal import CallRefused
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI, encode, render_prompt
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.plugins.gateway.gateway_setup import HELLO, Case, entry, gateway, waiting
 from tests.waiting import until
 
@@ -157,7 +159,7 @@ async def test_a_restarted_gateway_restores_the_usage_of_an_attempt() -> None:
             await case.proxy.stop()
             attempt = rollout.rollout_id, rollout.attempt.attempt_id
             tokens = len(encode(render_prompt({"messages": HELLO}))) + len(encode("five!")) + 1
-            assert await read_usage(case.store, attempt) == Usage(calls=1, tokens=tokens, cost=6.0)
+            assert await read_usage(case.store, attempt) == AttemptUsage(calls=1, tokens=tokens, cost=6.0)
             await case.proxy.start()
             with pytest.raises(openai.APIStatusError, match="has used 6 of its 6 cost"):
                 await client.chat.completions.create(**ASKED)
@@ -216,13 +218,16 @@ async def test_the_refusal_of_a_call_beyond_the_budget_has_the_form_of_the_agent
         assert len(await case.spans(rollout)) == 2
 
 
-def test_a_full_usage_tracker_removes_the_attempt_with_the_oldest_call() -> None:
+async def test_a_full_usage_tracker_removes_the_attempt_with_the_oldest_call() -> None:
     tracker = UsageTracker(UsageLimits(calls=2), max_attempts=2)
     for attempt in ("a", "b", "a", "c"):
-        assert tracker.begin(("r", attempt)) is None
-    assert tracker.begin(("r", "a")) is not None
+        tracker.begin(("r", attempt))
+    with pytest.raises(CallRefused, match="has used 2 of its 2 calls"):
+        tracker.begin(("r", "a"))
     tracker.add(("r", "b"), 5, 0.5)
-    assert tracker.needs(("r", "b")), "its usage is read from its spans again"
+    await tracker.restore(InMemoryLightningStore(), ("r", "b"))  # its usage is read from its spans, and it has none
+    for _ in range(2):
+        tracker.begin(("r", "b"))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.prompt_search.budget import read_usage
+from agentlightning_algorithms.shared.prompt_search.budget import read_usage
 from agentlightning_plugins.commands.report.report import write_report
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
 
 

@@ -19,7 +19,14 @@ import pytest
 from agentlightning import semconv
 from agentlightning.adapter import TraceToTriplet
 from agentlightning.types import Span, Triplet
-from agentlightning_plugins.scripted_model.server import EOS, Answer, RecordedRequest, ScriptedOpenAI, encode, logprob
+from agentlightning_plugins.shared.scripted_model.server import (
+    EOS,
+    Answer,
+    RecordedRequest,
+    ScriptedOpenAI,
+    encode,
+    logprob,
+)
 from tests.plugins.gateway.gateway_client import CLIENTS, KEY
 from tests.plugins.gateway.gateway_setup import PROVIDER_KEY, gateway
 

@@ -13,7 +13,14 @@ from pydantic import BaseModel
 from agentlightning import semconv
 from agentlightning.adapter import TraceToTriplet
 from agentlightning.types import Span
-from agentlightning_plugins.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob, render_prompt
+from agentlightning_plugins.shared.scripted_model.server import (
+    EOS,
+    Answer,
+    ScriptedOpenAI,
+    encode,
+    logprob,
+    render_prompt,
+)
 from tests.plugins.gateway.gateway_setup import HELLO, gateway
 
 ADD: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from agentlightning_plugins.gateway.backends.provider import OpenAICompatible
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, Case, entry, gateway
 from tests.process import count_open_files
 from tests.waiting import LIMIT_S, until
@@ -507,7 +507,7 @@ async def test_broken_connections_leak_no_tasks_files_or_calls() -> None:
         models = [entry(server.endpoint)]
         async with gateway(model_list=models, num_retries=0, health_interval_s=3600.0) as case:
             launched: Any = case.proxy._launched
-            loop: asyncio.AbstractEventLoop = launched._loop
+            loop: asyncio.AbstractEventLoop = launched._thread._loop
             sizes = []
             for _ in range(3):
                 await asyncio.gather(*(vanish(case) for _ in range(25)))

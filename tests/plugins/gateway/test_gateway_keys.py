@@ -24,7 +24,7 @@ from agentlightning.tracer import DummyTracer
 from agentlightning.types import AttemptedRollout
 from agentlightning_plugins.gateway.access.authentication import Authenticator
 from agentlightning_plugins.gateway.proxy import LLMProxy
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, Case, entry, gateway
 from tests.waiting import until

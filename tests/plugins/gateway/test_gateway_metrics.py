@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning_plugins.gateway.command import ask_gateway, command
 from agentlightning_plugins.gateway.proxy import LLMProxy
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway

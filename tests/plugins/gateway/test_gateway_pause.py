@@ -13,7 +13,8 @@ from openai import AsyncOpenAI, RateLimitError
 from agentlightning.errors import ConflictError
 from agentlightning_plugins.gateway.limits.admission import Admission
 from agentlightning_plugins.gateway.proxy import LLMProxy
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.gateway.refusal import CallRefused
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
@@ -169,11 +170,13 @@ async def test_a_call_is_refused_if_too_many_calls_wait_or_it_waits_too_long() -
     admission.pause()
     patient = asyncio.create_task(admission.enter())
     await asyncio.sleep(0)
-    assert not await admission.enter()  # too many calls wait
-    assert not await patient  # the call has waited too long
+    with pytest.raises(CallRefused, match="paused"):  # too many calls wait
+        await admission.enter()
+    with pytest.raises(CallRefused, match="paused"):  # the call has waited too long
+        await patient
     assert (admission.waiting, admission.in_flight) == (0, 0)
     admission.resume(None)
-    assert await admission.enter()
+    await admission.enter()
     assert not await admission.drain(0.01)
     admission.leave()
     assert await admission.drain(0.01)

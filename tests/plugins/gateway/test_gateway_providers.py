@@ -14,10 +14,10 @@ import pytest
 from agentlightning import Component, hookimpl, semconv
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
-from agentlightning_plugins.gateway.backends.backend import ModelTable
+from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.provider import OpenAICompatible
 from agentlightning_plugins.gateway.dialects.dialect import Completion, Dialect
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, gateway
 
 FULL = Answer("The sum is 3.", reasoning="Add them.", tool_calls=[("add", {"a": 1, "b": 2}), ("add", {})])

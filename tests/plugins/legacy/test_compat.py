@@ -1,4 +1,4 @@
-"""``import agentlightning.compat``: the names of Agent Lightning 0.3."""
+"""``import agentlightning_plugins.legacy.names``: the names of Agent Lightning 0.3."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.source import REPO, run_python
 
 PREAMBLE = """
 import json, sys, warnings
-import agentlightning.compat
+import agentlightning_plugins.legacy.names
 import agentlightning as agl
 
 seen = []
@@ -25,7 +25,7 @@ warnings.showwarning = lambda message, category, filename, lineno, *rest: seen.a
 
 
 def run_old_program(program: str) -> tuple[str, list[str]]:
-    """Runs a program after ``import agentlightning.compat``; returns what it printed and the warnings."""
+    """Runs a program after ``import agentlightning_plugins.legacy.names``; returns what it printed and the warnings."""
     output = run_python("-c", PREAMBLE + textwrap.dedent(program) + "\nprint('WARNINGS', json.dumps(seen))")
     printed, _, warned = output.partition("WARNINGS ")
     warnings: list[list[str]] = json.loads(warned)

@@ -51,7 +51,7 @@ asyncio.run(learn())
 
 AGENT = """
 import sys
-import agentlightning.compat
+import agentlightning_plugins.legacy.names
 from agentlightning import LitAgent, Trainer, emit_message
 
 class Adder(LitAgent):

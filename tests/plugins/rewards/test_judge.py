@@ -12,7 +12,7 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning_plugins.rewards.judge.judge import Judge
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, Script, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, Script, ScriptedOpenAI
 from tests.plugins.commands.agl_here import run_here
 
 RUBRIC = "10: says moo. 0: says anything else."

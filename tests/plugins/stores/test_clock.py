@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
-from agentlightning_plugins.stores.clock import ServerClock, since_boot
 from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
+from agentlightning_plugins.stores.shared.clock import ServerClock, since_boot
 from tests.plugins.stores.served import ask, claim, serve
 from tests.source import REPO
 from tests.waiting import LIMIT_S

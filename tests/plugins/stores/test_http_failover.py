@@ -12,9 +12,9 @@ import pytest
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.types import EnqueueRolloutRequest
+from agentlightning_plugins.shared.processes.serving import served
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
-from agentlightning_plugins.strategies.processes.serving import served
 from tests.port import reserve_port
 from tests.waiting import LIMIT_S, until
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +12,9 @@ import pytest
 
 from agentlightning.store.backend import Condition, Query
 from agentlightning.store.factory import create_store
-from agentlightning.testing.store.actions import dequeue, finish
 from agentlightning.types import Rollout
 from agentlightning_plugins.stores.postgresql import condition as postgresql
-from agentlightning_plugins.stores.postgresql import schema
-from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
-from agentlightning_plugins.stores.sql.plan import Plan
+from agentlightning_plugins.stores.shared.sql.plan import Plan
 from agentlightning_plugins.stores.sqlite import condition as sqlite
 from tests.many_rollouts import FAILED_OF, FIRST_TIME, fill_postgresql, fill_sqlite
 
@@ -156,54 +152,4 @@ async def test_searches_find_the_same_rollouts_as_a_full_scan(filled: str) -> No
     assert list(deep) == every[::-1][2000:2005]
     assert (await store.statistics())["spans"] == 6000
     assert len(await store.query_spans(every[5].rollout_id)) == 2
-    await store.close()
-
-
-async def test_rollouts_that_an_older_server_version_finished_are_sorted_by_end_time(database: str) -> None:
-    store = PostgresLightningStore(database)
-    connection = await asyncpg.connect(database)
-    for name in ("first", "third", "again"):
-        await store.enqueue_rollout(name)
-        await finish(store, await dequeue(store))
-    await store.enqueue_rollout("second \0")
-    await dequeue(store)
-    # The statements of the previous version, which do not set the column ``end_time``.
-    change = "record = regexp_replace(record, '\"end_time\":[^,]+', $2)"
-    old = f"UPDATE agl.rollout SET status = $1, {change} WHERE record LIKE $3"
-    await connection.execute(old, "succeeded", f'"end_time":{time.time() + 1e6!r}', '%"second%')
-    await connection.execute(old, "requeuing", '"end_time":null', '%"again"%')
-    names = "position, rollout_id, run_id, status, start_time, revision, record"
-    await connection.execute(
-        f"INSERT INTO agl.rollout ({names}) OVERRIDING SYSTEM VALUE SELECT 1000, 'ro-old', run_id, status, start_time, "
-        "1, replace(replace(record, rollout_id, 'ro-old'), 'third', 'inserted') FROM agl.rollout "
-        "WHERE record LIKE '%\"third\"%'"
-    )
-    await connection.close()
-    found = await store.query_rollouts(sort_by="end_time")
-    assert [rollout.input for rollout in found] == ["again", "first", "third", "inserted", "second \0"]
-    await store.close()
-
-
-async def test_a_migration_fills_in_the_end_times_of_rollouts(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = PostgresLightningStore(database)
-    for name in ("first", "second \0"):
-        await store.enqueue_rollout(name)
-        await finish(store, await dequeue(store))
-    await store.close()
-    connection = await asyncpg.connect(database)
-    await connection.execute("DROP FUNCTION agl.set_end_time CASCADE; DROP FUNCTION agl.read_end_time")
-    await connection.execute("ALTER TABLE agl.rollout DROP COLUMN end_time, ADD UNIQUE (rollout_id)")
-    await connection.execute("DROP INDEX agl.rollout_id, agl.rollout_start")
-    await connection.execute("UPDATE agl.schema_version SET version = 5")
-    await connection.close()
-    store = PostgresLightningStore(database)
-    found = await store.query_rollouts(sort_by="end_time", sort_order="desc")
-    assert [rollout.input for rollout in found] == ["second \0", "first"]
-    connection = await asyncpg.connect(database)
-    times = [
-        row["end_time"] for row in await connection.fetch("SELECT end_time FROM agl.rollout ORDER BY end_time DESC")
-    ]
-    assert times == [rollout.end_time for rollout in found]
-    assert await connection.fetchval("SELECT version FROM agl.schema_version") == len(schema.MIGRATIONS)
-    await connection.close()
     await store.close()

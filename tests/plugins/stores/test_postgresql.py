@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import asyncpg
@@ -27,11 +26,11 @@ from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.postgresql import connection as connection_module
-from agentlightning_plugins.stores.postgresql import schema, writer
+from agentlightning_plugins.stores.postgresql import events as events_module
+from agentlightning_plugins.stores.postgresql import schema, transaction, writer
 from agentlightning_plugins.stores.postgresql.backend import PostgresBackend
-from agentlightning_plugins.stores.postgresql.operation import Claiming, Operation
 from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
-from agentlightning_plugins.stores.sql.document import encode_events
+from agentlightning_plugins.stores.shared.sql.document import encode_events
 from tests.postgresql import PostgresServer
 from tests.source import REPO
 from tests.waiting import LIMIT_S, until
@@ -258,20 +257,23 @@ async def test_a_read_only_standby_is_reported_without_a_storm_of_connections(
     await store.close()
 
 
-@pytest.mark.parametrize(("method", "text"), [("execute", "SELECT pg_notify"), ("fetchrow", "")])
+@pytest.mark.parametrize("is_answer_lost", [False, True])
+@pytest.mark.parametrize("text", ["BEGIN", "COMMIT", "SELECT pg_notify"])
 async def test_a_connection_that_asyncpg_lost_track_of_is_replaced(
-    own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch, method: str, text: str
+    own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch, text: str, is_answer_lost: bool
 ) -> None:
     store = PostgresLightningStore(own_server.tcp_url(), watchdog_interval_s=None)
     await store.enqueue_rollout("first")
-    plain, failures = getattr(asyncpg.Connection, method), [asyncpg.InternalClientError("cannot switch to state 12")]
+    plain, failures = asyncpg.Connection.execute, [asyncpg.InternalClientError("cannot switch to state 12")]
 
     async def fail_once(connection: asyncpg.Connection, query: str, *arguments: Any, **options: Any) -> Any:
         if failures and query.startswith(text):
+            if is_answer_lost:
+                await plain(connection, query, *arguments, **options)
             raise failures.pop()
         return await plain(connection, query, *arguments, **options)
 
-    monkeypatch.setattr(asyncpg.Connection, method, fail_once)
+    monkeypatch.setattr(asyncpg.Connection, "execute", fail_once)
     for task in ("second", "third"):
         await asyncio.wait_for(store.enqueue_rollout(task), SOON_S)
     assert failures == []
@@ -322,7 +324,7 @@ async def test_a_statement_that_the_server_never_answers_fails(
         await drop_connections(own_server, store)
         other = await asyncpg.connect(own_server.url())
         async with other.transaction():
-            await other.execute("LOCK TABLE agl.rollout, agl.document")
+            await other.execute("LOCK TABLE agl.rollout, agl.run")
             for call in (lambda: write(store), lambda: store.query_rollouts()):
                 with pytest.raises(StoreError, match="did not come back"):
                     await asyncio.wait_for(call(), SOON_S)
@@ -476,25 +478,22 @@ async def test_a_locked_rollout_in_the_queue_is_skipped(database: str) -> None:
     await store.close()
 
 
-async def test_a_claim_that_another_process_wins_returns_nothing(
-    database: str, postgresql_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_claim_does_not_overlook_a_rollout_that_is_locked_for_a_moment(database: str) -> None:
+    """Another process may lock it only to find that a guard fails, and no event follows."""
     store = PostgresLightningStore(database)
-    await store.enqueue_rollout(1)
-    decide = Claiming.claim
-
-    def lose(claiming: Claiming) -> Operation:
-        name = database.partition("@/")[2].partition("?")[0]
-        postgresql_server.run_sql("UPDATE agl.rollout SET revision = revision + 1, queue_position = NULL", name)
-        return decide(claiming)
-
-    monkeypatch.setattr(Claiming, "claim", lose)
-    assert await store.dequeue_many_rollouts(limit=5, worker_id="worker") == []
-    assert (await store.statistics())["attempts"] == 0
+    queued = await store.enqueue_rollout(1)
+    async with hold_rollout(database, queued.rollout_id) as holder:
+        claiming = asyncio.create_task(store.dequeue_rollout())
+        await asyncio.sleep(0.1)
+        assert not claiming.done()
+        await holder.execute("ROLLBACK")
+        claimed = await asyncio.wait_for(claiming, SOON_S)
+    assert claimed is not None
+    assert claimed.rollout_id == queued.rollout_id
     await store.close()
 
 
-async def test_an_operation_deferred_to_the_next_batch_is_done_once_although_the_current_batch_fails(
+async def test_each_operation_of_a_transaction_that_fails_is_done_once(
     database: str,
 ) -> None:
     store = PostgresLightningStore(database)
@@ -502,7 +501,7 @@ async def test_an_operation_deferred_to_the_next_batch_is_done_once_although_the
     one = Rollout(rollout_id="ro-1", input=1, start_time=0.0)
     outcomes = await asyncio.gather(
         backend.commit([Put(one)]),
-        backend.commit([Put(one.model_copy(update={"input": 2}))]),  # waits: it writes the same row
+        backend.commit([Put(one.model_copy(update={"input": 2}))]),
         backend.commit([Put(one.model_copy(update={"rollout_id": "ro-" + "x" * 9_000_000}))]),  # too long for an index
         backend.commit([Put(one.model_copy(update={"rollout_id": "ro-2"}))], [Guard(Rollout, ("ro-2",), 7)]),
         return_exceptions=True,
@@ -518,10 +517,10 @@ async def test_an_operation_deferred_to_the_next_batch_is_done_once_although_the
 STOPPED = """
 import asyncio, sys
 from agentlightning.testing.store.actions import claim, finish, make_span
-from agentlightning_plugins.stores.postgresql import connection
+from agentlightning_plugins.stores.postgresql import writer
 import agentlightning as agl
 
-connection._SETTINGS["idle_in_transaction_session_timeout"] = "0"
+writer.SETTINGS["idle_in_transaction_session_timeout"] = "0"
 
 async def work(store):
     while True:
@@ -557,6 +556,42 @@ async def test_other_processes_read_and_write_while_a_process_is_suspended(datab
         process.communicate()
     for store in stores:
         await store.close()
+
+
+HOLDING = """
+import asyncio, sys
+from agentlightning_plugins.stores.postgresql.transaction import Transaction
+import agentlightning as agl
+
+async def stop(transaction):
+    print("ready", flush=True)
+    sys.stdin.read()
+
+async def main():
+    store = agl.create_store(sys.argv[1])
+    Transaction.write = stop
+    await store.update_attempt(sys.argv[2], "latest", status="failed")
+
+asyncio.run(main())
+"""
+
+
+async def test_a_process_that_is_suspended_in_a_transaction_keeps_its_locks_for_two_seconds(database: str) -> None:
+    store = PostgresLightningStore(database)
+    claimed, other = await claim(store), await claim(store)
+    process = start_process(HOLDING, database, claimed.rollout_id)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        await asyncio.wait_for(finish(store, other), SOON_S)
+        finishing = asyncio.create_task(finish(store, claimed))
+        await asyncio.sleep(0.1)
+        assert not finishing.done()
+        await asyncio.wait_for(finishing, SOON_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert {rollout.status for rollout in await store.query_rollouts()} == {"succeeded"}
+    await store.close()
 
 
 async def test_no_event_is_skipped_when_transactions_commit_out_of_order(database: str) -> None:
@@ -620,8 +655,8 @@ async def test_cancelling_rollouts_that_another_store_is_claiming_causes_no_dead
 # --- several processes ---
 
 
-def start_process(code: str, url: str) -> subprocess.Popen[str]:
-    pipe, command = subprocess.PIPE, [sys.executable, "-c", code, url]
+def start_process(code: str, *arguments: str) -> subprocess.Popen[str]:
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", code, *arguments]
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=REPO, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -673,6 +708,7 @@ async def test_a_waiter_that_missed_events_reads_the_records(
     writes_first: bool, database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(writer, "KEPT_EVENTS", 3)
+    monkeypatch.setattr(events_module, "KEPT_EVENTS", 3)
     here, there = PostgresLightningStore(database), PostgresLightningStore(database)
     claimed = await claim(here)
     waiting = asyncio.create_task(here.wait_for_rollouts([claimed.rollout_id], timeout=LIMIT_S))
@@ -809,45 +845,6 @@ async def test_a_migration_is_applied_completely_or_not_at_all(database: str, mo
     await connection.close()
 
 
-@pytest.mark.parametrize("version", [1, 3, 4])
-async def test_a_database_of_an_older_version_is_migrated_with_its_data(database: str, version: int) -> None:
-    connection = await asyncpg.connect(database)
-    await connection.execute((Path(__file__).parent / f"postgresql_v{version}.sql").read_text(encoding="utf-8"))
-    store = PostgresLightningStore(database)
-    assert await connection.fetchval("SELECT version FROM agl.schema_version") == len(schema.MIGRATIONS)
-    assert [(rollout.input, rollout.status) for rollout in await store.query_rollouts()] == [
-        ({"question": "2 + 2"}, "succeeded"),
-        ("fails", "failed"),
-        ("waiting", "queuing"),
-    ]
-    ended = await store.query_rollouts(status_in=["succeeded", "failed"], sort_by="end_time", sort_order="desc")
-    assert [rollout.status for rollout in ended] == ["failed", "succeeded"]
-    (first,) = await store.query_rollouts(metadata={"step": 1})
-    assert [span.attributes for span in await store.query_spans(first.rollout_id)] == [{"n": 0}, {"n": 1}]
-    assert [attempt.status for attempt in await store.query_attempts(first.rollout_id)] == ["succeeded"]
-    assert [(run.name, run.config) for run in await store.query_runs()] == [("first", {"algorithm": {"name": "apo"}})]
-    assert [metrics.values for metrics in await store.query_metrics()] == [{"reward": 0.5}]
-    latest = await store.get_latest_resources()
-    assert latest is not None
-    assert latest.version == 2
-    assert [worker.worker_id for worker in await store.query_workers()] == ["worker-1", "worker-2"]
-
-    await store.enqueue_rollout("new")
-    claimed = await store.dequeue_many_rollouts(limit=9)
-    assert [rollout.input for rollout in claimed] == ["waiting", "new"]
-    await store.add_span(make_span(claimed[0]))
-    for rollout in claimed:
-        await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
-    statistics = await store.statistics()
-    assert [statistics[name] for name in ("rollouts", "attempts", "spans", "resources")] == [4, 4, 3, 2]
-    await store.close()
-    functions = (
-        "SELECT count(*) FROM pg_proc WHERE pronamespace = 'agl'::regnamespace AND proname IN ('write', 'claim')"
-    )
-    assert await connection.fetchval(functions) == 0
-    await connection.close()
-
-
 async def test_another_programs_schema_is_refused_and_left_unchanged(database: str) -> None:
     connection = await asyncpg.connect(database)
     await connection.execute("CREATE SCHEMA agl")
@@ -870,25 +867,30 @@ async def test_several_stores_can_set_up_a_new_database_at_the_same_time(databas
 
 HANDS_OUT_TWICE = "test_a_claimed_rollout_is_never_handed_out_twice"
 PLANTED = [
-    ("THEN coalesce(n.queue_position, nextval('agl.queue')) END", "THEN 1 ELSE n.queue_position END", HANDS_OUT_TWICE),
+    ("CASE n.queue_position WHEN 0", "CASE 0 WHEN n.queue_position THEN 1 WHEN 0", HANDS_OUT_TWICE),
     (
         "ORDER BY r.queue_position",
         "ORDER BY -r.position",
         "test_rollouts_are_claimed_in_the_order_they_were_enqueued",
     ),
     ("r.run_id = $1", "r.run_id <> $1 || ' '", "test_every_run_has_a_queue_of_its_own"),
-    ("coalesce(revision, 0) <> wanted", "coalesce(revision, 0) < 0", "test_concurrently_published_versions_are_kept"),
-    ("(s.position IS NULL OR action = 'put')", "true", "test_a_span_that_is_stored_is_not_stored_again"),
-    ("o.position = n.position AND action = 'put' AND", "false AND", "test_a_succeeded_rollout_is_final"),
+    ("held.revision", "0 * held.revision", "test_concurrently_published_versions_are_kept"),
+    ("s.span_id = n.id", "s.span_id = n.id || ' '", "test_a_span_that_is_stored_is_not_stored_again"),
+    ("WHERE t.position = n.position", "WHERE t.position = -n.position", "test_a_succeeded_rollout_is_final"),
 ]
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, right: str, wrong: str) -> None:
     """Puts a bug in the statements."""
-    statements = {name: getattr(writer, name) for name in ("WRITE", "CANDIDATES")}
-    assert any(right in statement for statement in statements.values())
-    for name, statement in statements.items():
-        monkeypatch.setattr(writer, name, statement.replace(right, wrong))
+    found = 0
+    for name in ("CANDIDATES", "SPANS"):
+        found += getattr(transaction, name).count(right)
+        monkeypatch.setattr(transaction, name, getattr(transaction, name).replace(right, wrong))
+    for statements in (transaction.LOCK, transaction.INSERT, transaction.UPDATE):
+        for kind, statement in statements.items():
+            found += statement.count(right)
+            monkeypatch.setitem(statements, kind, statement.replace(right, wrong))
+    assert found
 
 
 @pytest.mark.parametrize(("right", "wrong", "named_test"), PLANTED, ids=[test for _, _, test in PLANTED])
@@ -896,6 +898,7 @@ async def test_a_bug_planted_in_the_sql_statements_fails_its_conformance_test(
     database: str, right: str, wrong: str, named_test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actions, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(writer, "_MAX_LOCKED_S", 0.5)
     plant(monkeypatch, right, wrong)
     store = PostgresLightningStore(database)
     try:

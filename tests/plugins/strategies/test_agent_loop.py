@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 
 _PROGRAM = """
 import asyncio, sys

@@ -15,8 +15,8 @@ import pytest
 import agentlightning as agl
 from agentlightning.run import heartbeat
 from agentlightning.types import AttemptedRollout
-from agentlightning_plugins.strategies.processes import supervisor
-from agentlightning_plugins.strategies.processes.supervisor import Ending
+from agentlightning_plugins.shared.processes import supervisor
+from agentlightning_plugins.shared.processes.supervisor import Ending
 from tests import waiting
 from tests.waiting import blocking_until
 

@@ -18,9 +18,9 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.types import AttemptedRollout, RolloutConfig
-from agentlightning_plugins.strategies.processes import supervisor
-from agentlightning_plugins.strategies.processes.stopping import until_second_interrupt, until_sigterm
-from agentlightning_plugins.strategies.processes.supervisor import Ending, Supervisor
+from agentlightning_plugins.shared.processes import supervisor
+from agentlightning_plugins.shared.processes.stopping import until_second_interrupt, until_sigterm
+from agentlightning_plugins.shared.processes.supervisor import Ending, Supervisor
 from tests.port import reserve_port
 from tests.process import wait_for
 from tests.waiting import LIMIT_S

@@ -10,7 +10,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.plugin import registry
 from agentlightning.plugin.registry import PluginManager
-from agentlightning_plugins.templates.poml import plugin
+from agentlightning_plugins.templates import poml as plugin
 from tests.waiting import blocking_until
 
 STAND_IN = """

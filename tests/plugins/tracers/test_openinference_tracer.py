@@ -20,7 +20,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.tracer import TracerConformance
 from agentlightning.tracer import OpenInferenceTracer, Tracer
-from agentlightning_plugins.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob
+from agentlightning_plugins.shared.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob
 from tests.integrations.framework_agent import make_langchain_agent
 from tests.plugins.gateway.gateway_setup import ADD, gateway
 

@@ -21,7 +21,7 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.tracer import OtelTracer
 from agentlightning.types import AttemptedRollout
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
-from agentlightning_plugins.tracers.opentelemetry import otlp_export
+from agentlightning_plugins.tracers.shared.opentelemetry import otlp_export
 from tests.http_site import serving
 
 

@@ -16,7 +16,14 @@ from agentlightning.emitter import emit_message, emit_reward, operation
 from agentlightning.reward import find_final_reward
 from agentlightning.tracer import OtelTracer
 from agentlightning.types import AttemptedRollout, Span, Triplet
-from agentlightning_plugins.scripted_model.server import EOS, Answer, RecordedRequest, ScriptedOpenAI, encode, logprob
+from agentlightning_plugins.shared.scripted_model.server import (
+    EOS,
+    Answer,
+    RecordedRequest,
+    ScriptedOpenAI,
+    encode,
+    logprob,
+)
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore

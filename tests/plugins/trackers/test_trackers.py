@@ -26,7 +26,7 @@ import agentlightning as agl
 from agentlightning.event import AttemptFinished, RolloutFinished, RunFinished, StepFinished
 from agentlightning.types import Run
 from agentlightning_plugins.trackers.console import tracker as console_tracker
-from agentlightning_plugins.trackers.sample import make_row
+from agentlightning_plugins.trackers.shared.sample import make_row
 from tests.waiting import LIMIT_S
 
 REWARDS = [0.25, 0.5, 1.0]
@@ -274,8 +274,8 @@ def test_the_time_left_ignores_the_start_and_the_steps_before_a_resume(monkeypat
     lines = console_output(steps, monkeypatch, [0.0, 0.0, 1000.0, 1060.0, 1120.0])
     assert [line.rstrip() for line in lines[1:]] == [
         "step    5",
-        "step    6  about 4:00 left",
-        "step    7  about 3:00 left",
+        "step    6  about 4 min 00 s left",
+        "step    7  about 3 min 00 s left",
     ]
 
 
@@ -305,7 +305,7 @@ def test_a_notebook_shows_one_line_that_is_updated_in_place_with_the_time_left(m
     assert shown[0][1].startswith("waiting for the first step")
     last = " ".join(shown[-1][1].split())
     assert last.startswith("step 2 reward 0.5 ")
-    assert re.search(r"elapsed, about \d+:\d\d left", last)
+    assert re.search(r"elapsed, about \d+ min \d\d s left", last)
 
 
 def test_lines_are_not_wrapped_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ import aiohttp
 
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.settings import require_least
-from agentlightning_algorithms.grpo.checkpoints.digest import digest_weights
-from agentlightning_algorithms.grpo.server import API_KEY_VARIABLE
-from agentlightning_algorithms.policy_backend import PolicySetup
-from agentlightning_plugins.http_request import is_loopback
+from agentlightning_algorithms.shared.policy.model.digest import digest_weights
+from agentlightning_algorithms.shared.policy.server import API_KEY_VARIABLE
+from agentlightning_algorithms.shared.policy_backend import PolicySetup
+from agentlightning_plugins.shared.web.access import is_loopback
 
 _LOG_TAIL_BYTES = 4000
 _STOP_TIMEOUT_S = 10.0
@@ -155,7 +155,7 @@ class TransformersBackend:
     def _spawn(self, setup: PolicySetup) -> subprocess.Popen[bytes]:
         options = {**asdict(setup), "host": self._host, **self._options}
         del options["directory"]
-        command = [sys.executable, "-P", "-m", "agentlightning_algorithms.grpo.server", "--exit-with-parent"]
+        command = [sys.executable, "-P", "-m", "agentlightning_algorithms.shared.policy.server", "--exit-with-parent"]
         for name, value in options.items():
             if value is True:
                 command.append(f"--{name.replace('_', '-')}")

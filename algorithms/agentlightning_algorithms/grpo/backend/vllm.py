@@ -25,7 +25,7 @@ import aiohttp
 import orjson
 
 from agentlightning.errors import ConfigError, LightningError
-from agentlightning_algorithms.policy_backend import PolicySetup
+from agentlightning_algorithms.shared.policy_backend import PolicySetup
 
 
 class VLLMBackend:

@@ -1,4 +1,4 @@
-"""The setting ``checkpoint_every``."""
+"""The setting ``checkpoints.every``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CheckpointClock:
             self._steps, self._seconds = 0, 0.0
         if self._steps < 1 and self._seconds <= 0:
             raise ConfigError(
-                f"checkpoint_every = {every!r}; give a positive number of steps, or a time such as '90s', '5m' or '1h'"
+                f"checkpoints: every = {every!r}; give a positive number of steps, or a time: '90s', '5m' or '1h'"
             )
         self._last = time.monotonic()
 

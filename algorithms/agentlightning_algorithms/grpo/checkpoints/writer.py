@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
-from agentlightning_algorithms.trained_model.checkpoint import STEPS
+from agentlightning_algorithms.shared.policy.model.checkpoint import atomic_directory
+from agentlightning_algorithms.shared.trained_model.checkpoint import STEPS
 
 
 class CheckpointWriter:

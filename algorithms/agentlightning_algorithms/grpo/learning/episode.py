@@ -15,7 +15,7 @@ from agentlightning.errors import AdapterError
 from agentlightning.reward import find_final_reward, find_reward_spans, get_rewards_from_span
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span, Triplet
-from agentlightning_algorithms.grpo.training_row import Distribution
+from agentlightning_algorithms.shared.policy.training_row import Distribution
 
 logger = logging.getLogger("agentlightning")
 

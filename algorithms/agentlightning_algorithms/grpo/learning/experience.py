@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Triplet
-from agentlightning_algorithms.advantage import Scored, flat_groups, read_credit
 from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.settings.grpo import ExperienceSettings
-from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
-from agentlightning_plugins.training_records.record import Outcome
-from agentlightning_plugins.trajectories.trajectory import Decode, Turn, build_trajectories
+from agentlightning_algorithms.grpo.settings import ExperienceSettings
+from agentlightning_algorithms.shared.advantage import Scored, flat_groups, read_credit
+from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
+from agentlightning_plugins.shared.training_records.record import Outcome
+from agentlightning_plugins.shared.trajectories.trajectory import Decode, Turn, build_trajectories
 
 Penalty = Callable[[Sequence[TrainingRow]], Sequence[Sequence[float]]]
 
@@ -68,8 +68,8 @@ def build_experience(
     """Returns the training rows of a batch, in which every model call has its advantage.
 
     A call has the advantage of its rollout or, if the adapter has a credit rule, its own; see
-    :mod:`~agentlightning_algorithms.advantage`. Calls that are too long or cut off are still compared: they are dropped
-    after the advantages are computed.
+    :mod:`~agentlightning_algorithms.shared.advantage`. Calls that are too long or cut off are still compared: they are
+    dropped after the advantages are computed.
 
     Args:
         episodes: finished rollouts.
@@ -203,12 +203,8 @@ def _draft_rows(
         drawn = [episode.distribution_of(turn.triplet) if has_own_distributions else None for turn in trajectory.turns]
         if settings.rows == "transitions" or len(set(drawn)) > 1:  # a row has one distribution
             for (triplet, *_), own in zip(trajectory.turns, drawn, strict=True):
-                response = triplet.response
-                ids = response["token_ids"]
-                row = TrainingRow(
-                    triplet.prompt["token_ids"], ids, response["logprobs"], 0.0, rollout=rollout, distribution=own
-                )
-                yield _Draft(index, row, [Turn(triplet, 0, len(ids))])
+                row = _call_row(triplet, rollout, 0.0, own)
+                yield _Draft(index, row, [Turn(triplet, 0, len(row.response_ids))])
         else:
             first = trajectory.prompt_length
             ids, logprobs = trajectory.ids, trajectory.logprobs[first:]
@@ -217,6 +213,23 @@ def _draft_rows(
                 ids[:first], ids[first:], logprobs, 0.0, mask=mask, rollout=rollout, distribution=drawn[0]
             )
             yield _Draft(index, row, [Turn(t.triplet, t.start - first, t.end - first) for t in trajectory.turns])
+
+
+def transition_rows(episode: Episode, advantage: float, forced: Distribution | None) -> Iterator[TrainingRow]:
+    """Yields a row with this advantage for each model call that can be trained on.
+
+    ``forced`` is the distribution of all calls; None: each row has the distribution of its call.
+    """
+    for trajectory in build_trajectories(episode.triplets).trajectories:
+        for triplet, *_ in trajectory.turns:
+            drawn = episode.distribution_of(triplet) if forced is None else None
+            yield _call_row(triplet, episode.rollout.rollout_id, advantage, drawn)
+
+
+def _call_row(call: Triplet, rollout: str, advantage: float, drawn: Distribution | None) -> TrainingRow:
+    prompt_ids, response = call.prompt["token_ids"], call.response
+    logprobs = response["logprobs"]
+    return TrainingRow(prompt_ids, response["token_ids"], logprobs, advantage, rollout=rollout, distribution=drawn)
 
 
 def _find_penalties(drafts: Sequence[_Draft], max_length: int, penalty: Penalty) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from agentlightning.types import AttemptedRollout, Span
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.experience import Experience
-from agentlightning_algorithms.grpo.learning.prepared_row import RowUse
-from agentlightning_algorithms.grpo.training_row import TrainingRow
-from agentlightning_plugins.training_records.account import (
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow
+from agentlightning_algorithms.shared.policy.update.prepared_row import RowUse
+from agentlightning_plugins.shared.training_records.account import (
     RolloutOutcome,
     TokenTexts,
     call_keys,
@@ -18,8 +18,8 @@ from agentlightning_plugins.training_records.account import (
     read_id,
     read_version,
 )
-from agentlightning_plugins.training_records.record import LedgerEntry, Outcome, TrainedCall, TrainedRow
-from agentlightning_plugins.trajectories.trajectory import Decode, Turn
+from agentlightning_plugins.shared.training_records.record import LedgerEntry, Outcome, TrainedCall, TrainedRow
+from agentlightning_plugins.shared.trajectories.trajectory import Decode, Turn
 
 
 def training_spans(

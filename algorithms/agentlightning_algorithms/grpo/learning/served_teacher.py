@@ -13,9 +13,9 @@ import orjson
 
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.store.url import hide_password
-from agentlightning_algorithms.grpo.model.policy import Policy
-from agentlightning_algorithms.grpo.settings.teacher import TeacherSettings
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.grpo.settings import TeacherSettings
+from agentlightning_algorithms.shared.policy.model.policy import Policy
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 
 logger = logging.getLogger("agentlightning")
 

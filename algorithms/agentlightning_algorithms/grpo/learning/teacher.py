@@ -9,9 +9,9 @@ from typing import Protocol
 
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.learning.served_teacher import ServedTeacher
-from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.settings.teacher import TeacherSettings
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.grpo.settings import TeacherSettings
+from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 
 _MAX_GAP = 10.0
 """Bound on log(teacher / policy) of a token, in nats, so that one token cannot dominate a batch."""

@@ -14,7 +14,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup
+from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup
 
 
 class TransformersServer:

@@ -14,7 +14,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from agentlightning_algorithms.verl.rollout.batch_row import weight_range
-from agentlightning_algorithms.verl.rollout.controller import Episode, Mode, RolloutController
+from agentlightning_algorithms.verl.rollout.controller import Mode, RolloutController, VerlEpisode
 from agentlightning_algorithms.verl.rollout.images import ImageLoader
 
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
@@ -65,7 +65,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc] # verl's class
             self.controller.loop.call_soon_threadsafe(cast("asyncio.Task[None]", task).cancel)
 
 
-def episode_to_outputs(episode: Episode, current: int) -> list[AgentLoopOutput]:
+def episode_to_outputs(episode: VerlEpisode, current: int) -> list[AgentLoopOutput]:
     """Converts an episode to the outputs of verl's agent loops; ``current`` is the version if nothing was sampled."""
     oldest, newest = weight_range(episode.rows, current)
     return [

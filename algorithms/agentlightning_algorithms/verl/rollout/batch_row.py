@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from agentlightning.types import Triplet
-from agentlightning_algorithms.advantage import Estimator, read_credit
-from agentlightning_plugins.training_records.account import call_keys, explain_unused, read_version
-from agentlightning_plugins.training_records.record import Outcome
-from agentlightning_plugins.trajectories.mismatch import Mismatch
-from agentlightning_plugins.trajectories.trajectory import Trajectory, build_trajectories
+from agentlightning_algorithms.shared.advantage import Estimator, read_credit
+from agentlightning_plugins.shared.training_records.account import call_keys, explain_unused, read_version
+from agentlightning_plugins.shared.training_records.record import Outcome
+from agentlightning_plugins.shared.trajectories.mismatch import Mismatch
+from agentlightning_plugins.shared.trajectories.trajectory import Trajectory, build_trajectories
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,7 +35,7 @@ CREDIT_ESTIMATORS: Final[Mapping[str, Estimator]] = {
 
 
 class CallCredit(NamedTuple):
-    """The credit of one call of a row; see :mod:`~agentlightning_algorithms.advantage`."""
+    """The credit of one call of a row; see :mod:`~agentlightning_algorithms.shared.advantage`."""
 
     start: int
     """``response_ids[start:end]`` are its tokens."""

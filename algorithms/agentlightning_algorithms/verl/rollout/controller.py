@@ -17,13 +17,13 @@ from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.resources import Resource
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Triplet
-from agentlightning_algorithms.policy_backend import serve_models
-from agentlightning_algorithms.rollout_result import RolloutResult, cancel_rollouts, read_result, retry_lost
+from agentlightning_algorithms.shared.policy_backend import serve_models
+from agentlightning_algorithms.shared.rollout_result import RolloutResult, cancel_rollouts, read_result, retry_lost
 from agentlightning_algorithms.verl.rollout.batch_row import BatchRow, build_rows, placeholder_row
 from agentlightning_algorithms.verl.rollout.images import ImageLoader
-from agentlightning_algorithms.verl.rollout.metrics import RolloutMetrics, RolloutStats, Turn
+from agentlightning_algorithms.verl.rollout.metrics import CallLengths, RolloutMetrics, RolloutStats
 from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
-from agentlightning_plugins.training_records.account import count_sampled
+from agentlightning_plugins.shared.training_records.account import count_sampled
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -42,7 +42,7 @@ _READY_S: Final = 600.0
 
 
 @dataclass(frozen=True)
-class Episode:
+class VerlEpisode:
     """A finished rollout, as verl trains on it."""
 
     rows: list[BatchRow]
@@ -123,7 +123,7 @@ class RolloutController:
             self._resources[mode] = (await self.store.add_resources(resources)).resources_id
         await self.gateway.resume(version)
 
-    async def roll_out(self, mode: Mode, index: int, group: str, step: int) -> Episode:
+    async def roll_out(self, mode: Mode, index: int, group: str, step: int) -> VerlEpisode:
         """Runs the agent once on a task; returns an episode even if the agent fails."""
         try:
             request = EnqueueRolloutRequest(
@@ -143,7 +143,7 @@ class RolloutController:
             self.failure = self.failure or error
             raise
 
-    def _to_episode(self, mode: Mode, result: RolloutResult) -> Episode:
+    def _to_episode(self, mode: Mode, result: RolloutResult) -> VerlEpisode:
         settings, rollout, spans = self.settings, result.rollout, result.spans
         attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
         error = result.error_type or ""
@@ -215,7 +215,7 @@ class RolloutController:
             "tokens": count_sampled(triplets),
         }
         record = {"rollout": outcome, "left_out": built.left_out}
-        return Episode(built.rows or [placeholder_row()], stats.reward, built.calls, record)
+        return VerlEpisode(built.rows or [placeholder_row()], stats.reward, built.calls, record)
 
 
 def _find_source(task: Any) -> str | None:
@@ -226,8 +226,8 @@ def _find_source(task: Any) -> str | None:
     return None if found is None else str(found)
 
 
-def _measure_turn(triplet: Triplet) -> Turn:
-    return Turn(
+def _measure_turn(triplet: Triplet) -> CallLengths:
+    return CallLengths(
         len(triplet.prompt.get("token_ids") or ()),
         len(triplet.response.get("token_ids") or ()),
         triplet.metadata.get("finish_reason") == "length",

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from agentlightning_algorithms.rollout_result import RewardCheck
+from agentlightning_algorithms.shared.rollout_result import RewardCheck
 from agentlightning_algorithms.verl.rollout.batch_row import BuiltRows
 
 _MAX_TURNS: Final = 8
 """Number of turns with separate metrics; later turns count as the last of them."""
 
 
-class Turn(NamedTuple):
+class CallLengths(NamedTuple):
     """The numbers of one model call of a rollout."""
 
     prompt_length: int
@@ -39,7 +39,7 @@ class RolloutStats:
     run_s: float = 0.0
     call_s: Sequence[float] = ()
     """Duration of each call at the gateway, pauses for new weights included."""
-    turns: Sequence[Turn] = ()
+    turns: Sequence[CallLengths] = ()
     """The rollout's model calls, in order."""
     source: str | None = None
     """The data source of the rollout's task."""
@@ -138,7 +138,7 @@ def summarize(stats: Sequence[RolloutStats]) -> dict[str, float]:
 
 def _describe_turns(stats: Sequence[RolloutStats]) -> dict[str, float]:
     """Returns calls, lengths and the share of cut-off answers by turn, counted from 1."""
-    by_turn: dict[int, list[Turn]] = {}
+    by_turn: dict[int, list[CallLengths]] = {}
     for each in stats:
         for place, turn in enumerate(each.turns, 1):
             by_turn.setdefault(min(place, _MAX_TURNS), []).append(turn)

@@ -16,7 +16,7 @@ import torch
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
-from agentlightning_algorithms.advantage import Estimator, Scored, compute_advantages
+from agentlightning_algorithms.shared.advantage import Estimator, Scored, compute_advantages
 from agentlightning_algorithms.verl.rollout.batch_row import CallCredit
 
 OF_GROUPS: Final = frozenset(

@@ -11,8 +11,8 @@ import transfer_queue
 
 from agentlightning.types import Span
 from agentlightning_algorithms.verl.rollout.batch_row import RowCall
-from agentlightning_plugins.training_records.account import RolloutOutcome, TokenTexts
-from agentlightning_plugins.training_records.record import Outcome, TrainedCall, TrainedRow
+from agentlightning_plugins.shared.training_records.account import RolloutOutcome, TokenTexts
+from agentlightning_plugins.shared.training_records.record import Outcome, TrainedCall, TrainedRow
 
 _FIELDS: Final = ("prompts", "responses", "response_mask", "rollout_log_probs", "advantages")
 
@@ -81,7 +81,7 @@ def mean_drift(rows: Iterable[RecordedRow], current: int) -> float:
 
 
 @dataclass
-class Recorder:
+class StepRecorder:
     """Makes the spans that record batches, each in the trace of its rollout."""
 
     texts: TokenTexts

@@ -24,8 +24,8 @@ from agentlightning_algorithms.verl.rollout.batch_row import CREDIT_ESTIMATORS, 
 from agentlightning_algorithms.verl.rollout.controller import RolloutController
 from agentlightning_algorithms.verl.training.advantage import OF_GROUPS, call_advantages, rollout_advantages
 from agentlightning_algorithms.verl.training.gpu_monitor import GPUMonitor
-from agentlightning_algorithms.verl.training.record import Recorder, mean_drift, read_rows
-from agentlightning_plugins.training_records.account import TokenTexts
+from agentlightning_algorithms.verl.training.record import StepRecorder, mean_drift, read_rows
+from agentlightning_plugins.shared.training_records.account import TokenTexts
 
 logger = logging.getLogger("agentlightning")
 
@@ -53,7 +53,7 @@ class _AgentTrainer:
         if self.use_critic:
             self.critic_wg = _WorkerGroup(self.critic_wg, "train_mini_batch", steps.critic_rows)
         self.steps = steps
-        self.recorder = Recorder(TokenTexts(self.tokenizer.decode))
+        self.recorder = StepRecorder(TokenTexts(self.tokenizer.decode))
         self.outcomes: Counter[str] = Counter()
         self.record_s = self.drift = 0.0
 

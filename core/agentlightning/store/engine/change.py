@@ -15,8 +15,8 @@ from agentlightning.event import (
     RolloutStarted,
 )
 from agentlightning.lifecycle import Outcome
+from agentlightning.records import ENDED_ROLLOUT, LIVE_ATTEMPT, Attempt, Record, Rollout
 from agentlightning.store.backend import Delete, Guard, Put, Row, Write, key_of
-from agentlightning.types import ENDED_ROLLOUT, LIVE_ATTEMPT, Attempt, Record, Rollout
 
 E = TypeVar("E", RolloutEnqueued, RolloutStarted, RolloutFinished, AttemptFinished, AttemptRevoked)
 R = TypeVar("R", bound=Record)

@@ -11,13 +11,7 @@ from typing import Final
 from agentlightning.errors import ConflictError, NotFoundError
 from agentlightning.event import Event, RolloutEnqueued
 from agentlightning.lifecycle import assign_work, begin_attempt
-from agentlightning.store.backend import Condition, Put, Query, Row, Write
-from agentlightning.store.engine.attempts import Attempts
-from agentlightning.store.engine.change import Change, make_event, rollout_started
-from agentlightning.store.engine.database import Database, join
-from agentlightning.store.engine.watchdog import Watchdog
-from agentlightning.store.waiting import Waiters
-from agentlightning.types import (
+from agentlightning.records import (
     Attempt,
     AttemptedRollout,
     EnqueueRolloutRequest,
@@ -26,6 +20,12 @@ from agentlightning.types import (
     new_attempt_id,
     new_rollout_id,
 )
+from agentlightning.store.backend import Condition, Put, Query, Row, Write
+from agentlightning.store.engine.attempts import Attempts
+from agentlightning.store.engine.change import Change, make_event, rollout_started
+from agentlightning.store.engine.database import Database, join
+from agentlightning.store.engine.watchdog import Watchdog
+from agentlightning.store.waiting import Waiters
 
 _DEFAULT_CONFIG: Final = RolloutConfig()
 

@@ -8,11 +8,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConflictError, NotFoundError
 from agentlightning.lifecycle import Outcome, move_attempt, move_rollout, retry
-from agentlightning.store.backend import Condition, Query
-from agentlightning.store.engine.change import Change, rollout_events
-from agentlightning.store.engine.database import Database, is_in
-from agentlightning.store.waiting import Countdown, Waiters
-from agentlightning.types import (
+from agentlightning.records import (
     ENDED_ROLLOUT,
     LIVE_ATTEMPT,
     UNSET,
@@ -22,6 +18,10 @@ from agentlightning.types import (
     RolloutStatus,
     Unset,
 )
+from agentlightning.store.backend import Condition, Query
+from agentlightning.store.engine.change import Change, rollout_events
+from agentlightning.store.engine.database import Database, is_in
+from agentlightning.store.waiting import Countdown, Waiters
 
 _RUNNING: Final = frozenset({"preparing", "running"})
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.event import ResourcesPublished, RunFinished, RunStarted, StepFinished
 from agentlightning.frozen import FrozenDict
+from agentlightning.records import Metrics, Run, RunStatus
 from agentlightning.resources import Resource, ResourcesUpdate, read_resources, split_version_id
 from agentlightning.store.engine.change import Change
 from agentlightning.store.engine.database import Database
-from agentlightning.types import Metrics, Run, RunStatus
 
 
 class Runs:

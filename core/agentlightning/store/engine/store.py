@@ -11,21 +11,7 @@ from typing import Any, Literal, Self, TypeVar, cast, get_args
 from agentlightning.errors import ConfigError
 from agentlightning.event import EVENT_KINDS, Event
 from agentlightning.frozen import freeze
-from agentlightning.resources import Resource, ResourcesUpdate
-from agentlightning.store.backend import Backend, Condition
-from agentlightning.store.check import check_choice, check_fields, check_int, check_run_id
-from agentlightning.store.engine.attempts import Attempts
-from agentlightning.store.engine.database import Database
-from agentlightning.store.engine.queue import Queue
-from agentlightning.store.engine.rollouts import Rollouts
-from agentlightning.store.engine.runs import Runs
-from agentlightning.store.engine.watchdog import Watchdog
-from agentlightning.store.engine.workers import Workers
-from agentlightning.store.filter import find, make_query
-from agentlightning.store.protocol import LightningStore, StoreCapabilities
-from agentlightning.store.retention import RetentionPolicy, delete_ended
-from agentlightning.store.waiting import Waiters, deadline_after
-from agentlightning.types import (
+from agentlightning.records import (
     DEFAULT_RUN_ID,
     UNSET,
     Attempt,
@@ -46,6 +32,20 @@ from agentlightning.types import (
     Unset,
     Worker,
 )
+from agentlightning.resources import Resource, ResourcesUpdate
+from agentlightning.store.backend import Backend, Condition
+from agentlightning.store.check import check_choice, check_fields, check_int, check_run_id
+from agentlightning.store.engine.attempts import Attempts
+from agentlightning.store.engine.database import Database
+from agentlightning.store.engine.queue import Queue
+from agentlightning.store.engine.rollouts import Rollouts
+from agentlightning.store.engine.runs import Runs
+from agentlightning.store.engine.watchdog import Watchdog
+from agentlightning.store.engine.workers import Workers
+from agentlightning.store.filter import find, make_query
+from agentlightning.store.protocol import LightningStore, StoreCapabilities
+from agentlightning.store.retention import RetentionPolicy, delete_ended
+from agentlightning.store.waiting import Waiters, deadline_after
 
 F = TypeVar("F", bound=Callable[..., Any])
 

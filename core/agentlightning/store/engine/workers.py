@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentlightning.frozen import FrozenList
+from agentlightning.records import UNSET, Attempt, PaginatedResult, Unset, Worker
 from agentlightning.store.backend import Condition, Put, Query
 from agentlightning.store.engine.attempts import Attempts
 from agentlightning.store.engine.database import LIVE, Database
-from agentlightning.types import UNSET, Attempt, PaginatedResult, Unset, Worker
 
 
 class Workers:

@@ -12,18 +12,8 @@ Use them like this::
 
 import pytest
 
-pytest.register_assert_rewrite(f"{__name__}.conformance", f"{__name__}.lab")
+from agentlightning.plugin.lazy_names import lazy_names
 
-from agentlightning.testing.agent.conformance import AgentConformance  # noqa: E402 # after the registration
-from agentlightning.testing.agent.lab import (  # noqa: E402 # as above
-    AGENT_NAME,
-    INSTRUCTIONS,
-    MODEL,
-    Lab,
-    add,
-    answer,
-    ask,
-    read_sum,
-)
+pytest.register_assert_rewrite("agentlightning_plugins.shared.agent_testing")
 
-__all__ = ["AGENT_NAME", "INSTRUCTIONS", "MODEL", "AgentConformance", "Lab", "add", "answer", "ask", "read_sum"]
+__all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any, TypeVar
 
 from agentlightning.event import Event
+from agentlightning.records import Attempt, AttemptedRollout, AttemptStatus, Rollout, RolloutConfig, Span, Worker
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import Attempt, AttemptedRollout, AttemptStatus, Rollout, RolloutConfig, Span, Worker
 
 T = TypeVar("T")
 

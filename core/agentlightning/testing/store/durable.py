@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from agentlightning.records import EnqueueRolloutRequest, RolloutConfig
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import claim, dequeue, finish, make_span, read, soon
 from agentlightning.testing.store.model import Reopen
-from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 
 
 class DurableTests:

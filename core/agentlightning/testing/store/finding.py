@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from agentlightning.errors import ConfigError
+from agentlightning.records import AttemptedRollout, EnqueueRolloutRequest, Rollout
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import claim, dequeue, finish, latest_attempt
-from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout
 
 
 class FindingTests:

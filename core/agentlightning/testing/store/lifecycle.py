@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
+from agentlightning.records import AttemptedRollout, AttemptFailure, AttemptStatus, RolloutConfig
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import (
     claim,
@@ -20,7 +21,6 @@ from agentlightning.testing.store.actions import (
     read_attempted,
     soon,
 )
-from agentlightning.types import AttemptedRollout, AttemptFailure, AttemptStatus, RolloutConfig
 
 
 class LifecycleTests:

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from agentlightning.errors import ConflictError, NotFoundError
+from agentlightning.records import AttemptedRollout, AttemptStatus, EnqueueRolloutRequest, RolloutConfig, RolloutStatus
+from agentlightning.records import Span as StoredSpan
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store import actions
-from agentlightning.types import AttemptedRollout, AttemptStatus, EnqueueRolloutRequest, RolloutConfig, RolloutStatus
-from agentlightning.types import Span as StoredSpan
 
 T = TypeVar("T")
 Reopen = Callable[[], Awaitable[LightningStore]]

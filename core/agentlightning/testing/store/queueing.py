@@ -10,6 +10,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.event import AttemptRevoked
+from agentlightning.records import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import (
     PATIENCE_S,
@@ -26,7 +27,6 @@ from agentlightning.testing.store.actions import (
     soon,
     subscribe,
 )
-from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
 
 
 class QueueingTests:

@@ -9,10 +9,10 @@ from typing import Any, Final
 import pytest
 
 from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.records import UNSET, RolloutConfig, SpanEvent
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import claim, dequeue, finish, get_worker, make_span, read, soon
-from agentlightning.types import UNSET, RolloutConfig, SpanEvent
 
 NOT_JSON: Final[dict[str, Any]] = {
     "nan": float("nan"),

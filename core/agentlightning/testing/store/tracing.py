@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.records import Span, SpanEvent, TraceStatus
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import claim, finish, make_span, soon
-from agentlightning.types import Span, SpanEvent, TraceStatus
 
 
 class TracingTests:

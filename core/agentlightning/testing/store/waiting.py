@@ -11,6 +11,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.event import Event
+from agentlightning.records import AttemptedRollout, EnqueueRolloutRequest
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import (
     PATIENCE_S,
@@ -24,7 +25,6 @@ from agentlightning.testing.store.actions import (
     soon,
     subscribe,
 )
-from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest
 
 T = TypeVar("T")
 

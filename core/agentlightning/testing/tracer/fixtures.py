@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from agentlightning.errors import StoreError
+from agentlightning.records import AttemptedRollout, Span
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.tracer.tracer import Tracer
-from agentlightning.types import AttemptedRollout, Span
 
 
 @contextlib.asynccontextmanager

@@ -10,11 +10,11 @@ import pytest
 from agentlightning import semconv
 from agentlightning.emitter import emit_message, emit_reward, operation
 from agentlightning.errors import ConfigError
+from agentlightning.records import AttemptedRollout, Span, TraceStatus
 from agentlightning.reward import find_final_reward
 from agentlightning.run.thread import run_in_thread
 from agentlightning.testing.tracer.fixtures import by_name, ids_of, memory_store, stored, working
 from agentlightning.tracer.tracer import Tracer, get_active_tracer
-from agentlightning.types import AttemptedRollout, Span, TraceStatus
 
 
 class ShapeTests:

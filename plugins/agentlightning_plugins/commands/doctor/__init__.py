@@ -1,1 +1,5 @@
-"""``agl doctor``: runs one rollout of an agent and reports which requirements of training it fails."""
+"""``agl doctor``."""
+
+from agentlightning_plugins.shared.lazy import lazy_commands
+
+add_commands = lazy_commands("agentlightning_plugins.commands.doctor.command:command")

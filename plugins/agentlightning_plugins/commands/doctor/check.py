@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-from agentlightning_plugins.commands.terminal import shorten
+from agentlightning_plugins.shared.terminal import shorten
 
 State: TypeAlias = Literal["ok", "broken", "unchecked"]
 NAMES: tuple[str, ...] = (

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from agentlightning.cli import echo
-from agentlightning_plugins.commands.terminal import json_option, json_or_text, print_json
+from agentlightning_plugins.shared.terminal import json_option, json_or_text, print_json
 
 
 @click.command("doctor")
@@ -56,9 +56,9 @@ def command(
     AGENT is module:attribute, path/to/file.py:attribute, demo, or a configuration file of `agl train`, which supplies
     the agent, the resources and the first task. The exit code is 1 if a check fails.
     """
-    from agentlightning_plugins.commands.configuration.assembly import is_config_file
-    from agentlightning_plugins.commands.configuration.learned import learned_resources
     from agentlightning_plugins.commands.doctor.run import Request, run_checks
+    from agentlightning_plugins.shared.configuration.assembly import is_config_file
+    from agentlightning_plugins.shared.configuration.learned import learned_resources
 
     given: dict[str, Any] = _read_config(Path(agent)) if is_config_file(agent) else {"agent": agent}
     with learned_resources(learned) as found:
@@ -94,9 +94,9 @@ _SHOWN = {"ok": "ok", "broken": "BROKEN", "unchecked": "-"}
 def _read_config(path: Path) -> dict[str, Any]:
     """Reads the fields of ``Request`` from a configuration."""
     from agentlightning.resources import read_resources
-    from agentlightning_plugins.commands.configuration.assembly import expand, find_class, load_data
-    from agentlightning_plugins.commands.configuration.config import read_config
-    from agentlightning_plugins.commands.configuration.document import read_document
+    from agentlightning_plugins.shared.configuration.assembly import expand, find_class, load_data
+    from agentlightning_plugins.shared.configuration.config import read_config
+    from agentlightning_plugins.shared.configuration.document import read_document
 
     config = read_config(read_document(path))
     resources = read_resources(expand(config.resources or {}))

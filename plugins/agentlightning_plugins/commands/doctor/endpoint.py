@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from agentlightning_plugins.commands.doctor.check import Check, broken, ok, one_line
 
 if TYPE_CHECKING:
-    from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+    from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 
 _TIMEOUT_S: Final = 10.0
 _EXAMPLES: Final[dict[str, Any]] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
@@ -70,7 +70,7 @@ def _list_models(endpoint: str, api_key: str | None) -> list[str]:
 
 def answer_request(request: RecordedRequest) -> Answer:
     """Answers as the scripted server: calls the first tool once, with valid arguments, then replies with text."""
-    from agentlightning_plugins.scripted_model.server import Answer
+    from agentlightning_plugins.shared.scripted_model.server import Answer
 
     tools = request.body.get("tools") or ()
     messages = request.body.get("messages") or ()

@@ -18,13 +18,13 @@ from agentlightning.runner import LitAgentRunner
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, RolloutConfig
-from agentlightning_plugins.commands.configuration.assembly import load_agent
-from agentlightning_plugins.commands.configuration.attribute import load_attribute
-from agentlightning_plugins.commands.configuration.config import AgentConfig, CommandConfig
 from agentlightning_plugins.commands.doctor.check import NAMES, Check, broken, ok, one_line, unchecked
 from agentlightning_plugins.commands.doctor.endpoint import answer_request, check_endpoint
 from agentlightning_plugins.commands.doctor.environment import check_environment
 from agentlightning_plugins.commands.doctor.rollout_check import RolloutChecks, describe_failure
+from agentlightning_plugins.shared.configuration.assembly import load_agent
+from agentlightning_plugins.shared.configuration.attribute import load_attribute
+from agentlightning_plugins.shared.configuration.config import AgentConfig, CommandConfig
 
 if TYPE_CHECKING:
     from agentlightning.tracer.tracer import Tracer
@@ -129,7 +129,7 @@ async def _find_endpoint(request: Request, stack: contextlib.AsyncExitStack) -> 
     if request.endpoint is not None:
         check, model = await check_endpoint(request.endpoint, request.model, request.api_key)
         return request.endpoint, model, check
-    from agentlightning_plugins.scripted_model.server import ScriptedOpenAI
+    from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI
 
     server = stack.enter_context(ScriptedOpenAI(answer_request))
     said = "a scripted server answers; to check your own model server: --endpoint URL"

@@ -1,1 +1,9 @@
 """``agl eval`` and ``agl compare``."""
+
+from agentlightning_plugins.shared.lazy import lazy_commands
+
+add_commands = lazy_commands(
+    "agentlightning_plugins.commands.evaluation.eval_command:command",
+    "agentlightning_plugins.commands.evaluation.compare_command:command",
+    "agentlightning_plugins.commands.evaluation.compare_command:renamed",
+)

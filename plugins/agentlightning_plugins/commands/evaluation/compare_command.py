@@ -1,4 +1,4 @@
-"""``agl compare``: compares algorithms on the same agent, data, seeds and budget."""
+"""``agl compare``: compares algorithms, prompts, or groups of recorded rollouts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from typing import Any
 import click
 
 from agentlightning.cli import echo
-from agentlightning_plugins.commands.terminal import json_option, print_json
+from agentlightning_plugins.shared.terminal import json_option, print_json, run_option, store_option
+
+
+@click.command("ab", hidden=True, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1)
+def renamed(arguments: tuple[str, ...]) -> None:
+    """Name the command that compares groups of rollouts."""
+    raise click.UsageError("there is no `agl ab`; `agl compare CONTROL TREATMENT` compares two groups of rollouts")
 
 
 @click.command("compare")
-@click.argument("config", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("sources", nargs=-1, required=True, metavar="{CONFIG [KEY=VALUE]... | CONTROL TREATMENT}")
 @click.option(
     "--algorithm",
     "-a",
@@ -42,10 +48,11 @@ from agentlightning_plugins.commands.terminal import json_option, print_json
 @click.option("--budget", type=click.IntRange(min=1), metavar="N", help="Maximum number of training rollouts.")
 @click.option("--test", "test", metavar="SOURCE", help="The test tasks; default is half of data.val.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the runs; default runs/compare-<n>.")
+@store_option
+@run_option
 @json_option
 def command(
-    config: Path,
-    overrides: tuple[str, ...],
+    sources: tuple[str, ...],
     algorithms: tuple[str, ...],
     prompts: tuple[str, ...],
     fail_if_worse: bool,
@@ -54,35 +61,65 @@ def command(
     budget: int | None,
     test: str | None,
     run_dir: Path | None,
+    where: str | None,
+    run: str | None,
     as_json: bool,
 ) -> None:
-    """Train the agent of CONFIG with several algorithms, or run it with several prompts, and compare the results.
+    """Compare several algorithms or prompts for the agent of CONFIG, or two groups of recorded rollouts.
 
-    Each algorithm learns from data.train and data.val; its published resources are evaluated on the test tasks, which
-    are not used in training: without --test, every second task of data.val is held out, and test tasks are removed from
-    data.train and data.val. Differences are relative to the first algorithm, paired by task. With several seeds, the
-    result also accounts for the variation between seeds; with one, it holds for this one training. P-values are
-    adjusted for the number of algorithms (Holm). The comparison is written to report.html in the directory of the runs.
+    With -a, each algorithm learns from data.train and data.val; its published resources are evaluated on the test
+    tasks, which are not used in training: without --test, every second task of data.val is held out, and test tasks are
+    removed from data.train and data.val. Differences are relative to the first algorithm, paired by task. With several
+    seeds, the result also accounts for the variation between seeds; with one, it holds for this one training. P-values
+    are adjusted for the number of algorithms (Holm). The comparison is written to report.html in the directory of the
+    runs.
+
+    Without -a and -p, CONTROL and TREATMENT each select rollouts of a store by group name (`group` of the metadata), by
+    other metadata, as in `variant=b`, or by resources: a snapshot or one version of it, as in `rs-1@3`. Failed rollouts
+    count as 0; rollouts without a reward are excluded.
     """
-    from agentlightning_plugins.commands.configuration.assembly import check_setup
-    from agentlightning_plugins.commands.configuration.dataset import load_dataset
-    from agentlightning_plugins.commands.configuration.document import read_with_overrides
-    from agentlightning_plugins.commands.configuration.run_directory import choose_directory
+    from agentlightning_plugins.commands.evaluation.comparison_report import check_regression
+    from agentlightning_plugins.commands.evaluation.group_comparison import compare_recorded
+    from agentlightning_plugins.commands.evaluation.prompt_comparison import compare_prompts
+    from agentlightning_plugins.shared.configuration.document import read_with_overrides
+
+    if not algorithms and not prompts and len(sources) == 2 and not Path(sources[0]).is_file():
+        rows = compare_recorded(*sources, where, run, as_json)
+    elif bool(algorithms) == bool(prompts):
+        raise click.UsageError(
+            "give CONFIG with algorithms (-a) or texts of a prompt (-p) to compare, or two groups of rollouts"
+        )
+    elif prompts:
+        document = read_with_overrides(Path(sources[0]), sources[1:])
+        rows = compare_prompts(document, prompts, test, repetitions, run_dir, as_json)
+    else:
+        document = read_with_overrides(Path(sources[0]), sources[1:])
+        rows = _compare_algorithms(document, algorithms, test, seeds, repetitions, budget, run_dir, as_json)
+    if fail_if_worse:
+        check_regression(rows)
+
+
+def _compare_algorithms(
+    document: Any,
+    algorithms: tuple[str, ...],
+    test: str | None,
+    seeds: str,
+    repetitions: int,
+    budget: int | None,
+    run_dir: Path | None,
+    as_json: bool,
+) -> list[dict[str, Any]]:
+    """Trains with each algorithm, prints and writes the comparison of the results, and returns its rows."""
     from agentlightning_plugins.commands.evaluation.comparison_report import (
         compare_variants,
         print_comparison,
-        write_page,
+        write_comparison,
     )
-    from agentlightning_plugins.commands.evaluation.prompt_comparison import check_regression, compare_prompts
     from agentlightning_plugins.commands.evaluation.variant import hold_out, load, make_variants, run_variant
+    from agentlightning_plugins.shared.configuration.assembly import check_setup
+    from agentlightning_plugins.shared.configuration.dataset import load_dataset
+    from agentlightning_plugins.shared.configuration.run_directory import choose_directory
 
-    if bool(algorithms) == bool(prompts):
-        raise click.UsageError("give algorithms (-a) or texts of a prompt (-p) to compare")
-    document = read_with_overrides(config, overrides)
-    if prompts:
-        rows = compare_prompts(document, prompts, test, repetitions, run_dir, as_json)
-        check_regression(rows, fail_if_worse)
-        return
     variants = make_variants(algorithms, document.values.get("algorithm"))
     tasks = None if test is None else load_dataset(test)
     try:
@@ -102,10 +139,10 @@ def command(
             place = directory / f"{number}-{variant.name}-{seed}"
             run_variant(document, variant, seed, place, tasks, repetitions, budget, quiet=as_json)
     rows = compare_variants(variants)
-    page = write_page(variants, rows, chosen_seeds, directory)
+    page = write_comparison(variants, rows, chosen_seeds, directory)
     if as_json:
         print_json(rows)
     else:
         print_comparison(rows, len(chosen_seeds))
         echo(f"report: {page}")
-    check_regression(rows, fail_if_worse)
+    return rows

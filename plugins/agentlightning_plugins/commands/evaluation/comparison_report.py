@@ -1,4 +1,4 @@
-"""The result of ``agl compare``: a row for each algorithm, the table on the terminal, and ``report.html``."""
+"""The result of ``agl compare``: a row for each algorithm or prompt, the table on the terminal, and ``report.html``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import click
+
 from agentlightning.cli import echo
 from agentlightning.errors import NotFoundError
-from agentlightning_plugins.charts.hidden import show_hidden
-from agentlightning_plugins.charts.line import Point, Series, line_chart
 from agentlightning_plugins.commands.evaluation.variant import Variant
-from agentlightning_plugins.commands.terminal import print_table
-from agentlightning_plugins.statistics.difference import Difference, difference_over_seeds, interval_over_seeds
-from agentlightning_plugins.statistics.significance import adjust_p_values
+from agentlightning_plugins.shared.charts.line import Point, Series, line_chart
+from agentlightning_plugins.shared.rendering.page import write_page
+from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.statistics.difference import Difference, difference_over_seeds, interval_over_seeds
+from agentlightning_plugins.shared.statistics.significance import adjust_p_values
 
+_SIGNIFICANT: Final = 0.05
+"""A p-value below this counts for ``--fail-if-worse``."""
 PAGE_NAME: Final = "report.html"
 _COLUMNS: Final = (
     *("algorithm", "reward", "95 % interval", "difference", "95 % interval", "p"),
@@ -64,6 +68,20 @@ def _difference(variant: Variant, first: Variant) -> Difference | None:
         return None
 
 
+def check_regression(rows: Sequence[dict[str, Any]]) -> None:
+    """Checks the rows for ``--fail-if-worse``.
+
+    Raises:
+        ClickException: a row is significantly worse than the first, or cannot be compared.
+    """
+    for row in rows[1:]:
+        label = next(row[key] for key in ("algorithm", "prompt", "label") if key in row)
+        if row["difference"] is None:
+            raise click.ClickException(f"{label} cannot be compared: no test task has rewards of both it and the first")
+        if row["difference"] < 0 and row["p"] < _SIGNIFICANT:
+            raise click.ClickException(f"{label} is worse by {-row['difference']:.3f}, p = {row['p']:.2g}")
+
+
 def print_comparison(rows: Sequence[dict[str, Any]], n_seeds: int) -> None:
     """Prints the rows as a table, followed by notes that explain its numbers."""
     print_table(_COLUMNS, _to_table(rows))
@@ -77,7 +95,7 @@ def _notes(rows: Sequence[dict[str, Any]], n_seeds: int) -> list[str]:
     return [_FAILED, *([ADJUSTED] if len(rows) > 2 else []), *([_ONE_SEED] if n_seeds == 1 else [])]
 
 
-def write_page(
+def write_comparison(
     variants: Sequence[Variant], rows: Sequence[dict[str, Any]], seeds: Sequence[int], directory: Path
 ) -> Path:
     """Writes the report of the comparison, which links to the reports of its runs.
@@ -85,12 +103,9 @@ def write_page(
     Raises:
         OSError: the file cannot be written.
     """
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["visible"] = lambda value: show_hidden(str(value))
-    template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8"))
-    page = template.render(
+    return write_page(
+        Path(__file__).with_name("report.html.jinja"),
+        directory / PAGE_NAME,
         columns=_COLUMNS,
         rows=_to_table(rows),
         notes=_notes(rows, len(seeds)),
@@ -110,9 +125,6 @@ def write_page(
             for variant in variants
         ],
     )
-    file = directory / PAGE_NAME
-    file.write_text(page, encoding="utf-8", errors="replace")
-    return file
 
 
 def _links(variant: Variant, directory: Path) -> list[list[str]]:
@@ -124,24 +136,26 @@ def _links(variant: Variant, directory: Path) -> list[list[str]]:
 
 
 def _to_table(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    return [_to_cells(row, "none" if place else "") for place, row in enumerate(rows)]
+    return [
+        (
+            row["algorithm"],
+            f"{row['reward']:.3f}",
+            "none" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}",
+            *difference_cells(row["difference"], row["difference_low"], row["difference_high"], row["p"], place == 0),
+            str(row["missing"]),
+            f"{row['rollouts']:.0f}",
+            f"{row['seconds']:.1f}",
+        )
+        for place, row in enumerate(rows)
+    ]
 
 
-def _to_cells(row: dict[str, Any], absent: str) -> tuple[str, ...]:
-    """Returns the cells of a row; ``absent`` replaces a missing difference."""
-    has_difference = row["difference"] is not None
-    return (
-        row["algorithm"],
-        f"{row['reward']:.3f}",
-        "none" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}",
-        f"{row['difference']:+.3f}" if has_difference else absent,
-        _show_interval(row) if has_difference else absent,
-        absent if not has_difference else f"{row['p']:.3f}" if row["p"] >= 0.001 else "<0.001",
-        str(row["missing"]),
-        f"{row['rollouts']:.0f}",
-        f"{row['seconds']:.1f}",
-    )
-
-
-def _show_interval(row: dict[str, Any]) -> str:
-    return "none" if row["difference_low"] is None else f"{row['difference_low']:+.3f} to {row['difference_high']:+.3f}"
+def difference_cells(
+    difference: float | None, low: float | None, high: float | None, p: float | None, is_first: bool
+) -> tuple[str, str, str]:
+    """Returns the cells of a difference to the first row: the difference, its interval and its p-value."""
+    if difference is None or p is None:
+        absent = "" if is_first else "none"
+        return absent, absent, absent
+    interval = "none" if low is None or high is None else f"{low:+.3f} to {high:+.3f}"
+    return f"{difference:+.3f}", interval, f"{p:.3f}" if p >= 0.001 else "<0.001"

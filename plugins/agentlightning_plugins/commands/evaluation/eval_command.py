@@ -13,9 +13,10 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError, PluginError
-from agentlightning_plugins.commands.configuration.learned import learned_resources
-from agentlightning_plugins.commands.terminal import json_option, print_json
-from agentlightning_plugins.statistics.power import POWER, Plan, plan
+from agentlightning_plugins.shared.configuration.learned import learned_resources
+from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.statistics.power import POWER, SampleSizePlan, plan
+from agentlightning_plugins.shared.terminal import json_option, print_json
 
 
 @click.command("eval")
@@ -62,10 +63,10 @@ def command(
 
     The exit code is 1 if no rollout succeeded or the mean reward is less than --fail-under, else 0.
     """
-    from agentlightning_plugins.commands.configuration.assembly import load_parts
-    from agentlightning_plugins.commands.configuration.config import read_config
-    from agentlightning_plugins.commands.configuration.dataset import load_dataset
-    from agentlightning_plugins.commands.configuration.document import read_with_overrides
+    from agentlightning_plugins.shared.configuration.assembly import load_parts
+    from agentlightning_plugins.shared.configuration.config import read_config
+    from agentlightning_plugins.shared.configuration.dataset import load_dataset
+    from agentlightning_plugins.shared.configuration.document import read_with_overrides
 
     document = read_with_overrides(config, overrides)
     document.values.pop("algorithm", None)  # evaluation ignores the training algorithm
@@ -115,7 +116,7 @@ def evaluate(config: Any, parts: Any, dataset: Any, directory: Path, settings: d
         quiet: do not print progress.
     """
     from agentlightning.plugin.registry import get_manager
-    from agentlightning_plugins.commands.configuration.assembly import fit, make_trainer
+    from agentlightning_plugins.shared.configuration.assembly import fit, make_trainer
 
     components = {key: value for key, value in parts.components.items() if key not in ("algorithm", "trackers")}
     algorithm = get_manager().create("algorithm", {"name": "evaluation", **settings})
@@ -154,12 +155,11 @@ def _print_score(metrics: dict[str, float]) -> None:
             echo(f"{value:.0f} failed: {name.removeprefix('errors/')}")
 
 
-def _print_plan(plans: list[Plan], difference: float, *, is_repeated: bool) -> None:
+def _print_plan(plans: list[SampleSizePlan], difference: float, *, is_repeated: bool) -> None:
     conditions = f"(power {POWER * 100:.0f} %, level 5 %)"
     echo(f"\ntasks needed to detect a difference of {difference:g} between two agents {conditions}:")
-    echo("repetitions  same tasks  different tasks")
-    for each in plans:
-        echo(f"{each.repetitions:>11}  {each.same_tasks:>10}  {each.other_tasks:>15}")
+    rows = [(each.repetitions, each.same_tasks, each.other_tasks) for each in plans]
+    print_table(("repetitions", "same tasks", "different tasks"), rows)
     echo("assuming the same difference on every task; more tasks are needed if it varies")
     if not is_repeated:
         echo(

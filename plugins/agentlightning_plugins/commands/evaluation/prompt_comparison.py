@@ -6,40 +6,26 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
-
-import click
+from typing import Any
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
-from agentlightning_plugins.commands.evaluation.comparison_report import ADJUSTED
-from agentlightning_plugins.commands.terminal import print_json, print_table
-from agentlightning_plugins.statistics.comparison import Group, compare_groups
-from agentlightning_plugins.statistics.significance import adjust_p_values
-
-_SIGNIFICANT: Final = 0.05
-"""A p-value below this counts for ``--fail-if-worse``."""
-
-
-def check_regression(rows: Sequence[dict[str, Any]], fail_if_worse: bool) -> None:
-    """With ``fail_if_worse``, ends with exit code 1 if a row is significantly worse than the first or incomparable."""
-    for row in rows[1:] if fail_if_worse else ():
-        label = row.get("algorithm", row.get("prompt"))
-        if row["difference"] is None:
-            raise click.ClickException(f"{label} cannot be compared: no test task has rewards of both it and the first")
-        if row["difference"] < 0 and row["p"] < _SIGNIFICANT:
-            raise click.ClickException(f"{label} is worse by {-row['difference']:.3f}, p = {row['p']:.2g}")
+from agentlightning_plugins.commands.evaluation.comparison_report import ADJUSTED, difference_cells
+from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.statistics.comparison import Group, compare_groups
+from agentlightning_plugins.shared.statistics.significance import adjust_p_values
+from agentlightning_plugins.shared.terminal import print_json
 
 
 def compare_prompts(
     document: Any, texts: tuple[str, ...], test: str | None, repetitions: int, run_dir: Path | None, as_json: bool
 ) -> list[dict[str, Any]]:
     """Evaluates the texts of ``--prompt`` on the same tasks and prints a row for each; returns the rows."""
-    from agentlightning_plugins.commands.configuration.assembly import load_parts
-    from agentlightning_plugins.commands.configuration.config import read_config
-    from agentlightning_plugins.commands.configuration.dataset import load_dataset
-    from agentlightning_plugins.commands.configuration.run_directory import choose_directory
+    from agentlightning_plugins.shared.configuration.assembly import load_parts
+    from agentlightning_plugins.shared.configuration.config import read_config
+    from agentlightning_plugins.shared.configuration.dataset import load_dataset
+    from agentlightning_plugins.shared.configuration.run_directory import choose_directory
 
     document.values.pop("algorithm", None)
     checked = read_config(document)
@@ -55,16 +41,12 @@ def compare_prompts(
         print_table(
             ("prompt", "reward", "difference", "95 % interval", "p"),
             [
-                (row["prompt"], f"{row['reward']:.3f}", *("",) * 3)
-                if row["p"] is None
-                else (
+                (
                     row["prompt"],
                     f"{row['reward']:.3f}",
-                    f"{row['difference']:+.3f}",
-                    "none" if row["low"] is None else f"{row['low']:+.3f} to {row['high']:+.3f}",
-                    f"{row['p']:.3f}",
+                    *difference_cells(row["difference"], row["low"], row["high"], row["p"], place == 0),
                 )
-                for row in rows
+                for place, row in enumerate(rows)
             ],
         )
         if len(rows) > 2:

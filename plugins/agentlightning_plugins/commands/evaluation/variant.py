@@ -17,12 +17,12 @@ import yaml
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate, Resource
-from agentlightning_plugins.commands.configuration.assembly import find_class, fit, load_parts, make_trainer
-from agentlightning_plugins.commands.configuration.config import read_config
-from agentlightning_plugins.commands.configuration.learned import saved_weights, served_model
 from agentlightning_plugins.commands.evaluation.budget import Budgeted
 from agentlightning_plugins.commands.evaluation.eval_command import evaluate, failing_run
-from agentlightning_plugins.statistics.score import Score
+from agentlightning_plugins.shared.configuration.assembly import find_class, fit, load_parts, make_trainer
+from agentlightning_plugins.shared.configuration.config import read_config
+from agentlightning_plugins.shared.configuration.learned import saved_weights, served_model
+from agentlightning_plugins.shared.statistics.score import Score
 
 Spec = dict[str, Any]
 """An algorithm: its name and its settings."""

@@ -1,1 +1,13 @@
-"""Commands for the records of a store: ``agl runs``, ``agl rollouts``, ``agl spans`` and others."""
+"""``agl rollouts``, ``agl runs``, ``agl spans``, ``agl resources``, ``agl workers``, ``agl ledger``, ``agl tokens``."""
+
+from agentlightning_plugins.shared.lazy import lazy_commands
+
+add_commands = lazy_commands(
+    "agentlightning_plugins.commands.inspect.records:resources",
+    "agentlightning_plugins.commands.inspect.rollouts:rollouts",
+    "agentlightning_plugins.commands.inspect.records:runs",
+    "agentlightning_plugins.commands.inspect.records:spans",
+    "agentlightning_plugins.commands.inspect.training:ledger",
+    "agentlightning_plugins.commands.inspect.training:tokens",
+    "agentlightning_plugins.commands.inspect.records:workers",
+)

@@ -15,18 +15,18 @@ from agentlightning.errors import StoreError
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Attempt, AttemptedRollout, Rollout, RolloutStatus, Span
-from agentlightning_plugins.chat_history.adapter import ChatHistory, TraceToMessages, drop_prefixes
-from agentlightning_plugins.commands.terminal import (
-    every,
-    export,
-    export_path,
+from agentlightning_plugins.commands.inspect.export import export, export_path
+from agentlightning_plugins.shared.chat_history.adapter import ChatHistory, TraceToMessages, drop_prefixes
+from agentlightning_plugins.shared.paging import every
+from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.terminal import (
     found,
+    limit_option,
     print_event,
     print_fields,
     print_json,
     print_page,
     print_result,
-    print_table,
     shorten,
     show_time,
     to_json,
@@ -44,7 +44,7 @@ def rollouts() -> None:
 @rollouts.command("list")
 @click.option("--status", multiple=True, type=_STATUS, help="Only these; may be repeated.")
 @click.option("--step", type=int, help="Only rollouts of this step of the algorithm.")
-@click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="Show the newest N.")
+@limit_option(20, "Show the newest N.")
 @with_store
 async def list_rollouts(
     store: LightningStore, status: tuple[RolloutStatus, ...], step: int | None, limit: int, as_json: bool
@@ -191,7 +191,7 @@ async def export_rollouts(
 ) -> None:
     """Write rollouts, each with its latest attempt, to PATH (.jsonl or .parquet)."""
     if form == "openai-sft":
-        from agentlightning_plugins.chat_history.fine_tuning import select_examples
+        from agentlightning_plugins.shared.chat_history.fine_tuning import select_examples
 
         if status or path.suffix != ".jsonl":
             raise click.UsageError("--format openai-sft accepts no --status and writes only .jsonl files")

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 import click
 
 from agentlightning.cli import echo
 from agentlightning.plugin.registry import Plugin, PluginManager, get_manager
+from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.terminal import json_option, print_json
 
 
 @click.command("plugins")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(as_json: bool) -> None:
     """List plugins, their components and missing packages."""
     manager = get_manager()
     rows = [_describe(manager, plugin) for plugin in manager.plugins.values()]
     if as_json:
-        echo(json.dumps(rows, indent=2))
+        print_json(rows)
     else:
         _print_plugins(rows)
+        print_table(("kind", "expects", "meaning"), sorted(map(astuple, manager.kinds.values())))
 
 
 def _describe(manager: PluginManager, plugin: Plugin) -> dict[str, Any]:
@@ -42,11 +44,10 @@ def _print_plugins(rows: Sequence[dict[str, Any]]) -> None:
         for offer in row["offers"]
     }
     offers = [unique[key] for key in sorted(unique)]
-    lines = [("kind", "name", "state", "from", "summary")]
-    lines += [(o["kind"], o["name"], "missing" if o["missing"] else "ready", o["origin"], o["summary"]) for o in offers]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print_table(
+        ("kind", "name", "state", "from", "summary"),
+        [(o["kind"], o["name"], "missing" if o["missing"] else "ready", o["origin"], o["summary"]) for o in offers],
+    )
     missing: dict[str, list[str]] = {}
     for offer in offers:
         if offer["missing"]:
@@ -54,5 +55,6 @@ def _print_plugins(rows: Sequence[dict[str, Any]]) -> None:
     for command, names in missing.items():
         echo(f"{command}  installs the requirements of {', '.join(names)}")
     for row in rows:
-        if row["state"] != "loaded":
-            echo(f"broken: {row['plugin']} ({row['origin']}): {row['error']}")
+        if row["error"]:
+            state = "broken" if row["state"] == "broken" else "incomplete"
+            echo(f"{state}: {row['plugin']} ({row['origin']}): {row['error']}")

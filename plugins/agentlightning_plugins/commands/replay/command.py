@@ -18,10 +18,10 @@ from agentlightning.reward import find_final_reward, read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span
 from agentlightning_plugins.commands.replay.redirection import redirected
-from agentlightning_plugins.commands.terminal import found, print_result, with_store
+from agentlightning_plugins.shared.terminal import found, print_result, with_store
 
 if TYPE_CHECKING:
-    from agentlightning_plugins.scripted_model.script import Answer, RecordedRequest
+    from agentlightning_plugins.shared.scripted_model.script import Answer, RecordedRequest
 
 
 @click.command("replay")
@@ -40,8 +40,8 @@ async def command(
     in this process, so a debugger works. The exit code is 1 if the agent's requests or its reward differ from the
     recording.
     """
-    from agentlightning_plugins.commands.configuration.assembly import load_agent_argument
-    from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+    from agentlightning_plugins.shared.configuration.assembly import load_agent_argument
+    from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 
     litagent = load_agent_argument(agent, reward)
     rollout = found(await store.get_rollout_by_id(rollout_id), "rollout", rollout_id)
@@ -113,7 +113,7 @@ def _model_calls(spans: Sequence[Span]) -> list[Span]:
 
 
 def _to_answer(span: Span) -> Answer:
-    from agentlightning_plugins.scripted_model.script import Answer
+    from agentlightning_plugins.shared.scripted_model.script import Answer
 
     message = next(iter(semconv.read_output_messages(span)), None)
     if message is None:

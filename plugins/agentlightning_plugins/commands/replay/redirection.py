@@ -11,7 +11,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from agentlightning.errors import ConfigError
-from agentlightning_plugins.instrumentation import Patches
+from agentlightning_plugins.shared.instrumentation import Patches
 
 _CALLS: Final = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings")
 _OTHER_APIS: Final = (":generateContent", ":streamGenerateContent", "/api/chat", "/api/generate", "/v2/chat")

@@ -13,7 +13,7 @@ from agentlightning.run.directory import read_record
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.commands.report.report import REPORT_NAME, Report, read_report
-from agentlightning_plugins.commands.terminal import json_option, print_json
+from agentlightning_plugins.shared.terminal import json_option, print_json
 
 
 @click.command("report")
@@ -72,10 +72,10 @@ async def _write_files(directory: Path, page: Path | None, picture: Path | None)
 
 
 def _open_store(directory: Path) -> LightningStore:
-    from agentlightning_plugins.commands.configuration.assembly import open_store
-    from agentlightning_plugins.commands.configuration.config import read_config
-    from agentlightning_plugins.commands.configuration.document import read_document
-    from agentlightning_plugins.commands.configuration.run_directory import CONFIG_NAME
+    from agentlightning_plugins.shared.configuration.assembly import open_store
+    from agentlightning_plugins.shared.configuration.config import read_config
+    from agentlightning_plugins.shared.configuration.document import read_document
+    from agentlightning_plugins.shared.configuration.run_directory import CONFIG_NAME
 
     if (directory / "store.db").is_file():
         return create_store(f"sqlite:///{directory / 'store.db'}")

@@ -14,13 +14,12 @@ from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.run.directory import RECORD_NAME, read_record
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Metrics, Run
-from agentlightning_plugins.monitoring.candidates import find_best
-from agentlightning_plugins.monitoring.runs import count_rollouts
+from agentlightning_plugins.shared.monitoring.candidates import CANDIDATE, find_best, read_candidate
+from agentlightning_plugins.shared.monitoring.runs import count_rollouts, describe_run
+from agentlightning_plugins.shared.rendering.table import to_markdown
 
 REPORT_NAME: Final = "report.md"
-_CANDIDATE: Final = "prompt_candidate"
-"""Name of the resource that holds a candidate of a prompt search."""
-_MAX_CRITIQUE: Final = 300
+CANDIDATE_COLUMNS: Final = ("candidate", "round", "score", "on a batch", "parent", "critique")
 _MAX_ERRORS: Final = 10
 _MAX_FAILED: Final = 1000
 """Number of the newest failed rollouts whose errors are counted."""
@@ -59,10 +58,9 @@ class Report(NamedTuple):
         counts = ", ".join(f"{count} {status}" for status, count in self.rollouts.items() if count)
         versions = self.record.get("versions", {})
         shown = ", ".join(f"{name} {versions[name]}" for name in ("lightning", "python") if name in versions)
-        algorithm = self.run.config.get("algorithm", "")
         lines = [
             f"# {self.run.name}: {self.run.status}\n",
-            f"- algorithm: {algorithm['name'] if isinstance(algorithm, Mapping) else algorithm}",
+            f"- algorithm: {describe_run(self.run)['algorithm']}",
             f"- started: {started}" + f", resumed {'once' if resumed == 1 else f'{resumed} times'}" * bool(resumed),
             f"- rollouts: {total}" + f" ({counts})" * bool(counts),
             f"- steps: {self.steps}",
@@ -72,13 +70,10 @@ class Report(NamedTuple):
         if self.cached_calls:
             lines.append(f"- model calls that the gateway's cache answered: {self.cached_calls}")
         if self.metrics:
-            lines += ["\n## Metrics\n", "| | first | last | lowest | highest |", "|---|---|---|---|---|"]
-            for name, summary in self.metrics.items():
-                lines.append(f"| {name} | {' | '.join(f'{value:.4g}' for value in summary.values())} |")
+            rows = [(name, *map(float, summary.values())) for name, summary in self.metrics.items()]
+            lines += ["\n## Metrics\n", *to_markdown(("", "first", "last", "lowest", "highest"), rows)]
         if self.candidates:
-            lines += ["\n## Candidates\n", "| candidate | round | score | on a batch | parent | critique |"]
-            lines.append("|---|---|---|---|---|---|")
-            lines += [f"| {' | '.join(map(_to_cell, _candidate_row(each)))} |" for each in self.candidates]
+            lines += ["\n## Candidates\n", *to_markdown(CANDIDATE_COLUMNS, map(candidate_row, self.candidates))]
         if self.errors:
             lines += ["\n## Errors\n", *(f"- {count} x {error}" for error, count in self.errors.items())]
         if self.learned:
@@ -107,8 +102,8 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
     latest = await store.get_latest_resources()
     candidates: dict[str, Mapping[str, Any]] = {}
     for update in await store.query_resources():  # the newest version comes last
-        if (candidate := update.resources.get(_CANDIDATE)) is not None:
-            candidates[update.resources_id] = candidate.model_dump(mode="json")
+        if candidate := read_candidate(update):
+            candidates[update.resources_id] = candidate
     return Report(
         run=run or Run(),
         record=read_record(directory),
@@ -149,20 +144,14 @@ def find_published_prompts(report: Report) -> dict[str, str]:
         return {}
     best = find_best(report.candidates, report.learned)
     templates = {name: prompt["template"] for name, prompt in best["prompts"].items()}
-    is_trial = _CANDIDATE in report.learned
+    is_trial = CANDIDATE in report.learned
     return {name: text if is_trial else report.learned.get(name, text) for name, text in templates.items()}
 
 
-def _candidate_row(candidate: Mapping[str, Any]) -> tuple[Any, ...]:
+def candidate_row(candidate: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns the cells of a candidate, for ``CANDIDATE_COLUMNS``."""
     keys = ("candidate_id", "round", "full_score", "batch_score", "parent_id", "critique")
     return tuple(candidate.get(key) for key in keys)
-
-
-def _to_cell(value: Any) -> str:
-    if value is None:
-        return ""
-    text = f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split()).replace("|", "\\|")
-    return text if len(text) <= _MAX_CRITIQUE else f"{text[:_MAX_CRITIQUE]}…"
 
 
 def _summarize(metrics: Sequence[Metrics]) -> dict[str, dict[str, float]]:

@@ -51,11 +51,11 @@ def command(
     from agentlightning.plugin.registry import get_manager
     from agentlightning.store.factory import create_store
     from agentlightning.store.url import hide_password
-    from agentlightning_plugins.commands.configuration.assembly import load_agent_argument
-    from agentlightning_plugins.strategies.processes.child_process import RunnerProcesses
-    from agentlightning_plugins.strategies.processes.job_process import JobTarget
-    from agentlightning_plugins.strategies.processes.stopping import until_sigterm
-    from agentlightning_plugins.strategies.processes.supervisor import Supervisor
+    from agentlightning_plugins.shared.configuration.assembly import load_agent_argument
+    from agentlightning_plugins.shared.processes.child_process import RunnerProcesses
+    from agentlightning_plugins.shared.processes.job_process import JobTarget
+    from agentlightning_plugins.shared.processes.stopping import until_sigterm
+    from agentlightning_plugins.shared.processes.supervisor import Supervisor
 
     if store.startswith("memory://"):
         raise click.UsageError("memory:// cannot be shared between processes; use another store")

@@ -1,0 +1,5 @@
+"""``agl top``."""
+
+from agentlightning_plugins.shared.lazy import lazy_commands
+
+add_commands = lazy_commands("agentlightning_plugins.commands.top.command:command")

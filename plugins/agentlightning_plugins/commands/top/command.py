@@ -9,7 +9,7 @@ import click
 from agentlightning.errors import StoreError
 from agentlightning.logging import printable
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.commands.terminal import json_option, open_store, print_json
+from agentlightning_plugins.shared.terminal import json_option, open_store, print_json
 
 
 @click.command("top")

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentlightning.logging import printable
+from agentlightning_plugins.shared.rendering.text import show_span
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _STYLES: Final = {
@@ -63,7 +64,7 @@ def _title(snapshot: Mapping[str, Any]) -> Text:
 def _figures(snapshot: Mapping[str, Any]) -> Table:
     table = _table(None, None)
     counts, activity = snapshot["rollouts"], snapshot["activity"]
-    waits = f", the oldest for {_span(snapshot['time'] - snapshot['oldest'])}" if snapshot["oldest"] else ""
+    waits = f", the oldest for {show_span(snapshot['time'] - snapshot['oldest'])}" if snapshot["oldest"] else ""
     table.add_row("queue", f"{snapshot['waiting']:,} waiting{waits}; {_counts(counts, _OPEN[2:]) or '0 running'}")
     table.add_row("rollouts", _counts(counts, _ENDED) or "none ended yet")
     speed = f"{60 * activity['ended'] / activity['window_s']:.0f} rollouts/min"
@@ -72,13 +73,13 @@ def _figures(snapshot: Mapping[str, Any]) -> Table:
     if snapshot["tokens_per_s"] is not None:
         speed += f", {snapshot['tokens_per_s']:,.0f} tokens/s"
     if snapshot["seconds_per_step"] is not None:
-        speed += f", {_span(snapshot['seconds_per_step'])} per step"
+        speed += f", {show_span(snapshot['seconds_per_step'])} per step"
     table.add_row("throughput", speed)
     if snapshot["step"] is not None:
         progress = snapshot["progress"] or {}
         of = f" of {progress['steps']}" if progress.get("steps") else ""
         share = f", {progress['share']:.0%}" if progress else ""
-        left = f", about {_span(progress['seconds_left'])} left" if progress.get("seconds_left") else ""
+        left = f", about {show_span(progress['seconds_left'])} left" if progress.get("seconds_left") else ""
         table.add_row("step", f"{snapshot['step']}{of}{share}{left}")
     if snapshot["reward"] is not None:
         validated = "" if snapshot["val_reward"] is None else f"   validation {snapshot['val_reward']:.3f}"
@@ -99,8 +100,8 @@ def _backends(backends: Sequence[Mapping[str, Any]]) -> Table | None:
             Text(each["state"], style=_STYLES[each["state"]]),
             f"{each['calls']:,}",
             f"{each['failed']:,}",
-            _span(each["latency_s"]),
-            _span(each["latency_p95_s"]),
+            show_span(each["latency_s"]),
+            show_span(each["latency_p95_s"]),
             f"{each['input_tokens']:,}/{each['output_tokens']:,}",
             "–" if each["cost"] is None else f"{each['cost']:.4g}",
         )
@@ -114,7 +115,7 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> Table | None:
         table.add_row(
             printable(each["worker_id"]),
             Text(each["state"], style=_STYLES.get(each["state"], "")),
-            "never" if each["silent_s"] is None else f"{_span(each['silent_s'])} ago",
+            "never" if each["silent_s"] is None else f"{show_span(each['silent_s'])} ago",
             _work(each),
             printable(stats)[:60],
         )
@@ -151,17 +152,6 @@ def _table(*columns: str | None) -> Table:
 
 def _counts(counts: Mapping[str, int], names: Sequence[str]) -> str:
     return ", ".join(f"{counts[name]:,} {name}" for name in names if counts.get(name))
-
-
-def _span(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    if seconds < 1:
-        return f"{1000 * seconds:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def _number(value: Any) -> str:

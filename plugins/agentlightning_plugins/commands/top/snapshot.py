@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.commands.terminal import found
-from agentlightning_plugins.monitoring.backends import read_backends
-from agentlightning_plugins.monitoring.fleet import read_activity, read_queue, read_workers
-from agentlightning_plugins.monitoring.metrics import estimate_left, judge, make_series, read_metrics
-from agentlightning_plugins.monitoring.runs import describe_run, find_newest_runs, find_run
+from agentlightning_plugins.shared.monitoring.backends import read_backends
+from agentlightning_plugins.shared.monitoring.fleet import read_activity, read_queue, read_workers
+from agentlightning_plugins.shared.monitoring.metrics import estimate_left, judge, read_metrics
+from agentlightning_plugins.shared.monitoring.result import find_curve
+from agentlightning_plugins.shared.monitoring.runs import describe_run, find_newest_runs, find_run
+from agentlightning_plugins.shared.terminal import found
 
 _MAX_WORKERS: Final = 50
 _STEPS: Final = 60
@@ -35,7 +36,7 @@ async def read_snapshot(store: LightningStore, run_id: str | None) -> dict[str, 
     view = store.with_run(run.run_id)
     steps = await read_metrics(view, _STEPS)
     last = {name: value for step in steps[-5:] for name, value in step.values.items()}
-    curve = make_series(steps, "reward") or make_series(steps, "train_reward") or make_series(steps, "val_reward")
+    curve = find_curve(steps)
     return {
         "time": store.now(),
         "run": describe_run(run),

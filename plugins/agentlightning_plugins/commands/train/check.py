@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from agentlightning.errors import LightningError
 from agentlightning.resources import LLM, resolve_secrets
 from agentlightning.store.factory import create_store
-from agentlightning_plugins.commands.configuration.assembly import Parts, check_setup, expand
-from agentlightning_plugins.commands.configuration.config import TrainConfig
-from agentlightning_plugins.commands.terminal import shorten
+from agentlightning_plugins.shared.configuration.assembly import Parts, check_setup, expand
+from agentlightning_plugins.shared.configuration.config import TrainConfig
+from agentlightning_plugins.shared.terminal import shorten
 
 _TIMEOUT_S = 5.0
 

@@ -15,8 +15,8 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning.run.directory import RECORD_NAME, make_directory, read_record
 from agentlightning.types import DEFAULT_RUN_ID
-from agentlightning_plugins.commands.configuration.run_directory import CONFIG_NAME
-from agentlightning_plugins.log_setup import setup_logging
+from agentlightning_plugins.shared.configuration.run_directory import CONFIG_NAME
+from agentlightning_plugins.shared.log_setup import setup_logging
 
 EXIT_CODES: Final = """
 \b
@@ -49,10 +49,10 @@ def command(
 
     KEY=VALUE overrides a setting for this run: algorithm.steps=20.
     """
-    from agentlightning_plugins.commands.configuration.assembly import check_setup, load_parts, make_trainer
-    from agentlightning_plugins.commands.configuration.config import read_config
-    from agentlightning_plugins.commands.configuration.document import read_with_overrides
-    from agentlightning_plugins.commands.configuration.run_directory import choose_directory
+    from agentlightning_plugins.shared.configuration.assembly import check_setup, load_parts, make_trainer
+    from agentlightning_plugins.shared.configuration.config import read_config
+    from agentlightning_plugins.shared.configuration.document import read_with_overrides
+    from agentlightning_plugins.shared.configuration.run_directory import choose_directory
 
     if resume is not None:
         if run_dir is not None:
@@ -119,7 +119,7 @@ def schema_command() -> None:
 
 def _print_config(checked: Any, document: Any) -> None:
     """Prints the configuration, followed by the algorithm's resolved settings, if any, as a second document."""
-    from agentlightning_plugins.commands.configuration.assembly import compose_algorithm
+    from agentlightning_plugins.shared.configuration.assembly import compose_algorithm
 
     echo(_dump(document.values), nl=False)
     if (composed := compose_algorithm(checked, document)) is not None:
@@ -135,7 +135,7 @@ def _show_runner_command(trainer: Any, store: str | None, config: Path) -> None:
 
 
 def _fit(trainer: Any, parts: Any, directory: Path) -> None:
-    from agentlightning_plugins.commands.configuration.assembly import fit
+    from agentlightning_plugins.shared.configuration.assembly import fit
 
     try:
         run = fit(trainer, parts)

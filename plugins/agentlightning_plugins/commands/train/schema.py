@@ -10,10 +10,9 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from agentlightning.errors import PluginError
-from agentlightning.plugin.hookspecs import ComponentKind
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import setting_types
-from agentlightning_plugins.commands.configuration.config import COMPONENTS, TrainConfig
+from agentlightning_plugins.shared.configuration.config import COMPONENTS, TrainConfig
 
 
 def config_schema() -> dict[str, Any]:
@@ -28,7 +27,7 @@ def config_schema() -> dict[str, Any]:
     return schema
 
 
-def _choices(kind: ComponentKind) -> Iterator[dict[str, Any]]:
+def _choices(kind: str) -> Iterator[dict[str, Any]]:
     manager = get_manager()
     names = list(manager.components(kind))
     yield {"enum": names}

@@ -6,12 +6,12 @@ import asyncio
 from typing import Any, Final
 
 from agentlightning.store.check import check_run_id
-from agentlightning_plugins.dashboard.difference import find_difference
 from agentlightning_plugins.dashboard.page import Visit
-from agentlightning_plugins.dashboard.text import dump
 from agentlightning_plugins.dashboard.views.tasks import compare_tasks
-from agentlightning_plugins.monitoring import metrics as numbers
-from agentlightning_plugins.monitoring.runs import describe_run, find_run
+from agentlightning_plugins.shared.monitoring import metrics as numbers
+from agentlightning_plugins.shared.monitoring.runs import describe_run, find_run
+from agentlightning_plugins.shared.rendering.difference import find_difference
+from agentlightning_plugins.shared.rendering.text import dump
 
 _MAX_CHOICES: Final = 100
 

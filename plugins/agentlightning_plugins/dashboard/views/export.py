@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any, Final
+from typing import Any
 
 from agentlightning.frozen import thaw
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
-from agentlightning_plugins.chat_history.adapter import TraceToMessages, drop_prefixes
 from agentlightning_plugins.dashboard.views.rollouts import LABEL, NOTE
-
-_CHUNK: Final = 500
+from agentlightning_plugins.shared.chat_history.adapter import TraceToMessages, drop_prefixes
+from agentlightning_plugins.shared.paging import every
 
 
 async def read_labelled(store: LightningStore) -> AsyncIterator[dict[str, Any]]:
     """Yields the labelled rollouts of a run: input, label, note, reward and conversations."""
-    cursor: str | None = None
-    while True:
-        page = await store.query_rollouts(limit=_CHUNK, cursor=cursor)
-        for rollout in page:
-            if rollout.metadata and (LABEL in rollout.metadata or NOTE in rollout.metadata):
-                yield await _describe(store, rollout)
-        cursor = page.cursor
-        if cursor is None:
-            return
+    async for rollout in every(store.query_rollouts):
+        if rollout.metadata and (LABEL in rollout.metadata or NOTE in rollout.metadata):
+            yield await _describe(store, rollout)
 
 
 async def _describe(store: LightningStore, rollout: Rollout) -> dict[str, Any]:

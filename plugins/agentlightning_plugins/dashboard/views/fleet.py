@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from agentlightning_plugins.dashboard.page import Visit
-from agentlightning_plugins.monitoring.backends import read_backends
-from agentlightning_plugins.monitoring.fleet import read_queue, read_workers
-from agentlightning_plugins.monitoring.runs import describe_run, find_newest_runs
+from agentlightning_plugins.shared.monitoring.backends import read_backends
+from agentlightning_plugins.shared.monitoring.fleet import read_queue, read_workers
+from agentlightning_plugins.shared.monitoring.runs import describe_run, find_newest_runs
 
 _MAX_RUNS: Final = 10
 _MAX_RUNS_OF_BACKENDS: Final = 2

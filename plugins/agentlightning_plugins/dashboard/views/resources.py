@@ -12,14 +12,12 @@ from urllib.parse import quote
 from agentlightning.errors import NotFoundError
 from agentlightning.resources import SECRET_NAME, PromptTemplate, ResourcesUpdate
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.dashboard.difference import find_difference
 from agentlightning_plugins.dashboard.page import Visit
-from agentlightning_plugins.monitoring.candidates import list_distributions
+from agentlightning_plugins.shared.monitoring.candidates import CANDIDATE, list_distributions, read_candidate
+from agentlightning_plugins.shared.rendering.difference import find_difference
 
 _PAGE_SIZE: Final = 50
-_MAX_CANDIDATES: Final = 500
-_CANDIDATE: Final = "prompt_candidate"
-"""Name of the resource that holds a candidate of a prompt search."""
+_MAXCANDIDATES: Final = 500
 _SHOWN: Final = ("candidate_id", "parent_id", "round", "full_score", "batch_score", "critique", "edited")
 
 
@@ -30,7 +28,7 @@ async def list_resources(visit: Visit) -> dict[str, Any]:
     page = await store.query_resources(sort_order="desc", limit=_PAGE_SIZE, offset=offset)
     latest = await store.get_latest_resources()
     updates: Sequence[ResourcesUpdate] = page.items
-    if page.total > _PAGE_SIZE and any(_CANDIDATE in update.resources for update in page):
+    if page.total > _PAGE_SIZE and any(CANDIDATE in update.resources for update in page):
         updates = await _read_newest(store)
     candidates = _find_candidates(updates)
     return {
@@ -77,7 +75,7 @@ async def show_resources(visit: Visit) -> dict[str, Any]:
                 "difference": await asyncio.to_thread(find_difference, old[name]["text"], value["text"])
                 if name in old
                 else None,
-                "candidate": _read_candidate(update, base) if name == _CANDIDATE else None,
+                "candidate": _read_candidate(update, base) if name == CANDIDATE else None,
             }
             for name, value in _describe(update).items()
         ],
@@ -91,25 +89,20 @@ async def promote(visit: Visit) -> str:
 
 
 async def _find_base(visit: Visit, update: ResourcesUpdate) -> str | None:
-    candidate = update.resources.get(_CANDIDATE)
-    parent = candidate.model_dump(mode="json").get("parent_id") if candidate is not None else None
-    if parent:
+    if parent := read_candidate(update).get("parent_id"):
         for other in sorted(await _read_newest(visit.run_store), key=operator.attrgetter("version"), reverse=True):
-            found = other.resources.get(_CANDIDATE)
-            if found is not None and found.model_dump(mode="json").get("candidate_id") == parent:
+            if read_candidate(other).get("candidate_id") == parent:
                 return other.version_id
     return f"{update.resources_id}@{update.version - 1}" if update.version > 1 else None
 
 
 async def _read_newest(store: LightningStore) -> Sequence[ResourcesUpdate]:
-    return (await store.query_resources(sort_order="desc", limit=_MAX_CANDIDATES)).items
+    return (await store.query_resources(sort_order="desc", limit=_MAXCANDIDATES)).items
 
 
 def _read_candidate(update: ResourcesUpdate, base: ResourcesUpdate | None) -> dict[str, Any]:
     """Returns the fields of a candidate, and the scores of the candidate that it is compared with."""
-    fields = update.resources[_CANDIDATE].model_dump(mode="json")
-    other = base.resources.get(_CANDIDATE) if base is not None else None
-    scores = {} if other is None else other.model_dump(mode="json")
+    fields, scores = read_candidate(update), read_candidate(base)
     parent = {f"parent_{name}": scores.get(name) for name in ("full_score", "batch_score")}
     is_parent = scores.get("candidate_id") == fields.get("parent_id")
     pairs = (("task rewards", fields), ("task rewards of the parent", scores if is_parent else {}))
@@ -126,7 +119,7 @@ def _describe(update: ResourcesUpdate) -> dict[str, dict[str, str]]:
     for name, resource in update.resources.items():
         fields = resource.model_dump(mode="json")
         kind = str(fields.pop("resource_type"))
-        if name == _CANDIDATE:
+        if name == CANDIDATE:
             fields.pop("prompts", None)  # the version has them as separate resources
         shown = {key: "***" if value and SECRET_NAME.search(key) else value for key, value in fields.items()}
         text = (
@@ -142,9 +135,7 @@ def _find_candidates(updates: Sequence[ResourcesUpdate]) -> list[dict[str, Any]]
     """Returns the candidates of a search by round, each in its newest version: later versions add scores."""
     found: dict[str, dict[str, Any]] = {}
     for update in sorted(updates, key=operator.attrgetter("version")):
-        candidate = update.resources.get(_CANDIDATE)
-        if candidate is not None:
-            fields: Mapping[str, Any] = candidate.model_dump(mode="json")
+        if fields := read_candidate(update):
             shown = {key: fields.get(key) for key in (*_SHOWN, "task_scores")}
             found[str(fields.get("candidate_id"))] = {**shown, "version_id": update.version_id}
     return sorted(found.values(), key=lambda candidate: candidate["round"] or 0)

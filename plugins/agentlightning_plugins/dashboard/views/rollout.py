@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from agentlightning import semconv
 from agentlightning.adapter.tree import Node, build_tree
 from agentlightning.errors import NotFoundError
-from agentlightning.frozen import thaw
 from agentlightning.reward import find_reward_spans, get_rewards_from_span
 from agentlightning.types import ENDED_ROLLOUT, Attempt, Rollout, Span
-from agentlightning_plugins.chat_history.adapter import TraceToMessages, drop_prefixes
 from agentlightning_plugins.dashboard.page import Visit
 from agentlightning_plugins.dashboard.views.rollouts import LABEL, NOTE
-from agentlightning_plugins.training_records.query import read_entry
-from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN
+from agentlightning_plugins.shared.rendering.conversation import read_conversations
+from agentlightning_plugins.shared.training_records.query import read_entry
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN
 
 _MAX_SPANS: Final = 5_000
 _MAX_ROWS: Final = 500
@@ -77,59 +75,6 @@ async def _describe_attempt(visit: Visit, attempt: Attempt) -> dict[str, Any]:
         "outcome": None if entry is None else entry.outcome,
         "tokens": _count_tokens(spans),
     }
-
-
-def read_conversations(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Returns the conversations of an attempt, each with its messages and tools."""
-    histories = TraceToMessages().adapt(spans)
-    if len(histories) <= 200:  # all pairs are compared
-        histories = drop_prefixes(histories)
-    return [
-        {
-            "messages": [_describe_message(message) for message in history["messages"]],
-            "tools": [str((tool.get("function") or {}).get("name", "")) for tool in history.get("tools") or ()],
-        }
-        for history in histories
-    ]
-
-
-def _describe_message(message: semconv.Message) -> dict[str, Any]:
-    """Returns a message with its texts; parts that are not text are shown as JSON."""
-    content = thaw(message.get("content"))
-    parts = content if isinstance(content, list) else [content]
-    texts = []
-    for part in parts:
-        if isinstance(part, dict) and part.get("type") == "text":
-            texts.append(str(part.get("text", "")))
-        elif part is not None:
-            texts.append(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False, default=str))
-    calls = [
-        {
-            "id": call.get("id"),
-            "name": str((call.get("function") or {}).get("name", "")),
-            "arguments": _pretty((call.get("function") or {}).get("arguments")),
-        }
-        for call in message.get("tool_calls") or ()
-        if isinstance(call, dict)
-    ]
-    return {
-        "role": str(message.get("role", "")),
-        "text": "\n".join(texts),
-        "reasoning": str(message.get("reasoning_content") or ""),
-        "refusal": str(message.get("refusal") or ""),
-        "tool_calls": calls,
-        "tool_call_id": message.get("tool_call_id"),
-        "name": message.get("name"),
-    }
-
-
-def _pretty(arguments: Any) -> str:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return str(arguments)
-    return json.dumps(thaw(arguments), indent=2, ensure_ascii=False, default=str)
 
 
 def _trained_calls(spans: Sequence[Span]) -> frozenset[str]:

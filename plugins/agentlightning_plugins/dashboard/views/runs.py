@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from agentlightning.types import Run
 from agentlightning_plugins.dashboard.page import Visit
 from agentlightning_plugins.dashboard.views.rollouts import describe_rollout
-from agentlightning_plugins.monitoring import metrics as numbers
-from agentlightning_plugins.monitoring.runs import count_rollouts, describe_run, find_run
+from agentlightning_plugins.shared.monitoring.metrics import read_metrics
+from agentlightning_plugins.shared.monitoring.result import find_curve, read_result
+from agentlightning_plugins.shared.monitoring.runs import count_rollouts, describe_run, find_run
 
 _RUNS_OF_PAGE: Final = 20
 _CURVE_STEPS: Final = 100
-_FIRST_CHARTS: Final = (
-    "best_score", "beam_score_mean", "tokens",
-    "entropy", "response_length", "success_rate", "grad_norm", "logprob_gap_max", "tokens_per_s",
-)  # fmt: skip
-_CHARTED: Final = frozenset({"reward", "val_reward", "test_reward", "train_reward"})
 
 
 async def list_runs(visit: Visit) -> dict[str, Any]:
@@ -33,8 +28,8 @@ async def list_runs(visit: Visit) -> dict[str, Any]:
     for run in runs:
         view = store.with_run(run.run_id)
         counts = await count_rollouts(view)
-        steps = await numbers.read_metrics(view, _CURVE_STEPS)
-        series = numbers.make_series(steps, "reward") or numbers.make_series(steps, "val_reward")
+        steps = await read_metrics(view, _CURVE_STEPS)
+        series = find_curve(steps)
         rows.append(
             {
                 **describe_run(run),
@@ -55,30 +50,8 @@ async def list_runs(visit: Visit) -> dict[str, Any]:
 async def show_run(visit: Visit) -> dict[str, Any]:
     """Returns one run: reward, health, time by phase, all metrics, and the newest rollouts."""
     store = visit.run_store
-    run = await find_run(store) or Run(run_id=store.run_id, name=store.run_id)
-    steps = await numbers.read_metrics(store)
-    names = list(dict.fromkeys(name for each in steps for name in each.values))
-    reward: dict[str, list[dict[str, float]]] = {
-        name: numbers.make_series(steps, name) for name in ("reward", "val_reward", "test_reward") if name in names
-    }
-    if "reward" not in reward and "train_reward" in names:
-        reward["train_reward"] = numbers.make_series(steps, "train_reward")
-    chosen = visit.query.get("metric", "")
-    shown = [chosen] * (chosen in names) + [name for name in _FIRST_CHARTS if name in names and name != chosen]
-    counts = await count_rollouts(store)
     newest = await store.query_rollouts(sort_order="desc", limit=8)
     return {
-        "run": describe_run(run),
-        "rollouts": counts,
-        "total": sum(counts.values()),
-        "step": steps[-1].step if steps else None,
-        "last": dict(steps[-1].values) if steps else {},
-        "reward": reward,
-        "has_ledger": any(name.startswith("outcome/") for name in names),
-        "health": [health._asdict() for health in numbers.judge(steps)],
-        "phases": numbers.sum_phases(steps),
-        "progress": numbers.estimate_left(run, steps, store.now()),
-        "metrics": {name: numbers.make_series(steps, name) for name in shown},
-        "metric_names": [name for name in names if name not in _CHARTED],
+        **await read_result(store, visit.query.get("metric", "")),
         "newest": [describe_rollout(rollout) for rollout in newest],
     }

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import aiohttp
+
+from agentlightning.errors import StoreError
 from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey
 from agentlightning.types import LIVE_ATTEMPT
-from agentlightning_plugins.gateway.recording.call import Call
+from agentlightning_plugins.gateway.call import ModelCall
+from agentlightning_plugins.gateway.refusal import CallRefused
 
 logger = logging.getLogger("agentlightning")
 _KINDS: Final = ("rollout_started", "attempt_finished", "rollout_finished")
@@ -25,12 +30,10 @@ _ASK_S: Final = 5.0
 class InFlightCall:
     """A call and the task that relays it."""
 
-    call: Call
+    call: ModelCall
     task: asyncio.Task[object]
     is_attempt_over: bool = False
     """Whether the task was cancelled because the attempt is over."""
-    is_streaming: bool = False
-    """Whether the status and headers of an answer have been sent to the agent."""
 
 
 class InFlightCalls:
@@ -39,19 +42,29 @@ class InFlightCalls:
     def __init__(self) -> None:
         self._by_attempt: dict[AttemptKey | None, set[InFlightCall]] = {}
 
-    def add(self, call: Call) -> InFlightCall:
-        """Adds a call that the current task relays."""
+    @contextlib.contextmanager
+    def track(self, call: ModelCall) -> Iterator[InFlightCall]:
+        """Tracks a call that the current task relays.
+
+        Raises:
+            CallRefused: the attempt has ended, so the task was cancelled.
+        """
         task = asyncio.current_task()
         assert task is not None
         in_flight = InFlightCall(call, task)
-        self._by_attempt.setdefault(call.attempt, set()).add(in_flight)
-        return in_flight
-
-    def remove(self, in_flight: InFlightCall) -> None:
-        calls = self._by_attempt[in_flight.call.attempt]
-        calls.discard(in_flight)
-        if not calls:
-            del self._by_attempt[in_flight.call.attempt]
+        calls = self._by_attempt.setdefault(call.attempt, set())
+        calls.add(in_flight)
+        try:
+            yield in_flight
+        except asyncio.CancelledError:
+            if not in_flight.is_attempt_over:
+                raise
+            task.uncancel()
+            raise attempt_over(call.attempt) from None
+        finally:
+            calls.discard(in_flight)
+            if not calls:
+                del self._by_attempt[call.attempt]
 
     def cancel_attempt(self, attempt: AttemptKey) -> None:
         """Cancels the calls of an attempt."""
@@ -65,7 +78,7 @@ class InFlightCalls:
         for attempt in [key for key in self._by_attempt if key is not None and key[0] == rollout_id]:
             self.cancel_attempt(attempt)
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[ModelCall]:
         return (in_flight.call for calls in self._by_attempt.values() for in_flight in calls)
 
 
@@ -90,17 +103,24 @@ class EndedAttempts:
         retries = self._rollouts.get(attempt[0])
         return attempt in self._attempts or (retries is not None and attempt[1] not in retries)
 
-    def needs(self, attempt: AttemptKey) -> bool:
-        """Whether the store must be queried about an attempt."""
-        return attempt not in self._live and not self.is_over(attempt)
+    def refuse(self, attempt: AttemptKey) -> None:
+        """Raises CallRefused if an attempt is over."""
+        if self.is_over(attempt):
+            raise attempt_over(attempt)
 
     async def ask(self, store: LightningStore, attempt: AttemptKey) -> None:
-        """Reads from the store whether an attempt has ended; raises StoreError, OSError or TimeoutError.
+        """Reads from the store whether an attempt has ended, if no event has announced its start.
 
-        An attempt that the store does not contain counts as not ended.
+        An attempt that the store does not contain, or a store that does not answer, counts as not ended.
         """
-        async with asyncio.timeout(_ASK_S):
-            known = await store.query_attempts(attempt[0])
+        if attempt in self._live or self.is_over(attempt):
+            return
+        try:
+            async with asyncio.timeout(_ASK_S):
+                known = await store.query_attempts(attempt[0])
+        except (StoreError, OSError, aiohttp.ClientError) as error:
+            logger.warning("the status of attempt %s cannot be read, so its calls continue: %s", attempt[1], error)
+            return
         if any(each.attempt_id == attempt[1] and each.status not in LIVE_ATTEMPT for each in known):
             self._add(self._attempts, attempt)
         elif not self.is_over(attempt):  # it may have ended meanwhile
@@ -148,3 +168,10 @@ class EndedAttempts:
                     has_warned = True
             await asyncio.sleep(_RECONNECT_S)
             self._live.clear()  # these attempts may have ended meanwhile
+
+
+def attempt_over(attempt: AttemptKey | None) -> CallRefused:
+    """Returns the error of calls of an attempt that has ended."""
+    assert attempt is not None
+    message = f"attempt {attempt[1]} of rollout {attempt[0]} is over; its calls are refused"
+    return CallRefused(410, message, "attempt_over")

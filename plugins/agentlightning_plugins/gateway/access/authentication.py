@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Mapping
 from typing import Final
 
-from agentlightning.errors import LightningError
 from agentlightning.run import attempt_token
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey
+from agentlightning_plugins.gateway.refusal import CallRefused
+from agentlightning_plugins.shared.web.access import is_among
 
 _MAX_REMEMBERED: Final = 10_000
-
-
-class KeyRefused(LightningError):
-    """The key of a call is missing, invalid, or for another attempt."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Authenticator:
@@ -34,23 +26,26 @@ class Authenticator:
     def authenticate(self, headers: Mapping[str, str], named: AttemptKey | None) -> AttemptKey | None:
         """Returns the attempt of a call, by its key or its URL (``named``); None if neither names one.
 
-        Raises KeyRefused if the key is for another attempt, forged or expired, or if a required key is missing. If the
+        Raises CallRefused if the key is for another attempt, forged or expired, or if a required key is missing. If the
         store has no token, keys that other processes issued cannot be verified; they must name the URL's attempt.
         """
         key = _read_key(headers)
         if key is None or not key.startswith(attempt_token.PREFIX):
             if self._is_required:
                 problem = "the call has no key" if key is None else "the key of this call was not issued for an attempt"
-                raise KeyRefused(401, f"this gateway requires the api_key of the attempt's LLM; {problem}")
+                raise CallRefused(
+                    401, f"this gateway requires the api_key of the attempt's LLM; {problem}", "wrong_key"
+                )
             return named
         try:
             claim = self._read(key, can_be_foreign=named is not None and not self._is_required)
         except ValueError as error:
             advice = "give the store, its runners and the gateway the same token (AGL_TOKEN)"
-            raise KeyRefused(401, f"{error}; {advice}") from None
+            raise CallRefused(401, f"{error}; {advice}", "wrong_key") from None
         attempt = claim.rollout_id, claim.attempt_id
         if named is not None and named != attempt:
-            raise KeyRefused(403, f"the key is for attempt {attempt[1]}, but the URL names {named[1]}")
+            message = f"the key is for attempt {attempt[1]}, but the URL names {named[1]}"
+            raise CallRefused(403, message, "wrong_key")
         return attempt
 
     def is_operator(self, headers: Mapping[str, str], *, always: bool = False) -> bool:
@@ -60,9 +55,8 @@ class Authenticator:
         """
         if not self._is_required and not always:
             return True
-        key = (_read_key(headers) or "").encode(errors="surrogateescape")
-        known = (self._store.token, self._operator_key)
-        return any(hmac.compare_digest(key, secret.encode(errors="surrogateescape")) for secret in known if secret)
+        known = self._store.token, self._operator_key
+        return is_among(_read_key(headers) or "", filter(None, known))
 
     def _read(self, key: str, can_be_foreign: bool) -> attempt_token.AttemptToken:
         claim, now = self._known.get(key), self._store.now()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterable
 from typing import Final
 
 import aiohttp
@@ -11,6 +12,7 @@ import aiohttp
 from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey
+from agentlightning_plugins.gateway.backends.provider import ModelBackend
 
 logger = logging.getLogger("agentlightning")
 _MAX_REMEMBERED: Final = 100_000
@@ -24,12 +26,14 @@ class CallSeeds:
         self._calls: dict[AttemptKey, int] = {}
         self._seeds: dict[AttemptKey, object] = {}
 
-    async def next(self, attempt: AttemptKey) -> int | None:
-        """Returns the seed of the next call of an attempt; None if its rollout has no seed.
+    async def next(self, attempt: AttemptKey | None, backends: Iterable[ModelBackend]) -> int | None:
+        """Returns the seed of the next call of an attempt; None if its rollout has no seed, or no backend seeds calls.
 
         Calls are numbered from 0 in order of arrival, separately for each attempt, so a repeated attempt gets the same
         seeds. Seeds are 53-bit integers, which JSON represents exactly.
         """
+        if attempt is None or not any(backend.seed_calls for backend in backends):
+            return None
         number = self._calls.pop(attempt, 0)
         self._calls[attempt] = number + 1  # now the newest entry
         if len(self._calls) > _MAX_REMEMBERED:

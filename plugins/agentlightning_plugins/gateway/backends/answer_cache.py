@@ -12,12 +12,12 @@ import aiohttp
 from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
-from agentlightning_plugins.gateway.backends.backend import Backend
-from agentlightning_plugins.gateway.backends.provider import IteratedAnswer, once
-from agentlightning_plugins.gateway.backends.request import BackendRequest, prepare
-from agentlightning_plugins.gateway.backends.upstream import Outcome, Reply
+from agentlightning_plugins.gateway.backends.answer import BackendAnswer, IteratedAnswer, once
+from agentlightning_plugins.gateway.backends.provider import ModelBackend
+from agentlightning_plugins.gateway.backends.request import BackendRequest
+from agentlightning_plugins.gateway.backends.upstream import Reply
+from agentlightning_plugins.gateway.call import ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED
-from agentlightning_plugins.gateway.recording.call import Call
 from agentlightning_plugins.gateway.recording.span import CACHE_ANSWER, CACHE_KEY
 
 logger = logging.getLogger("agentlightning")
@@ -52,13 +52,13 @@ class AnswerCache:
         except (StoreError, OSError, aiohttp.ClientError) as error:
             logger.warning("the cached answers of earlier runs cannot be read, so they are not used: %s", error)
 
-    def find(self, call: Call, backends: list[Backend]) -> Outcome | None:
+    def find(self, call: ModelCall, backends: list[ModelBackend]) -> Reply | BackendAnswer | None:
         """Returns the answer that one of the backends gave to the same request; sets the call's backend and request."""
         if call.attempt is None:
             return None
         for backend in backends:
             try:
-                request = prepare(call, backend)
+                request = call.prepare(backend)
             except MALFORMED:  # TranslationError is a ValueError
                 continue
             key = _make_key(request, call.gateway_version)
@@ -71,7 +71,7 @@ class AnswerCache:
                 return Reply(200, answer, {"Content-Type": "application/json"})
         return None
 
-    def keep(self, call: Call) -> None:
+    def keep(self, call: ModelCall) -> None:
         """Keeps the answer of a finished call, if it is complete and may be reused; the call's span will contain it."""
         if call.request is None or call.is_cached or not call.is_complete or call.attempt is None:
             return

@@ -10,7 +10,7 @@ from typing import Final
 
 import aiohttp
 
-from agentlightning_plugins.gateway.backends.backend import Backend, describe_error
+from agentlightning_plugins.gateway.backends.provider import ModelBackend, describe_error
 
 logger = logging.getLogger("agentlightning")
 
@@ -28,7 +28,7 @@ class HealthCheck:
 
     def __init__(
         self,
-        backends: Callable[[], Iterable[Backend]],
+        backends: Callable[[], Iterable[ModelBackend]],
         interval_s: float = INTERVAL_S,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
@@ -58,7 +58,7 @@ class HealthCheck:
                 self._next_check.update((backend.identity, next_check) for backend in due)
                 await asyncio.sleep(min(_DOWN_INTERVAL_S, self._interval_s))
 
-    async def _check(self, session: aiohttp.ClientSession, backend: Backend) -> None:
+    async def _check(self, session: aiohttp.ClientSession, backend: ModelBackend) -> None:
         failure = None
         try:
             url, headers = backend.url("models"), backend.authorize({})

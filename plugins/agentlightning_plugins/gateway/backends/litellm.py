@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import aiohttp
 
-from agentlightning_plugins.gateway.backends.provider import BackendAnswer, IteratedAnswer, Provider, once
+from agentlightning_plugins.gateway.backends.answer import BackendAnswer, IteratedAnswer, once
+from agentlightning_plugins.gateway.backends.provider import ModelBackend, Provider
 from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
 from agentlightning_plugins.gateway.dialects.sse import DONE, to_event
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # without it, the import downloads a list of prices
 
 import litellm  # it reads the variable when it is imported
-
-if TYPE_CHECKING:
-    from agentlightning_plugins.gateway.backends.backend import Backend
 
 litellm.suppress_debug_info = True
 
@@ -41,7 +39,7 @@ class LiteLLM(Provider):
         return {}
 
     async def send(
-        self, session: aiohttp.ClientSession, backend: Backend, path: str, body: bytes, headers: Mapping[str, str]
+        self, session: aiohttp.ClientSession, backend: ModelBackend, path: str, body: bytes, headers: Mapping[str, str]
     ) -> BackendAnswer:
         request = {key: value for key, value in parse_json(body).items() if key not in _NOT_PASSED}
         settings = {key: value for key, value in backend.settings.items() if key not in _OWN}

@@ -1,100 +1,23 @@
-"""The component kind ``provider``: a kind of model server."""
+"""The component kind ``provider``, a kind of model server, and the backends, each of which is a server of some kind."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol, Self
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import aiohttp
-from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
 
-if TYPE_CHECKING:
-    from agentlightning_plugins.gateway.backends.backend import Backend
+from agentlightning_plugins.gateway.backends.answer import BackendAnswer
+from agentlightning_plugins.gateway.backends.redaction import KeyRedactor
+from agentlightning_plugins.gateway.limits.usage import Price
 
-
-MAX_ANSWER_BYTES: Final = 256 * 2**20
-"""Largest size of a whole answer or of a stream."""
-
-
-class BackendContent(Protocol):
-    """The body of an answer while it arrives."""
-
-    async def readany(self) -> bytes:
-        """Waits for data and returns all that has arrived; empty at the end."""
-
-    def at_eof(self) -> bool:
-        """Whether everything has been read."""
-
-
-class BackendAnswer(Protocol):
-    """The answer of a backend, such as an ``aiohttp.ClientResponse``."""
-
-    @property
-    def status(self) -> int: ...
-
-    @property
-    def headers(self) -> CIMultiDictProxy[str]: ...
-
-    @property
-    def content_type(self) -> str:
-        """``text/event-stream`` for a stream."""
-
-    @property
-    def content(self) -> BackendContent: ...
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-@dataclass(eq=False)
-class IteratedAnswer:
-    """An answer from an iterator, which serves as the HTTP response and as its content."""
-
-    pieces: AsyncIterator[bytes]
-    content_type: str = "application/json"
-    status: int = 200
-    source: object = None
-    """The stream behind ``pieces``, if it has to be closed too: closing a generator does not close its source."""
-    is_over: bool = False
-
-    @property
-    def headers(self) -> CIMultiDictProxy[str]:
-        return CIMultiDictProxy(CIMultiDict({"Content-Type": self.content_type}))
-
-    @property
-    def content(self) -> Self:
-        return self
-
-    async def readany(self) -> bytes:
-        try:
-            return await anext(self.pieces)
-        except StopAsyncIteration:
-            self.is_over = True
-            return b""
-
-    def at_eof(self) -> bool:
-        return self.is_over
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for stream in (self.pieces, self.source):
-            close = getattr(stream, "aclose", None)
-            if close is not None:
-                await close()
-
-
-async def once(body: bytes) -> AsyncIterator[bytes]:
-    """Yields a whole body as one piece, for ``IteratedAnswer``."""
-    yield body
+logger = logging.getLogger("agentlightning")
+_LENGTH_LIMITS: Final = {"max_tokens", "max_completion_tokens"}
+"""Two names for the same parameter."""
 
 
 class Provider:
@@ -116,7 +39,7 @@ class Provider:
         return {"Authorization": f"Bearer {api_key}"}
 
     async def send(
-        self, session: aiohttp.ClientSession, backend: Backend, path: str, body: bytes, headers: Mapping[str, str]
+        self, session: aiohttp.ClientSession, backend: ModelBackend, path: str, body: bytes, headers: Mapping[str, str]
     ) -> BackendAnswer:
         """Sends a request and returns its answer, whose status and headers have arrived.
 
@@ -157,3 +80,96 @@ class Anthropic(Provider):
 
     def authorize(self, api_key: str) -> Mapping[str, str]:
         return {"x-api-key": api_key}
+
+
+@dataclass(slots=True)
+class ModelBackend:
+    """One endpoint of one model. Two are equal if their entries in the model lists are."""
+
+    model: str
+    """The name that agents use."""
+    served_model: str
+    """The name that the endpoint uses."""
+    endpoint: str
+    """Base URL without a trailing slash, usually ending in ``/v1``; empty if the provider needs none."""
+    provider: Provider
+    api_key: str | None = field(default=None, repr=False)
+    sampling_parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Top-level fields that are set in every request, replacing the agent's."""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Top-level fields that are set in requests without these fields."""
+    seed_calls: bool = False
+    """Whether each call of an attempt gets a seed derived from its rollout's seed."""
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The whole ``litellm_params``, for providers that read further parameters."""
+    weight: float = 1.0
+    """The share of the model's calls, relative to the other backends."""
+    price: Price | None = None
+    refused: frozenset[str] = field(default=frozenset(), compare=False)
+    """Capture fields that this endpoint rejected with an error; they are not sent again."""
+    retry_at: float = field(default=0.0, compare=False)
+    """``time.monotonic()`` until which other endpoints are tried first."""
+    failure: str | None = field(default=None, compare=False)
+    """Why the backend is down; None if it is up. Backends that are down are tried last."""
+    identity: bytes = field(init=False, repr=False)
+    """Hash that is the same for the same backend in every process and every model list."""
+    label: str = field(init=False, repr=False, compare=False)
+    """Label in metrics: the endpoint, followed by ``#2`` for the model's second entry with it, and so on."""
+    _redactor: KeyRedactor | None = field(init=False, repr=False, compare=False)
+    _urls: dict[str, URL] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        text = "\0".join((self.model, self.served_model, self.endpoint, self.provider.name))
+        self.identity = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        self.label = self.endpoint
+        self._redactor = None if self.api_key is None else KeyRedactor(self.api_key)
+
+    @property
+    def is_up(self) -> bool:
+        return self.failure is None
+
+    def redact_error(self, text: bytes) -> bytes:
+        """Replaces this endpoint's key with asterisks in an error."""
+        return text if self._redactor is None else self._redactor.redact_error(text)
+
+    def redact_answer(self, text: bytes) -> bytes:
+        """Replaces this endpoint's key with asterisks, unless the key may be a word of the answer."""
+        return text if self._redactor is None else self._redactor.redact_answer(text)
+
+    def sampling_fields(self, body: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
+        """Returns the fields to set in a request, given the seed of the call."""
+        given = {name for name, value in body.items() if value is not None}
+        if given & _LENGTH_LIMITS:
+            given |= _LENGTH_LIMITS
+        fields = {name: value for name, value in self.sampling_defaults.items() if name not in given}
+        fields.update(self.sampling_parameters)
+        if self.seed_calls and seed is not None:
+            fields["seed"] = seed
+        return fields
+
+    def mark(self, failure: str | None) -> None:
+        """Records why the backend is down, or that it is up (None)."""
+        if failure is not None and self.failure is None:
+            logger.warning("backend %s of model %r is down: %s", self.endpoint, self.model, failure)
+        elif failure is None and self.failure is not None:
+            logger.warning("backend %s of model %r is up again", self.endpoint, self.model)
+            self.retry_at = 0.0
+        self.failure = failure
+
+    def url(self, path: str) -> URL:
+        """Returns the URL of a path such as ``chat/completions``; caches it unless the path has a query."""
+        url = self._urls.get(path)
+        if url is None:
+            url = URL(self.provider.url(self.endpoint, path))
+            if "?" not in path:
+                self._urls[path] = url
+        return url
+
+    def authorize(self, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """Adds this endpoint's key to headers without one."""
+        return headers if self.api_key is None else {**headers, **self.provider.authorize(self.api_key)}
+
+
+def describe_error(error: Exception) -> str:
+    """Describes a connection error in a few words."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

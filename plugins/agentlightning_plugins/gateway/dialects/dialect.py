@@ -15,7 +15,7 @@ MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError)
 
 
 @dataclass(slots=True)
-class ToolCall:
+class CompletionToolCall:
     """A tool call of a model."""
 
     id: str | None = None
@@ -25,13 +25,13 @@ class ToolCall:
 
 
 @dataclass(slots=True)
-class Choice:
+class CompletionChoice:
     """One of the n answers to a call."""
 
     text: str = ""
     reasoning: str = ""
     refusal: str = ""
-    tool_calls: dict[int, ToolCall] = field(default_factory=dict)
+    tool_calls: dict[int, CompletionToolCall] = field(default_factory=dict)
     """Tool calls by their position in the answer."""
     finish_reason: str | None = None
     prompt_token_ids: list[int] | None = None
@@ -59,7 +59,7 @@ class Completion:
     model: str | None = None
     prompt_token_ids: list[int] | None = None
     """Set if all choices have the same prompt."""
-    choices: dict[int, Choice] = field(default_factory=dict)
+    choices: dict[int, CompletionChoice] = field(default_factory=dict)
     """Choices by their index."""
     input_tokens: int | None = None
     output_tokens: int | None = None
@@ -69,11 +69,11 @@ class Completion:
     is_ended: bool = False
     """Whether the final event of a stream has arrived, for APIs that do not end with ``[DONE]``."""
 
-    def choice(self, index: int) -> Choice:
+    def choice(self, index: int) -> CompletionChoice:
         """Returns the choice at an index, creating it if needed."""
         choice = self.choices.get(index)
         if choice is None:
-            choice = self.choices[index] = Choice()
+            choice = self.choices[index] = CompletionChoice()
         return choice
 
     @property

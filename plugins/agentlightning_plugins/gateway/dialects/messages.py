@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from agentlightning_plugins.gateway.dialects.dialect import Choice, Completion, Dialect, ToolCall, Translation
+from agentlightning_plugins.gateway.dialects.dialect import (
+    Completion,
+    CompletionChoice,
+    CompletionToolCall,
+    Dialect,
+    Translation,
+)
 from agentlightning_plugins.gateway.dialects.fields import COUNT_FIELDS, MESSAGE_FIELDS
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
 from agentlightning_plugins.gateway.dialects.messages_translation import (
@@ -138,13 +144,13 @@ def _read_usage(data: Mapping[str, Any], completion: Completion) -> None:
         completion.output_tokens = usage["output_tokens"]
 
 
-def _read_block(block: Mapping[str, Any], position: int, choice: Choice) -> None:
+def _read_block(block: Mapping[str, Any], position: int, choice: CompletionChoice) -> None:
     """Adds a content block or a delta. Skips tools that Anthropic ran itself: the next text contains their results."""
     kind = block["type"]
     if kind in _TEXTS:
         name, key = _TEXTS[kind]
         setattr(choice, name, getattr(choice, name) + block[key])
     elif kind == "tool_use":
-        choice.tool_calls[position] = ToolCall(block["id"], block["name"])
+        choice.tool_calls[position] = CompletionToolCall(block["id"], block["name"])
     elif kind == "input_json_delta" and position in choice.tool_calls:
         choice.tool_calls[position].arguments += block["partial_json"]

@@ -12,11 +12,11 @@ from typing import Any, Final, Protocol
 
 from agentlightning_plugins.gateway.dialects.chunk_run import find_run
 from agentlightning_plugins.gateway.dialects.dialect import (
-    Choice,
     Completion,
+    CompletionChoice,
+    CompletionToolCall,
     Dialect,
     TokenOptions,
-    ToolCall,
     tool_call_part,
 )
 from agentlightning_plugins.gateway.dialects.fields import CHAT_FIELDS, COMPLETION_FIELDS, EMBEDDING_FIELDS
@@ -123,7 +123,7 @@ class ChatCompletions(OpenAIDialect):
         return changed
 
 
-class Completions(ChatCompletions):
+class TextCompletions(ChatCompletions):
     """OpenAI's Completions, which differ from Chat Completions in the keys of their content."""
 
     name = "openai-completions"
@@ -242,12 +242,12 @@ def _take_choices(
     return is_changed
 
 
-def _read_more(message: Mapping[str, Any], choice: Choice) -> None:
+def _read_more(message: Mapping[str, Any], choice: CompletionChoice) -> None:
     """Adds the reasoning, refusal and tool calls of a message."""
     choice.reasoning += message.get("reasoning_content") or message.get("reasoning") or ""
     choice.refusal += message.get("refusal") or ""
     for position, part in enumerate(message.get("tool_calls") or ()):
-        call = choice.tool_calls.setdefault(part.get("index", position), ToolCall())
+        call = choice.tool_calls.setdefault(part.get("index", position), CompletionToolCall())
         function = part.get("function") or {}
         call.id = part.get("id") or call.id
         call.name += function.get("name") or ""

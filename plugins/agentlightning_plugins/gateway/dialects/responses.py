@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from agentlightning_plugins.gateway.dialects.dialect import Choice, Completion, ToolCall, Translation
+from agentlightning_plugins.gateway.dialects.dialect import (
+    Completion,
+    CompletionChoice,
+    CompletionToolCall,
+    Translation,
+)
 from agentlightning_plugins.gateway.dialects.fields import RESPONSE_FIELDS
 from agentlightning_plugins.gateway.dialects.openai import CHAT, OpenAIDialect
 from agentlightning_plugins.gateway.dialects.responses_translation import (
@@ -43,7 +48,7 @@ class Responses(OpenAIDialect):
         completion.id, completion.model = answer["id"], answer.get("model")
         usage = answer.get("usage") or {}
         completion.input_tokens, completion.output_tokens = usage.get("input_tokens"), usage.get("output_tokens")
-        choice = completion.choices[0] = Choice()
+        choice = completion.choices[0] = CompletionChoice()
         for position, item in enumerate(answer["output"]):
             _read_item(item, position, choice)
         status = answer.get("status")
@@ -62,10 +67,14 @@ class Responses(OpenAIDialect):
             choice, key = completion.choice(0), _DELTAS[kind]
             setattr(choice, key, getattr(choice, key) + chunk["delta"])
         elif kind == "response.function_call_arguments.delta":
-            completion.choice(0).tool_calls.setdefault(chunk["output_index"], ToolCall()).arguments += chunk["delta"]
+            completion.choice(0).tool_calls.setdefault(chunk["output_index"], CompletionToolCall()).arguments += chunk[
+                "delta"
+            ]
         elif kind == "response.output_item.added" and chunk["item"].get("type") == "function_call":
             item = chunk["item"]
-            completion.choice(0).tool_calls[chunk["output_index"]] = ToolCall(item.get("call_id"), item["name"])
+            completion.choice(0).tool_calls[chunk["output_index"]] = CompletionToolCall(
+                item.get("call_id"), item["name"]
+            )
         elif kind in ("response.completed", "response.incomplete", "response.failed"):
             self.read_answer(chunk["response"], completion)
             completion.is_ended = True
@@ -82,7 +91,7 @@ class Responses(OpenAIDialect):
         return to_typed_event("error", code=code, message=message, param=None, sequence_number=0, **error)
 
 
-def _read_item(item: Mapping[str, Any], position: int, choice: Choice) -> None:
+def _read_item(item: Mapping[str, Any], position: int, choice: CompletionChoice) -> None:
     match item.get("type"):
         case "message":
             for part in item["content"]:
@@ -91,6 +100,6 @@ def _read_item(item: Mapping[str, Any], position: int, choice: Choice) -> None:
         case "reasoning":
             choice.reasoning += "".join(part["text"] for part in item.get("content") or item.get("summary") or ())
         case "function_call":
-            choice.tool_calls[position] = ToolCall(item.get("call_id"), item["name"], item["arguments"])
+            choice.tool_calls[position] = CompletionToolCall(item.get("call_id"), item["name"], item["arguments"])
         case _:  # tools that OpenAI ran itself: the following text contains their results
             pass

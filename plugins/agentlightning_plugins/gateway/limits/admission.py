@@ -6,10 +6,13 @@ import asyncio
 import time
 from typing import Final
 
+from agentlightning_plugins.gateway.refusal import CallRefused
+
 MAX_WAITING: Final = 10_000
 """Calls that may wait at the same time; further calls get status 429."""
 PAUSE_WAIT_S: Final = 300.0
 """Default time that a call waits before it gets 429. Shorter than the timeout of official clients, 600 s."""
+_RETRY_S: Final = 5
 
 
 class Admission:
@@ -36,14 +39,15 @@ class Admission:
         """Whether new calls wait."""
         return not self._is_open.is_set()
 
-    async def enter(self) -> bool:
-        """Waits until the call is admitted; after each True, ``leave`` must be called once.
+    async def enter(self) -> None:
+        """Waits until the call is admitted; afterwards, ``leave`` must be called once.
 
-        Returns False if too many calls wait already, the wait takes too long, or the gateway stops.
+        Raises:
+            CallRefused: too many calls wait already, the wait takes too long, or the gateway stops.
         """
         if self.is_paused:
             if self.waiting >= self._max_waiting:
-                return False
+                raise _refusal()
             deadline = time.monotonic() + self._pause_wait_s
             self.waiting += 1
             try:
@@ -51,15 +55,14 @@ class Admission:
                     async with asyncio.timeout(deadline - time.monotonic()):
                         await self._is_open.wait()
             except TimeoutError:
-                return False
+                raise _refusal() from None
             finally:
                 self.waiting -= 1
         if self._is_closed:
-            return False
+            raise _refusal()
         self.in_flight += 1
         if self.in_flight == 1:
             self._is_empty.clear()
-        return True
 
     def leave(self) -> None:
         """Ends an admitted call."""
@@ -90,3 +93,8 @@ class Admission:
         except TimeoutError:
             return False
         return True
+
+
+def _refusal() -> CallRefused:
+    message = "the gateway is paused while the model's weights change; try again"
+    return CallRefused(429, message, "paused", {"Retry-After": str(_RETRY_S)})

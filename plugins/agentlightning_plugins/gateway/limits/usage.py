@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
-from agentlightning.errors import ConfigError
+import aiohttp
+
+from agentlightning.errors import ConfigError, StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey
+from agentlightning_plugins.gateway.refusal import CallRefused
 from agentlightning_plugins.gateway.validation import check_keys, check_number
 
+logger = logging.getLogger("agentlightning")
 _MAX_REMEMBERED: Final = 100_000
 _MAX_NUMBER: Final = 2.0**53
 BACKEND: Final = "agentlightning.gateway.backend"
 """Span attribute: the endpoint that a call was sent to; absent for calls that were refused before they were sent."""
+BUDGET_EXCEEDED: Final = "budget_exceeded"
+"""Code of the error of a call beyond a limit."""
 TOKENS: Final = "agentlightning.gateway.tokens"
 """Span attribute: the tokens that count towards the token limit."""
 COST: Final = "agentlightning.gateway.cost"
@@ -44,7 +51,7 @@ class UsageLimits:
 
 
 @dataclass(slots=True)
-class Usage:
+class AttemptUsage:
     """The usage of an attempt so far."""
 
     calls: int = 0
@@ -58,35 +65,41 @@ class UsageTracker:
     def __init__(self, limits: UsageLimits, max_attempts: int = _MAX_REMEMBERED) -> None:
         self._limits = {name: limit for name, limit in asdict(limits).items() if limit is not None}
         self._max_attempts = max_attempts
-        self._used: dict[AttemptKey, Usage] = {}
+        self._used: dict[AttemptKey, AttemptUsage] = {}
 
-    def needs(self, attempt: AttemptKey) -> bool:
-        """Whether the usage of an attempt is limited but not known."""
-        return bool(self._limits) and attempt not in self._used
+    async def restore(self, store: LightningStore, attempt: AttemptKey) -> None:
+        """Reads the usage of an attempt before this gateway started from its spans, if it is limited but not known."""
+        if not self._limits or attempt in self._used:
+            return
+        try:
+            self._used.setdefault(attempt, await read_usage(store, attempt))
+        except (StoreError, OSError, aiohttp.ClientError) as error:
+            logger.warning("the usage of attempt %s cannot be read, so only new calls count: %s", attempt[1], error)
 
-    def restore(self, attempt: AttemptKey, usage: Usage) -> None:
-        """Sets the earlier usage of an attempt that is not tracked yet."""
-        self._used.setdefault(attempt, usage)
+    def begin(self, attempt: AttemptKey | None) -> None:
+        """Counts a call that begins.
 
-    def begin(self, attempt: AttemptKey) -> str | None:
-        """Counts a call that begins. If a limit is reached, returns the reason to refuse the call."""
-        if not self._limits:
-            return None
-        usage = self._used.pop(attempt, None) or Usage()
+        Raises:
+            CallRefused: a limit is reached.
+        """
+        if not self._limits or attempt is None:
+            return
+        usage = self._used.pop(attempt, None) or AttemptUsage()
         self._used[attempt] = usage
         if len(self._used) > self._max_attempts:
             del self._used[next(iter(self._used))]
         for name, limit in self._limits.items():
             used = getattr(usage, name)
-            if used >= limit:
-                return f"the attempt has used {used:.6g} of its {limit:.6g} {name}"
+            if used >= limit:  # not 429, after which clients and frameworks would try again
+                message = f"the attempt has used {used:.6g} of its {limit:.6g} {name}"
+                raise CallRefused(402, message, BUDGET_EXCEEDED, {"x-should-retry": "false"})
         usage.calls += 1
-        return None
 
-    def take_back(self, attempt: AttemptKey) -> None:
+    def take_back(self, attempt: AttemptKey | None) -> None:
         """Reverts ``begin`` for a call that was not made."""
-        if attempt in self._used:
-            self._used[attempt].calls -= 1
+        usage = self._used.get(attempt) if attempt is not None else None
+        if usage is not None:
+            usage.calls -= 1
 
     def add(self, attempt: AttemptKey, tokens: int, cost: float) -> None:
         """Adds the usage of a call; ignores attempts that were dropped, because their spans contain the usage."""
@@ -96,12 +109,12 @@ class UsageTracker:
             usage.cost += cost
 
 
-async def read_usage(store: LightningStore, attempt: AttemptKey) -> Usage:
+async def read_usage(store: LightningStore, attempt: AttemptKey) -> AttemptUsage:
     """Sums up the usage of an attempt from the spans of its calls; raises StoreError.
 
     If the store checks no tokens, an agent can write such spans too, but they can only increase its usage.
     """
-    usage = Usage()
+    usage = AttemptUsage()
     for span in await store.query_spans(*attempt):
         if BACKEND in span.attributes:
             usage.calls += 1

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from agentlightning.store.span_writer import SpanWriter
-from agentlightning_plugins.gateway.backends.backend import ModelTable
+from agentlightning_plugins.gateway.backends.model_table import ModelTable
+from agentlightning_plugins.gateway.call import ModelCall, used_tokens
 from agentlightning_plugins.gateway.limits.admission import Admission
-from agentlightning_plugins.gateway.recording.call import Call, used_tokens
+from agentlightning_plugins.shared.web.metrics import ScrapedMetrics
 
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _NO_MODEL: Final = ""
 """The label for names that are not models of this gateway: agents must not be able to create metrics."""
 
 
-class GatewayMetrics:
+class GatewayMetrics(ScrapedMetrics):
     """The metrics of one gateway server."""
 
     def __init__(
@@ -29,15 +28,15 @@ class GatewayMetrics:
         models: Callable[[], ModelTable],
         admission: Admission,
         writer: SpanWriter,
-        running: Callable[[], Iterable[Call]],
+        running: Callable[[], Iterable[ModelCall]],
     ) -> None:
         """Creates the metrics; the gauges are read from the arguments at each scrape."""
+        super().__init__()
         self._models = models
         self._admission = admission
         self._writer = writer
         self._running = running
-        self._gauges: list[GaugeMetricFamily] = []
-        registry = self._registry = CollectorRegistry()
+        registry = self.registry
         self._calls = Counter(
             "agl_gateway_calls_total", "Calls answered or abandoned.", ["model", "status"], registry=registry
         )
@@ -62,7 +61,7 @@ class GatewayMetrics:
             "agl_gateway_incomplete_total", "Calls whose answer did not arrive in full.", ["model"], registry=registry
         )
 
-    def count(self, call: Call, status: str) -> None:
+    def count(self, call: ModelCall, status: str) -> None:
         """Counts a call that has ended."""
         model = call.model if call.backend is not None else _NO_MODEL
         self._calls.labels(model, status).inc()
@@ -81,16 +80,8 @@ class GatewayMetrics:
         self._calls.labels(_NO_MODEL, status).inc()
 
     async def render(self) -> bytes:
-        """Returns all metrics in Prometheus' text format, rendered in a thread."""
-        self._gauges = list(self._read_gauges())
-        return await asyncio.to_thread(generate_latest, self)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields all metrics; ``generate_latest`` calls this method."""
-        for metric in self._registry.collect():
-            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
-            yield metric
-        yield from self._gauges
+        """Returns all metrics in Prometheus' text format."""
+        return await self.render_with(self._read_gauges())
 
     def _read_gauges(self) -> Iterator[GaugeMetricFamily]:
         admission, writer = self._admission, self._writer
@@ -114,6 +105,6 @@ class GatewayMetrics:
         yield GaugeMetricFamily("agl_gateway_spans_dropped", "Spans lost so far.", writer.lost)
 
 
-def count_by_backend(calls: Iterable[Call]) -> collections.Counter[bytes]:
+def count_by_backend(calls: Iterable[ModelCall]) -> collections.Counter[bytes]:
     """Returns the number of running calls of each backend, by the backend's identity."""
     return collections.Counter(call.backend.identity for call in calls if call.backend is not None)

@@ -19,10 +19,10 @@ from typing import Any, Final
 from agentlightning import semconv
 from agentlightning.frozen import FrozenList
 from agentlightning.types import Span, TraceStatus
-from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, Choice, Dialect
+from agentlightning_plugins.gateway.call import ModelCall, used_tokens
+from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, CompletionChoice, Dialect
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
-from agentlightning_plugins.gateway.limits.usage import BACKEND, COST, TOKENS
-from agentlightning_plugins.gateway.recording.call import Call, used_tokens
+from agentlightning_plugins.gateway.limits.usage import BACKEND, BUDGET_EXCEEDED, COST, TOKENS
 
 CACHE_KEY: Final = "agentlightning.gateway.cache_key"
 CACHE_ANSWER: Final = "agentlightning.gateway.cache_answer"
@@ -40,7 +40,7 @@ _SAMPLING: Final = {
 """Sampling parameters of all dialects, and their names below ``gen_ai.request``."""
 
 
-def call_to_span(call: Call) -> Span:
+def call_to_span(call: ModelCall) -> Span:
     """Returns the span of a finished call of an attempt. The store assigns its ``sequence_id``."""
     assert call.attempt is not None
     rollout_id, attempt_id = call.attempt
@@ -70,8 +70,8 @@ def call_to_span(call: Call) -> Span:
         attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = call.first_time - call.start_time
     if call.cache_key is not None:
         attributes |= {CACHE_KEY: call.cache_key, CACHE_ANSWER: call.answer.decode()}
-    if call.exceeded_limit is not None:
-        attributes["agentlightning.gateway.budget_exceeded"] = call.exceeded_limit
+    if call.error_code == BUDGET_EXCEEDED:
+        attributes["agentlightning.gateway.budget_exceeded"] = call.error
     if call.http_status is not None:
         attributes["http.response.status_code"] = call.http_status
     status = _OK
@@ -108,17 +108,17 @@ def _add_input(dialect: Dialect, body: Mapping[str, Any], attributes: dict[str, 
         attributes[semconv.GEN_AI_TOOL_DEFINITIONS] = dump_json(tools).decode()
 
 
-def _drop_echo(call: Call) -> None:
+def _drop_echo(call: ModelCall) -> None:
     """Drops the log-probabilities of the prompt's tokens, which Completions with ``echo`` repeat."""
     for choice in call.completion.choices.values():
         if choice.logprobs is not None and choice.token_ids is not None:
             choice.logprobs = choice.logprobs[max(len(choice.logprobs) - len(choice.token_ids), 0) :]
 
 
-def _add_output(call: Call, attributes: dict[str, Any]) -> None:
+def _add_output(call: ModelCall, attributes: dict[str, Any]) -> None:
     completion = call.completion
     choices = sorted(completion.choices.items())
-    first = completion.choices.get(0) or Choice()
+    first = completion.choices.get(0) or CompletionChoice()
     prompt_token_ids = completion.prompt_token_ids or first.prompt_token_ids
     input_tokens, output_tokens = completion.input_tokens, completion.output_tokens
     if input_tokens is None and prompt_token_ids is not None:  # a stream states its usage only on request

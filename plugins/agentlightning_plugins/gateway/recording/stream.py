@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from agentlightning_plugins.gateway.backends.provider import MAX_ANSWER_BYTES
+from agentlightning_plugins.gateway.backends.answer import MAX_ANSWER_BYTES
 from agentlightning_plugins.gateway.backends.request import BackendRequest
+from agentlightning_plugins.gateway.call import ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED
 from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
 from agentlightning_plugins.gateway.dialects.sse import DONE, EventSplitter, event_data, split_events
-from agentlightning_plugins.gateway.recording.call import Call
 
 _ENDED_EARLY: Final = "the backend ended its answer early"
 
@@ -18,7 +18,7 @@ _ENDED_EARLY: Final = "the backend ended its answer early"
 class StreamReader:
     """Reads the bytes from a backend into ``call.completion`` and returns the bytes for the agent."""
 
-    def __init__(self, call: Call, request: BackendRequest) -> None:
+    def __init__(self, call: ModelCall, request: BackendRequest) -> None:
         self.is_done = False
         """Whether the event after which clients stop reading has been read."""
         self._call = call

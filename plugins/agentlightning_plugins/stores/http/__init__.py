@@ -1,1 +1,50 @@
-"""A store served over HTTP, and its client."""
+"""The store ``http``, and the server that it talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from agentlightning.plugin.hookspecs import Component, Kind, hookimpl
+
+if TYPE_CHECKING:
+    import click
+
+
+@hookimpl
+def kinds() -> list[Kind]:
+    return [
+        Kind("pages", "agentlightning_plugins.stores.http.server.pages:Pages", "pages that agl store serves too"),
+        Kind("server", "agentlightning_plugins.stores.http.server:LightningStoreServer", "serves a store"),
+    ]
+
+
+@hookimpl
+def components() -> Iterable[Component]:
+    return [
+        Component(
+            "store",
+            "http",
+            "agentlightning_plugins.stores.http.client:LightningStoreClient",
+            summary="a store served by `agl store`",
+        ),
+        Component(
+            "store",
+            "https",
+            "agentlightning_plugins.stores.http.client:LightningStoreClient",
+            summary="a store served by `agl store` behind TLS",
+        ),
+        Component(
+            "server",
+            "store",
+            "agentlightning_plugins.stores.http.server:LightningStoreServer",
+            summary="serves a store over HTTP",
+        ),
+    ]
+
+
+@hookimpl
+def add_commands(cli: click.Group) -> None:
+    from agentlightning_plugins.stores.http.command import command
+
+    cli.add_command(command)

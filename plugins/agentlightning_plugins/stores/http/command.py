@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import resource
-import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -92,10 +91,10 @@ def command(
     """
     if context.invoked_subcommand is not None:
         return
-    from agentlightning_plugins.garbage_collection import relax_collector
-    from agentlightning_plugins.http_request import return_freed_memory
+    from agentlightning_plugins.shared.garbage_collection import relax_collector
+    from agentlightning_plugins.shared.web.memory import return_freed_memory
     from agentlightning_plugins.stores.http.log import setup_server_log
-    from agentlightning_plugins.stores.retention import Retention
+    from agentlightning_plugins.stores.shared.retention import Retention
 
     setup_server_log(log_level, log_format, access=access_log)
     relax_collector()
@@ -151,7 +150,7 @@ class _Tokens:
         self.current = self._read()
 
     def _read(self) -> list[str]:
-        from agentlightning_plugins.stores.token import read_token_file
+        from agentlightning_plugins.shared.token import read_token_file
 
         found = [] if self._path is None else read_token_file(self._path)
         return list(dict.fromkeys([self._token, *found] if self._token else found))
@@ -203,24 +202,22 @@ async def _serve(
 ) -> None:
     from agentlightning.plugin.registry import get_manager
     from agentlightning.store.url import hide_password
+    from agentlightning_plugins.shared.web.server import stop_on_signals
     from agentlightning_plugins.stores.http.server import LightningStoreServer
 
     manager = get_manager()
     pages = [
         manager.get("pages", name)(store, tokens.current, read_only=read_only) for name in manager.components("pages")
     ]
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
     try:
         async with LightningStoreServer(store, host, port, token=tokens.current, pages=pages) as server:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, stop.set)
+            stop = stop_on_signals()
             lifetime = "" if store.capabilities["durable"] else " (not durable: lost when this process ends)"
             echo(f"Serving {hide_password(backend)}{lifetime} at {server.endpoint}")
             following = loop.create_task(tokens.follow(server))
             await stop.wait()
             following.cancel()
-            for number in (signal.SIGINT, signal.SIGTERM):  # a second signal ends the process immediately
-                loop.remove_signal_handler(number)
             echo("Stopping: finishing requests in flight, refusing new ones.")
     finally:
         closing = loop.create_task(store.close())

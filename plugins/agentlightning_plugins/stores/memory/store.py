@@ -17,7 +17,7 @@ from agentlightning.store.engine import BackendStore
 from agentlightning.store.url import hide_password
 from agentlightning.types import DEFAULT_RUN_ID, LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
 from agentlightning_plugins.stores.memory.table import Index, Positions, Table
-from agentlightning_plugins.stores.watchers import Watchers
+from agentlightning_plugins.stores.shared.watchers import Watchers
 
 R = TypeVar("R", bound=Record)
 

@@ -15,14 +15,14 @@ from agentlightning.store.backend import Claim, Guard, Listener, Page, Query, Wr
 from agentlightning.types import Record, Rollout, Span
 from agentlightning_plugins.stores.postgresql.condition import PLANNER, number_parameters
 from agentlightning_plugins.stores.postgresql.connection import Server
-from agentlightning_plugins.stores.postgresql.operation import Claiming, Operation, Work
-from agentlightning_plugins.stores.postgresql.reader import Read, Readers, make_lookup
+from agentlightning_plugins.stores.postgresql.reader import Read, Readers
 from agentlightning_plugins.stores.postgresql.schema import migrate
 from agentlightning_plugins.stores.postgresql.writer import Writer
-from agentlightning_plugins.stores.sql.backend import COUNT, DurableBackend, count_all
-from agentlightning_plugins.stores.sql.batch import Inbox, Item, settle_here
-from agentlightning_plugins.stores.sql.plan import Plan
-from agentlightning_plugins.stores.watchers import Watchers
+from agentlightning_plugins.stores.shared.sql.backend import COUNT, DurableBackend, count_all
+from agentlightning_plugins.stores.shared.sql.batch import Inbox, Item, settle_here
+from agentlightning_plugins.stores.shared.sql.changes import Append, Claiming, Commit, TakeNumbers, Work
+from agentlightning_plugins.stores.shared.sql.plan import Plan
+from agentlightning_plugins.stores.shared.watchers import Watchers
 
 R = TypeVar("R", bound=Record)
 
@@ -56,20 +56,20 @@ class PostgresBackend(DurableBackend):
         return self._thread.server.clock.now()
 
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
-        return bool(await self._write(Operation.commit(writes, guards, events)))
+        return bool(await self._write(Commit.encoded(writes, guards, events)))
 
     async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
         claimed: Sequence[Rollout] = await self._write(Claiming(run_id, limit, decide))
         return claimed
 
     async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
-        stored: Sequence[Span | None] = await self._write(Operation.append(spans, now))
+        stored: Sequence[Span | None] = await self._write(Append.encoded(spans, now))
         return stored
 
     async def next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
         if not attempts:
             return []
-        numbers: Sequence[int] = await self._write(Operation.take_numbers(attempts))
+        numbers: Sequence[int] = await self._write(TakeNumbers(attempts))
         return numbers
 
     async def select(self, query: Query[R]) -> Page[R]:
@@ -79,7 +79,7 @@ class PostgresBackend(DurableBackend):
             return page
         total = None
         if plan.count_sql is None:
-            rows = await self._read(make_lookup(plan) or (lambda connection: _fetch(connection, plan)))
+            rows = await self._read(lambda connection: _fetch(connection, plan))
         else:
             rows, total = await self._read(lambda connection: _fetch_counted(connection, plan))
         if len(rows) < _MANY:

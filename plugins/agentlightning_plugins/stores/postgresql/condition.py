@@ -5,20 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-from agentlightning.types import Attempt, Rollout, Span
-from agentlightning_plugins.stores.postgresql.operation import index_key
-from agentlightning_plugins.stores.sql.condition import COLUMNS, Dialect
-from agentlightning_plugins.stores.sql.plan import Planner
+from agentlightning_plugins.stores.postgresql.transaction import index_key
+from agentlightning_plugins.stores.shared.sql.condition import Dialect
+from agentlightning_plugins.stores.shared.sql.plan import Planner
 
 PLANNER: Final = Planner(
     Dialect(
         prefix="agl.",
-        columns={
-            **COLUMNS,
-            Rollout: {**COLUMNS[Rollout], "end_time": "float"},
-            Attempt: {**COLUMNS[Attempt], "status": "text"},
-            Span: {**COLUMNS[Span], "name": "label", "trace_id": "label", "parent_id": "label"},
-        },
         in_list="{} = ANY (?)",
         # The query runs first and its few positions are then looked up, so the planner need not guess how few they are.
         in_query="{} = ANY (ARRAY({}))",

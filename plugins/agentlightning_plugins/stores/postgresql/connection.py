@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 import asyncpg
 
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning_plugins.stores.clock import ServerClock, since_boot
+from agentlightning_plugins.stores.shared.clock import ServerClock, since_boot
 
 logger = logging.getLogger("agentlightning")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Final
 
 import asyncpg
@@ -24,15 +23,20 @@ KEPT_EVENTS: Final = 100_000
 _FIRST: Final = (
     """CREATE TABLE agl.rollout (
         position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-        rollout_id text COLLATE "C" NOT NULL UNIQUE,
+        rollout_id text COLLATE "C" NOT NULL,
         run_id text COLLATE "C" NOT NULL,
         status text COLLATE "C" NOT NULL,
         start_time double precision NOT NULL,
+        end_time double precision,
         task_id text COLLATE "C", group_id text COLLATE "C", step text COLLATE "C",
         queue_position bigint,
         revision bigint NOT NULL,
         record text NOT NULL
     )""",
+    # Searches by time or a part of the id use indexes that hold all they need, so that no JSON is read.
+    "CREATE UNIQUE INDEX rollout_id ON agl.rollout (rollout_id) INCLUDE (run_id, position)",
+    "CREATE INDEX rollout_start ON agl.rollout (run_id, start_time NULLS FIRST, position)",
+    "CREATE INDEX rollout_end ON agl.rollout (run_id, end_time NULLS FIRST, position)",
     "CREATE INDEX rollout_run ON agl.rollout (run_id, position)",
     "CREATE INDEX rollout_status ON agl.rollout (run_id, status, position)",
     "CREATE INDEX rollout_queue ON agl.rollout (run_id, queue_position) WHERE queue_position IS NOT NULL",
@@ -68,86 +72,46 @@ _FIRST: Final = (
         UNIQUE (attempt, span_id)
     )""",
     "CREATE INDEX span_run ON agl.span (run_id, position)",
-    # Runs, snapshots of resources, workers and metrics: each kind has a view with the names of its own fields.
-    """CREATE TABLE agl.document (
-        position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-        kind text COLLATE "C" NOT NULL,
-        id text COLLATE "C" NOT NULL,
-        number bigint NOT NULL,
-        run_id text COLLATE "C",
-        revision bigint NOT NULL,
-        record text NOT NULL,
-        UNIQUE (kind, id, number)
+    """CREATE TABLE agl.run (
+        position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, run_id text COLLATE "C" NOT NULL UNIQUE,
+        revision bigint NOT NULL, record text NOT NULL
+    )""",
+    """CREATE TABLE agl.resources (
+        position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, resources_id text COLLATE "C" NOT NULL,
+        version bigint NOT NULL, run_id text COLLATE "C" NOT NULL, revision bigint NOT NULL, record text NOT NULL,
+        UNIQUE (resources_id, version)
+    )""",
+    "CREATE INDEX resources_id ON agl.resources (resources_id, position)",
+    "CREATE INDEX resources_run ON agl.resources (run_id, position)",
+    """CREATE TABLE agl.worker (
+        position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, worker_id text COLLATE "C" NOT NULL UNIQUE,
+        revision bigint NOT NULL, record text NOT NULL
     ) WITH (fillfactor = 70)""",
-    "CREATE INDEX document_id ON agl.document (kind, id, position)",
-    "CREATE INDEX document_run ON agl.document (kind, run_id, position)",
-    """CREATE VIEW agl.run AS
-        SELECT position, id AS run_id, revision, record FROM agl.document WHERE kind = 'runs'""",
-    """CREATE VIEW agl.resources AS
-        SELECT position, id AS resources_id, number AS version, run_id, revision, record
-        FROM agl.document WHERE kind = 'resources'""",
-    """CREATE VIEW agl.worker AS
-        SELECT position, id AS worker_id, revision, record FROM agl.document WHERE kind = 'workers'""",
-    """CREATE VIEW agl.metrics AS
-        SELECT position, id AS run_id, number AS step, revision, record
-        FROM agl.document WHERE kind = 'metrics'""",
-    # The number of records of each kind; status is '' except for rollouts.
+    """CREATE TABLE agl.metrics (
+        position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, run_id text COLLATE "C" NOT NULL,
+        step bigint NOT NULL, revision bigint NOT NULL, record text NOT NULL, UNIQUE (run_id, step)
+    )""",
+    # The number of records of each kind; status is '' except for rollouts. Each process counts in its own rows (slot),
+    # so that no two wait for each other.
     """CREATE TABLE agl.tally (
         name text COLLATE "C" NOT NULL, run_id text COLLATE "C" NOT NULL, status text COLLATE "C" NOT NULL,
-        number bigint NOT NULL, PRIMARY KEY (name, run_id, status)
+        number bigint NOT NULL, slot int NOT NULL DEFAULT 0, PRIMARY KEY (name, run_id, status, slot)
     ) WITH (fillfactor = 20)""",
-    # The events of the last commits, for the other processes that have the database open.
+    # The events of the last commits, for the other processes that have the database open, with their transactions:
+    # readers find what was committed since they last looked.
     """CREATE TABLE agl.event (
-        position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, origin bigint NOT NULL, events text NOT NULL
+        position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, xid bigint NOT NULL, origin bigint NOT NULL,
+        events text NOT NULL
     )""",
-    # The last batch of each process and its outcome, for a process that lost the connection before it got the answer.
+    "CREATE INDEX event_xid ON agl.event (xid)",
+    # The last transaction that each process committed, for a process that lost the connection before the answer.
     """CREATE TABLE agl.writer (
-        origin bigint PRIMARY KEY, batch bigint NOT NULL, outcome jsonb NOT NULL,
-        seen timestamptz NOT NULL DEFAULT now()
+        origin bigint PRIMARY KEY, number bigint NOT NULL, seen timestamptz NOT NULL DEFAULT now()
     ) WITH (fillfactor = 20)""",
 )
-# Versions 1 to 3 wrote through functions in the database, which version 4 removed.
-_FOURTH: Final = (
-    "DROP FUNCTION IF EXISTS agl.write",
-    "DROP FUNCTION IF EXISTS agl.claim",
-    "DROP TYPE IF EXISTS agl.step",
-    "DROP TYPE IF EXISTS agl.new_span",
-    # Each process counts in its own rows, so that no two wait for each other.
-    "ALTER TABLE agl.tally ADD COLUMN slot int NOT NULL DEFAULT 0, DROP CONSTRAINT tally_pkey, "
-    "ADD PRIMARY KEY (name, run_id, status, slot)",
-    # The transaction that wrote the events: readers find what was committed since they last looked.
-    "ALTER TABLE agl.event ADD COLUMN xid bigint NOT NULL DEFAULT 0",
-    "CREATE INDEX event_xid ON agl.event (xid)",
-)
-# The oldest version of Lightning, by the version of its schema, that may still write.
-_FIFTH: Final = ("ALTER TABLE agl.schema_version ADD COLUMN oldest_writer int NOT NULL DEFAULT 4",)
-# Searches by time or a part of the id use indexes that hold all they need, so that no JSON is read. When a server of
-# an older version ends a rollout, the trigger sets the time; it does not run for writes that set the time themselves.
-_SIXTH: Final = (
-    "ALTER TABLE agl.rollout ADD COLUMN end_time double precision",
-    r"""CREATE FUNCTION agl.read_end_time(record text) RETURNS double precision LANGUAGE plpgsql IMMUTABLE AS $$
-    BEGIN
-        RETURN replace(record, '\u0000', '\u0001')::json ->> 'end_time';  -- PostgreSQL's text has no NUL
-    EXCEPTION WHEN OTHERS THEN
-        RETURN NULL;
-    END $$""",
-    "UPDATE agl.rollout SET end_time = agl.read_end_time(record)",
-    """CREATE FUNCTION agl.set_end_time() RETURNS trigger LANGUAGE plpgsql AS $$
-    BEGIN
-        NEW.end_time = agl.read_end_time(NEW.record);
-        RETURN NEW;
-    END $$""",
-    """CREATE TRIGGER set_end_time BEFORE INSERT OR UPDATE ON agl.rollout FOR EACH ROW
-        WHEN ((NEW.end_time IS NULL) = (NEW.status IN ('succeeded', 'failed', 'cancelled')))
-        EXECUTE FUNCTION agl.set_end_time()""",
-    "CREATE INDEX rollout_start ON agl.rollout (run_id, start_time NULLS FIRST, position)",
-    "CREATE INDEX rollout_end ON agl.rollout (run_id, end_time NULLS FIRST, position)",
-    "CREATE UNIQUE INDEX rollout_id ON agl.rollout (rollout_id) INCLUDE (run_id, position)",
-    "ALTER TABLE agl.rollout DROP CONSTRAINT IF EXISTS rollout_rollout_id_key",
-)
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, (), (), _FOURTH, _FIFTH, _SIXTH)
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST,)
 """The statements that upgrade the schema to each version from the previous one."""
-OLDEST_WRITER: Final = 4
+OLDEST_WRITER: Final = 1
 """The oldest version whose processes may write to the newest schema, so that servers can be upgraded in turn."""
 MIGRATED: Final = "migrated"
 """The payload of the notification after a migration."""
@@ -171,8 +135,7 @@ async def migrate(connection: asyncpg.Connection, shown: str) -> None:
         version = await check_version(connection, shown)  # another process may have been faster
         if version == 0:
             await connection.execute("CREATE SCHEMA agl")
-            await connection.execute("CREATE TABLE agl.schema_version (version int NOT NULL)")
-            await connection.execute("INSERT INTO agl.schema_version VALUES (0)")
+            await connection.execute("CREATE TABLE agl.schema_version AS SELECT 0 AS version, 0 AS oldest_writer")
         for statements in MIGRATIONS[version:]:
             for statement in statements:
                 await connection.execute(statement, timeout=_MIGRATION_TIMEOUT_S)
@@ -198,9 +161,9 @@ async def check_version(connection: asyncpg.Connection, shown: str) -> int:
         raise ConfigError(
             f"{shown} has a schema named {SCHEMA!r} that is not ours; choose another database for the store"
         )
-    row = json.loads(await connection.fetchval("SELECT to_json(v) FROM agl.schema_version AS v"))
-    version: int = row["version"]
-    if version > len(MIGRATIONS) and row.get("oldest_writer", version) > len(MIGRATIONS):
+    version: int
+    version, oldest_writer = await connection.fetchrow("SELECT version, oldest_writer FROM agl.schema_version")
+    if version > len(MIGRATIONS) and oldest_writer > len(MIGRATIONS):
         raise ConfigError(
             f"{shown} was written by a newer version of Lightning (its schema version is {version}, this one's "
             f"{len(MIGRATIONS)}); upgrade Lightning, or choose another database"

@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from agentlightning.event import Event
 from agentlightning.store.backend import Claim, Guard, Listener, Page, Query, Write
 from agentlightning.types import Record, Rollout, Span
-from agentlightning_plugins.stores.sql.backend import COUNT, DurableBackend, count_all
-from agentlightning_plugins.stores.sql.document import encode
-from agentlightning_plugins.stores.sql.plan import Plan
+from agentlightning_plugins.stores.shared.sql.backend import COUNT, DurableBackend, count_all
+from agentlightning_plugins.stores.shared.sql.changes import Append, Claiming, Commit, TakeNumbers, Work
+from agentlightning_plugins.stores.shared.sql.plan import Plan
 from agentlightning_plugins.stores.sqlite.condition import PLANNER
 from agentlightning_plugins.stores.sqlite.plan import is_short, run_plan
 from agentlightning_plugins.stores.sqlite.schema import connect, explain, open_file
-from agentlightning_plugins.stores.sqlite.transaction import encode_writes
 from agentlightning_plugins.stores.sqlite.writer import Writer
 
 R = TypeVar("R", bound=Record)
@@ -51,13 +50,11 @@ class SqliteBackend(DurableBackend):
         super().__init__(str(path), _close, self.writer, self._pool, self._idle)
 
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
-        self._check_open()
-        documents = encode_writes(writes)
-        return await self.writer.submit(lambda transaction: transaction.commit(documents, guards, events))
+        return bool(await self._write(Commit.encoded(writes, guards, events)))
 
     async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
-        self._check_open()
-        return await self.writer.submit(lambda transaction: transaction.claim(run_id, limit, decide))
+        claimed: Sequence[Rollout] = await self._write(Claiming(run_id, limit, decide))
+        return claimed
 
     async def select(self, query: Query[R]) -> Page[R]:
         self._check_open()
@@ -69,13 +66,12 @@ class SqliteBackend(DurableBackend):
         return await loop.run_in_executor(self._pool, self._read, query, plan)
 
     async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
-        self._check_open()
-        documents = [(span, encode(span)) for span in spans]
-        return await self.writer.submit(lambda transaction: transaction.append(documents, now))
+        stored: Sequence[Span | None] = await self._write(Append.encoded(spans, now))
+        return stored
 
     async def next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
-        self._check_open()
-        return await self.writer.submit(lambda transaction: transaction.next_sequence_ids(attempts))
+        numbers: Sequence[int] = await self._write(TakeNumbers(attempts))
+        return numbers
 
     async def count(self) -> dict[str, int]:
         self._check_open()
@@ -84,6 +80,10 @@ class SqliteBackend(DurableBackend):
 
     def watch(self, listener: Listener) -> Callable[[], None]:
         return self.writer.watch(listener)
+
+    def _write(self, work: Work) -> asyncio.Future[Any]:
+        self._check_open()
+        return self.writer.submit(lambda transaction: transaction.apply(work))
 
     def _read(self, query: Query[R], plan: Plan) -> Page[R]:
         with self._connection() as connection:

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import orjson
 
-from agentlightning.types import Attempt, Record, Rollout, Span
-from agentlightning_plugins.stores.sql.condition import COLUMNS, Dialect
-from agentlightning_plugins.stores.sql.plan import Planner
+from agentlightning_plugins.stores.shared.sql.condition import Dialect
+from agentlightning_plugins.stores.shared.sql.plan import Planner
 
 
 def index_key(value: object) -> str | int | float | None:
@@ -27,17 +26,9 @@ def _make_list(values: Sequence[Any]) -> str:
     return orjson.dumps(list(values)).decode()
 
 
-_JSON_TEXTS: Final[dict[type[Record], tuple[str, ...]]] = {
-    Rollout: ("mode",),
-    Attempt: ("status",),
-    Span: ("name", "trace_id", "parent_id"),
-}
 PLANNER: Final = Planner(
     Dialect(
         prefix="",
-        columns={
-            kind: {**columns, **dict.fromkeys(_JSON_TEXTS.get(kind, ()), "text")} for kind, columns in COLUMNS.items()
-        },
         in_list="{} IN (SELECT value FROM json_each(?))",
         in_query="{} IN ({})",
         contains="instr({}, ?) > 0",
@@ -48,10 +39,5 @@ PLANNER: Final = Planner(
         make_list=_make_list,
         index_key=index_key,
         no_limit=-1,
-        expressions={
-            (kind, name): f"json_extract(record, '$.{name}')" for kind, names in _JSON_TEXTS.items() for name in names
-        },
-        # Only for sorting: floats that SQLite reads from decimal text sort correctly, but may differ from Python's.
-        orders={(Rollout, "end_time"): "json_extract(record, '$.end_time')"},
     )
 )

@@ -12,7 +12,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from agentlightning.event import Event, RolloutEnqueued, RolloutFinished
-from agentlightning_plugins.stores.sql.document import decode_events
+from agentlightning_plugins.stores.shared.sql.document import decode_events
 
 _NEW: Final = "SELECT position, origin, events FROM event WHERE position > ? ORDER BY position"
 _NEWEST: Final = "SELECT coalesce(max(position), 0) FROM event"

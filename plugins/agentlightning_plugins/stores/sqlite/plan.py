@@ -8,8 +8,8 @@ from typing import Final, TypeVar
 
 from agentlightning.store.backend import Page, Query
 from agentlightning.types import Attempt, Record, Span
-from agentlightning_plugins.stores.condition import choices
-from agentlightning_plugins.stores.sql.plan import Plan
+from agentlightning_plugins.stores.shared.condition import choices
+from agentlightning_plugins.stores.shared.sql.plan import Plan
 from agentlightning_plugins.stores.sqlite.condition import PLANNER
 
 R = TypeVar("R", bound=Record)

@@ -26,27 +26,30 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         )""",
         """CREATE TABLE rollout (
             position INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id NOT NULL UNIQUE, run_id NOT NULL, status NOT NULL,
-            start_time NOT NULL, task_id, group_id, step, queue_position INTEGER,
+            start_time NOT NULL, end_time, task_id, group_id, step, queue_position INTEGER,
             revision NOT NULL, record NOT NULL
         )""",
         "CREATE INDEX rollout_run ON rollout (run_id)",
         "CREATE INDEX rollout_status ON rollout (run_id, status)",
         "CREATE INDEX rollout_queue ON rollout (run_id, queue_position) WHERE queue_position IS NOT NULL",
-        "CREATE INDEX rollout_task ON rollout (task_id) WHERE task_id IS NOT NULL",
+        "CREATE INDEX rollout_start ON rollout (run_id, start_time)",
+        "CREATE INDEX rollout_end ON rollout (run_id, end_time)",
+        # A task may have many rollouts: they are counted, and filtered by status, without reading their rows.
+        "CREATE INDEX rollout_task ON rollout (task_id, position, run_id, status) WHERE task_id IS NOT NULL",
         "CREATE INDEX rollout_group ON rollout (group_id) WHERE group_id IS NOT NULL",
         "CREATE INDEX rollout_step ON rollout (step) WHERE step IS NOT NULL",
         # Attempts refer to rollouts, and spans to attempts, by position: these indexes grow at their end only, so that
         # a write touches the same few pages however large the file is.
         """CREATE TABLE attempt (
             position INTEGER PRIMARY KEY AUTOINCREMENT, rollout INTEGER NOT NULL, attempt_id NOT NULL,
-            sequence_id NOT NULL, live, worker_id, last_heartbeat_time, last_span NOT NULL DEFAULT 0,
+            sequence_id NOT NULL, status, live, worker_id, last_heartbeat_time, last_span NOT NULL DEFAULT 0,
             revision NOT NULL, record NOT NULL, UNIQUE (rollout, attempt_id)
         )""",
-        "CREATE INDEX attempt_live ON attempt (live, worker_id) WHERE live IS NOT NULL",
+        "CREATE INDEX attempt_live ON attempt (live, worker_id) WHERE live = 1",
         """CREATE TABLE span (
             position INTEGER PRIMARY KEY AUTOINCREMENT, attempt INTEGER NOT NULL, span_id NOT NULL,
-            sequence_id NOT NULL, run_id NOT NULL, start_time, revision NOT NULL, record NOT NULL,
-            UNIQUE (attempt, span_id)
+            sequence_id NOT NULL, run_id NOT NULL, start_time, name, trace_id, parent_id,
+            revision NOT NULL, record NOT NULL, UNIQUE (attempt, span_id)
         )""",
         "CREATE INDEX span_run ON span (run_id)",
         """CREATE TABLE resources (
@@ -68,15 +71,6 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         ) WITHOUT ROWID""",
         # The events of the last commits, for the other processes that have the file open.
         "CREATE TABLE event (position INTEGER PRIMARY KEY AUTOINCREMENT, origin NOT NULL, events NOT NULL)",
-    ),
-    (
-        "CREATE INDEX rollout_start ON rollout (run_id, start_time)",
-        "CREATE INDEX rollout_end ON rollout (run_id, json_extract(record, '$.end_time'))",
-    ),
-    (
-        # A task may have many rollouts: they are counted, and filtered by status, without reading their rows.
-        "DROP INDEX rollout_task",
-        "CREATE INDEX rollout_task ON rollout (task_id, position, run_id, status) WHERE task_id IS NOT NULL",
     ),
 )
 """The statements that upgrade the file to each version from the previous one. Released ones are never changed."""

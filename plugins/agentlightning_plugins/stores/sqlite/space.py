@@ -13,12 +13,6 @@ _KEPT_PAGES: Final = 1024
 """Free pages that stay in the file, for the next records: 4 MiB."""
 _STEP_PAGES: Final = 256
 """Number of pages that one step returns; writes wait a few milliseconds for it."""
-_INCREMENTAL: Final = 2
-
-
-def shrinks(connection: sqlite3.Connection) -> bool:
-    """Whether free pages of this file can be returned in steps, as in files created or compacted by this version."""
-    return int(connection.execute("PRAGMA auto_vacuum").fetchone()[0]) == _INCREMENTAL
 
 
 def shrink(connection: sqlite3.Connection) -> None:

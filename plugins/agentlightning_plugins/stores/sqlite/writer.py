@@ -16,12 +16,12 @@ from typing import Any, Final, TypeAlias, TypeVar
 from agentlightning.errors import StoreError
 from agentlightning.event import Event
 from agentlightning.store.backend import Listener
-from agentlightning_plugins.stores.sql.batch import Inbox, Item, settle, settle_here
+from agentlightning_plugins.stores.shared.sql.batch import Inbox, Item, settle, settle_here
+from agentlightning_plugins.stores.shared.watchers import Watchers
 from agentlightning_plugins.stores.sqlite.events import EventReader
 from agentlightning_plugins.stores.sqlite.schema import connect, explain
-from agentlightning_plugins.stores.sqlite.space import shrink, shrinks
-from agentlightning_plugins.stores.sqlite.transaction import Known, Transaction
-from agentlightning_plugins.stores.watchers import Watchers
+from agentlightning_plugins.stores.sqlite.space import shrink
+from agentlightning_plugins.stores.sqlite.transaction import Rows, Transaction
 
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
@@ -42,9 +42,8 @@ class Writer:
         self._path = path
         self._connection = connect(path, busy_timeout_s)
         self._connection.execute("PRAGMA wal_autocheckpoint = 4000")  # pages of 4 KiB
-        self._shrinks = shrinks(self._connection)
         self._events = EventReader(self._connection)
-        self._known = Known()
+        self._rows = Rows(self._connection)
         self._items: queue.SimpleQueue[list[Item[Work]]] = queue.SimpleQueue()
         self._inbox: Inbox[Work] = Inbox(self._deliver)
         self._lock = threading.Lock()
@@ -119,7 +118,7 @@ class Writer:
         if events:
             self._watchers.publish(events)
         settle(batch)
-        if self._shrinks and self.transactions % _SHRINK_EVERY == 0:
+        if self.transactions % _SHRINK_EVERY == 0:
             with contextlib.suppress(sqlite3.Error):  # another process is writing: the next time will do
                 shrink(self._connection)
 
@@ -131,36 +130,35 @@ class Writer:
         connection.execute("BEGIN IMMEDIATE")
         try:
             self._publish_others()  # before our events, which come after them
-            self._known.shrink()
-            transaction = Transaction(connection, self._known)
+            transaction = Transaction(connection, self._rows)
             for item in batch:
                 item.error = None
-                before = connection.total_changes
+                before = transaction.changes.steps
                 try:
                     item.result = item.work(transaction)
                 except sqlite3.Error:
                     raise
                 except Exception as error:  # isolation point: one caller's failure is not the others'
-                    if connection.total_changes != before:
+                    if transaction.changes.steps != before:
                         raise  # the others cannot use the transaction
                     item.error = error
             position = transaction.finish(self._events.origin)
             connection.execute("COMMIT")
         except BaseException:
-            self._known.forget()
+            self._rows.forget()
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
         self.transactions += 1
         if position is not None:
             self._events.skip(position)
-        return transaction.events
+        return transaction.changes.events
 
     def _publish_others(self) -> None:
         """Publishes what other processes committed since the last time."""
         commits = self._events.read()
         if self._events.has_moved:
-            self._known.forget()
+            self._rows.forget()
         for events in commits:
             self._watchers.publish(events)
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 from opentelemetry.sdk.trace import TracerProvider
 
 from agentlightning.errors import ConfigError, suggest
-from agentlightning_plugins.instrumentation import OnImport, Undo
-from agentlightning_plugins.tracers.opentelemetry.tracer import OtelTracer
+from agentlightning_plugins.shared.instrumentation import OnImport, Undo
+from agentlightning_plugins.tracers.shared.opentelemetry.tracer import OtelTracer
 
 GROUP: Final = "openinference_instrumentor"
 _MODULES: Final = {

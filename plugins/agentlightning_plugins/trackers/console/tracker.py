@@ -16,6 +16,7 @@ from rich.text import Text
 from agentlightning.event import AttemptFinished, Event, ResourcesPublished, RolloutFinished, RunFinished, StepFinished
 from agentlightning.logging import printable
 from agentlightning.types import Run
+from agentlightning_plugins.shared.rendering.text import show_number, show_span
 
 _SHOWN = ("reward", "val_reward", "success_rate", "tokens_per_s", "seconds")
 _MAX_ERRORS = 8
@@ -107,7 +108,7 @@ class ConsoleTracker:
         text = Text(f"step {event.step:>4}")
         for name in _SHOWN:
             if name in values:
-                text.append(f"  {name} ", style="dim").append(_format(values[name]), style="bold")
+                text.append(f"  {name} ", style="dim").append(show_number(values[name]), style="bold")
         if values.get("progress", 0.0) > 0:
             self._left = self._estimate_left(values["progress"])
         self._line = text
@@ -121,7 +122,7 @@ class ConsoleTracker:
         began, first = self._first_progress
         if progress <= first or progress >= 1:
             return ""
-        return f"about {_duration((now - began) * (1 - progress) / (progress - first))} left"
+        return f"about {show_span((now - began) * (1 - progress) / (progress - first))} left"
 
     def _say(self, text: Text) -> None:
         text.plain = printable(text.plain)
@@ -131,7 +132,7 @@ class ConsoleTracker:
     def _render(self) -> Table:
         grid = Table.grid(padding=(0, 2))
         failed = f", {self._failed} failed" if self._failed else ""
-        elapsed = _duration(time.monotonic() - self._started)
+        elapsed = show_span(time.monotonic() - self._started)
         grid.add_row(self._line)
         counts = f"{self._finished} rollouts{failed}, {elapsed} elapsed, {self._left}".rstrip(", ")
         grid.add_row(Text(counts, style="dim"))
@@ -166,12 +167,3 @@ def _to_text(renderable: RenderableType) -> str:
     with console.capture() as captured:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def _format(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds + 0.5), 60)
-    return f"{minutes}:{rest:02d}"

@@ -13,7 +13,7 @@ from mlflow.entities import Metric, Param
 from agentlightning.event import Event, RunFinished, StepFinished
 from agentlightning.run.tracker import Sample
 from agentlightning.types import Run
-from agentlightning_plugins.trackers.sample import SampleRow, make_row
+from agentlightning_plugins.trackers.shared.sample import make_table
 
 _STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _FORBIDDEN: Final = re.compile(r"[^\w\-. /:]")
@@ -61,8 +61,7 @@ class MlflowTracker:
     def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Writes rollouts of a step to ``samples/STEP.json``, in the form of MLflow's tables."""
         if self._client is not None:
-            table = {"columns": list(SampleRow._fields), "data": [list(make_row(*sample)) for sample in samples]}
-            self._client.log_dict(self._run_id, table, f"samples/{step}.json")
+            self._client.log_dict(self._run_id, make_table(samples), f"samples/{step}.json")
 
     def close(self) -> None:
         """Does nothing: every call is sent immediately."""

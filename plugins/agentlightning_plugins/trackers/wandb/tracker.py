@@ -12,7 +12,7 @@ from agentlightning.event import Event, RunFinished, StepFinished
 from agentlightning.frozen import thaw
 from agentlightning.run.tracker import Sample
 from agentlightning.types import Run
-from agentlightning_plugins.trackers.sample import SampleRow, make_row
+from agentlightning_plugins.trackers.shared.sample import make_table
 
 
 class WandbTracker:
@@ -50,8 +50,7 @@ class WandbTracker:
 
     def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Logs rollouts of a step as the table ``samples``."""
-        table = wandb.Table(columns=list(SampleRow._fields), data=[list(make_row(*sample)) for sample in samples])
-        self._run.log({"samples": table}, step=step)
+        self._run.log({"samples": wandb.Table(**make_table(samples))}, step=step)
 
     def close(self) -> None:
         if self._run is not None:

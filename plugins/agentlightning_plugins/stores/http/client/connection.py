@@ -21,7 +21,7 @@ from yarl import URL
 
 from agentlightning.errors import ConfigError, LightningError, StoreError
 from agentlightning.store.url import hide_password
-from agentlightning_plugins.stores.clock import ServerClock, since_boot
+from agentlightning_plugins.shared.token import check_token, find_token
 from agentlightning_plugins.stores.http.message import (
     ERRORS,
     FEATURES_HEADER,
@@ -29,7 +29,7 @@ from agentlightning_plugins.stores.http.message import (
     RUN_HEADER,
     TIME_HEADER,
 )
-from agentlightning_plugins.stores.token import check_token, find_token
+from agentlightning_plugins.stores.shared.clock import ServerClock, since_boot
 
 logger = logging.getLogger("agentlightning")
 

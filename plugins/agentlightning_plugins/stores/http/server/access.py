@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ from agentlightning.errors import ConflictError
 from agentlightning.run import attempt_token
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.types import Span
-from agentlightning_plugins.http_request import is_local_request
+from agentlightning_plugins.shared.web.access import check_local, is_among
 from agentlightning_plugins.stores.http.message import PREFIX
 from agentlightning_plugins.stores.http.server.answer import RefusedError
 from agentlightning_plugins.stores.http.server.attempt_spans import find_reserved
@@ -23,7 +22,7 @@ OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
 _BEARER: Final = "Bearer "
 
 
-class Access:
+class StoreAccess:
     """Checks tokens. If there are none, programs on this machine are admitted, but pages in a browser are not."""
 
     def __init__(self, tokens: Sequence[str], now: Callable[[], float]) -> None:
@@ -33,26 +32,22 @@ class Access:
 
     def replace_tokens(self, tokens: Sequence[str]) -> None:
         """Accepts these tokens from now on."""
-        self._expected = [(_BEARER + token).encode(errors="surrogateescape") for token in tokens]
+        self._expected = [_BEARER + token for token in tokens]
         self._secrets = [attempt_token.derive_secret(token) for token in tokens]
 
     def admit(self, request: web.Request) -> AttemptToken | None:
         """Returns the attempt token of a request; None if the request may do everything.
 
         Raises:
-            RefusedError: no token, or a wrong one.
+            RefusedError or RequestRefused: no token, or a wrong one.
         """
         if request.path in OPEN_PATHS:
             return None
         if not self._expected:
-            origin = request.headers.get("origin")
-            if not is_local_request(request.host, origin):
-                only = "without a token the store answers programs on this machine only"
-                raise RefusedError("forbidden", f"{only}, not {origin or request.host!r:.200}")
+            check_local(request, "a store without a token")
             return None
         shown = request.headers.get("authorization", "")
-        given = shown.encode(errors="surrogateescape")
-        if any(hmac.compare_digest(given, expected) for expected in self._expected):
+        if is_among(shown, self._expected):
             return None
         if shown.startswith(_BEARER + attempt_token.PREFIX):
             for secret in self._secrets:

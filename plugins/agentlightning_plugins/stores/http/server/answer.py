@@ -13,13 +13,14 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.types import PaginatedResult, Record
-from agentlightning_plugins.http_request import RequestError
+from agentlightning_plugins.shared.web.body import RequestRefused
 from agentlightning_plugins.stores.http.message import ERRORS, ErrorCode
 
 logger = logging.getLogger("agentlightning")
 
 _COMPRESS_FROM_BYTES: Final = 16 * 1024
 _MAX_MESSAGE: Final = 1500
+_CODES: Final[dict[int, ErrorCode]] = {403: "forbidden", 413: "too_large"}
 _JSON: Final = {"content-type": "application/json"}
 
 
@@ -69,8 +70,8 @@ def _explain(request: web.Request, error: Exception) -> tuple[ErrorCode, str]:
     match error:
         case RefusedError():
             return error.code, str(error)
-        case RequestError():
-            return ("too_large" if error.status == 413 else "malformed"), str(error)
+        case RequestRefused():
+            return _CODES.get(error.status, "malformed"), str(error)
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             return "no_route", f"{request.method} {request.path}: allowed methods are {allowed}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import logging
 import time
@@ -20,8 +18,8 @@ from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.check import RUN_ID, check_run_id
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
-from agentlightning_plugins.http_connections import Connections
-from agentlightning_plugins.http_request import answer_expect
+from agentlightning_plugins.shared.web.metrics import CONTENT_TYPE
+from agentlightning_plugins.shared.web.server import WebServer, answer_expect
 from agentlightning_plugins.stores.http import log
 from agentlightning_plugins.stores.http.message import (
     FEATURES_HEADER,
@@ -32,7 +30,13 @@ from agentlightning_plugins.stores.http.message import (
 )
 from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server import openapi, otlp
-from agentlightning_plugins.stores.http.server.access import HEALTH_PATH, OPEN_PATHS, Access, check_attempt, spans_of
+from agentlightning_plugins.stores.http.server.access import (
+    HEALTH_PATH,
+    OPEN_PATHS,
+    StoreAccess,
+    check_attempt,
+    spans_of,
+)
 from agentlightning_plugins.stores.http.server.answer import describe_error, encode, error_response, json_response
 from agentlightning_plugins.stores.http.server.attempt_spans import mark_late
 from agentlightning_plugins.stores.http.server.body import (
@@ -43,7 +47,7 @@ from agentlightning_plugins.stores.http.server.body import (
     read_query,
 )
 from agentlightning_plugins.stores.http.server.events import EventStreams
-from agentlightning_plugins.stores.http.server.metrics import CONTENT_TYPE, ServerMetrics
+from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.pages import Pages
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.http.server.routes import ROUTES, Context, make_handler
@@ -52,11 +56,8 @@ logger = logging.getLogger("agentlightning")
 
 OTLP_PATH: Final = "/v1/traces"
 
-_LINGER_S: Final = 1.0
-"""Time that a client has to read the answer while it is still sending a body that the server does not read."""
-_ARRIVAL_S: Final = 0.1
-"""How long a request that was sent before the server stops may take to arrive."""
-_TOKEN: Final[Any] = web.RequestKey("token", AttemptToken) if hasattr(web, "RequestKey") else "token"  # new in 3.14
+_FINISH_S: Final = 6.0
+_TOKEN: Final = web.RequestKey("token", AttemptToken)
 """The attempt token of a request; absent if the request may do everything."""
 
 
@@ -75,24 +76,20 @@ class StoreApplication:
         self._polls = Polls()
         self._streams = EventStreams(self._view)
         self._metrics = ServerMetrics(store, self._polls, self._streams)
-        self._access = Access(tokens, store.now)
-        self.connections: Connections | None = None
-        """The connection limits, once the server listens."""
-        self._in_flight = 0
-        self._idle = asyncio.Event()
-        self._stopping = False
+        self._access = StoreAccess(tokens, store.now)
         self._problem: str | None = None
         """Result of the last probe; logged when it changes."""
         self._store = store
         features = {**store.capabilities, "otlp_traces": True}
         guard = self._guard(",".join(name for name, able in features.items() if able))
-        self.application = web.Application(middlewares=[guard])
-        router = self.application.router
+        application = web.Application(middlewares=[guard])
+        router = application.router
         for route in ROUTES:
             router.add_route(route.method, PREFIX + route.path, self._handler(route), expect_handler=answer_expect)
         for (method, path), (handler, _) in self._others().items():
             router.add_route(method, path, handler, expect_handler=answer_expect)
         self._pages = {route: each for each in pages for routed in each.routes() for route in routed.register(router)}
+        self.server = WebServer(application, finish_s=_FINISH_S)
 
     def replace_tokens(self, tokens: Sequence[str]) -> None:
         """Accepts these tokens from now on."""
@@ -100,22 +97,14 @@ class StoreApplication:
         for pages in set(self._pages.values()):
             pages.replace_tokens(tokens)
 
-    async def stop(self, timeout_s: float) -> None:
-        """Ends waiting requests with their results so far, ends event streams, and waits until the others are answered.
-
-        aiohttp also waits for handlers, but does not read meanwhile, so a request whose body is still arriving is lost.
-        """
-        self._stopping = True
+    async def stop(self) -> None:
+        """Ends waiting requests with their results so far, ends event streams, and finishes the other requests."""
+        await self.server.stop_listening()
         self._polls.stop()
         await self._streams.stop()
         for pages in set(self._pages.values()):
             await pages.stop()
-        if self.connections is not None and self.connections.are_open():
-            await asyncio.sleep(_ARRIVAL_S)
-        if self._in_flight:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._idle.wait()
+        await self.server.stop()
 
     def forget(self) -> None:
         """Drops all references: aiohttp caches handlers longer than the server runs, and they refer to this object."""
@@ -175,7 +164,7 @@ class StoreApplication:
         return web.Response(text="ok\n")
 
     async def _answer_ready(self, request: web.Request) -> web.StreamResponse:
-        if self._stopping:
+        if self.server.is_stopping:
             return web.Response(text="stopping\n", status=503)
         problem = await self._metrics.find_problem()
         if problem is not None and problem != self._problem:
@@ -200,7 +189,6 @@ class StoreApplication:
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             began = time.perf_counter()
-            self._in_flight += 1
             given_id = log.read_request_id(request.headers.get(log.REQUEST_ID_HEADER))
             if given_id:
                 log.request_id.set(given_id)
@@ -208,8 +196,8 @@ class StoreApplication:
                 pages = self._pages.get(request.match_info.route)
                 token = self._access.admit(request) if pages is None else None
                 is_known = request.path not in (HEALTH_PATH, *OPEN_PATHS) if pages is None else pages.admits(request)
-                if self.connections is not None and is_known:
-                    self.connections.admit(request.transport)
+                if is_known:
+                    self.server.admit(request)
                 if token is not None:
                     request[_TOKEN] = token
                 response = await handler(request)
@@ -218,12 +206,6 @@ class StoreApplication:
                     given_id = log.new_request_id()
                     log.request_id.set(given_id)
                 response = _answer_error(request, error)
-            finally:
-                self._in_flight -= 1
-                if self._stopping and not self._in_flight:
-                    self._idle.set()
-            if self._stopping:
-                response.force_close()
             if not response.prepared:
                 response.headers[FEATURES_HEADER] = features
                 response.headers[TIME_HEADER] = f"{self._store.now():.3f}"
@@ -236,22 +218,9 @@ class StoreApplication:
             if log.access_logger.isEnabledFor(logging.INFO):
                 fields = {"method": request.method, "path": request.path, "status": response.status, "seconds": seconds}
                 log.access_logger.info("%s %s %d %.3f s", *fields.values(), extra={"fields": fields})
-            if not request.content.is_eof() and not response.prepared:
-                await _close_after(request, response)
             return response
 
         return guard
-
-
-async def _close_after(request: web.Request, response: web.StreamResponse) -> None:
-    """Answers a request whose body is not read to its end; the connection is closed a moment later.
-
-    If it were closed immediately, a client that is still sending would lose the answer.
-    """
-    response.force_close()
-    await response.prepare(request)
-    await response.write_eof()
-    await asyncio.sleep(_LINGER_S)
 
 
 def _limits(token: AttemptToken | None) -> Limits:
@@ -311,26 +280,22 @@ _OTLP: Final[openapi.Operation] = {
         "413": {"description": "Error: too_large.", **_ERROR},
     },
 }
-_METRICS: Final[openapi.Operation] = {
-    "summary": "Requests, rollouts, queue and workers, for Prometheus.",
-    "tags": ["metrics"],
-    "responses": {"200": {"description": "Prometheus' text format.", "content": {"text/plain": _TEXT}}},
-}
-_LIVE: Final[openapi.Operation] = {
-    "summary": "Whether the process answers.",
-    "tags": ["health"],
-    "responses": {"200": {"description": "It does.", "content": {"text/plain": _TEXT}}},
-}
-_READY: Final[openapi.Operation] = {
-    "summary": "Whether requests can be served: the database answers, and no newer version has changed its schema.",
-    "tags": ["health"],
-    "responses": {
-        "200": {"description": "Ready.", "content": {"text/plain": _TEXT}},
-        "503": {"description": "Not ready; the log has the reason.", "content": {"text/plain": _TEXT}},
-    },
-}
-_OPENAPI: Final[openapi.Operation] = {
-    "summary": "This document.",
-    "tags": ["metrics"],
-    "responses": {"200": {"description": "OpenAPI 3.1.", "content": {"application/json": _OBJECT}}},
-}
+
+
+def _plain(summary: str, tag: str, content: dict[str, Any], **others: str) -> openapi.Operation:
+    """Returns an operation without arguments; ``others`` are descriptions of statuses other than 200."""
+    responses = {status: {"description": text, "content": content} for status, text in others.items()}
+    answered = {"200": {"description": "The answer.", "content": content}, **responses}
+    return {"summary": summary, "tags": [tag], "responses": answered}
+
+
+_PLAIN_TEXT: Final = {"text/plain": _TEXT}
+_METRICS: Final = _plain("Requests, rollouts, queue and workers, in Prometheus' text format.", "metrics", _PLAIN_TEXT)
+_LIVE: Final = _plain("Whether the process answers.", "health", _PLAIN_TEXT)
+_READY: Final = _plain(
+    "Whether requests can be served: the database answers, and no newer version has changed its schema.",
+    "health",
+    _PLAIN_TEXT,
+    **{"503": "Not ready; the log has the reason."},
+)
+_OPENAPI: Final = _plain("This document: OpenAPI 3.1.", "metrics", {"application/json": _OBJECT})

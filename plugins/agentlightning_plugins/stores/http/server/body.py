@@ -12,7 +12,7 @@ from multidict import MultiMapping
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
-from agentlightning_plugins import http_request
+from agentlightning_plugins.shared.web import body as web_body
 from agentlightning_plugins.stores.http.message import MAX_BODY_BYTES, MAX_ITEM_BYTES
 from agentlightning_plugins.stores.http.route import MAX_BATCH, Route
 from agentlightning_plugins.stores.http.server.answer import JSON_RULES, RefusedError
@@ -39,8 +39,6 @@ ATTEMPT_LIMITS: Final = Limits(16 * 2**20, 200_000, 50_000, 2_000)
 
 Reader = Callable[[web.Request, Limits], Awaitable[dict[str, Any]]]
 
-LARGE_BODY_BYTES: Final = 256 * 1024
-"""Larger bodies are parsed and validated in a thread."""
 _MAX_DEPTH: Final = 1000
 """So high that it never applies: validation allows ``frozen.MAX_DEPTH`` levels and gives the better message."""
 _UNREAD_BODY_BYTES: Final = 64 * 1024
@@ -55,8 +53,8 @@ _DIGITS_TO_ZERO: Final = bytes.maketrans(b"123456789", b"0" * 9)
 def make_reader(route: Route) -> Reader:
     """Returns the function that reads and validates the arguments of a request to this route.
 
-    That function raises ValidationError, RefusedError or RequestError if the body is not JSON, is not a message of the
-    route, or is too large.
+    That function raises ValidationError, RefusedError or RequestRefused if the body is not JSON, is not a message of
+    the route, or is too large.
     """
     message = route.message
     if message is None:
@@ -68,8 +66,8 @@ def make_reader(route: Route) -> Reader:
         return arguments
 
     async def read_body(request: web.Request, limits: Limits) -> dict[str, Any]:
-        body = await http_request.read_body(request, limits.body_bytes, limits.body_bytes) or b"{}"
-        content = await http_request.parse_json(body, max_depth=_MAX_DEPTH, max_items=limits.values, loads=_parse)
+        body = await web_body.read_body(request, limits.body_bytes, limits.body_bytes) or b"{}"
+        content = await web_body.parse_json(body, max_depth=_MAX_DEPTH, max_items=limits.values, loads=_parse)
         _refuse_long_lists(content, limits.batch)
 
         def check() -> Any:
@@ -79,7 +77,7 @@ def make_reader(route: Route) -> Reader:
                 _refuse_large_items(valid)
             return valid
 
-        content = await run_if_large(body, check)
+        content = await web_body.run_if_large(body, check)
         return content if route.body is None else {"record": content}
 
     return read_query_string if route.method == "GET" else read_body
@@ -98,13 +96,8 @@ def _wrap_bare(content: Any) -> Any:
     return {"resources": content} if types and all(isinstance(name, str) for name in types) else content
 
 
-async def run_if_large(body: bytes, work: Callable[[], T]) -> T:
-    """Runs work on a body: in a thread if the body is large, so that other requests are answered meanwhile."""
-    return work() if len(body) < LARGE_BODY_BYTES else await http_request.in_thread(work)
-
-
 async def _read_nothing(request: web.Request, limits: Limits) -> dict[str, Any]:
-    await http_request.read_body(request, _UNREAD_BODY_BYTES, _UNREAD_BODY_BYTES)
+    await web_body.read_body(request, _UNREAD_BODY_BYTES, _UNREAD_BODY_BYTES)
     return {}
 
 

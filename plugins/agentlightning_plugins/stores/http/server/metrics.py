@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from importlib.metadata import version
 from typing import Any, Final, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Info, Metric, ProcessCollector, generate_latest
+from prometheus_client import Counter, Histogram, Info, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 
 from agentlightning.errors import LightningError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID, RolloutStatus, WorkerStatus
+from agentlightning_plugins.shared.web.metrics import ScrapedMetrics
 from agentlightning_plugins.stores.http.message import PREFIX
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.polling import Polls
 
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 MAX_RUNS: Final = 20
 """The number of runs whose rollouts are counted: a scrape must stay cheap."""
 _QUEUED: Final[tuple[RolloutStatus, ...]] = ("queuing", "requeuing")
@@ -29,14 +29,15 @@ _LONG_POLLS: Final = frozenset(PREFIX + path for path in ("/events", "/queues/ro
 _LATENCY_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
-class ServerMetrics:
+class ServerMetrics(ScrapedMetrics):
     """Counts answered requests, and reads the gauges from the store at each scrape."""
 
     def __init__(self, store: LightningStore, polls: Polls, streams: EventStreams) -> None:
+        super().__init__()
         self._store = store
         self._polls = polls
         self._streams = streams
-        registry = self._registry = CollectorRegistry()
+        registry = self.registry
         self._requests = Counter(
             "agl_store_requests_total", "Requests answered.", ["method", "route", "status"], registry=registry
         )
@@ -59,7 +60,6 @@ class ServerMetrics:
         Info("agl_build", "This version.", registry=registry).info({"version": version("lightning")})
         ProcessCollector(registry=registry)
         streams.on_event = lambda event: self._event_lag.observe(max(0.0, store.now() - event.time))
-        self._gauges: list[GaugeMetricFamily] = []
         self._reading: asyncio.Task[list[GaugeMetricFamily]] | None = None
 
     def record(self, method: str, route: str, status: int, seconds: float) -> None:
@@ -69,7 +69,7 @@ class ServerMetrics:
         histogram.labels(method, route).observe(seconds)
 
     async def render(self) -> bytes:
-        """Renders all metrics in Prometheus' text format, in a thread; without the store's if it does not answer."""
+        """Renders all metrics in Prometheus' text format; without the store's if it does not answer."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_store())
             # Retrieves an error that comes after the answer, so that asyncio does not log it as never retrieved.
@@ -77,8 +77,7 @@ class ServerMetrics:
         done, _ = await asyncio.wait({self._reading}, timeout=ANSWER_S)
         is_up = bool(done) and self._reading.exception() is None
         up = GaugeMetricFamily("agl_store_up", "Whether the database answers.", float(is_up))
-        self._gauges = [up, *(self._reading.result() if is_up else ())]
-        return await asyncio.to_thread(generate_latest, self)
+        return await self.render_with([up, *(self._reading.result() if is_up else ())])
 
     async def find_problem(self) -> str | None:
         """Reads the store; returns why that fails, or None if it answers in time."""
@@ -96,13 +95,6 @@ class ServerMetrics:
         gauges = [gauge async for gauge in self._read_gauges()]
         seconds = time.perf_counter() - begun
         return [*gauges, GaugeMetricFamily("agl_store_database_seconds", "Time to read these numbers.", seconds)]
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields all metrics; ``generate_latest`` calls this method."""
-        for metric in self._registry.collect():
-            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
-            yield metric
-        yield from self._gauges
 
     async def _read_gauges(self) -> AsyncIterator[GaugeMetricFamily]:
         rollouts = GaugeMetricFamily("agl_store_rollouts", "Rollouts of the newest runs.", labels=["run", "status"])

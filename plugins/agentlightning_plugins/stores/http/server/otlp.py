@@ -27,11 +27,11 @@ from agentlightning.errors import NotFoundError
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import MAX_SEQUENCE_ID, Span, SpanContext, SpanEvent, SpanLink, SpanResource, TraceStatus
-from agentlightning_plugins import http_request
+from agentlightning_plugins.shared.web import body as web_body
 from agentlightning_plugins.stores.http.message import MAX_ITEM_BYTES, ErrorCode
 from agentlightning_plugins.stores.http.server.answer import RefusedError
 from agentlightning_plugins.stores.http.server.attempt_spans import find_reserved, mark_late
-from agentlightning_plugins.stores.http.server.body import LARGE_BODY_BYTES, Limits, run_if_large
+from agentlightning_plugins.stores.http.server.body import Limits
 from agentlightning_plugins.stores.http.server.protobuf import has_more_messages
 
 PROTOBUF: Final = "application/x-protobuf"
@@ -48,13 +48,13 @@ async def read_request(http: web.Request, limits: Limits) -> ExportTraceServiceR
     """Reads and decodes an export request.
 
     Raises:
-        RefusedError or RequestError: the body is malformed or too large.
+        RefusedError or RequestRefused: the body is malformed or too large.
     """
-    body = await http_request.read_body(http, limits.body_bytes, limits.body_bytes)
+    body = await web_body.read_body(http, limits.body_bytes, limits.body_bytes)
     content = None
     if http.content_type == JSON:
-        content = await http_request.parse_json(body, max_items=limits.values)
-    return await run_if_large(body, lambda: _decode(body, content, http.content_type, limits.messages))
+        content = await web_body.parse_json(body, max_items=limits.values)
+    return await web_body.run_if_large(body, _decode, body, content, http.content_type, limits.messages)
 
 
 def _decode(body: bytes, content: Any, content_type: str, max_messages: int) -> ExportTraceServiceRequest:
@@ -90,7 +90,7 @@ async def export_spans(
         RefusedError: a span belongs to a different attempt than the token; no span is stored.
     """
     convert: Callable[[], list[Span | str]] = functools.partial(list, _convert(request, token))
-    converted = await http_request.in_thread(convert) if request.ByteSize() > LARGE_BODY_BYTES else convert()
+    converted = await web_body.in_thread(convert) if request.ByteSize() > web_body.LARGE_BODY_BYTES else convert()
     spans = [item for item in converted if isinstance(item, Span)]
     reasons = [item for item in converted if isinstance(item, str)]
     if token is not None:

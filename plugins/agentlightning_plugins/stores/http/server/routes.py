@@ -26,7 +26,7 @@ from agentlightning.types import (
 from agentlightning_plugins.stores.http.message import MAX_POLL_S
 from agentlightning_plugins.stores.http.methods import METHOD_ROUTES
 from agentlightning_plugins.stores.http.route import Route
-from agentlightning_plugins.stores.http.server.access import Access
+from agentlightning_plugins.stores.http.server.access import StoreAccess
 from agentlightning_plugins.stores.http.server.polling import Polls
 
 _NotNegative = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -40,7 +40,7 @@ class Context(NamedTuple):
     store: LightningStore
     """The store as seen from the run that the request names."""
     polls: Polls
-    access: Access
+    access: StoreAccess
 
 
 def make_handler(route: Route) -> Callable[[Context, dict[str, Any]], Awaitable[Any]]:
@@ -64,14 +64,14 @@ def make_handler(route: Route) -> Callable[[Context, dict[str, Any]], Awaitable[
     return call_store
 
 
-class Health(TypedDict):
+class StoreHealth(TypedDict):
     """The answer of ``/health``."""
 
     status: Literal["ok"]
     capabilities: dict[str, bool]
 
 
-async def _health(context: Context) -> Health:
+async def _health(context: Context) -> StoreHealth:
     """Reports that the server answers and which capabilities its store has; needs no token."""
     able = {name: bool(value) for name, value in context.store.capabilities.items()}
     return {"status": "ok", "capabilities": {**able, "otlp_traces": True}}

@@ -1,27 +1,17 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
-import errno
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Final, Self
-
-from aiohttp import web
+from typing import Self
 
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.http_connections import Connections
-from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_loopback
+from agentlightning_plugins.shared.loop_thread import LoopThread
+from agentlightning_plugins.shared.token import check_token
+from agentlightning_plugins.shared.web.access import is_loopback
 from agentlightning_plugins.stores.http.server.application import OTLP_PATH, StoreApplication
 from agentlightning_plugins.stores.http.server.pages import Pages
-from agentlightning_plugins.stores.token import check_token
-
-_FINISH_REQUESTS_S: Final = 6.0
-_KEEPALIVE_S: Final = 75.0
-"""Longer than clients keep idle connections, so that the client closes them."""
 
 
 class LightningStoreServer:
@@ -65,8 +55,7 @@ class LightningStoreServer:
         self._pages = pages
         self._served: StoreApplication | None = None
         self.replace_tokens(tokens)
-        self._thread: threading.Thread | None = None
-        self._stop: Callable[[], None] = lambda: None
+        self._thread: LoopThread | None = None
 
     @property
     def endpoint(self) -> str:
@@ -103,28 +92,10 @@ class LightningStoreServer:
         """
         if self._thread is not None:
             raise ConflictError(f"the store server at {self.endpoint} has started already")
-        loop, stopping = asyncio.new_event_loop(), asyncio.Event()
-        listening: concurrent.futures.Future[int] = concurrent.futures.Future()
-
-        def serve() -> None:
-            listening.set_running_or_notify_cancel()  # the caller's task may be cancelled, but not this future
-            try:
-                with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                    runner.run(self._serve(listening, stopping))
-            except BaseException as error:  # isolation point: ``start`` raises it
-                if listening.done():
-                    raise
-                listening.set_exception(error)
-
-        def stop() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: it could not listen
-                loop.call_soon_threadsafe(stopping.set)
-
-        self._stop = stop
-        self._thread = threading.Thread(target=serve, name="agl-store-server", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("agl-store-server")
+        served = self._served = StoreApplication(self._store, self._tokens, self._pages)
         try:
-            self.port = await asyncio.wrap_future(listening)
+            self.port = await asyncio.wrap_future(self._thread.submit(served.server.start(self.host, self.port)))
         except BaseException:
             await self.stop()
             raise
@@ -132,9 +103,9 @@ class LightningStoreServer:
     async def stop(self) -> None:
         """Stops listening, ends waiting requests with their results so far, and finishes the rest. Can be repeated."""
         thread, self._thread = self._thread, None
-        if thread is not None:
-            self._stop()
-            await asyncio.to_thread(thread.join)
+        served, self._served = self._served, None
+        if thread is not None and served is not None:
+            await asyncio.to_thread(_stop, thread, served)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -145,44 +116,10 @@ class LightningStoreServer:
     ) -> None:
         await self.stop()
 
-    async def _serve(self, listening: concurrent.futures.Future[int], stopping: asyncio.Event) -> None:
-        loop = asyncio.get_running_loop()
-        served = self._served = StoreApplication(self._store, self._tokens, self._pages)
-        runner = web.AppRunner(
-            served.application,
-            access_log=None,
-            logger=RequestLog(),
-            **SERVER_SETTINGS,
-            handler_cancellation=True,  # a waiting request ends when its client disconnects
-            keepalive_timeout=_KEEPALIVE_S,
-            shutdown_timeout=_FINISH_REQUESTS_S,
-        )
-        await runner.setup()
-        connections = served.connections = Connections(runner.server)
-        try:
-            listening.set_result((await connections.listen(self.host, self.port))[1])
-            await stopping.wait()
-        except OSError as error:
-            listening.set_exception(self._cannot_listen(error))
-        finally:
-            await connections.close()
-            abort_timer = loop.call_later(_FINISH_REQUESTS_S, _abort_connections, runner)
-            await served.stop(_FINISH_REQUESTS_S)
-            await runner.cleanup()
-            abort_timer.cancel()
-            self._served = None
-            served.forget()
 
-    def _cannot_listen(self, error: OSError) -> ConfigError:
-        where = f"port {self.port} of {self.host}"
-        if error.errno == errno.EADDRINUSE:
-            return ConfigError(f"{where} is in use; choose another port, or 0 for a free one")
-        return ConfigError(f"cannot listen on {where}: {error.strerror or error}")
-
-
-def _abort_connections(runner: web.AppRunner) -> None:
-    """Closes the remaining connections, whose clients have stopped sending or reading."""
-    server = runner.server
-    for connection in [] if server is None else server.connections:
-        if connection.transport is not None:
-            connection.transport.abort()
+def _stop(thread: LoopThread, served: StoreApplication) -> None:
+    try:
+        thread.submit(served.stop()).result()
+    finally:
+        thread.close()
+        served.forget()

@@ -1,1 +1,0 @@
-"""Algorithms that train weights without running the agent: ``sft`` and ``dpo``."""

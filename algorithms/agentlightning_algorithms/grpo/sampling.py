@@ -1,0 +1,81 @@
+"""Sampling parameters of agents' calls: their checks, and the distribution of tokens that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from agentlightning.errors import ConfigError, suggest
+
+SAMPLING_KEYS: Final = (
+    "force", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop", "seed", "n", "min_p",
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "extra_body",
+)  # fmt: skip
+PENALTIES: Final = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+_NEUTRAL: Final[Mapping[str, Any]] = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
+    "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None,
+}  # fmt: skip
+"""The parameters that change the distribution of tokens, each at the value that has no effect."""
+
+
+def flatten(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns sampling parameters with those of ``extra_body`` moved to the top level, as in a request."""
+    own = {name: value for name, value in sampling.items() if name not in ("extra_body", "force")}
+    return {**own, **(sampling.get("extra_body") or {})}
+
+
+def agent_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameters that agents pass on to ``chat.completions.create``."""
+    return {name: value for name, value in sampling.items() if name != "force"}
+
+
+def distribution(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a request that decide which distribution its tokens are drawn from."""
+    flat = flatten(sampling)
+    return {name: neutral if flat.get(name) is None else flat[name] for name, neutral in _NEUTRAL.items()}
+
+
+def unnest_temperature(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns sampling parameters with the temperature of ``extra_body``, if any, moved to the top level."""
+    body = dict(sampling.get("extra_body") or {})
+    if "temperature" not in body:
+        return sampling
+    return {**sampling, "temperature": body.pop("temperature"), "extra_body": body}
+
+
+def check_sampling(name: str, sampling: Mapping[str, Any]) -> None:
+    for key in sampling:
+        if key not in SAMPLING_KEYS:
+            raise ConfigError(
+                f"{name} has no key {key!r}.{suggest(key, SAMPLING_KEYS)} Keys: {', '.join(SAMPLING_KEYS)}."
+            )
+    if not isinstance(sampling.get("force", True), bool):
+        raise ConfigError(f"{name}: force = {sampling['force']!r}; true or false is needed.")
+    temperature = sampling.get("temperature", 1.0)
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or temperature < 0:
+        raise ConfigError(f"{name}: temperature = {temperature!r}; a number of at least 0 is needed.")
+
+
+def refuse_distortions(name: str, sampling: Mapping[str, Any], why: str) -> None:
+    for key in ("min_p", *PENALTIES):
+        if sampling.get(key) not in (None, {}, _NEUTRAL.get(key)):
+            raise ConfigError(
+                f"{name}: {key} = {sampling[key]!r} changes the distribution of tokens, {why}; leave it out."
+            )
+
+
+def check_training_sampling(sampling: Mapping[str, Any]) -> None:
+    """Refuses parameters under which a group has no spread, or tokens are not sampled from the whole distribution."""
+    if sampling["temperature"] == 0:
+        raise ConfigError("sampling: temperature = 0 always gives the same answer; a group then has no spread.")
+    if sampling.get("seed") is not None:
+        raise ConfigError(
+            f"sampling: seed = {sampling['seed']!r} would give all rollouts of a task the same answers; set the "
+            "algorithm's seed or the run's instead."
+        )
+    refuse_distortions("sampling", sampling, "and the trainer computes log-probabilities without it")
+    if sampling.get("top_p") not in (None, 1) or (sampling.get("top_k") or 0) > 0:
+        raise ConfigError(
+            f"sampling = {dict(sampling)}: training needs the whole distribution; leave top_p and top_k out"
+        )

@@ -1,0 +1,76 @@
+"""Settings of ``live``, with their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from agentlightning.errors import ConfigError
+from agentlightning.plugin.settings import require_least
+from agentlightning_algorithms.live.proposal import Proposer, load_proposer
+
+
+@dataclass(eq=False, repr=False)
+class LiveSettings:
+    """The arguments of ``LiveLearning``.
+
+    Raises:
+        ConfigError: a value is out of range, or the proposer does not exist.
+    """
+
+    propose: Proposer | str | Mapping[str, Any]
+    """Makes candidates. In configuration files ``"module:function"``, or an algorithm that has ``propose``, as in
+    ``{"name": "apo", "max_calls": 200}``."""
+    _: KW_ONLY
+    evidence: int = 20
+    """Number of rewards of the stable version to collect before each candidate."""
+    check_tasks: int = 16
+    """Number of recorded tasks in the offline check; 0 disables it."""
+    check_tolerance: float = 0.2
+    """How much lower than the stable version's the mean reward on these tasks may be, as a share of ``reward_range``,
+    and how much larger the share of failures. A larger difference rejects the candidate if it is also significant. The
+    check gets half of ``risk``; it cannot reject with fewer than 7 tasks."""
+    check_timeout_s: float = 300.0
+    """Time limit of the offline check, in seconds; it starts again when a killed learner is restarted."""
+    share: float = 0.1
+    """Share of the traffic that a candidate gets during its trial."""
+    risk: float = 0.05
+    """Largest probability of rejecting or rolling back a candidate that is not worse. Also the largest probability,
+    over all candidates of the run, of promoting one that is not better (with ``margin``: worse by more than it)."""
+    margin: float = 0.0
+    """How far all promotions together may lower the reward below the first stable version's, in units of reward. 0
+    promotes only better candidates. A positive margin also promotes a candidate that is lower by less than half of the
+    remaining margin, for candidates that are cheaper or faster."""
+    max_treated: int = 1000
+    """Number of rollouts after which a candidate gets no more traffic, whether they have ended or not. Without a
+    decision once their rewards are known, the stable version stays."""
+    max_trial_s: float = 604800.0
+    """Seconds after which a candidate gets no more traffic."""
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """The lowest and the highest reward. A failed rollout gets the lowest."""
+    reward_timeout_s: float = 3600.0
+    """Seconds after the end of a rollout during which its reward may arrive. A promotion waits at most this long for
+    the rewards of earlier rollouts."""
+    rollout_timeout_s: float = 3600.0
+    """Seconds after the start of a rollout after which it counts as failed. A promotion waits at most this long for
+    earlier rollouts to end."""
+    refresh_s: float = 1.0
+    """Seconds between two reads of late rewards; the end of a rollout is noticed immediately."""
+    max_trials: int | None = None
+    """``run`` returns after this many candidates; None means until it is stopped."""
+
+    def __post_init__(self) -> None:
+        for name in ("share", "risk"):
+            if not 0 < getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: a number between 0 and 1 is needed")
+        for name in ("check_timeout_s", "max_trial_s", "reward_timeout_s", "rollout_timeout_s", "refresh_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: more than 0 is needed")
+        require_least(1, evidence=self.evidence, max_treated=self.max_treated, max_trials=self.max_trials)
+        require_least(0, check_tasks=self.check_tasks, check_tolerance=self.check_tolerance, margin=self.margin)
+        low, high = self.reward_range
+        if not low < high:
+            raise ConfigError(f"reward_range = {self.reward_range}: the lower bound must come first")
+        self.reward_range = (float(low), float(high))
+        self.propose = load_proposer(self.propose)

@@ -1,1 +1,0 @@
-"""Library: the base of algorithms that search for better prompts."""

@@ -1,0 +1,117 @@
+"""``@algo``, an algorithm from a function."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from typing import Any, Final
+
+from agentlightning.algorithm.algorithm import Algorithm
+from agentlightning.algorithm.context import RunContext
+from agentlightning.errors import ConfigError, suggest
+from agentlightning.resources import LLM
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import Dataset, Metrics
+
+INJECTED: Final = (
+    "store",
+    "train_dataset",
+    "val_dataset",
+    "llm_proxy",
+    "adapter",
+    "initial_resources",
+    "tracker",
+    "run",
+    "context",
+)
+
+
+class MetricLog:
+    """The injected ``tracker``: stores the metrics of a step, which the run's trackers then receive."""
+
+    def __init__(self, store: LightningStore) -> None:
+        self._store = store
+        self._pending: list[asyncio.Task[Metrics]] = []
+
+    def log(self, step: int, values: Mapping[str, float]) -> Awaitable[object]:
+        """Stores the metrics of a step; repeating a step adds and replaces values.
+
+        In a synchronous function, they are stored when ``log`` returns; in an async function, when the result is
+        awaited or the function ends.
+        """
+        given = dict(values)
+        try:
+            task = asyncio.get_running_loop().create_task(self._store.add_metrics(step, given))
+        except RuntimeError:
+            asyncio.run(self._store.add_metrics(step, given))
+            return _Stored()
+        self._pending.append(task)
+        return task
+
+    async def flush(self) -> None:
+        """Waits until all metrics are stored; raises StoreError if some could not be stored."""
+        pending, self._pending = self._pending, []
+        await asyncio.gather(*pending)
+
+
+class _Stored:
+    """The result of ``log`` without an event loop; unlike a coroutine, it does not warn if it is not awaited."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from ()
+
+
+class FunctionalAlgorithm(Algorithm):
+    """An algorithm made from a function; it stays callable."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Reads which of INJECTED the function declares; raises ConfigError if another parameter has no default."""
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._wanted = []
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name in INJECTED:
+                self._wanted.append(name)
+            elif parameter.default is parameter.empty:
+                raise ConfigError(
+                    f"@algo cannot fill parameter {name!r} of {function.__qualname__}.{suggest(name, INJECTED)} "
+                    f"It can fill: {', '.join(INJECTED)}"
+                )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self._function)
+
+    def check_setup(self, context: RunContext) -> Sequence[LLM]:
+        """Refuses a dataset that the function does not declare, because it would be ignored."""
+        given = {"train_dataset": context.train_dataset, "val_dataset": context.val_dataset}
+        for name, dataset in given.items():
+            if dataset is not None and len(dataset) and name not in self._wanted and "context" not in self._wanted:
+                raise ConfigError(
+                    f"{name} has {len(dataset)} tasks, but the algorithm {self._function.__qualname__} does not "
+                    f"declare the parameter {name}; add it, or leave the dataset out"
+                )
+        return super().check_setup(context)
+
+    def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> Any:
+        context = self.context
+        given: dict[str, Any] = {"context": context, "train_dataset": train_dataset, "val_dataset": val_dataset}
+        log = given["tracker"] = MetricLog(self.get_store()) if "tracker" in self._wanted else None
+        arguments = {name: given[name] if name in given else getattr(context, name) for name in self._wanted}
+        if log is None or not self.is_async():
+            return self._function(**arguments)
+        return self._run_and_flush(arguments, log)
+
+    async def _run_and_flush(self, arguments: Mapping[str, Any], log: MetricLog) -> Any:
+        result = await self._function(**arguments)
+        await log.flush()
+        return result
+
+
+def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
+    """Makes an algorithm from a sync or async function, which receives the parameters of INJECTED that it declares."""
+    return FunctionalAlgorithm(function)

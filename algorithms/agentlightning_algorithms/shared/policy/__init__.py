@@ -1,0 +1,1 @@
+"""A policy whose weights are trained on this machine: rows, model, sampling, update and server."""

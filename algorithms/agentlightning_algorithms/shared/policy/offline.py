@@ -1,0 +1,180 @@
+"""The base of ``sft`` and ``dpo``: settings, loading of the model, epochs and checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import statistics
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from agentlightning.algorithm.algorithm import Algorithm
+from agentlightning.plugin.settings import require_least
+from agentlightning.types import Dataset
+from agentlightning_algorithms.shared.policy.model.checkpoint import recover_directory
+from agentlightning_algorithms.shared.policy.model.lora_settings import LoraSettings
+from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
+from agentlightning_algorithms.shared.policy.update.settings import Aggregation, UpdateSettings
+from agentlightning_algorithms.shared.policy.update.updater import Updater
+from agentlightning_algorithms.shared.trained_model.checkpoint import find_model
+from agentlightning_algorithms.shared.trained_model.record import TrainingRecord
+
+logger = logging.getLogger("agentlightning")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class OfflineTraining(Algorithm):
+    """Training of a model's weights on examples from a file or from recorded rollouts, in epochs."""
+
+    default_adapter: ClassVar[str | None] = None
+    name: ClassVar[str]
+    aggregation: ClassVar[Aggregation] = "token-mean"
+
+    model: str
+    """Directory of a model or of a run that trained one, or a hub name."""
+    source: str
+    """A .jsonl file in the format of OpenAI's fine-tuning, the directory of a run, or the URL of a store."""
+    epochs: int = 1
+    """Passes over the examples."""
+    batch_size: int = 16
+    """Messages (``sft``) or pairs (``dpo``) in an optimizer step."""
+    lr: float = 1e-5
+    """Learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay of the learning rate to a tenth."""
+    max_tokens_per_microbatch: int = 8192
+    """Bound on memory, padding included."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    lora: LoraSettings | None = None
+    """Train low-rank adapters; None: all weights."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of computation; trained weights stay in float32."""
+    device: str = "cpu"
+    train_threads: int | None = None
+    """Torch threads; None: torch's default."""
+    seed: int | None = None
+    """Seed of the order of examples; None: the run's seed."""
+
+    def __post_init__(self) -> None:
+        require_least(1, epochs=self.epochs, batch_size=self.batch_size)
+        self.model = find_model(self.model)
+        self._updater: Updater | None = None
+        self._resume_from: Path | None = None
+
+    @abstractmethod
+    async def read_examples(self) -> Sequence[Any]:
+        """Returns the examples of ``source``; raises ConfigError if there are none."""
+
+    @abstractmethod
+    def prepare(self, policy: Policy, examples: Sequence[Any]) -> list[Any]:
+        """Returns what the epochs shuffle and train on, such as rows; called before a checkpoint is loaded."""
+
+    @abstractmethod
+    def step(self, updater: Updater, items: Sequence[Any]) -> dict[str, float]:
+        """Makes an optimizer step with a batch of what ``prepare`` returned, and returns its metrics."""
+
+    @abstractmethod
+    def describe_epoch(self, steps: Sequence[Mapping[str, float]], n_items: int) -> dict[str, float]:
+        """Returns the metrics of an epoch, given those of its steps."""
+
+    @property
+    def order_seed(self) -> int:
+        return self.context.seed if self.seed is None else self.seed
+
+    def save_state(self, directory: Path) -> None:
+        """Writes ``directory/checkpoint`` atomically: weights, optimizer, random state and number of updates."""
+        if self._updater is not None:
+            self._updater.save(directory / "checkpoint")
+
+    def load_state(self, directory: Path) -> None:
+        """Makes ``run`` continue from ``directory/checkpoint``, if there is one."""
+        checkpoint = recover_directory(directory / "checkpoint")
+        self._resume_from = checkpoint if checkpoint.is_dir() else None
+
+    async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
+        """Trains for ``epochs``; the datasets are not used."""
+        examples = await self.read_examples()
+        updater, items = await asyncio.to_thread(self._open, examples)
+        self._updater = updater
+        directory = self.context.directory
+        if directory is not None:
+            self._describe(len(examples)).write(directory)
+        while (epoch := updater.updates // self._count_steps(items)) < self.epochs:
+            metrics = await asyncio.to_thread(self.run_epoch, updater, items, epoch)
+            metrics["progress"] = (epoch + 1) / self.epochs
+            await self.get_store().add_metrics(epoch + 1, metrics)
+            if directory is not None:
+                await asyncio.to_thread(self.save_state, directory)
+        self._updater = None
+
+    def run_epoch(self, updater: Updater, items: Sequence[Any], epoch: int) -> dict[str, float]:
+        """Makes the optimizer steps of an epoch and returns its metrics."""
+        order = list(range(len(items)))
+        random.Random(f"{self.order_seed}/{epoch}").shuffle(order)
+        steps = [
+            self.step(updater, [items[index] for index in order[start : start + self.batch_size]])
+            for start in range(0, len(order), self.batch_size)
+        ]
+        return self.describe_epoch(steps, len(items))
+
+    def update_settings(self, items: Sequence[Any]) -> UpdateSettings:
+        """Returns the settings of the weight updates, given what ``prepare`` returned."""
+        return UpdateSettings(
+            objective="cross_entropy",
+            aggregation=self.aggregation,
+            lr=self.lr,
+            schedule=self.schedule,
+            total_updates=self.epochs * self._count_steps(items),
+            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
+            gradient_checkpointing=self.gradient_checkpointing,
+            seed=self.order_seed,
+        )
+
+    def _count_steps(self, items: Sequence[Any]) -> int:
+        """Returns the number of optimizer steps in an epoch."""
+        return -(-len(items) // self.batch_size)
+
+    def _open(self, examples: Sequence[Any]) -> tuple[Updater, list[Any]]:
+        """Loads the model and the checkpoint, and prepares the examples."""
+        if self.train_threads is not None:
+            torch.set_num_threads(self.train_threads)
+        policy = load_policy(self.model, dtype="float32" if self.lora is None else self.dtype, device=self.device)
+        if self.lora is not None:
+            from agentlightning_algorithms.shared.policy.model.lora import add_lora  # peft takes seconds to import
+
+            torch.manual_seed(self.order_seed)
+            add_lora(policy.model, self.lora)
+        items = self.prepare(policy, examples)
+        updater = Updater(policy, self.update_settings(items), autocast=self.dtype != "float32")
+        if self._resume_from is not None:
+            updater.load(self._resume_from)
+        return updater, items
+
+    def warn_too_long(self, count: int, what: str, policy: Policy) -> None:
+        """Logs how many examples were skipped."""
+        if count:
+            logger.warning("%d %s exceed the model's %d tokens and are skipped", count, what, policy.max_length)
+
+    def _describe(self, examples: int) -> TrainingRecord:
+        return TrainingRecord(
+            algorithm=self.name,
+            base=self.model,
+            sampling={"temperature": 0.0},
+            device=self.device,
+            dtype=self.dtype,
+            train_tasks=examples,
+            settings=asdict(self),
+        )
+
+
+def mean_metrics(steps: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
+    """Returns the means of metrics over the steps that have them; skipped steps lack some."""
+    found = {name: [step[name] for step in steps if name in step] for name in names}
+    return {name: statistics.fmean(values) for name, values in found.items() if values}

@@ -1,0 +1,227 @@
+"""A key-value cache whose rows are sequences of different lengths.
+
+    S   slots; row i of the batch is in slot i
+    n   rows of one forward pass
+    T   tokens that each of them adds
+    H   key-value heads
+    W   positions kept for each slot
+    D   size of a head
+
+transformers' caches append the same columns for all rows, so all rows must start and end together. Here a forward pass
+writes each row's tokens at that row's own positions, so that rows can join and leave at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from agentlightning.errors import ConfigError
+from agentlightning_algorithms.shared.policy.model.policy import Policy
+
+BLOCK = 16
+"""Tokens of a block; widths are multiples of it, so that a slot consists of whole blocks."""
+_GROWTH = 8
+"""A cache that is too small grows by at least 1 / _GROWTH of its size."""
+SPARE = (1 + 1 / _GROWTH) ** 2
+"""Largest ratio of memory to what is needed after such growth."""
+
+
+class _SlotLayer(DynamicLayer):  # type: ignore[misc] # mypy does not read transformers
+    """One layer's keys and values, ``[S, H, W, D]`` each; allocated by the first forward pass."""
+
+    keys: Tensor
+    values: Tensor
+    is_initialized: bool
+
+    def __init__(self, slots: SlotCache) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.open(key_states, value_states)
+        first, rows, positions, width = self._slots.forward_pass
+        end = first + len(key_states)
+        if rows is None:
+            self.keys[first:end, :, :width] = key_states
+            self.values[first:end, :, :width] = value_states
+            return key_states, value_states
+        self.keys[rows, :, positions] = key_states.transpose(1, 2)
+        self.values[rows, :, positions] = value_states.transpose(1, 2)
+        return self.keys[first:end, :, :width], self.values[first:end, :, :width]
+
+    def get_seq_length(self) -> int:
+        _, rows, _, width = self._slots.forward_pass
+        return 0 if rows is None else width
+
+    def open(self, keys: Tensor, values: Tensor) -> None:
+        """Allocates memory for keys and values like these, if there is none yet."""
+        if not self.is_initialized:
+            shape = self._slots.n_slots, self._slots.width
+            self.keys, self.values = _like(keys, *shape), _like(values, *shape)
+            self.is_initialized = True
+
+    def resize(self, slots: int, width: int) -> None:
+        if self.is_initialized:
+            self.keys = _resized(self.keys, slots, width)
+            self.values = _resized(self.values, slots, width)
+
+    def take(self, other: _SlotLayer, sources: Tensor, first: int, width: int) -> None:
+        self.open(other.keys, other.values)
+        end = first + len(sources)
+        self.keys[first:end, :, :width] = other.keys[sources, :, :width]
+        self.values[first:end, :, :width] = other.values[sources, :, :width]
+
+
+class _ForwardPass(NamedTuple):
+    """Write positions and attention mask of a forward pass."""
+
+    first: int
+    """Slot of the first row."""
+    rows: Tensor | None
+    """Slot of each token, ``[n, T]``; None: prompts from their beginning, which read nothing earlier."""
+    positions: Tensor | None
+    """Position of each token in its row, ``[n, T]``."""
+    width: int
+    """Positions that may be read."""
+
+
+class SlotCache:
+    """The cache of rows that are run together. It grows in steps of an eighth; :meth:`fit` releases memory.
+
+    Attributes:
+        cache: the model's ``past_key_values`` after :meth:`begin` or :meth:`extend`.
+    """
+
+    def __init__(self, n_layers: int, device: torch.device) -> None:
+        self.n_slots = self.width = 0
+        self.forward_pass = _ForwardPass(0, None, None, 0)
+        self._device = device
+        self._layers = [_SlotLayer(self) for _ in range(n_layers)]
+        self.cache = Cache(layers=cast(list[Any], self._layers))
+
+    def begin(self, first: int, n: int, width: int) -> None:
+        """Prepares for ``n`` prompts, padded on the right to ``width``, in the slots from ``first`` on.
+
+        The prompts attend only to themselves, so the model's causal attention needs no mask.
+        """
+        self._reserve(first + n, width)
+        self.forward_pass = _ForwardPass(first, None, None, width)
+
+    def extend(self, first: int, lengths: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+        """Prepares for ``count`` more tokens, padding included, in rows of ``lengths`` from slot ``first`` on.
+
+        Returns:
+            Position ids ``[n, T]`` and the attention mask ``[n, 1, T, W]``, True where a token may attend.
+        """
+        width = max(lengths) + count
+        self._reserve(first + len(lengths), width)
+        starts_n = torch.tensor(lengths, device=self._device)
+        positions_nT = starts_n[:, None] + torch.arange(count, device=self._device)
+        rows_nT = torch.arange(first, first + len(lengths), device=self._device)[:, None].expand(-1, count)
+        self.forward_pass = _ForwardPass(first, rows_nT, positions_nT, width)
+        mask = torch.arange(width, device=self._device) <= positions_nT[:, :, None]
+        return positions_nT, mask[:, None]
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Copies the first ``length`` positions of one slot to others."""
+        self._reserve(max(targets) + 1, length)
+        where = torch.tensor(targets, device=self._device)
+        for layer in self._layers:
+            for tensor in (layer.keys, layer.values):
+                tensor[where, :, :length] = tensor[source, :, :length].clone()  # torch refuses overlapping memory
+
+    def take(self, other: SlotCache, sources: Sequence[int], first: int, length: int) -> None:
+        """Copies the first ``length`` positions of another cache's slots into the slots from ``first`` on."""
+        self._reserve(first + len(sources), length)
+        where = torch.tensor(sources, device=self._device)
+        for mine, theirs in zip(self._layers, other._layers, strict=True):
+            mine.take(theirs, where, first, length)
+
+    def fit(self, slots: int, width: int, *, spare: float = SPARE) -> None:
+        """Releases memory if there is more than ``spare`` times that of ``slots`` slots of ``width`` positions."""
+        width = whole_blocks(width)
+        if self.n_slots * self.width > spare * slots * width:
+            self._resize(slots, width)
+
+    def size_with(self, slots: int, width: int) -> int:
+        """Returns the positions of all slots after growth to at least ``slots`` slots of ``width`` positions."""
+        n_slots, n_positions = self._grown(slots, width)
+        return n_slots * n_positions
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of keys and values."""
+        tensors = [t for layer in self._layers if layer.is_initialized for t in (layer.keys, layer.values)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def restore(self, layers: Sequence[tuple[Tensor, Tensor]], slots: int, width: int) -> list[tuple[Tensor, Tensor]]:
+        """Makes room for keys and values like those of ``layers``, and returns :meth:`blocks`."""
+        self._reserve(slots, width)
+        for layer, (keys, values) in zip(self._layers, layers, strict=True):
+            layer.open(keys, values)
+        return self.blocks()
+
+    def blocks(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns views of each layer's keys and values, ``[S, H, W / BLOCK, BLOCK, D]``, once allocated."""
+        return [
+            (layer.keys.unflatten(2, (-1, BLOCK)), layer.values.unflatten(2, (-1, BLOCK))) for layer in self._layers
+        ]
+
+    def _reserve(self, slots: int, width: int) -> None:
+        if slots > self.n_slots or width > self.width:
+            self._resize(*self._grown(slots, width))
+
+    def _grown(self, slots: int, width: int) -> tuple[int, int]:
+        n_slots, n_positions = self.n_slots, self.width
+        if slots > n_slots:
+            n_slots = max(slots, n_slots + n_slots // _GROWTH)
+        if width > n_positions:
+            n_positions = max(whole_blocks(width), (n_positions + n_positions // _GROWTH) // BLOCK * BLOCK)
+        return n_slots, n_positions
+
+    def _resize(self, slots: int, width: int) -> None:
+        self.n_slots, self.width = slots, width
+        for layer in self._layers:
+            layer.resize(slots, width)
+
+
+def check_attention(policy: Policy) -> None:
+    """Raises a ConfigError if a layer of the model does not attend to the whole context."""
+    config = policy.model.config
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    window = getattr(config, "sliding_window", None)
+    if kinds or (window is not None and window < policy.max_length):
+        raise ConfigError(
+            f"the model {config.model_type!r} has layers that do not attend to the whole context "
+            f"({', '.join(sorted(kinds)) or f'sliding window of {window} tokens'}); this sampler needs full attention. "
+            "Use another backend, or a model such as Qwen 2.5 or Llama 3."
+        )
+
+
+def position_bytes(policy: Policy) -> int:
+    """Returns the memory that keys and values of one token take in all layers."""
+    config: Any = policy.model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * size * policy.model.dtype.itemsize)
+
+
+def _like(states: Tensor, slots: int, width: int) -> Tensor:
+    return states.new_zeros(slots, states.shape[1], width, states.shape[3])
+
+
+def _resized(old: Tensor, slots: int, width: int) -> Tensor:
+    new = _like(old, slots, width)
+    slots, width = min(slots, old.shape[0]), min(width, old.shape[2])
+    new[:slots, :, :width] = old[:slots, :, :width]
+    return new
+
+
+def whole_blocks(width: int) -> int:
+    """Rounds up to a multiple of ``BLOCK``."""
+    return -(-width // BLOCK) * BLOCK

@@ -1,0 +1,1 @@
+"""Updates the weights of a policy: losses, corrections, the optimizer and their settings."""

@@ -1,0 +1,288 @@
+"""The policy-gradient loss: surrogates, KL estimators, aggregation over tokens.
+
+    B   rows of a batch
+    T   response tokens of a row, padded to the longest
+    mask_BT    1 on tokens the policy sampled, 0 on padding and on tokens it was given
+    weight_B   how many copies a row counts for; a row with 0 has no effect
+
+Log-probabilities are natural. The numbers and gradients equal verl 0.9.1's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from agentlightning.plugin.registry import get_manager
+from agentlightning_algorithms.shared.policy.update.settings import KlEstimator, UpdateSettings
+
+# Bounds on log-ratios and on k3 that keep exp() finite; verl's values.
+_MAX_LOG_RATIO = 20.0
+_MAX_LOG_SEQUENCE_RATIO = 10.0
+_MAX_K3 = 10.0
+
+
+class Surrogate(NamedTuple):
+    """A loss per token, and how its ratio was clipped."""
+
+    loss_BT: Tensor
+    log_ratio_BT: Tensor
+    """log(new / old), without gradient; its negated mean estimates KL(old || new)."""
+    clipped_BT: Tensor
+    """1 where clipping the ratio removed the gradient."""
+    dual_clipped_BT: Tensor
+    """1 where the bound on negative advantages removed the gradient."""
+
+
+def clipped_surrogate(
+    logprob_BT: Tensor,
+    old_logprob_BT: Tensor,
+    advantage_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = 3.0,
+) -> Surrogate:
+    """Returns PPO's pessimistic surrogate, negated (to minimise), for every token.
+
+        ratio = exp(logprob - old_logprob)
+        loss  = max(-A ratio, -A clamp(ratio, 1 - clip_low, 1 + clip_high))       Schulman et al. 2017, arXiv:1707.06347
+        loss  = min(loss, -A dual_clip)  where A < 0                              Ye et al. 2020, arXiv:1912.09729
+
+    ``clip_high`` above ``clip_low`` leaves unlikely tokens more room to grow (DAPO, Yu et al. 2025, arXiv:2503.14476).
+
+    Args:
+        logprob_BT: log-probabilities under the weights being trained; the only argument that gets a gradient.
+        old_logprob_BT: log-probabilities under the weights that sampled the tokens.
+        advantage_BT: any shape that broadcasts, such as ``[B, 1]``.
+        clip_low: see above.
+        clip_high: see above.
+        dual_clip: see above; above 1, or None for no bound.
+    """
+    log_ratio_BT = (logprob_BT - old_logprob_BT).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratio_BT = log_ratio_BT.exp()
+    free_BT = -advantage_BT * ratio_BT
+    held_BT = -advantage_BT * ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss_BT = torch.maximum(free_BT, held_BT)
+    clipped_BT = (held_BT > free_BT).to(loss_BT.dtype)
+    dual_clipped_BT = torch.zeros_like(clipped_BT)
+    if dual_clip is not None:
+        bound_BT = -advantage_BT * dual_clip
+        negative_BT = (advantage_BT < 0).expand_as(loss_BT)
+        dual_clipped_BT = ((loss_BT > bound_BT) & negative_BT).to(loss_BT.dtype)
+        loss_BT = torch.where(negative_BT, torch.minimum(loss_BT, bound_BT), loss_BT)
+    return Surrogate(loss_BT, log_ratio_BT.detach(), clipped_BT, dual_clipped_BT)
+
+
+def sequence_surrogate(
+    logprob_BT: Tensor,
+    old_logprob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Surrogate:
+    """Returns GSPO's surrogate, negated: one ratio for the whole row (Zheng et al. 2025, arXiv:2507.18071).
+
+        s = exp(mean over the row's tokens of (logprob - old_logprob))
+        ratio_t = sg[s] exp(logprob_t) / sg[exp(logprob_t)]      GSPO-token, equation 14: its value is s everywhere
+
+    The gradient of a row is that of its likelihood, length-normalised. The paper clips at 3e-4 and 4e-4 and aggregates
+    by ``seq-mean-token-mean``. Other arguments as ``clipped_surrogate``.
+    """
+    log_ratio_BT = logprob_BT - old_logprob_BT
+    mean_B1 = (log_ratio_BT * mask_BT).sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1.0)
+    log_sequence_BT = logprob_BT - logprob_BT.detach() + mean_B1.detach()
+    ratio_BT = log_sequence_BT.clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp()
+    free_BT = -advantage_BT * ratio_BT
+    held_BT = -advantage_BT * ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped_BT = (held_BT > free_BT).to(free_BT.dtype)
+    return Surrogate(torch.maximum(free_BT, held_BT), log_ratio_BT.detach(), clipped_BT, torch.zeros_like(clipped_BT))
+
+
+def clipped_weight_surrogate(
+    logprob_BT: Tensor,
+    old_logprob_BT: Tensor,
+    advantage_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Surrogate:
+    """Returns CISPO's loss: REINFORCE with a clipped ratio as weight (MiniMax 2025, arXiv:2506.13585).
+
+        loss = -sg[clamp(ratio, 1 - clip_low, 1 + clip_high)] A logprob
+
+    Every token keeps its gradient; clipping only bounds its size. Arguments as ``clipped_surrogate``; ``clipped_BT`` is
+    1 where the weight was clipped.
+    """
+    log_ratio_BT = (logprob_BT - old_logprob_BT).detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratio_BT = log_ratio_BT.exp()
+    held_BT = ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped_BT = (ratio_BT != held_BT).to(ratio_BT.dtype)
+    return Surrogate(-held_BT * advantage_BT * logprob_BT, log_ratio_BT, clipped_BT, torch.zeros_like(clipped_BT))
+
+
+def ppo(
+    logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
+) -> Surrogate:
+    """The component ``ppo``: :func:`clipped_surrogate`."""
+    s = settings
+    return clipped_surrogate(
+        logprob_BT, old_logprob_BT, advantage_BT, clip_low=s.clip_low, clip_high=s.clip_high, dual_clip=s.dual_clip
+    )
+
+
+def gspo(
+    logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
+) -> Surrogate:
+    """The component ``gspo``: :func:`sequence_surrogate`."""
+    clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
+    return sequence_surrogate(logprob_BT, old_logprob_BT, advantage_BT, mask_BT, **clip)
+
+
+def cispo(
+    logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
+) -> Surrogate:
+    """The component ``cispo``: :func:`clipped_weight_surrogate`."""
+    clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
+    return clipped_weight_surrogate(logprob_BT, old_logprob_BT, advantage_BT, **clip)
+
+
+def cross_entropy(
+    logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
+) -> Surrogate:
+    """The component ``cross_entropy``: the likelihood of the tokens, weighted by their advantage, without a ratio.
+
+    With advantages of 1 for chosen answers, this is rejection fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767).
+    """
+    zero_BT = torch.zeros_like(logprob_BT)
+    return Surrogate(-advantage_BT * logprob_BT, (logprob_BT - old_logprob_BT).detach(), zero_BT, zero_BT)
+
+
+def kl_penalty(logprob_BT: Tensor, reference_logprob_BT: Tensor, estimator: KlEstimator = "k3") -> Tensor:
+    """Returns an estimate of KL(policy || reference) per token, from tokens that the policy sampled.
+
+    With d = reference_logprob - logprob (Schulman 2020, "Approximating KL Divergence"):
+
+        k1 = -d              unbiased, can be negative; its expected gradient is 0
+        k2 = d^2 / 2         biased, low variance; its expected gradient is that of KL(policy || reference)
+        k3 = exp(d) - 1 - d  unbiased, never negative; its expected gradient is that of KL(reference || policy); what
+                             GRPO uses (arXiv:2402.03300)
+
+    The gradients are those of a loss, whose tokens are fixed. As in verl, d is clamped to 20 and k3 to 10.
+    """
+    if estimator == "k1":
+        return logprob_BT - reference_logprob_BT
+    if estimator == "k2":
+        return 0.5 * (logprob_BT - reference_logprob_BT).square()
+    difference_BT = (reference_logprob_BT - logprob_BT).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return (difference_BT.exp() - difference_BT - 1.0).clamp(-_MAX_K3, _MAX_K3)
+
+
+class Aggregated(NamedTuple):
+    """The result of a component of the kind ``aggregation``: the loss is sum(factor_B * sum of the row) / divisor."""
+
+    factor_B: Tensor
+    divisor: Tensor
+    """The divisors of the parts of a batch add up to the whole batch's divisor, except for token-sum."""
+
+
+def token_mean(length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | None, horizon: int) -> Aggregated:
+    """The component ``token-mean``."""
+    return Aggregated(weight_B, (weight_B * length_B).sum())
+
+
+def token_sum(length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | None, horizon: int) -> Aggregated:
+    """The component ``token-sum``."""
+    return Aggregated(weight_B, torch.ones_like(length_B.sum()))
+
+
+def seq_mean_token_sum(length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | None, horizon: int) -> Aggregated:
+    """The component ``seq-mean-token-sum``."""
+    return Aggregated(weight_B, (weight_B * (length_B > 0)).sum())
+
+
+def seq_mean_token_sum_norm(
+    length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | None, horizon: int
+) -> Aggregated:
+    """The component ``seq-mean-token-sum-norm``."""
+    return Aggregated(weight_B, (weight_B * (length_B > 0)).sum() * horizon)
+
+
+def seq_mean_token_mean(
+    length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | None, horizon: int
+) -> Aggregated:
+    """The component ``seq-mean-token-mean``."""
+    return Aggregated(weight_B / length_B.clamp(min=1.0), (weight_B * (length_B > 0)).sum())
+
+
+def rollout_mean(length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | None, horizon: int) -> Aggregated:
+    """The component ``rollout-mean``."""
+    if rollout_length_B is None:
+        raise ValueError("rollout-mean needs rollout_length_B, the tokens of each row's rollout.")
+    factor_B = weight_B / rollout_length_B.clamp(min=1e-9)
+    return Aggregated(factor_B, (factor_B * length_B).sum())
+
+
+def _aggregated(
+    mask_BT: Tensor, aggregation: str, weight_B: Tensor | None, rollout_length_B: Tensor | None, horizon: int
+) -> Aggregated:
+    length_B = mask_BT.sum(-1)
+    weight_B = torch.ones_like(length_B) if weight_B is None else weight_B
+    component: Callable[..., tuple[Tensor, Tensor]] = get_manager().get("aggregation", aggregation)
+    return Aggregated(*component(length_B, weight_B, rollout_length_B, horizon))
+
+
+def loss_normalizer(
+    mask_BT: Tensor,
+    aggregation: str,
+    weight_B: Tensor | None = None,
+    *,
+    rollout_length_B: Tensor | None = None,
+    horizon: int = 1,
+) -> Tensor:
+    """Returns the divisor of :func:`aggregate`, which takes the same arguments.
+
+    Counts tokens (token-mean), non-empty rows (seq-mean-*; times ``horizon``), rollouts (rollout-mean); token-sum: 1.
+    """
+    return _aggregated(mask_BT, aggregation, weight_B, rollout_length_B, horizon).divisor
+
+
+def aggregate(
+    value_BT: Tensor,
+    mask_BT: Tensor,
+    aggregation: str = "token-mean",
+    *,
+    weight_B: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+    rollout_length_B: Tensor | None = None,
+    horizon: int = 1,
+) -> Tensor:
+    """Reduces per-token values to one number, by a component of the kind ``aggregation``.
+
+    - ``token-mean``: mean over all tokens of the batch; long answers weigh more (DAPO, arXiv:2503.14476).
+    - ``token-sum``: sum over all tokens.
+    - ``seq-mean-token-sum``: mean over rows of their sums.
+    - ``seq-mean-token-sum-norm``: the same, divided by a constant ``horizon`` (Dr. GRPO, arXiv:2503.20783).
+    - ``seq-mean-token-mean``: mean over rows of their means (GRPO as published, arXiv:2402.03300).
+    - ``rollout-mean``: mean over rollouts of the means over all their tokens, in however many rows; GRPO's formula
+      with a whole rollout as output.
+
+    Rows without tokens do not count. With the whole batch's ``normalizer``, a part of a batch gives its share of the
+    loss: the shares, and their gradients, add up to the same number however the batch was split.
+
+    Args:
+        value_BT: losses or a metric; finite also where the mask is 0.
+        mask_BT: 1 on tokens that count.
+        aggregation: see above.
+        weight_B: copies a row counts for, in the sum and in the divisor alike; None: 1.
+        normalizer: :func:`loss_normalizer` of the whole batch; None: of these rows.
+        rollout_length_B: for rollout-mean, the tokens that count in all rows of each row's rollout, copies included.
+        horizon: constant for seq-mean-token-sum-norm, such as the maximum number of tokens of a response.
+    """
+    factor_B, divisor = _aggregated(mask_BT, aggregation, weight_B, rollout_length_B, horizon)
+    return ((value_BT * mask_BT).sum(-1) * factor_B).sum() / (divisor if normalizer is None else normalizer)

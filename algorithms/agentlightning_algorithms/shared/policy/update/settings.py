@@ -1,0 +1,143 @@
+"""Settings of the weight updates, with their checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from agentlightning.errors import ConfigError
+from agentlightning.plugin.registry import get_manager
+from agentlightning.plugin.settings import require_least
+
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
+]
+KlEstimator = Literal["k1", "k2", "k3"]
+WeightLevel = Literal["token", "sequence"]
+MaskLevel = Literal["token", "sequence", "sequence-mean"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSettings:
+    """Settings of the weight updates (``Updater``). docs/grpo-settings.md cites the paper of each.
+
+    Attributes:
+        lr: AdamW's peak learning rate; ``betas`` and ``weight_decay`` are AdamW's too.
+        schedule: a component of that kind: ``constant``, ``linear`` or ``cosine`` decay of the learning rate from
+            ``lr`` to ``lr * final_lr_fraction``, by updates, not optimizer steps.
+        total_updates: updates the schedule spans; required for all but ``constant``.
+        warmup_updates: updates in which the learning rate rises linearly to ``lr``.
+        max_grad_norm: gradients are clipped to this norm.
+        epochs: passes over the rows of one update.
+        minibatches: optimizer steps per epoch, whatever the number of rows, which depends on the number of turns.
+        max_tokens_per_microbatch: bound on memory, padding included; changes the result only by rounding.
+        gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time. None:
+            for models of at least 500 million weights that support it.
+        objective: a component of the kind ``policy_loss``: ``ppo``, ``gspo``, ``cispo``, or that of a plugin; see
+            ``clipped_surrogate``, ``sequence_surrogate`` and ``clipped_weight_surrogate`` in
+            :mod:`~agentlightning_algorithms.shared.policy.update.loss`.
+        clip_low: the ratio is clipped at ``1 - clip_low``. GSPO needs a thousandth of PPO's value.
+        clip_high: the ratio is clipped at ``1 + clip_high``.
+        dual_clip: bound on the loss of a token with negative advantage, in units of the advantage; ``ppo`` only.
+        aggregation: a component of that kind; see ``aggregate`` in ``loss``.
+        horizon: for ``seq-mean-token-sum-norm``, the constant length that sums are divided by.
+        temperature: temperature of sampling.
+        old_logprobs: the denominator of the ratio. ``sampler``: as recorded when sampling, which is exact and free.
+            ``trainer``: recomputed before the first step, for samplers whose numerics differ; costs a forward pass.
+        importance_weights: multiply losses by trainer/sampler ratios of a ``token`` or a ``sequence``; needs
+            ``old_logprobs = trainer``.
+        importance_upper: larger weights are truncated to this.
+        importance_lower: weights below this or above ``importance_upper`` become 0 (IcePop); None: truncate.
+        trust_mask: exclude tokens or rows whose ratio is outside [``trust_lower``, ``trust_upper``]; needs
+            ``old_logprobs = trainer``.
+        kl_coefficient: weight of the divergence from the reference; 0: there is no reference.
+        kl_estimator: see ``kl_penalty`` in ``loss``; ``k1`` in the reward only.
+        kl_in: ``loss``: added to the loss of each token (arXiv:2402.03300); ``reward``: subtracted from the reward of
+            the rollout (Ziegler et al. 2019, arXiv:1909.08593).
+        reference_decay: decay per update of a moving average of the weights that serves as reference; None: the
+            reference is the initial model.
+        entropy_coefficient: weight of the entropy bonus (Mnih et al. 2016, arXiv:1602.01783).
+        seed: seed of the order of rows.
+    """
+
+    # Settings from a file are checked by pydantic: an unknown key is an error.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    total_updates: int | None = None
+    warmup_updates: int = 0
+    final_lr_fraction: float = 0.1
+    max_grad_norm: float = 1.0
+    epochs: int = 1
+    minibatches: int = 1
+    max_tokens_per_microbatch: int = 8192
+    gradient_checkpointing: bool | None = None
+    objective: str = "ppo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+    aggregation: str = "token-mean"
+    horizon: int | None = None
+    temperature: float = 1.0
+    old_logprobs: Literal["sampler", "trainer"] = "sampler"
+    importance_weights: WeightLevel | None = None
+    importance_upper: float = 2.0
+    importance_lower: float | None = None
+    trust_mask: MaskLevel | None = None
+    trust_lower: float = 0.5
+    trust_upper: float = 2.0
+    kl_coefficient: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    reference_decay: float | None = None
+    entropy_coefficient: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "max_grad_norm", "temperature", "epochs", "minibatches", "max_tokens_per_microbatch"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}; it must be above 0.")
+        get_manager().get("schedule", self.schedule)
+        names = ("weight_decay", "warmup_updates", "final_lr_fraction", "clip_low", "clip_high", "kl_coefficient")
+        require_least(0, **{name: getattr(self, name) for name in names})
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"dual_clip = {self.dual_clip}; it must be above 1, or None for no bound.")
+        if self.aggregation == "seq-mean-token-sum-norm" and not (self.horizon and self.horizon > 0):
+            raise ConfigError(f"horizon = {self.horizon}; aggregation = {self.aggregation!r} needs a horizon above 0.")
+        if self.reference_decay is not None and not 0 <= self.reference_decay <= 1:
+            raise ConfigError(f"reference_decay = {self.reference_decay}; it must be from 0 to 1, or None.")
+        if self.objective == "gspo" and max(self.clip_low, self.clip_high) > 0.1:
+            raise ConfigError(
+                f"clip_low = {self.clip_low}, clip_high = {self.clip_high}: with objective = 'gspo' the ratio of a "
+                "whole row hardly differs from 1; the paper uses 3e-4 and 4e-4, and at most 0.1 is accepted."
+            )
+        if (self.importance_weights or self.trust_mask) and self.old_logprobs != "trainer":
+            name = "importance_weights" if self.importance_weights else "trust_mask"
+            raise ConfigError(
+                f"{name} = {getattr(self, name)!r} compares sampler and trainer: set old_logprobs: trainer."
+            )
+        if self.kl_coefficient and self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ConfigError(
+                "kl_estimator = 'k1' with kl_in = 'loss' has an expected gradient of 0, so nothing keeps the policy "
+                "near the reference; set kl_in: reward, or kl_estimator: k2 or k3."
+            )
+        for low, high in (("importance_lower", "importance_upper"), ("trust_lower", "trust_upper")):
+            bounds = (getattr(self, low) or 0.0, getattr(self, high))
+            if not 0 <= bounds[0] < bounds[1]:
+                raise ConfigError(f"{low} = {bounds[0]}, {high} = {bounds[1]}; 0 <= {low} < {high} is needed.")
+
+    def lr_at(self, update: int) -> float:
+        """Returns the learning rate of the ``update``-th update, counted from 0."""
+        if update < self.warmup_updates:
+            return self.lr * (update + 1) / self.warmup_updates
+        if self.schedule == "constant" or self.total_updates is None:
+            return self.lr
+        decaying = max(1, self.total_updates - 1 - self.warmup_updates)
+        progress = min(1.0, (update - self.warmup_updates) / decaying)
+        share = float(get_manager().get("schedule", self.schedule)(progress))
+        return self.lr * (self.final_lr_fraction + (1.0 - self.final_lr_fraction) * share)

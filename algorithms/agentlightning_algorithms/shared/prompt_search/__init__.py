@@ -1,0 +1,1 @@
+"""The base of algorithms that search for better prompts."""

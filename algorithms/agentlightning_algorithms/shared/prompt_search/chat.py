@@ -1,0 +1,136 @@
+"""The model calls of a prompt search: cached, counted and retried."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from agentlightning.errors import ConfigError
+from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, SearchBudget
+from agentlightning_algorithms.shared.prompt_search.call_cache import CachedCall, CallCache
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+logger = logging.getLogger("agentlightning")
+_MAX_CONCURRENCY: Final = 16
+
+
+class CachedChat:
+    """Calls chat models within a budget. Every answer is cached before it is used."""
+
+    def __init__(
+        self, client: AsyncOpenAI | None, cache: CallCache, budget: SearchBudget, *, attempts: int = 3
+    ) -> None:
+        """Counts calls in ``budget``, and tries each up to ``attempts`` times; for ``client``, see ``copy_client``."""
+        self._given = client
+        self._client = copy_client(client)
+        self._cache = cache
+        self._budget = budget
+        self._attempts = attempts
+        self._slots = asyncio.Semaphore(_MAX_CONCURRENCY)
+        self._counted: set[str] = set()
+        self._in_flight = 0
+        self.answered = 0
+        self.failed: dict[str, str] = {}
+        """Reasons for failed calls since ``start_round``, by place."""
+
+    async def close(self) -> None:
+        """Closes our connections; a client that the user still holds stays open."""
+        if self._client is not self._given:
+            await self._client.close()
+
+    def start_round(self) -> None:
+        """Resets the records of answered and failed calls."""
+        self.answered = 0
+        self.failed = {}
+
+    async def ask(
+        self, place: str, model: str, messages: Sequence[Mapping[str, Any]], *, temperature: float
+    ) -> str | None:
+        """Makes the call at a place of the search, or takes its answer from the cache.
+
+        Returns:
+            The answer; None when the call failed or the budget is spent.
+        """
+        call = self._cache.calls.get(place)
+        if call is None:
+            if place in self._cache.skipped:
+                return None
+            async with self._slots:
+                if self._is_spent():
+                    return None
+                self._in_flight += 1
+                try:
+                    call = await self._call_model(place, model, messages, temperature)
+                finally:
+                    self._in_flight -= 1
+            if call is None:
+                return None
+        if place not in self._counted:
+            self._counted.add(place)
+            self._budget.spend([call])
+        self.answered += 1
+        return call.answer
+
+    def _is_spent(self) -> bool:
+        """Whether the budget is spent, counting calls in flight and cached calls that a resumed search will reach."""
+        cached = [call for place, call in self._cache.calls.items() if place not in self._counted]
+        return self._budget.is_spent([*cached, *(CallUsage("") for _ in range(self._in_flight))])
+
+    async def _call_model(
+        self, place: str, model: str, messages: Sequence[Mapping[str, Any]], temperature: float
+    ) -> CachedCall | None:
+        chat = self._client.with_options(max_retries=self._attempts - 1).chat
+        for _ in range(self._attempts):
+            try:
+                reply = await chat.completions.create(
+                    model=model,
+                    messages=list(messages),  # type: ignore[arg-type] # its TypedDicts are plain mappings
+                    temperature=temperature,
+                )
+                answer = (reply.choices[0].message.content or "").strip() if reply.choices else ""
+            except Exception as error:  # isolation point: a call that fails is skipped, and the search goes on
+                self.failed[place] = f"{type(error).__name__}: {error}"
+                logger.warning("model call %s to %s failed: %s", place, model, self.failed[place])
+                return None
+            tokens = {
+                name: getattr(reply.usage, name, 0) or 0  # some endpoints send no usage
+                for name in ("prompt_tokens", "completion_tokens")
+            }
+            call = CachedCall(place=place, model=model, answer=answer, **tokens)
+            if answer:
+                self._cache.record(call)
+                self.failed.pop(place, None)
+                return call
+            self._budget.spend([call])
+            self.failed[place] = f"{model} gave an empty answer"
+        return None
+
+
+def copy_client(client: AsyncOpenAI | None) -> AsyncOpenAI:
+    """Returns a client with its own connections, because connections do not outlive their event loop.
+
+    For None, the environment configures the client. A client of another class, or with the user's own ``http_client``,
+    is returned unchanged.
+
+    Raises:
+        ConfigError: there is no key in the environment.
+    """
+    # A client imports this at its first call: that takes half a second, and deadlocks when two threads do so at once.
+    import openai.resources.chat  # noqa: F401 # for the effect
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
+
+    if client is None:
+        try:
+            return AsyncOpenAI(max_retries=0)
+        except OpenAIError as error:
+            raise ConfigError(
+                "a prompt search calls models: set OPENAI_API_KEY (and OPENAI_BASE_URL for an endpoint other than "
+                "OpenAI's), or give async_openai_client=AsyncOpenAI(...)"
+            ) from error
+    if type(getattr(client, "_client", None)).__name__ == "AsyncHttpxClientWrapper":
+        return client.copy(http_client=DefaultAsyncHttpxClient())
+    return client

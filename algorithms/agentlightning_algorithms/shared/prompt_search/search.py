@@ -1,0 +1,413 @@
+"""The base of prompt searches: candidates in the store, trials, model calls, a budget."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from agentlightning.algorithm.algorithm import Algorithm
+from agentlightning.algorithm.context import RunContext
+from agentlightning.errors import ConfigError, LightningError
+from agentlightning.plugin.settings import require_least
+from agentlightning.resources import LLM, PromptTemplate, Resource
+from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode
+from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, SearchBudget
+from agentlightning_algorithms.shared.prompt_search.call_cache import FILE_NAME, CallCache
+from agentlightning_algorithms.shared.prompt_search.candidate import CANDIDATE_NAME, Candidate, choose_prompts
+from agentlightning_algorithms.shared.prompt_search.chat import CachedChat, copy_client
+from agentlightning_algorithms.shared.prompt_search.confirmation import Confirmation, confirm
+from agentlightning_algorithms.shared.prompt_search.critique import REPAIR_PROMPT, read_prompt
+from agentlightning_algorithms.shared.prompt_search.dataset import check_datasets
+from agentlightning_algorithms.shared.prompt_search.placeholder import fit, show_placeholders
+from agentlightning_algorithms.shared.prompt_search.trial import TrialResult, read_trial_result
+from agentlightning_algorithms.shared.rollout_result import RewardCheck, retry_lost, run_rollouts
+from agentlightning_plugins.shared.chat_history.adapter import TraceToMessages
+
+try:
+    from openai import AsyncOpenAI
+except ImportError:  # a search can be constructed without it; the trainer says what to install
+    if not TYPE_CHECKING:
+        AsyncOpenAI = Any
+
+logger = logging.getLogger("agentlightning")
+
+
+# No ``from __future__ import annotations``: the types of these settings are resolved in the subclasses' modules.
+@dataclass(eq=False, repr=False)
+class PromptSearch(Algorithm):
+    """The base of APO and GEPA, with the settings that they share.
+
+    A search can be killed at any moment. A resumed search runs the same search again: finished rollouts and recorded
+    model calls return immediately.
+    """
+
+    default_adapter: ClassVar[str | None] = "messages"
+
+    async_openai_client: AsyncOpenAI | None = None
+    """Client of any OpenAI-compatible endpoint; None takes OPENAI_API_KEY and OPENAI_BASE_URL."""
+    _: KW_ONLY
+    rollout_batch_timeout: float = 3600.0
+    """Seconds for the rollouts of one trial; rollouts that are still open after that count as 0."""
+    target_score: float | None = None
+    """Mean reward of the best prompt on the whole validation set at which the search stops."""
+    prompts: Sequence[str] | str | None = None
+    """Names of the prompt resources to tune, all by default; they are edited in turn."""
+    seed: int | None = None
+    """Seed of all random choices; the run's seed by default."""
+    llm_attempts: int = 3
+    """Number of attempts for a model call before it is skipped."""
+    max_calls: int | None = None
+    """Budget in model calls of the search and, if they are traced, of agents. The search ends after the round that
+    spends the budget; its own model calls stop immediately."""
+    max_tokens: int | None = None
+    """Budget in tokens of prompts and answers."""
+    max_cost: float | None = None
+    """Budget in money; needs the prices of the search's models."""
+    prices: Mapping[str, tuple[float, float]] | None = None
+    """Price of a million prompt tokens and of a million answer tokens, by model."""
+    confirm_pairs: int = 20
+    """Minimum number of fresh validation rollouts of the first and of the best prompt at the end; 0 skips them."""
+
+    def __post_init__(self) -> None:
+        if not self.rollout_batch_timeout > 0:
+            raise ConfigError(f"rollout_batch_timeout = {self.rollout_batch_timeout}: seconds above 0 are needed")
+        require_least(1, llm_attempts=self.llm_attempts)
+        require_least(0, confirm_pairs=self.confirm_pairs)
+        self.budget = SearchBudget(self.max_calls, self.max_tokens, self.max_cost, self.prices or {})
+        self.budget.require_prices(*self.models)
+        if isinstance(self.prompts, str):
+            self.prompts = (self.prompts,)
+        self.history: list[Candidate] = []
+        """All candidates in the order in which they were made, with lineage and scores; the seed is the first."""
+        self._reset()
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The models that the search calls."""
+        return ()
+
+    def _reset(self) -> None:
+        self.history.clear()
+        self.stopped_because: str | None = None
+        """Why the search ended: ``rounds``, ``rollouts``, ``target_score``, ``patience``, ``budget`` or
+        ``model_calls_failed``."""
+        self.confirmation: Confirmation | None = None
+        """The comparison of the first and the best prompt on fresh rollouts; None if they were not compared."""
+        self._reserve: list[CallUsage] = []
+        self._n_val = 0
+        self._best: Candidate | None = None
+        self._base: Mapping[str, Resource] = {}
+        self._versions: dict[str, int] = {}
+        self._published: dict[str, Candidate] = {}
+        self._chat: CachedChat | None = None
+        self._cache = CallCache()
+        self._reward_check = RewardCheck()
+
+    def get_best_prompt(self, name: str | None = None) -> PromptTemplate:
+        """The best prompt found so far.
+
+        Args:
+            name: name of the resource; needed if several prompts are tuned.
+
+        Raises:
+            ConfigError: the search has not begun, or ``name`` is not one of the tuned prompts.
+        """
+        return self.get_best().prompt(name)
+
+    def get_best(self) -> Candidate:
+        """The best candidate found so far, with all its prompts, its scores and its lineage.
+
+        Raises:
+            ConfigError: the search has not begun.
+        """
+        if self._best is None:
+            raise ConfigError(f"{type(self).__name__} has found nothing yet; run it first, as in Trainer.fit(...)")
+        return self._best
+
+    def diff(self) -> str:
+        """A unified diff from the seed to the best prompts; empty when no candidate is better."""
+        return self.get_best().diff(self.history[0])
+
+    def check_setup(self, context: RunContext) -> Sequence[LLM]:
+        """Refuses a run without tasks, without a prompt to tune, or without an API key."""
+        check_datasets(context.train_dataset, context.val_dataset)
+        if context.store is None:
+            choose_prompts(context.initial_resources or {}, self.prompts)
+        client = copy_client(self.async_openai_client)
+        return [LLM(endpoint=str(client.base_url), model=model, api_key=client.api_key) for model in self.models]
+
+    async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
+        """Searches until a limit is reached, and leaves the best prompts as the latest resources.
+
+        Raises:
+            ConfigError: there is no task, or no prompt to tune.
+            LightningError: all model calls failed, so no candidate was made.
+        """
+        train, val = check_datasets(train_dataset, val_dataset)
+        if self.context.adapter is not None and not isinstance(self.context.adapter, TraceToMessages):
+            adapter, name = type(self.context.adapter).__name__, type(self).__name__
+            logger.warning("the adapter %s has no effect: %s reads messages; leave adapter out", adapter, name)
+        try:
+            seed = await self.begin()
+            self._n_val = len(val)
+            await self.search(seed, train, val)
+            if not await self._confirm(val):
+                self._best = self.history[0]
+                await self.publish()
+            self._report()
+        finally:
+            await self.close_chat()
+
+    async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
+        """Searches, starting from the published seed; defined by subclasses."""
+        raise ConfigError(f"{type(self).__name__} defines no search(seed, train, val)")
+
+    def count_confirmations(self, n_tasks: int) -> int:
+        """Number of fresh rollouts of each of two prompts at the end."""
+        return max(self.confirm_pairs, n_tasks) if self.confirm_pairs else 0
+
+    async def begin(self) -> Candidate:
+        """Finds the prompts to tune and publishes the seed. Called when a run begins or is resumed.
+
+        Raises:
+            ConfigError: there is no prompt to tune, a prompt in ``prompts`` does not exist, or one cannot be tuned.
+        """
+        self._reset()
+        self.open_chat(self.context.directory)
+        self._base = await self._read_base()
+        seed = Candidate.of(choose_prompts(self._base, self.prompts))
+        self.history.append(seed)
+        self._best = seed
+        await self.publish()
+        return seed
+
+    def open_chat(self, directory: Path | None) -> None:
+        """Opens the cache of model calls in the run's directory, and counts the budget from 0."""
+        self.budget.reset()
+        if directory is not None:
+            self._cache = CallCache(directory / FILE_NAME)
+        self._chat = self._new_chat()
+
+    async def close_chat(self) -> None:
+        """Closes the connections to the models."""
+        if self._chat is not None:
+            await self._chat.close()
+            self._chat = None
+
+    @property
+    def chat(self) -> CachedChat:
+        """The model calls of this run."""
+        if self._chat is None:
+            self._chat = self._new_chat()
+        return self._chat
+
+    def _new_chat(self) -> CachedChat:
+        return CachedChat(self.async_openai_client, self._cache, self.budget, attempts=self.llm_attempts)
+
+    def random_for(self, *place: str | int) -> random.Random:
+        """Returns a random generator for one place of the search; it depends only on the place and the seed."""
+        seed = self.context.seed if self.seed is None else self.seed
+        return random.Random("/".join(map(str, (seed, *place))))
+
+    async def run_trial(
+        self,
+        candidate: Candidate,
+        dataset: Dataset[Any],
+        indices: Sequence[int],
+        mode: RolloutMode,
+        *place: str | int,
+        with_messages: bool = False,
+    ) -> list[TrialResult]:
+        """Runs a published candidate on the tasks at ``indices``, concurrently.
+
+        ``place`` identifies the trial within the search: a resumed search does not run it again.
+
+        Raises:
+            LightningError: no rollout of the first trials has a reward; see ``RewardCheck``.
+        """
+        step = next((part for part in place if isinstance(part, int)), 0)
+        requests = [
+            EnqueueRolloutRequest(
+                input=dataset[index],
+                mode=mode,
+                resources_id=self._snapshot_id(candidate.candidate_id),
+                config=retry_lost(),
+                metadata={"group": candidate.candidate_id, "step": step, "place": "/".join(map(str, place))},
+                rollout_id=self.context.rollout_id(*place, candidate.candidate_id, position),
+            )
+            for position, index in enumerate(indices)
+        ]
+        store, adapter = self.get_store(), self.message_adapter if with_messages else None
+        rollouts = await run_rollouts(store, requests, timeout_s=self.rollout_batch_timeout)
+        results = await asyncio.gather(*(read_trial_result(store, rollout, adapter) for rollout in rollouts))
+        trials = -(-2 * self.count_confirmations(self._n_val) // max(len(results), 1))  # for confirmation, rounded up
+        self._reserve = trials * [usage for result in results for usage in result.usage]
+        self.budget.spend(usage for result in results for usage in result.usage)
+        self._reward_check.add(result.outcome for result in results)
+        return results
+
+    @property
+    def message_adapter(self) -> TraceToMessages:
+        """The adapter that reads the chats in a rollout's spans."""
+        given = self.context.adapter
+        return given if isinstance(given, TraceToMessages) else TraceToMessages()
+
+    async def ask_for_edit(
+        self,
+        place: str,
+        model: str,
+        request: str,
+        original: PromptTemplate,
+        *,
+        temperature: float,
+        read: Callable[[str], str] = read_prompt,
+    ) -> PromptTemplate | None:
+        """Asks a model to rewrite a prompt. If the answer breaks a placeholder, the model may repair it once.
+
+        ``place`` identifies the call within the search, and ``read`` extracts the new prompt from an answer.
+
+        Returns:
+            The prompt; None when a call failed, the budget is spent, or the repaired prompt cannot be used either.
+        """
+        messages = [{"role": "user", "content": request}]
+        for stage in ("", "/repair"):
+            answer = await self.chat.ask(place + stage, model, messages, temperature=temperature)
+            if answer is None:
+                return None
+            try:
+                return fit(read(answer), original)
+            except ConfigError as problem:
+                logger.info("the edit %s cannot be used: %s", place, problem)
+                repair = REPAIR_PROMPT.format(problem=problem, placeholders=show_placeholders(original))
+                messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": repair}]
+        return None
+
+    def update(self, candidate: Candidate, **fields: Any) -> Candidate:
+        """Changes fields of a candidate, in the history too, and returns the changed candidate."""
+        changed = candidate.model_copy(update=fields)
+        self.history = [changed if old.candidate_id == changed.candidate_id else old for old in self.history]
+        if self._best is not None and self._best.candidate_id == changed.candidate_id:
+            self._best = changed
+        return changed
+
+    def take_if_better(self, candidate: Candidate) -> bool:
+        """Makes a candidate the best if its score on the whole validation set is higher; returns whether it is."""
+        best = self.get_best()
+        if candidate.full_score is None or candidate.candidate_id == best.candidate_id:
+            return False
+        if best.full_score is not None and candidate.full_score <= best.full_score:
+            return False
+        self._best = candidate
+        return True
+
+    async def publish(self) -> None:
+        """Stores new versions of changed candidates; the best prompts stay the latest resources of the run."""
+        store = self.get_store()
+        new = [each for each in self.history if self._published.get(each.candidate_id) != each]
+        wrote = await asyncio.gather(*(self._store_version(candidate) for candidate in new))
+        best_id = self._snapshot_id("best")
+        latest = await store.get_latest_resources()
+        if not any(wrote) and latest is not None and latest.resources_id == best_id:
+            newest = latest.resources
+            if all(newest.get(name) == prompt for name, prompt in self.get_best().prompts.items()):
+                return
+        await store.update_resources(best_id, {**self._base, **self.get_best().prompts})
+
+    async def publish_prompts(self, candidate: Candidate) -> None:
+        """Publishes a candidate's prompts for trials, before its lineage is known."""
+        if candidate.candidate_id not in self._published:
+            await self._store_version(Candidate.of(candidate.prompts, round=candidate.round))
+
+    def is_spent(self) -> bool:
+        """Whether the budget is spent, except for the confirmation's share; sets ``stopped_because``."""
+        if self.budget.is_spent(self._reserve):
+            self.stopped_because = "budget"
+        return self.stopped_because == "budget"
+
+    def has_reached_target(self) -> bool:
+        """Whether the best candidate reaches ``target_score``; sets ``stopped_because``."""
+        score = self.get_best().full_score
+        if self.target_score is not None and score is not None and score >= self.target_score:
+            self.stopped_because = "target_score"
+        return self.stopped_because == "target_score"
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of every round."""
+        best = self.get_best()
+        scores = {"reward": best.score, "best_score": best.full_score}
+        return {
+            **{name: score for name, score in scores.items() if score is not None},
+            "candidates": float(len(self.history)),
+            **self.budget.metrics(),
+        }
+
+    async def _confirm(self, val: Dataset[Any]) -> bool:
+        """Whether the best prompt may be published: it is the first, or better on fresh rollouts."""
+        first, best, n_pairs = self.history[0], self.get_best(), self.count_confirmations(len(val))
+        if best.candidate_id == first.candidate_id or not n_pairs:
+            return True
+
+        async def score(candidate: Candidate, indices: Sequence[int], number: int) -> list[float]:
+            results = await self.run_trial(candidate, val, indices, "val", "confirm", number)
+            return [result.score for result in results]
+
+        tasks = list(range(len(val)))
+        self.random_for("confirm").shuffle(tasks)
+        self.confirmation = found = await confirm(first, best, tasks, n_pairs, score)
+        logger.info(
+            "fresh rollouts: %.3f -> %.3f in %d pairs, p = %.2g (the search found %s -> %s); %s",
+            found.first, found.best, n_pairs, found.p_value, first.score, best.score,
+            "the best prompt is published" if found.is_better else "no evidence of a gain, so the first prompt stays",
+        )  # fmt: skip
+        metrics = (await self.get_store().query_metrics()).items
+        numbers = {"confirmed_first": found.first, "confirmed_best": found.best, "confirmed_p": found.p_value}
+        await self.get_store().add_metrics(metrics[-1].step if metrics else 0, numbers)
+        return found.is_better
+
+    def _report(self) -> None:
+        """Logs the result, writes the diff to the run's directory, and raises when no model call succeeded."""
+        name, diff = type(self).__name__, self.diff()
+        logger.info(
+            "%s tried %d prompts and stopped (%s): %s -> %s; %s\n%s",
+            name,
+            len(self.history),
+            self.stopped_because,
+            self.history[0].score,
+            self.get_best().score,
+            self.budget.describe() or "no model calls",
+            diff or "no prompt was better than the first",
+        )
+        if self.context.directory is not None:
+            (self.context.directory / "prompts.diff").write_text(diff and diff + "\n", encoding="utf-8")
+        if self.stopped_because == "model_calls_failed":
+            reason = next(iter(self.chat.failed.values()), "no edit could be used")
+            if len(self.history) == 1:
+                raise LightningError(f"{name} learned nothing because its model calls failed: {reason}")
+            logger.error("%s ended early because its model calls failed: %s", name, reason)
+
+    def _snapshot_id(self, name: str) -> str:
+        """The id of the resources of a candidate (by its id), of the ``best`` candidate, or of the ``seed``."""
+        return self.context.rollout_id("resources", name).replace("ro-", "rs-", 1)
+
+    async def _read_base(self) -> Mapping[str, Resource]:
+        """Returns the resources that the run began with, which are stored: a resumed run has newer latest resources."""
+        store, base_id = self.get_store(), self._snapshot_id("seed")
+        kept = await store.get_resources_by_id(base_id)
+        if kept is None:
+            latest = await store.get_latest_resources()
+            published = {} if latest is None else latest.resources
+            kept = await store.update_resources(base_id, {**(self.context.initial_resources or {}), **published})
+        return {name: resource for name, resource in kept.resources.items() if name != CANDIDATE_NAME}
+
+    async def _store_version(self, candidate: Candidate) -> bool:
+        """Stores the next version of a candidate's snapshot; False if the run stored it before it was resumed."""
+        store, resources_id = self.get_store(), self._snapshot_id(candidate.candidate_id)
+        version = self._versions[resources_id] = self._versions.get(resources_id, 0) + 1
+        self._published[candidate.candidate_id] = candidate
+        if await store.get_resources_by_id(resources_id, version) is not None:
+            return False
+        await store.update_resources(resources_id, {**self._base, **candidate.prompts, CANDIDATE_NAME: candidate})
+        return True

@@ -1,0 +1,85 @@
+"""Trials: the rollouts of a candidate on some tasks, and their results."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentlightning import semconv
+from agentlightning.errors import AdapterError
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Rollout
+from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, read_usage
+from agentlightning_algorithms.shared.prompt_search.candidate import Candidate
+from agentlightning_algorithms.shared.rollout_result import RolloutResult, read_result
+from agentlightning_plugins.shared.chat_history.adapter import ChatHistory, TraceToMessages
+
+
+@dataclass(frozen=True)
+class TrialResult(RolloutResult):
+    """A finished rollout as a critic reads it."""
+
+    messages: Sequence[ChatHistory] = ()
+    """The chat of each model call."""
+    usage: Sequence[CallUsage] = ()
+    adapter_error: str | None = None
+
+    @property
+    def rollout_id(self) -> str:
+        return self.rollout.rollout_id
+
+    @property
+    def task(self) -> Any:
+        return self.rollout.input
+
+    @property
+    def status(self) -> str:
+        """The rollout's status, or ``timeout``."""
+        rollout = self.rollout
+        timed_out = isinstance(rollout, AttemptedRollout) and rollout.attempt.status == "timeout"
+        if rollout.status == "cancelled" or (rollout.status == "failed" and timed_out):
+            return "timeout"
+        return rollout.status
+
+    @property
+    def error(self) -> str | None:
+        """The agent's exception, or why its spans cannot be read."""
+        return self.adapter_error if self.failure is None else f"{self.failure.type}: {self.failure.message}"
+
+    @property
+    def output(self) -> str | None:
+        """The recorded output of the agent: the standard output of a command; None for other agents."""
+        found = [
+            span.attributes.get(semconv.OPERATION_OUTPUT)
+            for span in self.spans
+            if span.attributes.get(semconv.GEN_AI_OPERATION_NAME) == "invoke_agent"
+        ]
+        return next((text for text in found if isinstance(text, str) and text), None)
+
+
+def mean_score(results: Sequence[TrialResult]) -> float:
+    """Mean reward; rollouts that failed, timed out or have no reward count as 0."""
+    return statistics.fmean(result.score for result in results) if results else 0.0
+
+
+async def read_trial_result(store: LightningStore, rollout: Rollout, adapter: TraceToMessages | None) -> TrialResult:
+    """Reads the result of a rollout that has ended; its chats are read only if there is an adapter."""
+    result = await read_result(store, rollout)
+    messages: Sequence[ChatHistory] = ()
+    usage: Sequence[CallUsage] = ()
+    error = None
+    try:
+        messages = adapter.adapt(result.spans) if adapter is not None else ()
+        usage = read_usage(result.spans)
+    except AdapterError as adapter_error:
+        error = str(adapter_error)
+    return TrialResult(rollout, result.spans, result.reward, tuple(messages), tuple(usage), error)
+
+
+def call_place(stage: str, prompt: Candidate, name: str, results: Sequence[TrialResult]) -> str:
+    """Identifies the model call about a prompt and rollouts: a resumed run makes the same rollouts."""
+    text = "/".join((prompt.candidate_id, name, *(result.rollout_id for result in results)))
+    return f"{stage}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

@@ -1,0 +1,1 @@
+"""The models that runs have trained, their checkpoints, and serving them."""

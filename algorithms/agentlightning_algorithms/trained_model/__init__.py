@@ -1,1 +1,0 @@
-"""Library: the models that runs have trained, their checkpoints, and serving them."""

@@ -1,8 +1,0 @@
-"""CrewAI: see ``agent.py``."""
-
-from __future__ import annotations
-
-from agentlightning_integrations.framework.hooks import Framework
-
-_framework = Framework(package="crewai", module="agentlightning_integrations.crewai.agent", extra="crewai")
-wrap_agent, instrument = _framework.wrap_agent, _framework.instrument

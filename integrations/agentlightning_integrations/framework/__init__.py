@@ -1,1 +1,0 @@
-"""Library: what several integrations share."""

@@ -1,0 +1,1 @@
+"""Shared by the integrations of agent frameworks."""

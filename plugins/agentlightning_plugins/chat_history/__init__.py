@@ -1,1 +1,0 @@
-"""Library: the chat histories of model calls, and which call continues which conversation."""

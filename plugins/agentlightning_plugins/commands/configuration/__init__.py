@@ -1,1 +1,0 @@
-"""Library: configuration files, and the parts of a run that they describe."""

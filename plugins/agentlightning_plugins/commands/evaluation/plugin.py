@@ -1,8 +1,0 @@
-"""``agl eval`` and ``agl compare``."""
-
-from agentlightning_plugins.commands.lazy import lazy_commands
-
-add_commands = lazy_commands(
-    "agentlightning_plugins.commands.evaluation.eval_command:command",
-    "agentlightning_plugins.commands.evaluation.compare_command:command",
-)

@@ -1,7 +1,0 @@
-"""``agl new`` and ``agl completion``."""
-
-from agentlightning_plugins.commands.lazy import lazy_commands
-
-add_commands = lazy_commands(
-    "agentlightning_plugins.commands.new.command:completion", "agentlightning_plugins.commands.new.command:new"
-)

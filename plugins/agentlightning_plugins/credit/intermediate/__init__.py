@@ -1,1 +1,0 @@
-"""The credit rule ``intermediate``."""

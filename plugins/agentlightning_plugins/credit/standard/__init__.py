@@ -1,1 +1,0 @@
-"""The credit rules ``identical``, ``nearest`` and ``discounted``."""

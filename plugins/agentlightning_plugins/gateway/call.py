@@ -1,0 +1,145 @@
+"""A call of an agent, from its arrival to the end of its answer."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from agentlightning.store.span_writer import AttemptKey
+from agentlightning_plugins.gateway.backends.provider import ModelBackend
+from agentlightning_plugins.gateway.backends.request import BackendRequest
+from agentlightning_plugins.gateway.dialects.dialect import Completion, Dialect, TokenOptions, TranslationError
+from agentlightning_plugins.gateway.dialects.fields import CHAT_FIELDS
+from agentlightning_plugins.gateway.dialects.json_text import dump_json
+from agentlightning_plugins.gateway.dialects.openai import CHAT
+
+_BYTES_PER_TOKEN: Final = 4
+"""Approximate length of a token in English text."""
+_MAX_COUNT: Final = 2**53
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-|$)")
+
+
+class TraceContext(NamedTuple):
+    """The position of a call's span: a child of the agent's span if the request names one, else the root of a trace."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    flags: str
+
+    @classmethod
+    def from_header(cls, traceparent: str | None) -> TraceContext:
+        """Reads W3C's ``traceparent``; a missing or malformed one starts a new trace."""
+        match = _TRACEPARENT.match(traceparent) if traceparent else None
+        span_id = f"{random.getrandbits(64):016x}"
+        if match is None:
+            return cls(f"{random.getrandbits(128):032x}", span_id, None, "01")
+        return cls(match[1], span_id, match[2], match[3])
+
+    def to_header(self) -> str:
+        """Returns the ``traceparent`` for the backend, whose spans become children of this one."""
+        return f"00-{self.trace_id}-{self.span_id}-{self.flags}"
+
+
+@dataclass(slots=True)
+class ModelCall:
+    """A call while it is relayed: the agent's request, and what is recorded of the answer."""
+
+    attempt: AttemptKey | None
+    """Attempt of the call; None if unknown: such a call is relayed but not recorded."""
+    dialect: Dialect
+    """Dialect of the agent."""
+    body: Mapping[str, Any]
+    """Body of the request, without fields that are not passed on."""
+    model: str
+    trace: TraceContext
+    query: str = ""
+    """Query of the backend's URL, without the question mark."""
+    seed: int | None = None
+    """Seed derived from the rollout's seed, for backends that seed calls."""
+    start_time: float = field(default_factory=time.time)
+    first_time: float = 0.0
+    """Time at which the first bytes of a stream arrived."""
+    end_time: float = 0.0
+    backend: ModelBackend | None = None
+    """The backend that answered, or that was tried last."""
+    request: BackendRequest | None = None
+    """The request of the last try; None if none could be made."""
+    completion: Completion = field(default_factory=Completion)
+    is_complete: bool = False
+    """Whether the whole answer arrived."""
+    gateway_version: int | None = None
+    """The weight version that the gateway stated when the call was sent."""
+    is_cached: bool = False
+    """Whether the answer comes from an earlier call."""
+    answer: bytearray = field(default_factory=bytearray)
+    """The answer as the backend sent it, if answers are cached."""
+    cache_key: str | None = None
+    """Key of the answer in the cache."""
+    http_status: int | None = None
+    """Status of the answer to the agent, if the answer is an error."""
+    error: str | None = None
+    error_code: str | None = None
+    """Code of the error, if the gateway refused the call."""
+    is_streaming: bool = False
+    """Whether the status and headers of an answer have been sent to the agent."""
+
+    def prepare(self, backend: ModelBackend) -> BackendRequest:
+        """Returns the request for a backend, with the backend's sampling parameters.
+
+        Raises:
+            TranslationError: the backend speaks neither the agent's dialect nor one that the call can be translated to.
+            Exception: one of ``MALFORMED``, if the request is malformed.
+        """
+        spoken, dialect, body, path, translation = backend.provider.dialects, self.dialect, self.body, "", None
+        if dialect.name in spoken:
+            path = f"{dialect.path}?{self.query}" if self.query else dialect.path
+        else:
+            translation = dialect.translate(body) if CHAT.name in spoken else None
+            if translation is None:
+                raise TranslationError(
+                    f"{backend.endpoint} of model {self.model!r} does not speak {dialect.name}, only "
+                    f"{', '.join(sorted(spoken))}; set the entry's 'provider' if it does, or to 'litellm'"
+                )
+            body = {name: value for name, value in translation.request().items() if name in CHAT_FIELDS}
+            dialect, path = CHAT, CHAT.path
+        # The answers to calls that are not recorded pass unchanged.
+        options = TokenOptions(True, True) if self.attempt is None else dialect.read_token_options(body)
+        sampling = backend.sampling_fields(body, self.seed)
+        return BackendRequest(backend, dialect, path, body, options, translation, sampling)
+
+    def redact_error(self, text: bytes) -> bytes:
+        """Removes the API key of the backend: some servers quote a key that they refuse."""
+        return text if self.backend is None else self.backend.redact_error(text)
+
+
+def used_tokens(call: ModelCall) -> tuple[int, int]:
+    """Returns the input and output tokens of a call.
+
+    Uses the backend's counts, else the numbers of token ids, else an estimate from the texts: a backend may not count,
+    and an agent may disconnect before the counts arrive. A cached answer counts as no tokens.
+    """
+    if call.is_cached:
+        return 0, 0
+    completion = call.completion
+    if completion.input_tokens is not None:
+        return _read_count(completion.input_tokens), _read_count(completion.output_tokens)
+    choices = completion.choices.values()
+    prompt = completion.prompt_token_ids or next((c.prompt_token_ids for c in choices if c.prompt_token_ids), None)
+    if prompt is not None:
+        return len(prompt), sum(len(choice.token_ids or ()) for choice in choices)
+    if call.backend is None or call.http_status is not None:  # the call ended in an error
+        return 0, 0
+    texts = [text for c in choices for text in (c.text, c.reasoning, c.refusal)]
+    texts += [tool.name + tool.arguments for choice in choices for tool in choice.tool_calls.values()]
+    written = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+    return len(dump_json(call.body)) // _BYTES_PER_TOKEN, -(-written // _BYTES_PER_TOKEN)
+
+
+def _read_count(stated: object) -> int:
+    """Returns a token count that a backend states, within bounds; 0 if it is not an integer."""
+    return min(max(stated, 0), _MAX_COUNT) if isinstance(stated, int) else 0

@@ -1,0 +1,152 @@
+"""The step that passes the answer of a backend on to the agent, and reads it for the record."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+
+from agentlightning_plugins.gateway.access.attempts import InFlightCall, attempt_over
+from agentlightning_plugins.gateway.backends.answer import BackendAnswer
+from agentlightning_plugins.gateway.backends.idle_timeout import IdleTimeout
+from agentlightning_plugins.gateway.backends.provider import describe_error
+from agentlightning_plugins.gateway.backends.upstream import Reply, relayed_headers
+from agentlightning_plugins.gateway.call import ModelCall
+from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, Completion
+from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
+from agentlightning_plugins.gateway.dialects.openai import read_version
+from agentlightning_plugins.gateway.recording.recorder import CallRecorder
+from agentlightning_plugins.gateway.recording.stream import StreamReader
+from agentlightning_plugins.gateway.refusal import CallRefused
+
+_TAIL_S: Final = 0.1
+"""How long the rest of a backend's stream may take, after which its connection can be used again."""
+_FINAL_WRITE_S: Final = 1.0
+"""Limit for writing the last error event of a stream."""
+
+
+class Relay:
+    """Relays answers."""
+
+    def __init__(self, recorder: CallRecorder, *, read_timeout_s: float, keeps_answers: bool) -> None:
+        """Creates a relay.
+
+        Args:
+            recorder: records the calls.
+            read_timeout_s: how long a backend may be silent during a stream.
+            keeps_answers: whether calls keep the answer as the backend sent it.
+        """
+        self._recorder = recorder
+        self._read_timeout_s = read_timeout_s
+        self._keeps_answers = keeps_answers
+
+    async def relay(
+        self, in_flight: InFlightCall, answer: Reply | BackendAnswer, request: web.BaseRequest
+    ) -> web.StreamResponse:
+        """Passes an answer on and records the call.
+
+        Raises:
+            CallRefused: the whole answer is malformed.
+        """
+        if isinstance(answer, Reply):
+            response = self._relay_whole(in_flight.call, answer)
+            await self._recorder.store(in_flight.call)
+            return response
+        async with answer:
+            return await self._relay_stream(in_flight, answer, request)
+
+    def _relay_whole(self, call: ModelCall, reply: Reply) -> web.Response:
+        request, body = call.request, reply.body
+        assert request is not None  # set by the step before
+        if call.attempt is not None or request.translation is not None:
+            call.answer += body if self._keeps_answers else b""
+            try:
+                answer = parse_json(body)
+                request.dialect.read_answer(answer, call.completion)
+                if request.translation is not None:
+                    answer, is_changed = request.translation.answer(answer), True
+                else:
+                    is_changed = request.dialect.strip(answer, request.options)
+            except MALFORMED as error:
+                call.completion = Completion()
+                excerpt = call.redact_error(body)[:200].decode(errors="replace")
+                message = f"the backend's answer is invalid for {request.dialect.path} ({error!r}): {excerpt}"
+                raise CallRefused(502, message, "bad_gateway") from None
+            _set_version(call, reply.headers, call.gateway_version)
+            call.error = call.completion.error
+            body = dump_json(answer) if is_changed else body
+        call.is_complete = call.error is None
+        self._recorder.finish(call, reply.status)
+        return web.Response(status=reply.status, body=body, headers=reply.headers)
+
+    async def _relay_stream(
+        self, in_flight: InFlightCall, upstream: BackendAnswer, request: web.BaseRequest
+    ) -> web.StreamResponse:
+        call = in_flight.call
+        assert call.request is not None  # set by the step before
+        response = web.StreamResponse(headers=relayed_headers(upstream.headers, call.request.backend))
+        _set_version(call, upstream.headers, None)
+        reader, failure, relayed = StreamReader(call, call.request), None, b""
+        limit_s = self._read_timeout_s
+        try:
+            await response.prepare(request)
+            call.is_streaming = True
+            try:
+                with IdleTimeout(limit_s) as idle:
+                    while not reader.is_done:
+                        try:
+                            piece = await upstream.content.readany()
+                        except (aiohttp.ClientError, OSError) as error:
+                            failure = f"the backend broke off its answer: {describe_error(error)}"
+                            break
+                        if not piece:
+                            break
+                        call.answer += piece if self._keeps_answers else b""
+                        relayed = reader.feed(piece)
+                        if relayed and not reader.is_done:
+                            await response.write(relayed)
+                        idle.reset()
+            except TimeoutError as error:
+                failure, limit_s = f"the answer stalled: {error}", _FINAL_WRITE_S
+            last = relayed if reader.is_done else reader.close(failure)
+            if call.completion.weight_version is None:
+                call.completion.weight_version = call.gateway_version
+            self._recorder.finish(call, 200 if call.is_complete else 502)
+            await self._recorder.store(call)
+            await _end_stream(request, response, last, limit_s)
+            if not upstream.content.at_eof():  # read the rest, so that the connection can be used again
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                    async with asyncio.timeout(_TAIL_S):
+                        await upstream.content.readany()
+        except ConnectionResetError:
+            self._recorder.abandon(call)
+        except asyncio.CancelledError:
+            if not in_flight.is_attempt_over:
+                raise
+            in_flight.task.uncancel()
+            refusal, is_open = attempt_over(call.attempt), not call.end_time
+            self._recorder.finish(call, refusal.status, str(refusal))
+            last = call.dialect.error_event(refusal.status, str(refusal), refusal.code) if is_open else b""
+            await _end_stream(request, response, last, _FINAL_WRITE_S)
+        return response
+
+
+async def _end_stream(request: web.BaseRequest, response: web.StreamResponse, last: bytes, limit_s: float) -> None:
+    """Writes the end of a stream; closes the connection if the agent does not read it in time."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await response.write_eof(last)
+    except (TimeoutError, ConnectionResetError, asyncio.CancelledError):  # the last by aiohttp, after a cancelled write
+        if request.transport is not None:
+            request.transport.abort()
+
+
+def _set_version(call: ModelCall, headers: Mapping[str, str], version: int | None) -> None:
+    """Sets the weight version of an answer: from its body, else from a header, else ``version``."""
+    if call.completion.weight_version is None:
+        stated = read_version(headers.get("x-weight-version"))
+        call.completion.weight_version = version if stated is None else stated

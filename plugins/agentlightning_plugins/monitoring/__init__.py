@@ -1,1 +1,0 @@
-"""Library: the state of runs, workers, queues and model backends, read from a store."""

@@ -1,1 +1,0 @@
-"""Library: a model server with scripted answers, for tests, ``agl doctor`` and ``agl replay``."""

@@ -1,0 +1,1 @@
+"""Shared by the plugins of all roots."""

@@ -1,0 +1,1 @@
+"""The conformance tests of integrations, which ``agentlightning.testing.agent`` offers."""

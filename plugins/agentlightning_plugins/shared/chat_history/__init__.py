@@ -1,0 +1,1 @@
+"""The chat histories of model calls, and which call continues which conversation."""

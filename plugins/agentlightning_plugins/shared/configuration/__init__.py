@@ -1,0 +1,1 @@
+"""Configuration files, and the parts of a run that they describe."""

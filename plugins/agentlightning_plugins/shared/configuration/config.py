@@ -1,0 +1,184 @@
+"""The schema of a configuration file. Each field is an argument of ``Trainer``, or the source to load it from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from agentlightning.errors import ConfigError, suggest
+from agentlightning_plugins.shared.configuration.document import ConfigDocument, KeyPath
+
+COMPONENTS: Final[tuple[str, ...]] = ("algorithm", "adapter", "tracer", "strategy", "gateway")
+"""The components of a run that have a key of their kind in the configuration."""
+
+# Tags of the branches of a union. Pydantic adds them to the locations of errors; they are not keys of a configuration.
+_TEXT, _LIST, _MAPPING, _COMMAND = Tag("<text>"), Tag("<list>"), Tag("<mapping>"), Tag("<command>")
+
+
+def _check_component(value: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(value.get("name"), str):
+        raise ValueError("a component with settings needs the key 'name'")
+    return value
+
+
+def _text_or_mapping(value: Any) -> str:
+    return _MAPPING.tag if isinstance(value, Mapping) else _TEXT.tag
+
+
+def _agent_branch(value: Any) -> str:
+    return _COMMAND.tag if isinstance(value, Mapping) and "command" in value else _text_or_mapping(value)
+
+
+ComponentSpec: TypeAlias = Annotated[
+    Annotated[str, _TEXT] | Annotated[dict[str, Any], AfterValidator(_check_component), _MAPPING],
+    Discriminator(_text_or_mapping),
+]
+"""A registered name (``agl plugins`` lists them), ``module:Class`` or ``file.py:Class``; or ``{name: ..., **settings}``
+with one of these."""
+
+
+PromptsSpec: TypeAlias = Annotated[
+    Annotated[list[str], _LIST] | Annotated[dict[str, str | None], _MAPPING],
+    Discriminator(lambda value: _LIST.tag if isinstance(value, list) else _MAPPING.tag),
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class AgentConfig(_Section):
+    """An agent written in Python."""
+
+    target: str
+    """``module:attribute`` or ``file.py:attribute`` of a function, a LitAgent or a framework's object."""
+    reward: ComponentSpec | None = None
+    """Used if the agent returns no reward: ``module:attribute`` of ``reward(task, output, rollout) -> float``, or a
+    component such as ``judge``."""
+    task_to_input: str | None = None
+    """``module:attribute`` of ``task_to_input(task)``, for framework objects."""
+    prompts: PromptsSpec | None = None
+    """Tunable texts of a framework's object: a list of paths, or a mapping from paths to the initial text, the name of
+    the prompt resource, or null for the object's own text."""
+
+
+class CommandConfig(_Section):
+    """An agent that is a command."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+    command: list[str]
+    """Program and arguments. All other keys are settings of ``agl.CommandAgent``."""
+    reward: ComponentSpec | None = None
+    """``module:attribute`` of ``reward(task, output, rollout) -> float``, a component such as ``judge``, or the place
+    where the command reports it: ``stdout``, ``file`` or ``exit_code``."""
+
+
+class DatasetConfig(_Section):
+    """The source of tasks, and a selection from it."""
+
+    source: str
+    """A file (.jsonl, .json, .csv, .parquet), ``module:attribute``, or ``hf:name``."""
+    split: str | None = None
+    """The split of a Hugging Face data set."""
+    limit: int | None = Field(default=None, ge=1)
+    """Maximum number of tasks, applied after shuffling."""
+    shuffle_seed: int | None = None
+    """Seed for shuffling; None keeps the order."""
+
+
+AgentSpec: TypeAlias = Annotated[
+    Annotated[str, _TEXT] | Annotated[AgentConfig, _MAPPING] | Annotated[CommandConfig, _COMMAND],
+    Discriminator(_agent_branch),
+]
+DatasetSpec: TypeAlias = Annotated[
+    Annotated[str, _TEXT] | Annotated[DatasetConfig, _MAPPING], Discriminator(_text_or_mapping)
+]
+
+
+class DataConfig(_Section):
+    """The tasks of a run."""
+
+    train: DatasetSpec | None = None
+    """Tasks for training."""
+    val: DatasetSpec | None = None
+    """Tasks for validation."""
+
+
+class TrainConfig(_Section):
+    """A run."""
+
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.\-]*$")
+    """Name of the run; default is the name of the file."""
+    run_dir: str | None = None
+    """Directory of the run; default ``runs/<name>``, with a number if that exists."""
+    agent: AgentSpec
+    """The agent: ``module:attribute``, or a mapping with ``target`` or ``command``."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    """The tasks."""
+    algorithm: ComponentSpec | None = None
+    """The algorithm. `agl train` requires it."""
+    store: str | None = None
+    """URL of the store; default is ``sqlite://`` in the run's directory."""
+    resources: dict[str, Any] | None = None
+    """Initial resources by name. A string is a prompt; other resources are mappings with
+    ``resource_type``."""
+    adapter: ComponentSpec | None = None
+    """Converts spans to training data; default is the algorithm's adapter."""
+    tracer: ComponentSpec | None = None
+    """Records spans; default ``otel``."""
+    strategy: ComponentSpec | None = None
+    """Execution strategy; default ``cs``."""
+    gateway: ComponentSpec | None = None
+    """The LLM gateway; algorithms that need one create it."""
+    n_runners: int = Field(default=1, ge=1)
+    """Number of runners."""
+    max_concurrency: int | None = Field(default=None, ge=1)
+    """Concurrent rollouts of each runner."""
+    max_rollouts: int | None = Field(default=None, ge=1)
+    """Number of rollouts after which a runner stops."""
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the served store; default is a free port."""
+    seed: int = 0
+    """Random seed of algorithms that have no seed setting of their own."""
+    trackers: list[ComponentSpec] | None = None
+    """Trackers; default ``console`` and ``jsonl``."""
+    hooks: list[str] | None = None
+    """``module:attribute`` of ``Hook`` objects or classes."""
+
+
+def read_config(document: ConfigDocument) -> TrainConfig:
+    """Checks a document against ``TrainConfig``.
+
+    Raises:
+        ConfigError: a key or value is invalid; the message has file, line, key, value and the closest known key.
+    """
+    try:
+        return TrainConfig.model_validate(document.values)
+    except ValidationError as error:
+        raise ConfigError(_explain(document, error)) from error
+
+
+_SECTIONS: Final[dict[KeyPath, type[_Section]]] = {
+    (): TrainConfig,
+    ("agent",): AgentConfig,
+    ("data",): DataConfig,
+    ("data", "train"): DatasetConfig,
+    ("data", "val"): DatasetConfig,
+}
+
+
+def _explain(document: ConfigDocument, error: ValidationError) -> str:
+    """Describes the first error, but missing keys last, because a misspelt key also counts as a missing key."""
+    first = min(error.errors(), key=lambda problem: problem["type"] == "missing")
+    path: KeyPath = tuple(part for part in first["loc"] if not str(part).startswith("<"))
+    shown = ".".join(map(str, path))
+    if first["type"] == "missing":
+        return f"{document.place(path[:-1])}: {shown} is missing"
+    if first["type"] == "extra_forbidden":
+        known = list(_SECTIONS[path[:-1]].model_fields)
+        hint = suggest(str(path[-1]), known)
+        return f"{document.place(path)}: unknown key {shown!r}.{hint} Keys here: {', '.join(known)}"
+    return f"{document.place(path)}: {shown} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,184 @@
+"""A configuration file as data: its values, their line numbers, and the overrides from the command line."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import yaml
+
+from agentlightning.errors import ConfigError
+from agentlightning.resources import SECRET_NAME
+
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""Keys from the root of the document to a value, as in ``("data", "train")``."""
+
+_NO_SECRETS: Final = frozenset({"", "EMPTY", "none", "None", "dummy"})
+_SHORT: Final = {("agent",): "target", ("data", "train"): "source", ("data", "val"): "source"}
+"""For sections that may be a string: the key that the string sets. Below ``resources`` a string is a prompt, elsewhere
+the ``name`` of a component."""
+_REFERENCE: Final = re.compile(r"\$\{\w+\}|os\.environ/\w+")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1, but ``1e-3`` is a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
+@dataclass
+class ConfigDocument:
+    """The values of a configuration, and their lines for error messages."""
+
+    name: str
+    values: dict[str, Any]
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    """Line numbers, from 1."""
+    overridden: dict[KeyPath, str] = field(default_factory=dict)
+    """The overrides, as written on the command line."""
+
+    def place(self, path: KeyPath) -> str:
+        """Describes the location of a value for an error message."""
+        for length in range(len(path), -1, -1):
+            if path[:length] in self.overridden:
+                return f"command line, {self.overridden[path[:length]]}"
+            if path[:length] in self.lines:
+                return f"{self.name}, line {self.lines[path[:length]]}"
+        return self.name
+
+    def override(self, arguments: Sequence[str]) -> None:
+        """Applies ``a.b=value`` arguments; values are read as YAML.
+
+        Raises:
+            ConfigError: an argument is not ``key=value``, or its key is below a value that is not a mapping.
+        """
+        for argument in arguments:
+            key, separator, text = argument.partition("=")
+            if not separator or not key:
+                raise ConfigError(
+                    f"command line, {argument}: an override is written key=value, as in algorithm.lr=1e-4"
+                )
+            path = tuple(key.split("."))
+            node: Any = self.values
+            for depth, part in enumerate(path[:-1]):
+                child = node.get(part)
+                if child is None:
+                    child = node[part] = {}
+                elif isinstance(child, str) and path[0] == "resources":
+                    child = node[part] = {"resource_type": "prompt_template", "template": child}
+                elif isinstance(child, str):  # the short form of a mapping
+                    child = node[part] = {_SHORT.get(path[: depth + 1], "name"): child}
+                elif not isinstance(child, dict):
+                    shown = ".".join(path[: depth + 1])
+                    raise ConfigError(f"command line, {argument}: {shown} = {child!r} has no keys to set")
+                node = child
+            node[path[-1]] = _parse_yaml(text, f"command line, {argument}")
+            self.overridden[path] = argument
+
+
+def read_document(path: Path) -> ConfigDocument:
+    """Reads a YAML or TOML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not a mapping, or contains a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist (working directory: {Path.cwd()})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be read: {reason}") from error
+    if path.suffix == ".toml":
+        return _read_toml(path, text)
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{path}: a configuration ends in .yaml, .yml or .toml")
+    return _read_yaml(path, text)
+
+
+def read_with_overrides(path: Path, overrides: Sequence[str]) -> ConfigDocument:
+    """Reads a file, applies overrides, and rejects literal secrets, because a run prints and stores its configuration.
+
+    Raises:
+        ConfigError: as in ``read_document`` and ``ConfigDocument.override``; or a secret is not a reference to an
+            environment variable.
+    """
+    document = read_document(path)
+    document.override(overrides)
+    for key, value in _walk(document.values, ()):
+        if not isinstance(value, str) or _REFERENCE.search(value):
+            continue
+        is_key = bool(key) and isinstance(key[-1], str) and SECRET_NAME.search(key[-1])
+        if (is_key and value not in _NO_SECRETS) or re.match(r"\w+://[^/@:]*:[^/@]+@", value):
+            where = ".".join(map(str, key))
+            raise ConfigError(
+                f"{document.place(key)}: {where} holds a secret; put it in an environment variable and write ${{NAME}}"
+            )
+    return document
+
+
+def _walk(value: Any, path: KeyPath) -> list[tuple[KeyPath, Any]]:
+    if isinstance(value, dict):
+        return [found for key, child in value.items() for found in _walk(child, (*path, key))]
+    if isinstance(value, list):
+        return [found for index, child in enumerate(value) for found in _walk(child, (*path, index))]
+    return [(path, value)]
+
+
+def _read_yaml(path: Path, text: str) -> ConfigDocument:
+    values = _parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a mapping of settings is needed, got {type(values).__name__}")
+    document = ConfigDocument(str(path), values)
+    root = yaml.compose(text, Loader=_Loader)
+    if root is not None:
+        _note_lines(root, (), document)
+    return document
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 # a SafeLoader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{where}{line}: not YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+def _note_lines(node: yaml.Node, path: KeyPath, document: ConfigDocument) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            below = (*path, key.value)
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                raise ConfigError(f"{document.name}, line {line}: {'.'.join(map(str, below))} is given twice")
+            seen.add(key.value)
+            document.lines[below] = line
+            _note_lines(value, below, document)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            document.lines[(*path, index)] = value.start_mark.line + 1
+            _note_lines(value, (*path, index), document)
+
+
+def _read_toml(path: Path, text: str) -> ConfigDocument:
+    try:
+        document = ConfigDocument(str(path), tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    table: KeyPath = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[([\w.\-]+)\]", line):
+            table = tuple(header[1].split("."))
+            document.lines[table] = number
+        elif key := re.match(r"\s*([\w.\-]+)\s*=", line):
+            document.lines[(*table, *key[1].split("."))] = number
+    return document

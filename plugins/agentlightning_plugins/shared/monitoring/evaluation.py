@@ -1,0 +1,145 @@
+"""The first and the last evaluation of a run: rewards by task, prompts and transcripts."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from agentlightning.reward import find_final_reward
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Metrics, Rollout
+from agentlightning_plugins.shared.monitoring.candidates import find_best
+from agentlightning_plugins.shared.rendering.conversation import read_conversations
+from agentlightning_plugins.shared.rendering.difference import find_difference
+from agentlightning_plugins.shared.statistics.interval import Interval, mean_interval, paired_interval
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """One rollout as a conversation."""
+
+    rollout_id: str
+    task: str
+    reward: float | None
+    messages: Sequence[Mapping[str, Any]]
+    """Role, text and tool calls of each message of its last conversation."""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class BeforeAfter:
+    """Rewards before and after a run, on the tasks that are in both evaluations."""
+
+    what: str = ""
+    """Name of the data set of the evaluations."""
+    before: Sequence[float] = ()
+    after: Sequence[float] = ()
+    prompts: Sequence[tuple[str, str, Sequence[tuple[str, str]]]] = ()
+    """Name, text and difference from the seed of each learned prompt, as ``find_difference`` returns it."""
+    transcripts: Sequence[tuple[str, Transcript]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[tuple[str, float, Interval | None]]:
+        """Before, after and difference, each with its 95 % interval."""
+        if not self.before or not self.after:
+            return []
+        rows = [
+            (label, statistics.fmean(values), mean_interval(values))
+            for label, values in (("before", self.before), ("after", self.after))
+        ]
+        changes = [after - before for before, after in zip(self.before, self.after, strict=True)]
+        return [*rows, ("difference", statistics.fmean(changes), paired_interval(changes))]
+
+
+_MODES: Final = ("test", "val")
+
+
+async def compare_first_and_last(
+    store: LightningStore,
+    metrics: Sequence[Metrics],
+    candidates: Sequence[Mapping[str, Any]],
+    published: Mapping[str, str],
+) -> BeforeAfter:
+    """Compares the seed of a prompt search with its best candidate, or the first evaluation with the last one.
+
+    ``published`` has the templates of the search's published prompts by name.
+    """
+    if candidates:
+        return await _compare_candidates(store, candidates[0], find_best(candidates, published))
+    for mode in _MODES:
+        steps = [entry.step for entry in metrics if f"{mode}_reward" in entry.values]
+        if len(steps) > 1:
+            first = await _evaluated(store, mode, {"step": steps[0]})
+            last = await _evaluated(store, mode, {"step": steps[-1]})
+            return await _compare(store, {"test": "test", "val": "validation"}[mode], first, last)
+    return BeforeAfter()
+
+
+async def read_rewards(store: LightningStore, step: int, mode: str) -> dict[str, float]:
+    """Reads the rewards of an evaluation by task; failures count as 0."""
+    return {task: _reward(rollout) or 0.0 for task, rollout in (await _evaluated(store, mode, {"step": step})).items()}
+
+
+async def _compare_candidates(store: LightningStore, seed: Mapping[str, Any], best: Mapping[str, Any]) -> BeforeAfter:
+    rollouts = [await _evaluated(store, "val", {"group": each["candidate_id"]}) for each in (seed, best)]
+    found = await _compare(store, "validation", *rollouts)
+    before, after = (each.get("task_scores") or () for each in (seed, best))
+    if len(before) != len(after):
+        before, after = found.before, found.after
+    first, last = ({name: prompt["template"] for name, prompt in each["prompts"].items()} for each in (seed, best))
+    prompts = [(name, text, find_difference(first.get(name, ""), text)) for name, text in last.items()]
+    return BeforeAfter("validation", before, after, prompts, found.transcripts)
+
+
+async def _evaluated(store: LightningStore, mode: str, metadata: Mapping[str, Any]) -> dict[str, Rollout]:
+    """Returns the finished rollouts of an evaluation by task."""
+    rollouts = await store.query_rollouts(metadata=dict(metadata), sort_by="start_time")
+    return {
+        _task_key(rollout): rollout
+        for rollout in rollouts
+        if rollout.mode == mode and rollout.status in ("succeeded", "failed", "cancelled")
+    }
+
+
+async def _compare(
+    store: LightningStore, what: str, first: Mapping[str, Rollout], last: Mapping[str, Rollout]
+) -> BeforeAfter:
+    common = [key for key in first if key in last]
+    before, after = ([_reward(rollouts[key]) or 0.0 for key in common] for rollouts in (first, last))
+    if not common:
+        return BeforeAfter(what)
+    best = common[max(range(len(common)), key=lambda place: after[place] - before[place])]
+    transcripts = [
+        (label, await _read_transcript(store, rollouts[best]))
+        for label, rollouts in (("Before", first), ("After", last))
+    ]
+    return BeforeAfter(what, before, after, transcripts=transcripts)
+
+
+async def _read_transcript(store: LightningStore, rollout: Rollout) -> Transcript:
+    spans = (await store.query_spans(rollout.rollout_id, "latest")).items
+    conversations = read_conversations(spans)
+    error = rollout.attempt.error if isinstance(rollout, AttemptedRollout) else None
+    return Transcript(
+        rollout.rollout_id,
+        _show(rollout.input),
+        find_final_reward(spans, rollout),
+        conversations[-1]["messages"] if conversations else [],
+        "" if error is None else f"{error.type}: {error.message}",
+    )
+
+
+def _task_key(rollout: Rollout) -> str:
+    task_id = (rollout.metadata or {}).get("task_id")
+    return _show(rollout.input) if task_id is None else str(task_id)
+
+
+def _reward(rollout: Rollout) -> float | None:
+    return find_final_reward((), rollout) if rollout.status == "succeeded" else None
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,1 @@
+"""Runner processes, their supervision and their orderly end."""

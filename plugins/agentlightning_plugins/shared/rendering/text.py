@@ -1,0 +1,82 @@
+"""Formats text and numbers for people: makes hidden characters visible and cuts long text."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, Final
+
+from agentlightning_plugins.shared.charts.hidden import show_hidden
+
+MAX_SHOWN: Final = 20_000
+"""Maximum number of characters that a page shows of one text."""
+
+
+def show_text(text: str, length: int = MAX_SHOWN) -> str:
+    """Returns the text, cut at ``length``, with invisible characters and direction marks as their code points."""
+    cut = text if len(text) <= length else text[:length]
+    shown = show_hidden(cut.replace("\r\n", "\n"))
+    return shown if cut is text else f"{shown}… ({len(text):,} characters in all)"
+
+
+def show_line(value: Any, length: int = 160) -> str:
+    """Formats a value as one line, cut at ``length``: text as it is, other values as JSON."""
+    text = value if isinstance(value, str) else dump(value)
+    text = " ".join(text[: 4 * length].split())
+    return show_text(text if len(text) <= length else text[: length - 1] + "…")
+
+
+def dump(value: Any) -> str:
+    """Formats a value as indented JSON."""
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str)
+
+
+def finalize(value: Any) -> Any:
+    """Converts a value of a template before it is escaped."""
+    if type(value) is str:
+        return show_text(value)
+    return "" if value is None else value
+
+
+def show_number(value: float | None, digits: int = 3) -> str:
+    """Formats a number with few digits, None as a dash."""
+    if value is None:
+        return "–"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if not 1 <= abs(value) < 1e6:
+        return f"{value:.{digits}g}"
+    return f"{value:,.{max(0, digits + 1 - len(str(int(abs(value)))))}f}"
+
+
+def show_span(seconds: float | None) -> str:
+    """Formats a duration, such as ``340 ms`` or ``2 h 05 min``."""
+    if seconds is None:
+        return "–"
+    if 0 < seconds < 0.001:
+        return "< 1 ms"
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
+
+
+def show_time(instant: float | None) -> str:
+    """Formats a Unix time in UTC."""
+    return "–" if instant is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(instant))
+
+
+def show_ago(instant: float | None) -> str:
+    """Formats the time since a Unix time, in one unit."""
+    if instant is None:
+        return "–"
+    seconds = max(0.0, time.time() - instant)
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} ago"
+    return "now"

@@ -1,0 +1,1 @@
+"""A model server with scripted answers, for tests, ``agl doctor`` and ``agl replay``."""

@@ -1,0 +1,163 @@
+"""Compares the rewards of two groups of rollouts, such as a control and a treatment."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.resources import split_version_id
+from agentlightning.reward import read_final_reward
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import Rollout
+from agentlightning_plugins.shared.paging import every
+from agentlightning_plugins.shared.statistics.difference import paired_difference, unpaired_difference
+
+RESOURCES_ID: Final = "resources_id"
+_KEY_HASH: Final = "key_hash"
+"""Metadata that ``LiveResources.pick(key=...)`` gives to the rollouts of a user."""
+_TASK: Final = "task "
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rewards of one group. Failed rollouts count as 0; cancelled and unrated rollouts are excluded."""
+
+    name: str
+    rewards: Mapping[str, Sequence[float]]
+    """Keyed by user (``key_hash`` of the metadata), else by ``task_id``, else by rollout id. The rewards in one list
+    are not independent."""
+    failed: int = 0
+    unrated: int = 0
+    """Number of rollouts that succeeded and have no reward yet."""
+    unfinished: int = 0
+    has_users: bool = False
+    """Whether a key assigned users to versions, so that users are compared instead of their rollouts."""
+
+    @property
+    def n(self) -> int:
+        """Number of rewards."""
+        return sum(map(len, self.rewards.values()))
+
+    @property
+    def mean(self) -> float:
+        """Mean reward over tasks."""
+        return statistics.fmean(self.by_task())
+
+    def by_task(self) -> list[float]:
+        """Mean reward of each user, task or rollout."""
+        return [statistics.fmean(rewards) for rewards in self.rewards.values()]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The difference between two groups."""
+
+    control: Group
+    """The rewards that were compared: if ``paired``, only those of common tasks."""
+    treatment: Group
+    difference: float
+    """Mean of the treatment minus mean of the control."""
+    low: float
+    high: float
+    """95 % interval of the difference, which agrees with ``p_value``; infinite if the rewards allow no estimate."""
+    p_value: float
+    """Two-sided p-value of no difference, by a permutation test."""
+    paired: bool
+    """Whether tasks that both groups ran were compared one by one."""
+    dropped: int = 0
+    """Number of tasks that are excluded because only one of two paired groups has a reward for them."""
+
+
+async def compare_rollouts(
+    store: LightningStore, control: str | Mapping[str, Any], treatment: str | Mapping[str, Any]
+) -> Comparison:
+    """Compares two groups of rollouts of the store's run.
+
+    If both groups share at least half of their tasks, by the ``task_id`` of their metadata, the shared tasks are
+    compared one by one. If versions were chosen by user (``LiveResources.pick(key=...)``), users are compared instead.
+    The interval and the p-value are valid for a fixed sample: repeating the comparison until it is significant finds
+    differences that do not exist.
+
+    Args:
+        store: the store of the run.
+        control: metadata of the rollouts, as in ``{"group": "control"}``; the key ``resources_id`` selects by the
+            rollout's resources. A str is a resources_id, such as ``rs-1@3``, or else the name of a group.
+        treatment: the rollouts to compare with the control, in the same form.
+
+    Raises:
+        NotFoundError: a group has rewards of fewer than two users, tasks or rollouts.
+        ConfigError: the description of a group is empty.
+    """
+    groups = [await _read_group(store, which) for which in (control, treatment)]
+    for group in groups:
+        if len(group.rewards) < 2:
+            raise NotFoundError(
+                f"{group.name}: {group.n} rollouts with a reward ({group.unrated} without, {group.unfinished} not "
+                f"finished), of {len(group.rewards)} users, tasks or independent rollouts; at least 2 are needed"
+            )
+    return compare_groups(*groups)
+
+
+def compare_groups(control: Group, treatment: Group) -> Comparison:
+    """Compares the rewards of two groups, each with rewards of at least two users, tasks or rollouts."""
+    common = {unit for unit in control.rewards if unit in treatment.rewards and unit.startswith(_TASK)}
+    has_users = control.has_users or treatment.has_users
+    if has_users or 2 * len(common) < max(len(control.rewards), len(treatment.rewards)) or len(common) < 2:
+        found = unpaired_difference(treatment.by_task(), control.by_task())
+        return Comparison(control, treatment, found.mean, found.low, found.high, found.p_value, paired=False)
+    dropped = len(control.rewards.keys() ^ treatment.rewards.keys())
+    before, after = (
+        replace(group, rewards={task: rewards for task, rewards in group.rewards.items() if task in common})
+        for group in (control, treatment)
+    )
+    found = paired_difference(
+        [statistics.fmean(rewards) - statistics.fmean(before.rewards[task]) for task, rewards in after.rewards.items()]
+    )
+    return Comparison(before, after, found.mean, found.low, found.high, found.p_value, paired=True, dropped=dropped)
+
+
+async def _read_group(store: LightningStore, which: str | Mapping[str, Any]) -> Group:
+    name = which if isinstance(which, str) else ", ".join(f"{key}={value}" for key, value in which.items())
+    if not which:
+        raise ConfigError("the description of a group of rollouts is empty; give its name, metadata or resources_id")
+    if isinstance(which, str):
+        is_resources = await store.get_resources_by_id(which) is not None
+        which = {RESOURCES_ID: which} if is_resources else {"group": which}
+    metadata = {key: value for key, value in which.items() if key != RESOURCES_ID}
+    resources_id = which.get(RESOURCES_ID)
+    rewards: dict[str, list[float]] = {}
+    counts: Counter[str] = Counter()
+    has_users = False
+    async for rollout in every(store.query_rollouts, metadata=metadata or None):
+        if rollout.status == "cancelled" or (resources_id is not None and not _ran_with(rollout, resources_id)):
+            continue
+        reward: float | None = None
+        if rollout.status == "failed":
+            reward = 0.0
+            counts["failed"] += 1
+        elif rollout.status != "succeeded":
+            counts["unfinished"] += 1
+        else:
+            reward = await read_final_reward(store, rollout)
+            counts["unrated"] += reward is None
+        if reward is not None:
+            found = rollout.metadata or {}
+            unit = rollout.rollout_id
+            if found.get(_KEY_HASH) is not None:
+                unit, has_users = f"user {found[_KEY_HASH]}", True
+            elif found.get("task_id") is not None:
+                unit = f"{_TASK}{found['task_id']!r}"
+            rewards.setdefault(unit, []).append(reward)
+    return Group(name, rewards, has_users=has_users, **counts)
+
+
+def _ran_with(rollout: Rollout, resources_id: str) -> bool:
+    """Whether a rollout used this version of the resources, or any version if the id has no version number."""
+    return rollout.resources_id is not None and resources_id in (
+        rollout.resources_id,
+        split_version_id(rollout.resources_id)[0],
+    )

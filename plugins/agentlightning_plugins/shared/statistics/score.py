@@ -1,0 +1,93 @@
+"""The score of an agent over repeated tasks, and the difference between two scores."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning_plugins.shared.statistics.interval import Interval, mean_interval, t_quantile, variance, wilson
+
+
+@dataclass(frozen=True)
+class Score:
+    """Rewards of an evaluation. A failed rollout counts as 0; ``missing`` counts the rollouts without a reward."""
+
+    rewards: Sequence[Sequence[float]]
+    """Rewards of each task, one per repetition; shorter where rewards are missing."""
+    success_threshold: float = 1.0
+    """A reward of at least this is a success."""
+    errors: Counter[str] = field(default_factory=Counter)
+    """Number of failed rollouts by type of error."""
+    missing: int = 0
+    """Number of rollouts that succeeded without a reward; they are excluded from ``rewards``."""
+
+    @property
+    def mean(self) -> float:
+        """Mean reward over tasks.
+
+        Raises:
+            NotFoundError: there is no reward.
+        """
+        return statistics.fmean(self._rated())
+
+    def by_task(self) -> list[float | None]:
+        """Mean reward of each task, None if it has no reward; the repetitions of a task depend on each other."""
+        return [statistics.fmean(task) if task else None for task in self.rewards]
+
+    def _rated(self) -> list[float]:
+        found = [mean for mean in self.by_task() if mean is not None]
+        if not found:
+            raise NotFoundError(f"none of {len(self.rewards)} tasks has a reward; the agent must return or emit one")
+        return found
+
+    def interval(self) -> Interval | None:
+        """95 % confidence interval of the mean reward over similar tasks; None for one task.
+
+        For rewards of 0 and 1, Wilson's interval with the effective number of independent rollouts, which lies between
+        the numbers of tasks and of rollouts and is corrected for the degrees of freedom, the number of tasks minus one
+        (Korn and Graubard 1998, Survey Methodology 24, section 3). For other rewards see ``mean_interval``.
+        """
+        means = self._rated()
+        rollouts = [reward for task in self.rewards for reward in task]
+        if len(means) < 2 or not set(rollouts) <= {0, 1}:
+            return mean_interval(means)
+        rate, spread = statistics.fmean(means), variance(means)
+        if rate in (0.0, 1.0):
+            return wilson(rate, len(means))
+        independent = rate * (1 - rate) / spread * len(means) if spread > 0 else math.inf
+        independent = min(independent, len(rollouts)) * (1.96 / t_quantile(len(means) - 1)) ** 2
+        return wilson(rate, max(independent, len(means)))
+
+    def pass_at(self, k: int) -> float:
+        """Probability that one of k repetitions succeeds, averaged over the tasks with at least k rewards.
+
+        The unbiased estimator 1 - C(n-c, k) / C(n, k) of Chen et al. 2021, arXiv:2107.03374, equation 1.
+
+        Raises:
+            ConfigError: k is less than 1, or no task has k rewards.
+        """
+        known = [task for task in self.rewards if len(task) >= k >= 1]
+        if not known:
+            most = max(map(len, self.rewards), default=0)
+            raise ConfigError(f"pass@{k} needs a k from 1 to {most}, the number of rewards of a task; add repetitions")
+        counts = [(len(task), sum(reward >= self.success_threshold for reward in task)) for task in known]
+        return statistics.fmean(1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts)
+
+    def to_metrics(self) -> dict[str, float]:
+        """Returns the metrics by name, as trackers accept them; one task has no ``reward_low`` and ``reward_high``."""
+        interval = self.interval()
+        repetitions = max(map(len, self.rewards))
+        ks = sorted({1, *(2**power for power in range(1, 10) if 2**power <= repetitions), repetitions})
+        return {
+            "reward": self.mean,
+            **({} if interval is None else {"reward_low": interval[0], "reward_high": interval[1]}),
+            **{f"pass@{k}": self.pass_at(k) for k in ks},
+            "tasks": float(len(self.rewards)),
+            "rollouts": float(sum(map(len, self.rewards)) + self.missing),
+            **({"missing": float(self.missing)} if self.missing else {}),
+            **{f"errors/{name}": float(count) for name, count in self.errors.items()},
+        }

@@ -1,0 +1,184 @@
+"""Opening a store from the command line, and printing records at a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import click
+from pydantic import BaseModel
+
+from agentlightning.cli import echo
+from agentlightning.errors import NotFoundError, StoreError
+from agentlightning.store.factory import create_store
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import PaginatedResult
+from agentlightning_plugins.shared.rendering.table import print_table
+
+P = ParamSpec("P")
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+M = TypeVar("M", bound=BaseModel)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+store_option = click.option(
+    "--store",
+    "where",
+    metavar="URL",
+    help="URL of the store, or directory of a run. Default: AGL_STORE, else ./agl.db, else http://127.0.0.1:4747.",
+)
+run_option = click.option("--run", metavar="NAME", help="A run of a shared store; default is `default`.")
+
+
+def limit_option(default: int, help: str) -> Callable[[F], F]:
+    """Returns the option ``--limit`` of a command that lists records."""
+    return click.option("--limit", default=default, show_default=True, type=click.IntRange(min=1), help=help)
+
+
+def with_store(command: Callable[Concatenate[LightningStore, P], Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Adds ``--json``, ``--store`` and ``--run`` to a coroutine function, which gets the opened store."""
+
+    @json_option
+    @store_option
+    @run_option
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
+        where, run = kwargs.pop("where"), kwargs.pop("run")
+        use_store(
+            where if isinstance(where, str) else None,
+            run if isinstance(run, str) else None,
+            lambda store: command(store, *args, **kwargs),
+        )
+
+    return wrapper
+
+
+def use_store(where: str | None, run: str | None, action: Callable[[LightningStore], Coroutine[Any, Any, T]]) -> T:
+    """Opens the store of ``--store`` and ``--run``, and returns the result of an action on it."""
+
+    async def main() -> T:
+        store = open_store(where, run)
+        try:
+            return await action(store)
+        finally:
+            await store.close()
+
+    try:
+        return asyncio.run(main())
+    except StoreError as error:
+        if type(error) is StoreError and where is None and "AGL_STORE" not in os.environ:
+            raise StoreError(f"{error} Select another store with --store URL or --store runs/NAME.") from error
+        raise
+
+
+def open_store(where: str | None, run: str | None = None) -> LightningStore:
+    """Opens the store that the user names, or a default.
+
+    Args:
+        where: a URL or the directory of a run. None: AGL_STORE, else ``agl.db`` in the working directory, else
+            ``agl store`` on its default port.
+        run: name of the run; None is ``default``.
+
+    Raises:
+        UsageError: the store does not exist.
+    """
+    where = where or os.environ.get("AGL_STORE")
+    if where is None:
+        where = "sqlite:///agl.db" if Path("agl.db").is_file() else "http://127.0.0.1:4747"
+    if where.startswith("sqlite:///") and not Path(where.removeprefix("sqlite:///").split("?")[0]).is_file():
+        raise click.UsageError(f"--store {where}: the file does not exist")
+    return create_store(where, run=run)
+
+
+def found(item: T | None, what: str, id: str) -> T:
+    """Returns ``item``, the result of a getter.
+
+    Raises:
+        NotFoundError: ``item`` is None.
+    """
+    if item is None:
+        raise NotFoundError(f"no {what} {id!r} in this store")
+    return item
+
+
+def to_json(record: BaseModel) -> Any:
+    """Converts a record to plain JSON values."""
+    return record.model_dump(mode="json")
+
+
+def print_json(value: Any) -> None:
+    """Prints plain values as indented JSON."""
+    echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_record(as_json: bool, record: dict[str, Any]) -> None:
+    """Prints one record, as JSON or as lines."""
+    (print_json if as_json else print_fields)(record)
+
+
+def print_result(as_json: bool, value: dict[str, Any], text: str) -> None:
+    """Prints the result of a command, as JSON or as text."""
+    if as_json:
+        print_json(value)
+    else:
+        echo(text)
+
+
+def print_event(as_json: bool, value: dict[str, Any], text: str) -> None:
+    """Prints one line, as JSON or as text."""
+    echo(json.dumps(value, ensure_ascii=False) if as_json else text)
+
+
+def print_page(
+    as_json: bool,
+    page: PaginatedResult[M],
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    to_json: Callable[[M], Any] = to_json,
+) -> None:
+    """Prints the result of a query, as JSON or as a table; stderr shows how many records the table omits."""
+    if as_json:
+        print_json([to_json(record) for record in page])
+        return
+    print_table(columns, rows)
+    if page.total > len(page):
+        echo(f"{len(page)} of {page.total}; --limit shows more", err=True)
+
+
+def print_fields(record: dict[str, Any]) -> None:
+    """Prints one record: one line for each field that is set."""
+    for name, value in record.items():
+        if value not in (None, {}, []):
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            echo(f"{name:<22} {shown}")
+
+
+def show_time(instant: float | None) -> str:
+    """Formats a Unix time as local time, with the date unless it is today."""
+    if instant is None:
+        return ""
+    then, today = time.localtime(instant), time.localtime()
+    is_today = (then.tm_year, then.tm_yday) == (today.tm_year, today.tm_yday)
+    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M", then)
+
+
+def shorten(value: Any, length: int = 60) -> str:
+    """Formats a value as one line of at most ``length`` characters: text as it is, other values as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def json_or_text(text: str) -> Any:
+    """Parses an argument: returns its value if it is JSON, otherwise its text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,86 @@
+"""Reads training records from a store."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Rollout, Span
+from agentlightning_plugins.shared.paging import every
+from agentlightning_plugins.shared.training_records.record import (
+    LEDGER_SPAN,
+    ROW_SPAN,
+    LedgerEntry,
+    Outcome,
+    TrainedRow,
+)
+
+_IDS: Final = 500
+"""Number of rollouts in one query."""
+
+
+async def read_rows(store: LightningStore, rollout_id: str) -> list[TrainedRow]:
+    """Reads the trained rows of a rollout in order of step; skips rows of older versions, which have no tokens."""
+    rows = []
+    for span in await store.query_spans(rollout_id, name=ROW_SPAN):
+        with contextlib.suppress(ValueError):
+            rows.append(TrainedRow.from_span(span))
+    return sorted(rows, key=lambda row: row.step)
+
+
+async def read_ledger(store: LightningStore, step: int | None = None) -> list[LedgerEntry]:
+    """Reads the outcome of every training rollout: one entry per rollout, in the order in which they were enqueued.
+
+    Args:
+        store: the store of the run.
+        step: the version of the weights that the training step produced; None for all steps.
+    """
+    conditions = {} if step is None else {"metadata": {"step": step - 1}}
+    rollouts = [
+        rollout
+        async for rollout in every(store.query_rollouts, sort_by="start_time", **conditions)
+        if rollout.mode == "train"
+    ]
+    spans: list[Span] = []
+    if step is not None and any((rollout.metadata or {}).get("asynchronous") for rollout in rollouts):
+        # Asynchronous training trains on a rollout in a later step than the step that enqueued it.
+        return [entry for entry in await read_ledger(store) if entry.step == step]
+    if step is None:
+        spans = [span async for span in every(store.query_spans, None, name=LEDGER_SPAN)]
+    else:
+        ids = [rollout.rollout_id for rollout in rollouts]
+        for start in range(0, len(ids), _IDS):
+            spans += await store.query_spans(None, rollout_id_in=ids[start : start + _IDS], name=LEDGER_SPAN)
+    entries = {span.rollout_id: LedgerEntry.from_span(span) for span in spans}
+    return [entries.get(rollout.rollout_id) or _missing(rollout) for rollout in rollouts]
+
+
+def read_entry(spans: Iterable[Span]) -> LedgerEntry | None:
+    """Reads the outcome of a rollout from its spans; if there are several, the outcome in the last step."""
+    entries = [LedgerEntry.from_span(span) for span in spans if span.name == LEDGER_SPAN]
+    return max(entries, key=lambda entry: entry.step, default=None)
+
+
+def count_outcomes(entries: Iterable[LedgerEntry]) -> dict[int, Counter[Outcome]]:
+    """Counts the rollouts by step and outcome."""
+    counts: dict[int, Counter[Outcome]] = {}
+    for entry in entries:
+        counts.setdefault(entry.step, Counter())[entry.outcome] += 1
+    return dict(sorted(counts.items()))
+
+
+def _missing(rollout: Rollout) -> LedgerEntry:
+    """Returns the entry of a rollout without a record."""
+    metadata = rollout.metadata or {}
+    step = metadata.get("step")
+    outcome: Outcome = "not_recorded"
+    if rollout.status == "cancelled":
+        outcome = "cancelled"
+    elif rollout.status not in ("succeeded", "failed"):
+        outcome = "unfinished"
+    attempt_id = rollout.attempt.attempt_id if isinstance(rollout, AttemptedRollout) else ""
+    group = str(metadata.get("group", rollout.rollout_id))
+    return LedgerEntry(rollout.rollout_id, attempt_id, step + 1 if isinstance(step, int) else 0, group, outcome)

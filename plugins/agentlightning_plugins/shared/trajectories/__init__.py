@@ -1,0 +1,1 @@
+"""Trajectories of tokens, built from consecutive model calls."""

@@ -1,0 +1,226 @@
+"""Trajectories: consecutive model calls joined into one sequence of tokens.
+
+Calls are joined if the prompt of one starts with exactly the prompt and the response of the other; training then takes
+one pass instead of two. Tokens are never rewritten: if a conversation continues with different tokens, a new
+trajectory starts, and the reason is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+from agentlightning.adapter.adapter import TraceAdapter
+from agentlightning.adapter.triplet import BROKE_OFF, TraceToTriplet
+from agentlightning.errors import ConfigError
+from agentlightning.types import Span, Triplet
+from agentlightning_plugins.shared.chat_history.linking import link_calls
+from agentlightning_plugins.shared.trajectories.mismatch import Mismatch, MismatchKind, explain_edit, explain_mismatch
+
+LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs", "repeated"]
+"""``repeated``: the call has the same tokens as another call, and a later call continues the other one."""
+Irregularity: TypeAlias = Literal["broke_off", "several_roots"]
+"""``broke_off``: a call broke off at the gateway. ``several_roots``: one agent began several conversations."""
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+"""Converts tokens to text, including special ones."""
+
+_CHUNK = 16
+"""Tokens per hash."""
+
+
+class Turn(NamedTuple):
+    """One model call in its trajectory."""
+
+    triplet: Triplet
+    start: int
+    """``ids[start:end]`` is the response of this call."""
+    end: int
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One sequence of tokens; ``ids``, ``mask`` and ``logprobs`` have the same length."""
+
+    ids: list[int] = field(default_factory=list)
+    """The first prompt, followed by responses and the tokens that the agent added between them."""
+    mask: list[int] = field(default_factory=list)
+    """1 where the model sampled the token, 0 where it was given."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probabilities of the sampled tokens, as reported by the model server; 0.0 elsewhere."""
+    turns: list[Turn] = field(default_factory=list)
+    """The calls, in order; ``turn.triplet.reward`` is the reward of each."""
+    is_root: bool = True
+    """False if the first call continues another call's conversation with different tokens."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the first response."""
+        return self.turns[0].start if self.turns else 0
+
+    def extend(self, triplet: Triplet) -> None:
+        """Adds a call whose prompt starts with ``ids``."""
+        given = triplet.prompt["token_ids"][len(self.ids) :]
+        response = triplet.response["token_ids"]
+        self.ids += given
+        start = len(self.ids)
+        self.ids += response
+        self.mask += [0] * len(given) + [1] * len(response)
+        self.logprobs += [0.0] * len(given)
+        self.logprobs += triplet.response["logprobs"]
+        self.turns.append(Turn(triplet, start, len(self.ids)))
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectories:
+    """The trajectories of one attempt."""
+
+    trajectories: list[Trajectory]
+    """The trajectories, in the order of their first calls."""
+    mismatches: list[Mismatch]
+    """Calls that continue a conversation but not its tokens."""
+    left_out: Mapping[LeftOut, int]
+    """Number of calls that cannot be trained on, by reason."""
+    irregularities: Mapping[Irregularity, int] = field(default_factory=dict)
+    """Number of calls that broke off, and of conversations that an agent began after its first; zeros are omitted."""
+
+    @property
+    def counts(self) -> dict[MismatchKind, int]:
+        """Number of mismatches of each kind, including zeros."""
+        counts = Counter(mismatch.kind for mismatch in self.mismatches)
+        return {kind: counts[kind] for kind in get_args(MismatchKind)}
+
+
+class TraceToTrajectories(TraceAdapter[Trajectories]):
+    """Joins the calls of an attempt into trajectories."""
+
+    def __init__(
+        self,
+        source: TraceToTriplet | dict[str, Any] | None = None,
+        *,
+        irregular: Literal["mask", "train"] = "mask",
+    ) -> None:
+        """Configures the conversion.
+
+        Args:
+            source: the adapter that creates the triplets, or its settings.
+            irregular: ``mask`` sets the masks of an attempt with irregularities to 0; ``train`` leaves them.
+
+        Raises:
+            ConfigError: an unknown value of ``irregular``.
+        """
+        if irregular not in ("mask", "train"):
+            raise ConfigError(f"irregular = {irregular!r}; one of: mask, train")
+        self.source = TraceToTriplet(**source) if isinstance(source, dict) else source or TraceToTriplet()
+        self.irregular = irregular
+
+    def adapt(self, source: Sequence[Span], /) -> Trajectories:
+        """Builds the trajectories of one attempt.
+
+        Raises:
+            AdapterError: as ``TraceToTriplet.adapt``.
+        """
+        found = build_trajectories(self.source.adapt(source))
+        roots = Counter(t.turns[0].triplet.metadata.get("agent_name") for t in found.trajectories if t.is_root)
+        counts: dict[Irregularity, int] = {
+            "broke_off": self.source.explain_left_out(source).get(BROKE_OFF, 0),
+            "several_roots": sum(number - 1 for number in roots.values()),
+        }
+        irregularities = {kind: number for kind, number in counts.items() if number}
+        if irregularities and self.irregular == "mask":
+            for trajectory in found.trajectories:
+                trajectory.mask = [0] * len(trajectory.mask)
+        return replace(found, irregularities=irregularities)
+
+
+def build_trajectories(triplets: Sequence[Triplet], *, decode: Decode | None = None) -> Trajectories:
+    """Joins the triplets of one attempt, in time linear in their tokens.
+
+    A call continues the longest trajectory that its prompt starts with. If several calls continue from the same point,
+    the first extends the trajectory, and the others start new ones. If several trajectories have the same tokens and
+    turns, one of them is continued, and the others are excluded.
+
+    Args:
+        triplets: in the order of their calls.
+        decode: used to tell the kinds of mismatches apart exactly; without it, they are inferred from the tokens.
+    """
+    index = _Index()
+    trajectories: dict[int, Trajectory] = {}
+    of_triplet: dict[int, Trajectory] = {}
+    mismatches: list[Mismatch] = []
+    left_out: Counter[LeftOut] = Counter()
+    openings: dict[tuple[Any, str], int] = {}
+    for position, (triplet, previous) in enumerate(zip(triplets, link_calls(triplets), strict=True)):
+        reason = _reason_to_leave_out(triplet)
+        if reason is not None:
+            left_out[reason] += 1
+            continue
+        trajectory, repeated = index.take(triplet.prompt["token_ids"])
+        if repeated:
+            left_out["repeated"] += sum(len(each.turns) for each in repeated)
+            for other in repeated:
+                del trajectories[id(other)]
+        if trajectory is None:
+            found: list[Mismatch] = []
+            if previous in of_triplet:
+                found = [explain_mismatch(triplets[previous], triplet, decode)]
+            elif previous is None:
+                found = explain_edit(position, triplets, openings)
+            mismatches += found
+            trajectory = Trajectory(is_root=not found)
+            trajectories[id(trajectory)] = trajectory
+        trajectory.extend(triplet)
+        of_triplet[position] = trajectory
+        index.add(trajectory)
+    return Trajectories(list(trajectories.values()), mismatches, dict(left_out))
+
+
+def _reason_to_leave_out(triplet: Triplet) -> LeftOut | None:
+    prompt, response = triplet.prompt, triplet.response
+    if not prompt.get("token_ids") or not response.get("token_ids"):
+        return "no_tokens"
+    logprobs = response.get("logprobs")
+    return "no_logprobs" if logprobs is None or len(logprobs) != len(response["token_ids"]) else None
+
+
+class _Index:
+    """Finds the trajectories that a prompt may continue by hashes of chunks, without comparing it with all of them.
+
+    The key of a trajectory consists of the hash of its whole chunks and the tokens after them. For each prefix of whole
+    chunks of a prompt, ``take`` looks up the hash and compares the trajectories found there.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, int], dict[tuple[int, ...], list[Trajectory]]] = {}
+
+    def add(self, trajectory: Trajectory) -> None:
+        ids = trajectory.ids
+        key = _chunk_keys(ids)[-1]
+        self._open.setdefault(key, {}).setdefault(tuple(ids[key[0] * _CHUNK :]), []).append(trajectory)
+
+    def take(self, prompt: Sequence[int]) -> tuple[Trajectory | None, list[Trajectory]]:
+        """Removes and returns the latest of the longest trajectories that a prompt starts with, and its repetitions."""
+        for key in reversed(_chunk_keys(prompt)):
+            by_tail = self._open.get(key)
+            if not by_tail:
+                continue
+            start = key[0] * _CHUNK
+            for end in range(min(start + _CHUNK - 1, len(prompt)), start - 1, -1):
+                same = by_tail.get(tuple(prompt[start:end]))
+                if same and list(prompt[:end]) == same[-1].ids:
+                    latest = same.pop()
+                    repeated = [other for other in same if other.mask == latest.mask]
+                    same[:] = [other for other in same if other.mask != latest.mask]
+                    return latest, repeated
+        return None, []
+
+
+def _chunk_keys(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the number of whole chunks and their hash for each prefix, from no chunks to all chunks."""
+    key = 0
+    keys = [(0, key)]
+    for number in range(1, len(ids) // _CHUNK + 1):
+        key = hash((key, *ids[(number - 1) * _CHUNK : number * _CHUNK]))
+        keys.append((number, key))
+    return keys

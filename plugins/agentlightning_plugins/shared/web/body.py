@@ -1,0 +1,169 @@
+"""Reads the bodies of untrusted clients, with limits on their size and on the depth and number of values of JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, ParamSpec, TypeVar
+
+import orjson
+from aiohttp import web
+
+from agentlightning_plugins.shared.web.memory import trim_soon
+
+MAX_DEPTH: Final = 100
+MAX_ITEMS: Final = 500_000
+_ENCODINGS: Final = ("gzip", "x-gzip", "deflate")
+_MAX_MEMBERS: Final = 64
+"""Maximum number of members in a gzip file: inflating a member copies the rest of the file."""
+_QUOTE: Final = ord('"')
+LARGE_BODY_BYTES: Final = 256 * 1024
+"""Bodies of at least this size are parsed in a thread: parsing one takes about a millisecond."""
+_THREADS: Final = ThreadPoolExecutor(2, thread_name_prefix="agl-bodies")
+P = ParamSpec("P")
+T = TypeVar("T")
+_OUTSIDE_STRINGS: Final = re.compile(rb'[^"\[{,]*+')
+_INSIDE_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.){0,10000}+', re.DOTALL)
+"""Matches in bounded steps, because other threads cannot run during a match."""
+
+
+class RequestRefused(Exception):
+    """A request that is refused, with the status of the answer."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def read_body(request: web.BaseRequest, limit: int, inflated_limit: int) -> bytes:
+    """Reads the body of a request, inflating gzip and deflate.
+
+    Args:
+        request: the request, already authorised.
+        limit: maximum number of bytes that are sent.
+        inflated_limit: maximum number of bytes after inflating.
+
+    Raises:
+        RequestRefused: 413 for a larger body, 415 for another Content-Encoding, 400 for invalid compressed data.
+    """
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    if encoding not in ("", "identity", *_ENCODINGS):
+        raise RequestRefused(415, f"Content-Encoding {encoding!r} is not supported; send gzip, deflate or no encoding")
+    if (request.content_length or 0) > limit:
+        raise _too_large(limit)
+    pieces, size = [], 0
+    while piece := await request.content.readany():
+        size += len(piece)
+        if size > limit:
+            trim_soon()
+            raise _too_large(limit)
+        pieces.append(piece)
+    if size > LARGE_BODY_BYTES or encoding:
+        trim_soon()
+    body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    if encoding not in _ENCODINGS or not body:
+        return body
+    return await in_thread(_inflate, body, inflated_limit, encoding == "deflate")
+
+
+async def parse_json(
+    data: bytes,
+    *,
+    max_depth: int = MAX_DEPTH,
+    max_items: int = MAX_ITEMS,
+    loads: Callable[[bytes], Any] = orjson.loads,
+) -> Any:
+    """Parses JSON with limits, in a thread if it is large. The last value of a duplicate key counts.
+
+    Args:
+        data: the JSON.
+        max_depth: how deep lists and objects may be nested.
+        max_items: roughly how many values there may be, which bounds memory and time.
+        loads: the parser; it raises ValueError.
+
+    Raises:
+        RequestRefused: 400 for text that is not JSON, 413 for too many values.
+    """
+    return await run_if_large(data, _parse, data, max_depth, max_items, loads)
+
+
+async def run_if_large(body: bytes, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Runs work on a body: in a thread if the body is large, so that other requests are answered meanwhile."""
+    return work(*args, **kwargs) if len(body) < LARGE_BODY_BYTES else await in_thread(work, *args, **kwargs)
+
+
+async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Runs work on a large body in one of a few threads, because the C library keeps freed memory for each thread."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, functools.partial(work, *args, **kwargs))
+
+
+def _too_large(limit: int) -> RequestRefused:
+    return RequestRefused(413, f"the request is larger than {limit} bytes")
+
+
+def _inflate(body: bytes, limit: int, is_deflate: bool) -> bytes:
+    """Inflates a body: the members of a gzip file, a zlib stream, or deflate without a header, as some clients send."""
+    bits = zlib.MAX_WBITS if is_deflate and body[0] & 0x0F == zlib.DEFLATED else -zlib.MAX_WBITS
+    bits = bits if is_deflate else 16 + zlib.MAX_WBITS
+    inflated = bytearray()
+    try:
+        for _ in range(_MAX_MEMBERS):
+            member = zlib.decompressobj(wbits=bits)
+            inflated += member.decompress(body, limit + 1 - len(inflated))
+            if len(inflated) > limit:
+                raise RequestRefused(413, f"the request is larger than {limit} bytes after inflating")
+            if not member.eof:
+                raise RequestRefused(400, "the compressed body is not complete")
+            body = member.unused_data.lstrip(b"\0")  # gzip files may be padded
+            if not body:
+                break
+        else:
+            raise RequestRefused(413, f"the compressed body has more than {_MAX_MEMBERS} members")
+    except zlib.error as error:
+        raise RequestRefused(400, f"the body is not what its Content-Encoding says: {error}") from error
+    return bytes(inflated)
+
+
+def _parse(data: bytes, max_depth: int, max_items: int, loads: Callable[[bytes], Any]) -> Any:
+    if len(data) > max_items:  # a value takes at least a byte
+        _check_items(data, max_items)
+    try:
+        value = loads(data)
+    except ValueError as error:
+        raise RequestRefused(400, f"the request is not JSON: {error}") from error
+    if data.count(b"[") + data.count(b"{") > max_depth:
+        _check_depth(value, max_depth)
+    return value
+
+
+def _check_items(data: bytes, max_items: int) -> None:
+    """Counts strings, and the brackets and commas outside strings, before the JSON is parsed."""
+    position, is_inside = 0, False
+    for _ in range(max_items):
+        match = (_INSIDE_STRING if is_inside else _OUTSIDE_STRINGS).match(data, position)
+        position = match.end()  # type: ignore[union-attr] # both match anything
+        if position == len(data):
+            return
+        is_quote = data[position] == _QUOTE
+        is_inside = is_inside != is_quote
+        position += is_quote or not is_inside
+    raise RequestRefused(413, f"the JSON has more than {max_items} values")
+
+
+def _check_depth(value: Any, max_depth: int) -> None:
+    level = [value]
+    for _ in range(max_depth):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, (dict, list))
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return
+    raise RequestRefused(400, f"the JSON is nested more than {max_depth} levels deep")

@@ -1,1 +1,0 @@
-"""Library: intervals and tests for comparing rewards."""

@@ -1,1 +1,0 @@
-"""Library: runner processes, their supervision and their orderly end."""

@@ -1,1 +1,0 @@
-"""Library: the OpenTelemetry pipeline that several tracers share."""

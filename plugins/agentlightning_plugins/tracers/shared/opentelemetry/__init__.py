@@ -1,0 +1,1 @@
+"""The OpenTelemetry pipeline that several tracers share."""

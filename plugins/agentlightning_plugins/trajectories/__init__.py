@@ -1,1 +1,0 @@
-"""Library: trajectories of tokens, built from consecutive model calls."""

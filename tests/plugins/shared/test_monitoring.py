@@ -1,0 +1,22 @@
+"""``monitoring`` and ``chat_history``: what pages compute from stored records."""
+
+from __future__ import annotations
+
+from agentlightning_plugins.shared.chat_history.linking import find_first_edit
+from agentlightning_plugins.shared.monitoring.candidates import list_distributions
+
+
+def test_the_best_candidate_has_the_highest_score_even_if_all_scores_are_negative() -> None:
+    candidates = [
+        {"parent_id": None, "full_score": -0.5, "task_scores": [-0.5, -0.5]},
+        {"parent_id": "seed", "full_score": None, "batch_score": -0.9, "task_scores": [-0.9, -0.9]},
+        {"parent_id": "seed", "full_score": -0.2, "task_scores": [-0.1, -0.3]},
+    ]
+    found = {each["name"]: each["values"] for each in list_distributions(candidates)}
+    assert found["task rewards of the best candidate"] == [-0.1, -0.3]
+
+
+def test_messages_whose_content_lists_plain_strings_can_be_compared() -> None:
+    plain, other = ({"role": "user", "content": [text, {"type": "text", "text": "b"}]} for text in ("a", "c"))
+    assert find_first_edit([plain], [plain]) is None
+    assert find_first_edit([plain], [other]) == 0
