@@ -181,7 +181,7 @@ def main() -> int:
     run = Run(soak=options.soak)
     signal.signal(signal.SIGTERM, run.stop)
     signal.signal(signal.SIGINT, run.stop)
-    if not options.soak:
+    if not (options.soak or options.busy):
         threading.Thread(target=run.stop_after, args=[LIMIT_S], daemon=True).start()
     try:
         uv()  # installed once, before the lanes need it
