@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.types import AttemptedRollout, Span
+from agentlightning_plugins.agents.command.process import Tail, run_group
 from agentlightning_plugins.shared.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer
@@ -413,6 +415,36 @@ async def test_a_second_cancellation_leaves_no_process_running_and_no_pipe_open(
     pids = [int(pid) for pid in path.read_text().split()]
     assert [await is_gone(pid) for pid in pids] == [True, True]
     assert count_open_files() <= open_files
+
+
+async def test_a_command_that_is_cancelled_at_its_start_can_print_while_it_cleans_up(tmp_path: Path) -> None:
+    path = tmp_path / "started"
+
+    class CancelsAtTheStart(Tail):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            while not path.exists():
+                time.sleep(0.01)
+            work.cancel()
+
+    code = """
+        trap 'echo cleaning; sleep 0.1; echo cleaned up; exit 0' TERM
+        echo > "$1"
+        while :; do sleep 0.05; done
+    """
+    stdout = CancelsAtTheStart(1000)
+    command = run_group(
+        shell(code, str(path)),
+        env=os.environ,
+        cwd=None,
+        stdin=Path(os.devnull),
+        stdout=stdout,
+        stderr=Tail(1000),
+        kill_after_s=LIMIT_S,
+    )
+    work = asyncio.create_task(command)
+    await asyncio.gather(work, return_exceptions=True)
+    assert stdout.text == "cleaning\ncleaned up\n"
 
 
 async def test_a_command_that_ends_on_sigterm_is_not_killed(store: agl.LightningStore) -> None:

@@ -87,8 +87,11 @@ async def run_group(
     assert process.stderr is not None
     ended = asyncio.create_task(run_in_thread(functools.partial(_await_end, process), name=f"command-{process.pid}"))
     try:
-        await loop.connect_read_pipe(lambda: stdout, process.stdout)
-        await loop.connect_read_pipe(lambda: stderr, process.stderr)
+        reading = asyncio.gather(
+            loop.connect_read_pipe(lambda: stdout, process.stdout),
+            loop.connect_read_pipe(lambda: stderr, process.stderr),
+        )
+        await asyncio.shield(reading)  # cancelled, it would close the pipes, and SIGPIPE would end the command's clean-up
         await asyncio.wait({ended})
         await asyncio.gather(stdout.finish(), stderr.finish())
         return ended.result()
