@@ -91,7 +91,7 @@ async def run_group(
             loop.connect_read_pipe(lambda: stdout, process.stdout),
             loop.connect_read_pipe(lambda: stderr, process.stderr),
         )
-        await asyncio.shield(reading)  # cancelled, it would close the pipes, and SIGPIPE would end the command's clean-up
+        await asyncio.shield(reading)  # cancelled, it would close the pipes: SIGPIPE would end the clean-up
         await asyncio.wait({ended})
         await asyncio.gather(stdout.finish(), stderr.finish())
         return ended.result()

@@ -19,7 +19,9 @@ MAX_DEPTH: Final = 100
 MAX_ITEMS: Final = 500_000
 _ENCODINGS: Final = ("gzip", "x-gzip", "deflate")
 _MAX_MEMBERS: Final = 64
-"""Maximum number of members in a gzip file: inflating a member copies the rest of the file."""
+"""Maximum number of members in a gzip file."""
+_PIECE_BYTES: Final = 2**16
+"""How much of a body zlib gets at a time: each member of a gzip file copies the rest of its piece."""
 _QUOTE: Final = ord('"')
 LARGE_BODY_BYTES: Final = 256 * 1024
 """Bodies of at least this size are parsed in a thread: parsing one takes about a millisecond."""
@@ -109,18 +111,20 @@ def _inflate(body: bytes, limit: int, is_deflate: bool) -> bytes:
     """Inflates a body: the members of a gzip file, a zlib stream, or deflate without a header, as some clients send."""
     bits = zlib.MAX_WBITS if is_deflate and body[0] & 0x0F == zlib.DEFLATED else -zlib.MAX_WBITS
     bits = bits if is_deflate else 16 + zlib.MAX_WBITS
-    inflated = bytearray()
+    inflated, position = bytearray(), 0
     try:
         for _ in range(_MAX_MEMBERS):
             member = zlib.decompressobj(wbits=bits)
-            inflated += member.decompress(body, limit + 1 - len(inflated))
-            if len(inflated) > limit:
-                raise RequestRefused(413, f"the request is larger than {limit} bytes after inflating")
+            while not member.eof and position < len(body):
+                piece = body[position : position + _PIECE_BYTES]
+                inflated += member.decompress(piece, limit + 1 - len(inflated))
+                if len(inflated) > limit:
+                    raise RequestRefused(413, f"the request is larger than {limit} bytes after inflating")
+                position += len(piece) - len(member.unused_data)
             if not member.eof:
                 raise RequestRefused(400, "the compressed body is not complete")
-            body = member.unused_data.lstrip(b"\0")  # gzip files may be padded
-            if not body:
-                break
+            if position == len(body) or (body[position] == 0 and not body[position:].strip(b"\0")):
+                break  # a gzip file may be padded
         else:
             raise RequestRefused(413, f"the compressed body has more than {_MAX_MEMBERS} members")
     except zlib.error as error:
