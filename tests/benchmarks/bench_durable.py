@@ -27,11 +27,9 @@ from agentlightning_plugins.shared.garbage_collection import relax_collector
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
-from agentlightning_plugins.stores.postgresql.backend import PostgresBackend
-from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
+from agentlightning_plugins.stores.postgresql.store import PostgresBackend, PostgresLightningStore
 from agentlightning_plugins.stores.shared.sql.document import encode
-from agentlightning_plugins.stores.sqlite.backend import SqliteBackend
-from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
+from agentlightning_plugins.stores.sqlite.store import SqliteBackend, SqliteLightningStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

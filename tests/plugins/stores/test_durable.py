@@ -20,9 +20,9 @@ from agentlightning.store.engine import BackendStore
 from agentlightning.store.factory import create_store
 from agentlightning.types import Attempt, EnqueueRolloutRequest, Record, Rollout, Span, Worker
 from agentlightning_plugins.stores.memory.store import MemoryBackend
-from agentlightning_plugins.stores.postgresql.backend import PostgresBackend
 from agentlightning_plugins.stores.postgresql.connection import Server
-from agentlightning_plugins.stores.sqlite.backend import SqliteBackend
+from agentlightning_plugins.stores.postgresql.store import PostgresBackend
+from agentlightning_plugins.stores.sqlite.store import SqliteBackend
 from tests.source import REPO, run_python
 from tests.waiting import LIMIT_S, until
 

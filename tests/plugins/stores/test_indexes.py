@@ -13,9 +13,9 @@ import pytest
 from agentlightning.store.backend import Condition, Query
 from agentlightning.store.factory import create_store
 from agentlightning.types import Rollout
-from agentlightning_plugins.stores.postgresql import condition as postgresql
+from agentlightning_plugins.stores.postgresql import reader as postgresql
 from agentlightning_plugins.stores.shared.sql.plan import Plan
-from agentlightning_plugins.stores.sqlite import condition as sqlite
+from agentlightning_plugins.stores.sqlite import plan as sqlite
 from tests.many_rollouts import FAILED_OF, FIRST_TIME, fill_postgresql, fill_sqlite
 
 NUMBER = 10_000

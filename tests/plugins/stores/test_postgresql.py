@@ -28,8 +28,7 @@ from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.postgresql import connection as connection_module
 from agentlightning_plugins.stores.postgresql import events as events_module
 from agentlightning_plugins.stores.postgresql import schema, transaction, writer
-from agentlightning_plugins.stores.postgresql.backend import PostgresBackend
-from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
+from agentlightning_plugins.stores.postgresql.store import PostgresBackend, PostgresLightningStore
 from agentlightning_plugins.stores.shared.sql.document import encode_events
 from tests.postgresql import PostgresServer
 from tests.source import REPO

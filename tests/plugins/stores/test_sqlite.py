@@ -25,8 +25,7 @@ from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.sqlite import schema
-from agentlightning_plugins.stores.sqlite.backend import SqliteBackend
-from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
+from agentlightning_plugins.stores.sqlite.store import SqliteBackend, SqliteLightningStore
 
 
 class TestSqliteLightningStore(DurableStoreConformance):

@@ -6,12 +6,41 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
 
 import asyncpg
 
 from agentlightning_plugins.stores.postgresql.connection import MAX_CANCELLED, Server, is_lost
+from agentlightning_plugins.stores.postgresql.transaction import index_key
 from agentlightning_plugins.stores.shared.sql.batch import Item, settle
+from agentlightning_plugins.stores.shared.sql.condition import Dialect
+from agentlightning_plugins.stores.shared.sql.plan import Planner
+
+PLANNER: Final = Planner(
+    Dialect(
+        prefix="agl.",
+        in_list="{} = ANY (?)",
+        # The query runs first and its few positions are then looked up, so the planner need not guess how few they are.
+        in_query="{} = ANY (ARRAY({}))",
+        contains="strpos({}, ?) > 0",
+        contains_id="strpos(rollout_id, ?) > 0",
+        finds_ids_in_order=False,
+        unindexed="({} || '')",
+        live="live",
+        make_list=list,
+        index_key=index_key,
+        no_limit=None,
+    )
+)
+
+
+@lru_cache(maxsize=1000)
+def number_parameters(sql: str) -> str:
+    """Replaces each ``?`` by PostgreSQL's ``$1``, ``$2`` and so on."""
+    first, *rest = sql.split("?")
+    return first + "".join(f"${number}{part}" for number, part in enumerate(rest, 1))
+
 
 Read: TypeAlias = Callable[[asyncpg.Connection], Awaitable[Any]]
 """A read, which is repeated from its beginning when the connection is lost."""

@@ -1,4 +1,4 @@
-"""The SQLite file: opening, schema and migrations."""
+"""The SQLite file: opening, schema, migrations and free space."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ APPLICATION_ID: Final = 0x41474C53
 """Marks our files in the header ("AGLS")."""
 _SMALLEST_BYTES: Final = 512
 """The size of the smallest database; SQLite would mistake a smaller file for an empty one and overwrite it."""
+
+_KEPT_PAGES: Final = 1024
+"""Free pages that stay in the file, for the next records: 4 MiB."""
+_STEP_PAGES: Final = 256
+"""Number of pages that one step returns; writes wait a few milliseconds for it."""
 
 # Columns have no type, because a typed column converts the values it is compared with: TEXT would find '1' for 1.
 # Columns that refer to positions are INTEGER, as positions are; otherwise their indexes would not be used. Positions
@@ -207,3 +212,31 @@ def _migrate(connection: sqlite3.Connection, path: Path, busy_timeout_s: float) 
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
+
+
+def shrink(connection: sqlite3.Connection) -> None:
+    """Returns some of the excess free pages to the file system."""
+    free = connection.execute("PRAGMA freelist_count").fetchone()[0] - _KEPT_PAGES
+    if free > 0:
+        connection.executescript(f"PRAGMA incremental_vacuum({min(free, _STEP_PAGES)})")  # execute() does one page
+
+
+def compact(path: Path, busy_timeout_s: float) -> tuple[int, int]:
+    """Rewrites the file without free pages; returns its size before and after, in bytes.
+
+    Raises:
+        StoreError: the disk is full, or other processes keep the file locked; the file is not changed.
+    """
+    before = _size(path)
+    try:
+        with contextlib.closing(connect(path, busy_timeout_s)) as connection:
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            connection.execute("VACUUM")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    except sqlite3.Error as error:
+        raise explain(error, path) from error
+    return before, _size(path)
+
+
+def _size(path: Path) -> int:
+    return sum(each.stat().st_size for each in (path, path.with_name(f"{path.name}-wal")) if each.exists())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Final, Protocol
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -35,10 +35,10 @@ from agentlightning_plugins.stores.http.server.access import (
     OPEN_PATHS,
     StoreAccess,
     check_attempt,
+    mark_late,
     spans_of,
 )
 from agentlightning_plugins.stores.http.server.answer import describe_error, encode, error_response, json_response
-from agentlightning_plugins.stores.http.server.attempt_spans import mark_late
 from agentlightning_plugins.stores.http.server.body import (
     ATTEMPT_LIMITS,
     STORE_LIMITS,
@@ -48,9 +48,29 @@ from agentlightning_plugins.stores.http.server.body import (
 )
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
-from agentlightning_plugins.stores.http.server.pages import Pages
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.http.server.routes import ROUTES, Context, make_handler
+
+
+class Pages(Protocol):
+    """HTML pages. They check access themselves, because a browser sends a cookie and not the store's token."""
+
+    def routes(self) -> Iterable[web.RouteDef]:
+        """Returns the routes, outside of ``/v1``. Their handlers also answer requests that are not admitted."""
+        ...
+
+    def admits(self, request: web.Request) -> bool:
+        """Whether a request comes from a client that has signed in; others keep their connection only briefly."""
+        ...
+
+    def replace_tokens(self, tokens: Sequence[str]) -> None:
+        """Accepts these tokens of the store from now on."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends open-ended answers, such as streams."""
+        ...
+
 
 logger = logging.getLogger("agentlightning")
 

@@ -1,10 +1,98 @@
-"""Work of callers in several event loops that is done together in one thread."""
+"""``DurableBackend``, the base of the SQL stores: work of callers in several event loops is done in one thread."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+import os
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Generic, TypeVar
+
+from agentlightning.errors import StoreError
+from agentlightning.event import Event
+from agentlightning.store.backend import Claim, Guard, Write
+from agentlightning.types import Rollout, Span
+from agentlightning_plugins.stores.shared.sql.changes import Append, Claiming, Commit, TakeNumbers, Work
+
+COUNT: Final = "SELECT name, sum(number) FROM {}tally GROUP BY name"
+
+
+class DurableBackend(ABC):
+    """A backend that is closed once, and only in the process that opened it."""
+
+    durable = True
+
+    def __init__(self, name: str, stop: Callable[..., None], *resources: object) -> None:
+        """Registers the resources to close.
+
+        Args:
+            name: the name of the database in messages.
+            stop: called with ``resources`` when the backend is closed or no longer referenced.
+            resources: the arguments of ``stop``, which must not refer to this backend.
+        """
+        self._name = name
+        self._process_id = os.getpid()
+        self._stop = weakref.finalize(self, _stop_here, self._process_id, stop, *resources)
+
+    def now(self) -> float:
+        """Returns the Unix time by this machine's clock, for a local file; a backend with a server overrides it."""
+        return time.time()
+
+    async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
+        return bool(await self._write(Commit.encoded(writes, guards, events)))
+
+    async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
+        claimed: Sequence[Rollout] = await self._write(Claiming(run_id, limit, decide))
+        return claimed
+
+    async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
+        stored: Sequence[Span | None] = await self._write(Append.encoded(spans, now))
+        return stored
+
+    async def next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
+        if not attempts:
+            return []
+        numbers: Sequence[int] = await self._write(TakeNumbers(attempts))
+        return numbers
+
+    @abstractmethod
+    def _submit(self, work: Work) -> asyncio.Future[Any]:
+        """Hands work to the thread that writes; the result is set once it is durable."""
+
+    def _write(self, work: Work) -> asyncio.Future[Any]:
+        self._check_open()
+        return self._submit(work)
+
+    async def close(self) -> None:
+        """Finishes the calls that have begun and closes the database."""
+        await asyncio.to_thread(self.stop)
+
+    def stop(self) -> None:
+        """Closes the database, as ``close`` does, for callers without an event loop."""
+        self._stop()
+
+    def _check_open(self) -> None:
+        if not self._stop.alive:
+            raise StoreError(f"{self._name} is closed")
+        if os.getpid() != self._process_id:
+            raise StoreError(
+                f"{self._name} was opened before this process was forked; connections do not survive that. Open the "
+                "store in this process"
+            )
+
+
+def count_all(rows: Iterable[Sequence[Any]]) -> dict[str, int]:
+    """Returns the result of ``Backend.count``, given the rows of ``COUNT``."""
+    found = {name: int(number) for name, number in rows}
+    return {name: found.get(name, 0) for name in ("rollouts", "attempts", "spans", "resources", "workers")}
+
+
+def _stop_here(process_id: int, stop: Callable[..., None], *resources: object) -> None:
+    if os.getpid() == process_id:  # a forked child has neither the threads nor a right to the connections
+        stop(*resources)
+
 
 W = TypeVar("W")
 
