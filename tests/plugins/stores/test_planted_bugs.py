@@ -12,10 +12,10 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.errors import Flaky
 
-from agentlightning import lifecycle
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
 from agentlightning.resources import ResourcesUpdate
+from agentlightning.store import lifecycle
 from agentlightning.store.backend import KEYS, Backend, Claim, Delete, Guard, Listener, Page, Put, Query, Row, Write
 from agentlightning.store.engine import BackendStore
 from agentlightning.testing.store import DurableStoreConformance, StoreConformance, actions, model
