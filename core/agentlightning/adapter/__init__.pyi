@@ -1,6 +1,5 @@
 """Adapters: convert the spans of an attempt to training data."""
 
-from agentlightning.adapter.adapter import Adapter as Adapter
 from agentlightning.adapter.adapter import TraceAdapter as TraceAdapter
 from agentlightning.adapter.triplet import RewardMatchPolicy as RewardMatchPolicy
 from agentlightning.adapter.triplet import TracerTraceToTriplet as TracerTraceToTriplet

@@ -16,17 +16,6 @@ from agentlightning.resources import LLM, NamedResources, Resource, read_resourc
 from agentlightning.store.protocol import LightningStore
 
 
-class RunningTrainer(Protocol):
-    """The settings of the ``Trainer`` that runs an algorithm."""
-
-    n_runners: int
-    max_rollouts: int | None
-    max_concurrency: int
-    run_dir: Path | None
-    resume: bool
-    seed: int
-
-
 class Gateway(Protocol):
     """The interface of the gateway (``LLMProxy``) for algorithms."""
 
@@ -88,7 +77,8 @@ class RunContext:
     train_dataset: Dataset[Any] | None = None
     val_dataset: Dataset[Any] | None = None
     initial_resources: Mapping[str, Resource] | None = None
-    trainer: RunningTrainer | None = None
+    trainer: Any = None
+    """The ``Trainer`` that runs the algorithm, if one does."""
     directory: Path | None = None
     """Directory for the files of the run; None if the run keeps no files."""
     seed: int = 0
@@ -190,10 +180,10 @@ class Algorithm:
     def get_initial_resources(self) -> NamedResources | None:
         return self.context.initial_resources
 
-    def set_trainer(self, trainer: RunningTrainer) -> None:
+    def set_trainer(self, trainer: Any) -> None:
         self.context.trainer = trainer
 
-    def get_trainer(self) -> RunningTrainer:
+    def get_trainer(self) -> Any:
         return _given(self.context.trainer, "trainer", self)
 
 

@@ -25,7 +25,6 @@ import pytest
 from agentlightning.records import EnqueueRolloutRequest, RolloutConfig
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import claim, dequeue, finish, make_span, read, soon
-from agentlightning.testing.store.lifecycle import LifecycleTests
 from agentlightning.testing.store.model import Reopen, compare_with_model
 from agentlightning.testing.store.queueing import QueueingTests
 from agentlightning.testing.store.reading import FindingTests, TracingTests
@@ -39,7 +38,6 @@ __all__ = ["DurableStoreConformance", "StoreConformance"]
 class StoreConformance(
     QueueingTests,
     WaitingTests,
-    LifecycleTests,
     TracingTests,
     FindingTests,
     RecordingTests,
