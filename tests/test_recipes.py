@@ -146,7 +146,7 @@ class Parrot:
     greeting = "Hello"
 """,
         integration="""
-from agentlightning_integrations.shared.framework.agent import FrameworkAgent
+from agentlightning_integrations.shared.agent import FrameworkAgent
 
 class ParrotAgent(FrameworkAgent):
     def texts(self):

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from agentlightning.algorithm.algorithm import FastAlgorithm
-from agentlightning.algorithm.context import RunContext
+from agentlightning.algorithm.algorithm import FastAlgorithm, RunContext
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.plugin.settings import require_least

@@ -87,7 +87,6 @@ from agentlightning.tracer import OtelTracer as OtelTracer
 from agentlightning.tracer import Tracer as Tracer
 from agentlightning.tracer import get_active_tracer as get_active_tracer
 from agentlightning.trainer import Trainer as Trainer
-from agentlightning.version import __version__ as __version__
 from agentlightning_algorithms.evaluation.evaluate import EvalResult as EvalResult
 from agentlightning_algorithms.evaluation.evaluate import evaluate as evaluate
 from agentlightning_algorithms.shared.live_resources import LiveResources as LiveResources
@@ -96,3 +95,5 @@ from agentlightning_plugins.gateway.proxy import LLMProxy as LLMProxy
 from agentlightning_plugins.shared.log_setup import setup_logging as setup_logging
 from agentlightning_plugins.shared.statistics.comparison import Comparison as Comparison
 from agentlightning_plugins.shared.statistics.comparison import compare_rollouts as compare_rollouts
+
+__version__: str

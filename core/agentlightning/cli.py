@@ -1,18 +1,18 @@
-"""The ``agl`` command: a dispatcher. Plugins add the commands."""
+"""The ``agl`` command: a dispatcher, to which plugins add the commands. Text is made safe for terminals."""
 
 from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
-from typing import Any
+from typing import Any, Final
 
 import click
 
+from agentlightning import __version__
 from agentlightning.errors import LightningError
-from agentlightning.logging import PrintableFormatter, printable
 from agentlightning.plugin.registry import PluginManager, get_manager
-from agentlightning.version import __version__
 
 logger = logging.getLogger("agentlightning")
 
@@ -63,3 +63,19 @@ def main() -> None:
         sys.exit(2)
     if isinstance(code, int):  # the command called ``ctx.exit(code)``
         sys.exit(code)
+
+
+_UNPRINTABLE: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters except tab and newline, and characters that change the direction of text."""
+
+
+def printable(text: str) -> str:
+    r"""Returns text of agents and models with terminal escapes and the like escaped as in JSON: ``\u001b``."""
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats records so that a terminal can show them safely."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))

@@ -201,28 +201,13 @@ def _is_unicode(text: str) -> bool:
 def _refuse_value(value: Any, depth: int) -> NoReturn:
     if depth > MAX_DEPTH:
         raise _NotJsonError(f" is nested more than {MAX_DEPTH} deep, or contains itself", value)
-    raise _NotJsonError(f" = {_represent(value):.100} is not JSON, which stores require; {_suggest_fix(value)}", value)
+    raise _NotJsonError(f" = {_represent(value):.100} is not JSON, which stores require; {_FIX}", value)
 
 
-_FIXES_BY_TYPE: Final[tuple[tuple[type | tuple[type, ...], str], ...]] = (
-    (float, "give None, or leave it out"),
-    (int, "integers have 64 bits: give it as a string"),
-    (str, "it has lone surrogates: encode it with errors='replace' and decode it again"),
-    ((set, frozenset), "give sorted(value)"),
-    ((bytes, bytearray), "give text, such as its base64"),
+_FIX: Final = (
+    "give text, numbers that are finite and fit in 64 bits, None, lists and dicts instead, such as value.tolist(), "
+    "value.isoformat(), dataclasses.asdict(value) or str(value)"
 )
-_FIXES_BY_ATTRIBUTE: Final = {
-    "tolist": "give value.tolist()",
-    "isoformat": "give value.isoformat()",
-    "model_dump": 'give value.model_dump(mode="json")',
-    "__dataclass_fields__": "give dataclasses.asdict(value)",
-}
-
-
-def _suggest_fix(value: Any) -> str:
-    fixes = [fix for kind, fix in _FIXES_BY_TYPE if isinstance(value, kind)]
-    fixes += [fix for name, fix in _FIXES_BY_ATTRIBUTE.items() if hasattr(type(value), name)]
-    return fixes[0] if fixes else "give a dict, a list, a string or a number instead, such as str(value)"
 
 
 def _to_text(value: Any, depth: int) -> Any:

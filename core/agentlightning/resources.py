@@ -266,21 +266,18 @@ def resolve_secrets(resources: Mapping[str, Resource]) -> Mapping[str, Resource]
     Raises:
         ConfigError: the variable is not set.
     """
-    resolved = dict(resources)
-    for name, resource in resources.items():
-        values = {field: getattr(resource, field) for field in type(resource).model_fields}
-        found = {
-            field: _resolve(value, bool(SECRET_NAME.search(field)), f"resource {name!r}: {field}")
-            for field, value in values.items()
-        }
-        changed = {field: value for field, value in found.items() if value is not values[field]}
-        if changed:
-            resolved[name] = resource.model_copy(update=changed)
-    return resolved
+    return {
+        name: resource.model_copy(
+            update={
+                field: _resolve(value, bool(SECRET_NAME.search(field)), f"resource {name!r}: {field}")
+                for field, value in resource.__dict__.items()
+            }
+        )
+        for name, resource in resources.items()
+    }
 
 
 def _resolve(value: Any, is_secret: bool, path: str) -> Any:
-    """Returns ``value`` itself if it contains no reference."""
     if is_secret and isinstance(value, str) and (match := _REFERENCE.fullmatch(value)):
         if match[1] not in os.environ:
             raise ConfigError(
@@ -289,12 +286,12 @@ def _resolve(value: Any, is_secret: bool, path: str) -> Any:
             )
         return os.environ[match[1]]
     if isinstance(value, FrozenDict):
-        pairs = {
-            key: _resolve(child, is_secret or bool(SECRET_NAME.search(key)), f"{path}.{key}")
-            for key, child in value.items()
-        }
-        return FrozenDict(pairs) if any(pairs[key] is not child for key, child in value.items()) else value
+        return FrozenDict(
+            {
+                key: _resolve(child, is_secret or bool(SECRET_NAME.search(key)), f"{path}.{key}")
+                for key, child in value.items()
+            }
+        )
     if isinstance(value, FrozenList):
-        items = [_resolve(child, is_secret, f"{path}[{number}]") for number, child in enumerate(value)]
-        return FrozenList(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+        return FrozenList([_resolve(child, is_secret, f"{path}[{number}]") for number, child in enumerate(value)])
     return value

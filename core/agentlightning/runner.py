@@ -18,8 +18,8 @@ from agentlightning.emitter import emit_reward
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
 from agentlightning.event import AttemptRevoked
 from agentlightning.frozen import thaw
-from agentlightning.lifecycle import counts_as_lost
 from agentlightning.litagent import LitAgent, check_result, running_in, to_spans, wrap
+from agentlightning.litagent.agent import call_agent
 from agentlightning.plugin.settings import require_least
 from agentlightning.records import (
     UNSET,
@@ -33,10 +33,9 @@ from agentlightning.records import (
 )
 from agentlightning.resources import Resource, resolve_secrets, with_attempt_key
 from agentlightning.reward import find_final_reward
-from agentlightning.run.agent_call import call_agent, find_resources
 from agentlightning.run.heartbeat import Heartbeats
-from agentlightning.run.stop_event import STOP_CHECK_S, StopEvent, until_set
-from agentlightning.run.thread import EscapedError, install_group_executor
+from agentlightning.run.thread import STOP_CHECK_S, EscapedError, StopEvent, install_group_executor, until_set
+from agentlightning.store.lifecycle import counts_as_lost
 from agentlightning.store.protocol import LightningStore
 from agentlightning.tracer.tracer import Trace, Tracer
 
@@ -316,7 +315,7 @@ class LitAgentRunner(Runner[T]):
 
         attempt_id, timeout_s = rollout.attempt.attempt_id, rollout.config.timeout_seconds
         key = attempt_token.issue(store.token, rollout.rollout_id, attempt_id, store.now(), timeout_s)
-        resources = with_attempt_key(resolve_secrets(await find_resources(store, rollout)), key)
+        resources = with_attempt_key(resolve_secrets(await _find_resources(store, rollout)), key)
         task = cast(T, thaw(rollout.input))
         return await call_agent(agent, task, resources, rollout, self._abandoned)
 
@@ -378,6 +377,17 @@ class LitAgentRunner(Runner[T]):
             logger.info("stopping attempt %s: %s", attempt_id, reason)
             self._revoked.add(attempt_id)
             task.cancel()
+
+
+async def _find_resources(store: LightningStore, rollout: Rollout) -> Mapping[str, Resource]:
+    """Returns the resources of a rollout: those that it names, else the latest."""
+    if rollout.resources_id is None:
+        update = await store.get_latest_resources()
+        return {} if update is None else update.resources
+    update = await store.get_resources_by_id(rollout.resources_id)
+    if update is None:
+        raise NotFoundError(f"rollout {rollout.rollout_id}: the resources {rollout.resources_id} are not stored")
+    return update.resources
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

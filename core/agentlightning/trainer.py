@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.algorithm.algorithm import Algorithm, FastAlgorithm
-from agentlightning.algorithm.context import Gateway, RunContext
+from agentlightning.algorithm.algorithm import Algorithm, FastAlgorithm, Gateway, RunContext
 from agentlightning.errors import ConfigError
 from agentlightning.execution import ExecutionStrategy
 from agentlightning.frozen import FrozenDict
-from agentlightning.job import DEFAULT_CONCURRENCY, LitAgentRunnerJob, Spec, TrainerJob, component
 from agentlightning.litagent import LitAgent, RewardSpec, wrap
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
 from agentlightning.records import Dataset, Run
 from agentlightning.resources import Resource, read_resources
 from agentlightning.run.directory import open_directory
+from agentlightning.run.job import DEFAULT_CONCURRENCY, LitAgentRunnerJob, Spec, TrainerJob, component
 from agentlightning.run.thread import run_beside_loop
 from agentlightning.run.tracker import Tracker
 from agentlightning.runner import Hook, LitAgentRunner, Runner

@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from agentlightning.emitter import emit_reward
 from agentlightning.store.factory import create_store
 from agentlightning.tracer import OtelTracer
-from agentlightning_plugins.tracers.shared.opentelemetry.pipeline import pipeline
+from agentlightning_plugins.tracers.shared.pipeline import pipeline
 
 ATTRIBUTES = {f"gen_ai.attribute.{i}": "v" * 60 for i in range(15)}
 

@@ -19,7 +19,7 @@ from agentlightning.adapter import (
     TraceToMessages,
     TraceToTriplet,
 )
-from agentlightning.adapter.tree import Node, build_tree
+from agentlightning.adapter.call import Node, build_tree
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.reward import find_final_reward, get_rewards_from_span

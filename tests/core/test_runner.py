@@ -16,7 +16,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.reward import find_final_reward, read_final_reward
-from agentlightning.run.stop_event import STOP_CHECK_S, until_set
+from agentlightning.run.thread import STOP_CHECK_S, until_set
 from agentlightning.types import AttemptedRollout
 from tests.waiting import LIMIT_S, until
 

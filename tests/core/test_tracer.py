@@ -22,7 +22,7 @@ from agentlightning.testing.tracer import TracerConformance
 from agentlightning.tracer import DummyTracer, OtelTracer, Tracer, get_active_tracer
 from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
-from agentlightning_plugins.tracers.shared.opentelemetry.pipeline import pipeline
+from agentlightning_plugins.tracers.shared.pipeline import pipeline
 from tests.source import run_python
 
 PIPELINE = pipeline
@@ -88,7 +88,7 @@ def test_importing_the_facade_does_not_import_opentelemetry() -> None:
 
 FORKING_PROGRAM = """
 import os, signal, time
-from agentlightning_plugins.tracers.shared.opentelemetry.pipeline import pipeline
+from agentlightning_plugins.tracers.shared.pipeline import pipeline
 from concurrent.futures import ThreadPoolExecutor
 
 child = os.fork()

@@ -368,7 +368,7 @@ def test_a_report_that_fails_changes_neither_the_result_of_a_run_nor_its_error(
 
     manager = PluginManager()
     manager.register(Reporting(), "reporting")
-    monkeypatch.setattr("agentlightning.job.get_manager", lambda: manager)
+    monkeypatch.setattr("agentlightning.run.job.get_manager", lambda: manager)
     assert trainer(strategy="shm", run_dir=tmp_path / "good").fit(halving_agent, TASKS).status == "succeeded"
     assert "the report 'broken'" in caplog.text
     assert "ZeroDivisionError: in the report" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, ask, is_tool_span
-from agentlightning_integrations.shared.framework.span_tree import SpanTree
+from agentlightning_integrations.shared.span_tree import SpanTree
 from agentlightning_plugins.shared.scripted_model.server import Answer
 from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_crewai_agent
 from tests.integrations.team import THE_END, WRITER, TeamTests, names_and_texts, run

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.litagent import wrapping
+from agentlightning.litagent import function
 from agentlightning.plugin.hookspecs import WrapOptions, hookimpl
 from agentlightning.plugin.registry import PluginManager
-from agentlightning_integrations.shared.framework.agent import FrameworkAgent, by_path
+from agentlightning_integrations.shared.agent import FrameworkAgent, by_path
 
 ROLLOUT = agl.AttemptedRollout(
     rollout_id="ro-1",
@@ -53,7 +53,7 @@ def wrap_agent(agent: Any, options: WrapOptions) -> agl.LitAgent[Any] | None:
 def greeter_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = PluginManager([])
     manager.register(SimpleNamespace(wrap_agent=wrap_agent), "greeter")
-    monkeypatch.setattr(wrapping, "get_manager", lambda: manager)
+    monkeypatch.setattr(function, "get_manager", lambda: manager)
 
 
 def outcome(prompts: Any, resources: dict[str, agl.Resource], task: Any = "task") -> Any:

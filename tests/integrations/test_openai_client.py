@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import agentlightning as agl
-from agentlightning_integrations.shared.framework.openai_client import _StoppableClient, sync_client
+from agentlightning_integrations.shared.openai_client import _StoppableClient, sync_client
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.waiting import LIMIT_S
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from openai import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI
 
-from agentlightning_integrations.shared.framework import openai_client  # noqa: F401 # registers how clients are pickled
-from agentlightning_integrations.shared.framework.pickling import dump, load
+from agentlightning_integrations.shared import openai_client  # noqa: F401 # registers how clients are pickled
+from agentlightning_integrations.shared.object_copy import dump, load
 
 MISSING = object()
 """A sentinel that is compared by identity, as in frameworks."""

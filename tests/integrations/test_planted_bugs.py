@@ -18,7 +18,7 @@ from agentlightning.resources import LLM
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, AgentConformance, Lab, add
 from agentlightning.testing.agent import AgentConformance as Kit
 from agentlightning.tracer import get_active_tracer
-from agentlightning_integrations.shared.framework.agent import FrameworkAgent
+from agentlightning_integrations.shared.agent import FrameworkAgent
 
 pytestmark = pytest.mark.environment("main")  # a test of the conformance tests
 

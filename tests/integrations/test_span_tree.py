@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from agentlightning_integrations.shared.framework.span_tree import SpanTree, detach_ended, to_text
+from agentlightning_integrations.shared.span_tree import SpanTree, detach_ended, to_text
 
 
 class Recording:

@@ -18,7 +18,7 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, answer, ask, is_tool_span, read_sum
 from agentlightning_integrations import openai as plugin
 from agentlightning_integrations import openai_agents as openai_agents_plugin
-from agentlightning_integrations.shared.framework import hooks
+from agentlightning_integrations.shared import hooks
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms.prompt_lab import Server
 from tests.integrations.framework_agent import AGENTS, make_langchain_agent, make_openai_agents_agent

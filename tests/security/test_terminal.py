@@ -13,8 +13,7 @@ import click
 import pytest
 
 import agentlightning as agl
-from agentlightning.cli import cli
-from agentlightning.logging import printable
+from agentlightning.cli import cli, printable
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Span
 from tests.plugins.commands.agl_here import Said, run_here

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.algorithm.context import Gateway, RunContext
+from agentlightning.algorithm.algorithm import Gateway, RunContext
 from agentlightning.plugin.registry import get_manager
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutConfig, RolloutMode, Triplet

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 
 import torch
 
-from agentlightning.algorithm.context import Gateway, RunContext
+from agentlightning.algorithm.algorithm import Gateway, RunContext
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Dataset, RolloutMode

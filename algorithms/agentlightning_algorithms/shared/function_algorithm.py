@@ -8,8 +8,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Any, Final
 
-from agentlightning.algorithm.algorithm import Algorithm
-from agentlightning.algorithm.context import RunContext
+from agentlightning.algorithm.algorithm import Algorithm, RunContext
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.resources import LLM
 from agentlightning.store.protocol import LightningStore

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from agentlightning.algorithm.context import Gateway
+from agentlightning.algorithm.algorithm import Gateway
 from agentlightning.errors import ConfigError, LightningError
 
 

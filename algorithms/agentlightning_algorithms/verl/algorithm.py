@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.algorithm.algorithm import Algorithm
-from agentlightning.algorithm.context import Gateway
+from agentlightning.algorithm.algorithm import Algorithm, Gateway
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.run.thread import run_in_thread

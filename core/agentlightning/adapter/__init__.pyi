@@ -1,13 +1,12 @@
 """Adapters: convert the spans of an attempt to training data."""
 
-from agentlightning.adapter.adapter import Adapter as Adapter
 from agentlightning.adapter.adapter import TraceAdapter as TraceAdapter
-from agentlightning.adapter.matching import RewardMatchPolicy as RewardMatchPolicy
+from agentlightning.adapter.triplet import RewardMatchPolicy as RewardMatchPolicy
 from agentlightning.adapter.triplet import TracerTraceToTriplet as TracerTraceToTriplet
 from agentlightning.adapter.triplet import TraceToTriplet as TraceToTriplet
-from agentlightning_plugins.adapters.transition import TraceToTransitions as TraceToTransitions
-from agentlightning_plugins.adapters.transition import Transition as Transition
-from agentlightning_plugins.adapters.transition import triplets_to_transitions as triplets_to_transitions
+from agentlightning_plugins.adapters import TraceToTransitions as TraceToTransitions
+from agentlightning_plugins.adapters import Transition as Transition
+from agentlightning_plugins.adapters import triplets_to_transitions as triplets_to_transitions
 from agentlightning_plugins.credit.shared import CreditRule as CreditRule
 from agentlightning_plugins.credit.shared import Step as Step
 from agentlightning_plugins.gateway.adapter import LlmProxyTraceToTriplet as LlmProxyTraceToTriplet

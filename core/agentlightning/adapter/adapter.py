@@ -1,4 +1,4 @@
-"""Base classes of adapters."""
+"""The base class of adapters."""
 
 from __future__ import annotations
 
@@ -11,21 +11,16 @@ from typing import Generic, TypeVar
 from agentlightning.errors import AdapterError
 from agentlightning.records import Attempt, Span
 
-From = TypeVar("From", contravariant=True)
 To = TypeVar("To", covariant=True)
 logger = logging.getLogger("agentlightning")
 
 
-class Adapter(ABC, Generic[From, To]):
-    """A pure conversion with settings."""
+class TraceAdapter(ABC, Generic[To]):
+    """Converts the spans of one attempt, in the order of their arrival, to the training data of an algorithm."""
 
     @abstractmethod
-    def adapt(self, source: From, /) -> To:
-        """Converts ``source``; raises AdapterError if that is impossible."""
-
-
-class TraceAdapter(Adapter[Sequence[Span], To]):
-    """Converts the spans of one attempt, in the order of their arrival, to the training data of an algorithm."""
+    def adapt(self, source: Sequence[Span], /) -> To:
+        """Converts spans, without side effects; raises AdapterError if that is impossible."""
 
     def adapt_attempt(self, attempt: Attempt, spans: Sequence[Span]) -> To | None:
         """Converts the spans of a finished attempt.

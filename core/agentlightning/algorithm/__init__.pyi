@@ -2,7 +2,7 @@
 
 from agentlightning.algorithm.algorithm import Algorithm as Algorithm
 from agentlightning.algorithm.algorithm import FastAlgorithm as FastAlgorithm
-from agentlightning.algorithm.context import RunContext as RunContext
+from agentlightning.algorithm.algorithm import RunContext as RunContext
 from agentlightning_algorithms.apo.algorithm import APO as APO
 from agentlightning_algorithms.baseline import Baseline as Baseline
 from agentlightning_algorithms.gepa.algorithm import GEPA as GEPA

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, Literal, TypeAlias
 
-from agentlightning.run.stop_event import StopEvent
+from agentlightning.run.thread import StopEvent
 from agentlightning.store.protocol import LightningStore
 
 RUNNERS_FAILED: Final = "the runners failed"

@@ -7,9 +7,9 @@ from agentlightning.litagent.agent import check_result as check_result
 from agentlightning.litagent.agent import running_in as running_in
 from agentlightning.litagent.agent import to_spans as to_spans
 from agentlightning.litagent.function import FunctionalLitAgent as FunctionalLitAgent
+from agentlightning.litagent.function import Prompts as Prompts
+from agentlightning.litagent.function import RewardedAgent as RewardedAgent
 from agentlightning.litagent.function import llm_rollout as llm_rollout
 from agentlightning.litagent.function import prompt_rollout as prompt_rollout
 from agentlightning.litagent.function import rollout as rollout
-from agentlightning.litagent.wrapping import Prompts as Prompts
-from agentlightning.litagent.wrapping import RewardedAgent as RewardedAgent
-from agentlightning.litagent.wrapping import wrap as wrap
+from agentlightning.litagent.function import wrap as wrap

@@ -38,7 +38,7 @@ CORE_KINDS: Final = (
     Kind("agent", "agentlightning.litagent.agent:LitAgent", "an agent that is built from settings"),
     Kind("algorithm", "agentlightning.algorithm.algorithm:Algorithm", "learns from rollouts"),
     Kind("credit", "an object with apply(nodes, calls, triplets, rewards, final)", "assigns rewards to model calls"),
-    Kind("gateway", "agentlightning.algorithm.context:Gateway", "records the agents' model calls"),
+    Kind("gateway", "agentlightning.algorithm.algorithm:Gateway", "records the agents' model calls"),
     Kind("handler", "(tracer_provider) -> object", "a framework's callbacks; Tracer.get_langchain_handler returns one"),
     Kind("report", "(store, directory) -> Awaitable[None]", "writes a file when a run with a directory ends"),
     Kind("resource", "agentlightning.resources:Resource", "a type of resource; its name is the resource_type"),

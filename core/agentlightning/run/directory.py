@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from agentlightning import __version__
 from agentlightning.errors import ConfigError
-from agentlightning.version import __version__
 
 RECORD_NAME: Final = "run.json"
 _LOCK_NAME: Final = ".lock"

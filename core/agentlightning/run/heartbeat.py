@@ -8,7 +8,6 @@ import linecache
 import logging
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -32,9 +31,6 @@ class Heartbeats:
         self.loop: Final = asyncio.get_running_loop()
         """The runner's loop."""
         self._loop_thread = threading.get_ident()
-        self._pinged_at: float | None = None
-        """When the unanswered ping was sent to the loop; None if no ping is unanswered."""
-        self._reported_s = 0.0
         self._is_stopped = False
         self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
         self._thread = threading.Thread(target=self._work, name=f"heartbeats-{worker_id}", daemon=True)
@@ -73,38 +69,33 @@ class Heartbeats:
             checks.cancel()
 
     async def _check_loop(self) -> None:
-        """Warns at doubling intervals that the runner's loop is blocked, and logs for how long when it runs again."""
-        checked_at = time.monotonic()
+        """Warns at doubling intervals that the runner's loop is blocked."""
         while not self._is_stopped:
-            now = time.monotonic()
-            if now - checked_at > 2 * _CHECK_S + 1.0:  # the whole process was suspended
-                self._pinged_at = None
-            checked_at = now
-            if self._pinged_at is None:
-                self._pinged_at = now
-                try:
-                    self.loop.call_soon_threadsafe(self._answer)
-                except RuntimeError:  # the runner's loop is closed
-                    return
-            elif now - self._pinged_at >= max(_REPORT_AFTER_S, 2 * self._reported_s):
-                self._reported_s = now - self._pinged_at
-                task = asyncio.current_task(self.loop)
-                logger.warning(
-                    "%s has blocked the event loop of worker %s for %.0f s, at %s; all rollouts of this runner wait. "
-                    "Await something, use asyncio.to_thread, or make the agent a plain function",
-                    "a callback" if task is None else f"the agent of {task.get_name()}",
-                    self._worker_id,
-                    self._reported_s,
-                    self._find_line(),
-                )
+            answered = threading.Event()
+            try:
+                self.loop.call_soon_threadsafe(answered.set)
+            except RuntimeError:  # the runner's loop is closed
+                return
+            n_checks, report_after_s = 0, _REPORT_AFTER_S
             await asyncio.sleep(_CHECK_S)
+            while not answered.is_set():
+                n_checks += 1
+                blocked_s = n_checks * _CHECK_S  # not by the clock: the process may have been suspended
+                if blocked_s >= report_after_s:
+                    report_after_s = 2 * blocked_s
+                    self._report(blocked_s)
+                await asyncio.sleep(_CHECK_S)
 
-    def _answer(self) -> None:
-        pinged_at, reported_s = self._pinged_at, self._reported_s
-        self._pinged_at, self._reported_s = None, 0.0
-        if reported_s and pinged_at is not None:
-            blocked_s = time.monotonic() - pinged_at
-            logger.warning("the event loop of worker %s was blocked for %.0f s", self._worker_id, blocked_s)
+    def _report(self, blocked_s: float) -> None:
+        task = asyncio.current_task(self.loop)
+        logger.warning(
+            "%s has blocked the event loop of worker %s for %.0f s, at %s; all rollouts of this runner wait. "
+            "Await something, use asyncio.to_thread, or make the agent a plain function",
+            "a callback" if task is None else f"the agent of {task.get_name()}",
+            self._worker_id,
+            blocked_s,
+            self._find_line(),
+        )
 
     def _find_line(self) -> str:
         frame = sys._current_frames().get(self._loop_thread)

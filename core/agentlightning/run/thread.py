@@ -1,4 +1,4 @@
-"""Runs code outside of an event loop, in daemon threads that can be stopped."""
+"""Runs code outside of an event loop, in daemon threads that can be stopped; waits until an event is set."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, Final, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final, Protocol, TypeVar
 
 from agentlightning.store.waiting import running_loop
 
@@ -263,3 +263,35 @@ def _is_at_lock(thread: threading.Thread) -> bool:
     if function in ("__enter__", "__exit__", "acquire", "release"):
         return True
     return function != "wait" and "acquire(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+
+
+STOP_CHECK_S: Final = 0.1  # polling interval for stop events, which may belong to another thread
+
+
+class StopEvent(Protocol):
+    """A ``threading.Event``, an ``asyncio.Event``, an event of ``multiprocessing`` or anything similar."""
+
+    def is_set(self) -> bool: ...
+
+
+async def until_set(work: Awaitable[T], event: StopEvent | None) -> T | None:
+    """Awaits ``work``, or cancels it and returns None soon after ``event`` is set."""
+    if event is None:
+        return await work
+    limit, loop = asyncio.timeout(None), asyncio.get_running_loop()
+
+    async def watch() -> None:
+        while not event.is_set():  # noqa: ASYNC110 # the event may belong to another thread or process
+            await asyncio.sleep(STOP_CHECK_S)
+        limit.reschedule(loop.time())  # cancels the work once
+
+    watcher = asyncio.create_task(watch())
+    try:
+        async with limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():  # raised by the work itself
+            raise
+        return None
+    finally:
+        watcher.cancel()

@@ -29,11 +29,10 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
-from agentlightning_integrations.shared.framework.agent import FrameworkAgent, by_path
-from agentlightning_integrations.shared.framework.object_copy import copy_except, walk
-from agentlightning_integrations.shared.framework.openai_client import async_client
-from agentlightning_integrations.shared.framework.pickling import register_reducer
-from agentlightning_integrations.shared.framework.span_tree import (
+from agentlightning_integrations.shared.agent import FrameworkAgent, by_path, message_text, read_input
+from agentlightning_integrations.shared.object_copy import copy_except, register_reducer, walk
+from agentlightning_integrations.shared.openai_client import async_client
+from agentlightning_integrations.shared.span_tree import (
     INPUT,
     OPERATION,
     OUTPUT,
@@ -41,7 +40,6 @@ from agentlightning_integrations.shared.framework.span_tree import (
     to_text,
     tool_attributes,
 )
-from agentlightning_integrations.shared.framework.task import message_text, read_input
 from agentlightning_plugins.shared.instrumentation import Patches
 
 Runnable: TypeAlias = ChatAgent | Team

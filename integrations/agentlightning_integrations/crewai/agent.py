@@ -29,12 +29,10 @@ from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt 
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
-from agentlightning_integrations.shared.framework.agent import FrameworkAgent, by_path
-from agentlightning_integrations.shared.framework.object_copy import ModelCache, copy_except, walk
-from agentlightning_integrations.shared.framework.openai_client import Clients, open_clients
-from agentlightning_integrations.shared.framework.pickling import register_reducer
-from agentlightning_integrations.shared.framework.span_tree import OUTPUT, TOOL_RESULT, SpanTree, to_text
-from agentlightning_integrations.shared.framework.task import read_input
+from agentlightning_integrations.shared.agent import FrameworkAgent, by_path, read_input
+from agentlightning_integrations.shared.object_copy import ModelCache, copy_except, register_reducer, walk
+from agentlightning_integrations.shared.openai_client import Clients, open_clients
+from agentlightning_integrations.shared.span_tree import OUTPUT, TOOL_RESULT, SpanTree, to_text
 from agentlightning_plugins.shared.instrumentation import Patches
 
 Runnable: TypeAlias = Crew | Agent

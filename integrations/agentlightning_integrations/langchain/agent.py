@@ -19,12 +19,11 @@ from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
-from agentlightning_integrations.langchain.prebuilt import read_name, read_system_prompt
 from agentlightning_integrations.langchain.trace import instrument as instrument
-from agentlightning_integrations.shared.framework.agent import FrameworkAgent, by_path
-from agentlightning_integrations.shared.framework.object_copy import ModelCache
-from agentlightning_integrations.shared.framework.span_tree import detach_ended
-from agentlightning_integrations.shared.framework.task import read_input
+from agentlightning_integrations.langchain.trace import read_name, read_system_prompt
+from agentlightning_integrations.shared.agent import FrameworkAgent, by_path, read_input
+from agentlightning_integrations.shared.object_copy import ModelCache
+from agentlightning_integrations.shared.span_tree import detach_ended
 
 _MODEL_METHODS: Final = "generate agenerate stream astream _chat_model_stream_v3 _achat_model_stream_v3".split()
 """Every call of a chat model passes one of these."""
@@ -34,9 +33,7 @@ def wrap_agent(agent: Any, options: WrapOptions) -> LangChainAgent | None:
     if not isinstance(agent, Runnable):
         return None
     with contextlib.suppress(ImportError):  # models of other vendors do not need openai
-        importlib.import_module(
-            "agentlightning_integrations.shared.framework.openai_client"
-        )  # registers how to pickle them
+        importlib.import_module("agentlightning_integrations.shared.openai_client")  # registers how to pickle them
     return LangChainAgent(agent, options)
 
 
@@ -74,7 +71,7 @@ class LangChainAgent(FrameworkAgent[Runnable[Any, Any]]):
 def _open_clients(llm: LLM | None) -> contextlib.AbstractAsyncContextManager[Any]:
     if llm is None:
         return contextlib.nullcontext()
-    from agentlightning_integrations.shared.framework.openai_client import open_clients
+    from agentlightning_integrations.shared.openai_client import open_clients
 
     return open_clients(llm)
 

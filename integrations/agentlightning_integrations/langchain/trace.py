@@ -3,22 +3,79 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import BaseMessage, convert_to_openai_messages
+from langchain_core.messages import BaseMessage, SystemMessage, convert_to_openai_messages
 from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.tracers import context as langchain_context
 from opentelemetry import trace as otel
 
 from agentlightning import semconv
-from agentlightning.tracer.attribute import to_json
-from agentlightning_integrations.langchain import prebuilt
-from agentlightning_integrations.shared.framework.span_tree import OPERATION, TOOL_RESULT, SpanTree, to_text
-from agentlightning_plugins.shared.instrumentation import OnImport
+from agentlightning.tracer.tracer import to_json
+from agentlightning_integrations.shared.span_tree import OPERATION, TOOL_RESULT, SpanTree, to_text
+from agentlightning_plugins.shared.instrumentation import OnImport, Patches
+
+_AGENT_NAME: Final = "lc_agent_name"
+_INTEGRATION: Final = "ls_integration"
+_CREATE_AGENT: Final = "langchain_create_agent"
+"""The metadata that ``create_agent`` gives its runs since LangChain 1.2."""
+
+
+def read_name(graph: Any) -> str | None:
+    """The name that an agent was given; None for a graph of another kind."""
+    if _model_node(graph) is None or graph.name == "LangGraph":  # the default name
+        return None
+    return str(graph.name)
+
+
+def read_system_prompt(graph: Any) -> SystemMessage | str | None:
+    """An agent's system prompt; None if it has none, or if a function makes it.
+
+    A message is the very object that the agent sends, unless a middleware replaces it; a text becomes a new message.
+    """
+    function = _model_node(graph)
+    if function is None:
+        return None
+    variables: Mapping[str, Any] = inspect.getclosurevars(function).nonlocals
+    found = variables.get("system_message", variables.get("system_prompt"))  # a text before LangChain 1.1
+    sequence = variables.get("static_model", variables.get("model_runnable"))  # of create_react_agent
+    if (make_messages := getattr(getattr(sequence, "first", None), "func", None)) is not None:
+        variables = inspect.getclosurevars(make_messages).nonlocals
+        found = variables.get("_system_message", variables.get("prompt"))
+    return found if isinstance(found, (SystemMessage, str)) else None
+
+
+def _model_node(graph: Any) -> Callable[..., Any] | None:
+    """The function that calls the model of an agent."""
+    for name in ("model", "agent"):
+        function = getattr(getattr(graph.nodes.get(name), "bound", None), "func", None)
+        if inspect.isfunction(function) and function.__qualname__.startswith(("create_agent.", "create_react_agent.")):
+            return function
+    return None
+
+
+def _mark_agents() -> Callable[[], None]:
+    """Adds the metadata of ``create_agent`` to the runs of every agent, whichever version built the agent."""
+    from langgraph.pregel import Pregel
+
+    def mark(wrapped: Callable[..., Any], graph: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if _model_node(graph) is None or _INTEGRATION in ((graph.config or {}).get("metadata") or {}):
+            return wrapped(*args, **kwargs)
+        given, config, *rest = args if len(args) > 1 else (args[0] if args else kwargs.pop("input"), None)
+        config = kwargs.pop("config", None) or config or {}
+        name = read_name(graph)
+        mine = {_INTEGRATION: _CREATE_AGENT, **({} if name is None else {_AGENT_NAME: name})}
+        return wrapped(given, {**config, "metadata": {**(config.get("metadata") or {}), **mine}}, *rest, **kwargs)
+
+    patches = Patches()
+    for name in ("stream", "astream"):
+        patches.wrap(Pregel, name, mark)
+    return patches.undo
 
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:
@@ -26,7 +83,7 @@ def instrument(tracer_provider: Any) -> Callable[[], None]:
     handler = handler_of(tracer_provider)
     everywhere: ContextVar[Any] = ContextVar("agentlightning_langchain_handler", default=handler)
     langchain_context.register_configure_hook(everywhere, inheritable=True)
-    agents = OnImport("langgraph.pregel", prebuilt.instrument)
+    agents = OnImport("langgraph.pregel", _mark_agents)
 
     def undo() -> None:
         agents.undo()
@@ -65,10 +122,10 @@ class SpanHandler(BaseCallbackHandler):
         if name in ("__start__", "__end__"):
             self._spans.omit(run_id, parent_run_id)
         elif is_node and metadata.get("langgraph_node") == name:
-            is_agent = metadata.get(prebuilt.INTEGRATION) != prebuilt.CREATE_AGENT
+            is_agent = metadata.get(_INTEGRATION) != _CREATE_AGENT
             attributes = {"langchain.chain.type": name} if is_agent else {}
             self._spans.begin(run_id, f"node {name}", attributes, parent_run_id)
-        elif name and name in (metadata.get(prebuilt.AGENT_NAME), "LangGraph"):
+        elif name and name in (metadata.get(_AGENT_NAME), "LangGraph"):
             self._spans.begin_agent(run_id, name, parent_run_id)
         else:
             self._spans.omit(run_id, parent_run_id)

@@ -24,9 +24,8 @@ from wrapt import ObjectProxy, wrap_function_wrapper  # type: ignore[import-unty
 from agentlightning.errors import PluginImportError
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
-from agentlightning_integrations.shared.framework.agent import FrameworkAgent
-from agentlightning_integrations.shared.framework.openai_client import async_client, sync_client
-from agentlightning_integrations.shared.framework.task import read_input
+from agentlightning_integrations.shared.agent import FrameworkAgent, read_input
+from agentlightning_integrations.shared.openai_client import async_client, sync_client
 from agentlightning_plugins.shared.instrumentation import Patches, instrument_and_restore
 
 logger = logging.getLogger("agentlightning")

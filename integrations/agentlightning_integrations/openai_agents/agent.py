@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import fields, replace
 from typing import Any
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, RunResult
-from agents.run import CallModelData, ModelInputData
+from agents import Agent, FunctionTool, Handoff, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, RunResult
+from agents.run import AgentRunner, CallModelData, ModelInputData
+from agents.tool_context import ToolContext
 from agents.tracing import FunctionSpanData, Span, Trace, TracingProcessor, get_trace_provider, set_trace_processors
 from agents.tracing.processors import BackendSpanExporter, BatchTraceProcessor
 from agents.tracing.span_data import AgentSpanData, GuardrailSpanData, HandoffSpanData
 from opentelemetry import trace as otel
+from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
 
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
-from agentlightning_integrations.openai_agents.nested import agent_behind, pass_configuration_on, run_config
-from agentlightning_integrations.shared.framework.agent import FrameworkAgent, by_path
-from agentlightning_integrations.shared.framework.object_copy import walk
-from agentlightning_integrations.shared.framework.openai_client import async_client
-from agentlightning_integrations.shared.framework.span_tree import (
+from agentlightning_integrations.shared.agent import FrameworkAgent, by_path, read_input
+from agentlightning_integrations.shared.object_copy import walk
+from agentlightning_integrations.shared.openai_client import async_client
+from agentlightning_integrations.shared.span_tree import (
     INPUT,
     OPERATION,
     OUTPUT,
@@ -28,7 +32,6 @@ from agentlightning_integrations.shared.framework.span_tree import (
     SpanTree,
     to_text,
 )
-from agentlightning_integrations.shared.framework.task import read_input
 
 
 def wrap_agent(agent: Any, options: WrapOptions) -> OpenAIAgentsAgent | None:
@@ -160,3 +163,36 @@ class _Recorder(TracingProcessor):
 
     def force_flush(self) -> None:
         """Does nothing: spans are passed on when they end."""
+
+
+run_config: ContextVar[RunConfig | None] = ContextVar("agentlightning_openai_agents_config", default=None)
+"""The configuration of the rollout, for runs that tools start."""
+
+
+def agent_behind(part: Any) -> Any:
+    """Returns the agent of a handoff or of a tool, or None; before version 0.8 of the SDK, a closure holds it."""
+    if isinstance(part, Handoff):
+        reference = getattr(part, "_agent_ref", None)
+        return _closed_over(part.on_invoke_handoff, "agent") if reference is None else reference()
+    if isinstance(part, FunctionTool) and not hasattr(part, "_agent_instance"):
+        return _closed_over(part.on_invoke_tool, "_on_invoke_tool_impl", "the_func", "self")
+    return getattr(part, "_agent_instance", None)
+
+
+def _closed_over(function: Any, *names: str) -> Any:
+    """Follows variables of closures, by their names, from function to function."""
+    for name in names:
+        function = inspect.getclosurevars(function).nonlocals.get(name) if inspect.isfunction(function) else None
+    return function
+
+
+@functools.cache
+def pass_configuration_on() -> None:
+    """Makes agents used as tools run with the configuration of their rollout, as the SDK does since version 0.8.4."""
+    if "run_config" in inspect.signature(ToolContext).parameters:
+        return
+
+    def run(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return wrapped(*args, **{**kwargs, "run_config": kwargs.get("run_config") or run_config.get()})
+
+    wrap_function_wrapper(AgentRunner, "run", run)

@@ -1,1 +1,1 @@
-"""Shared by integrations."""
+"""Shared by the integrations of agent frameworks."""

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agentlightning.adapter.call import TracedCall
-from agentlightning.adapter.tree import Node
+from agentlightning.adapter.call import Node, TracedCall
 from agentlightning.errors import AdapterError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Span, Triplet

@@ -11,8 +11,8 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from agentlightning.cli import printable
 from agentlightning.errors import ConfigError
-from agentlightning.logging import printable
 from agentlightning.run.directory import make_directory
 from agentlightning.store.factory import create_store
 from agentlightning.trainer import Trainer

@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from agentlightning import semconv
-from agentlightning.adapter.call import TracedCall
-from agentlightning.adapter.matching import RewardMatchPolicy
-from agentlightning.adapter.tree import Node
-from agentlightning.adapter.triplet import CreditSpec, TraceToTriplet
+from agentlightning.adapter.call import Node, TracedCall
+from agentlightning.adapter.triplet import CreditSpec, RewardMatchPolicy, TraceToTriplet
 from agentlightning.types import Span
 
 

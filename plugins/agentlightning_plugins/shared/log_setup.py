@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agentlightning.logging import PrintableFormatter
+from agentlightning.cli import PrintableFormatter
 
 
 class _StandardError(logging.Handler):

@@ -12,7 +12,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.execution import RUNNERS_FAILED, AlgorithmJob, ExecutionStrategy, RunnerJob
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.plugin.settings import require_least
-from agentlightning.run.stop_event import STOP_CHECK_S
+from agentlightning.run.thread import STOP_CHECK_S
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.shared.garbage_collection import relaxed_collector
 from agentlightning_plugins.shared.processes.agent_loop import run_with_agents

@@ -11,8 +11,7 @@ from typing import Any
 
 from agentlightning.frozen import freeze_attributes
 from agentlightning.plugin.hookspecs import Component, hookimpl
-from agentlightning.tracer.attribute import exception_attributes
-from agentlightning.tracer.tracer import OpenSpan, Trace, Tracer, get_active_trace
+from agentlightning.tracer.tracer import OpenSpan, Trace, Tracer, exception_attributes, get_active_trace
 from agentlightning.types import Span, SpanEvent, TraceStatus
 
 _parent: ContextVar[_DummySpan | None] = ContextVar("agentlightning_dummy_parent", default=None)

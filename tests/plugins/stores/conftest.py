@@ -12,6 +12,8 @@ import pytest
 
 from tests.postgresql import PostgresServer, running_server
 
+pytest.register_assert_rewrite("tests.plugins.stores.semantics")
+
 _NEEDED_BYTES = 2**31
 
 

@@ -34,6 +34,7 @@ from agentlightning_plugins.stores.http.client import client as client_module
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
+from tests.plugins.stores.semantics import EngineSemantics
 from tests.plugins.stores.served import until_gauge
 from tests.source import run_python
 from tests.waiting import LIMIT_S, until
@@ -67,7 +68,7 @@ async def client(server: LightningStoreServer) -> AsyncIterator[LightningStoreCl
     await client.close()
 
 
-class TestStoreOverHttp(StoreConformance):
+class TestStoreOverHttp(EngineSemantics, StoreConformance):
     """A served memory store passes the conformance kit too."""
 
     @pytest.fixture

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from agentlightning.errors import ConflictError
-from agentlightning.lifecycle import (
+from agentlightning.store.lifecycle import (
     MAX_LOST_CLAIMS,
     begin_attempt,
     counts_as_lost,

@@ -25,12 +25,13 @@ from agentlightning.testing.store import StoreConformance
 from agentlightning.testing.store.actions import make_span
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Record, Rollout
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
+from tests.plugins.stores.semantics import EngineSemantics
 from tests.waiting import until
 
 R = TypeVar("R", bound=Record)
 
 
-class TestInMemoryLightningStore(StoreConformance):
+class TestInMemoryLightningStore(EngineSemantics, StoreConformance):
     @pytest.fixture
     async def store(self) -> AsyncIterator[InMemoryLightningStore]:
         store = InMemoryLightningStore(watchdog_interval_s=0.05)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.errors import Flaky
 
-from agentlightning import lifecycle
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
 from agentlightning.resources import ResourcesUpdate
+from agentlightning.store import lifecycle
 from agentlightning.store.backend import KEYS, Backend, Claim, Delete, Guard, Listener, Page, Put, Query, Row, Write
 from agentlightning.store.engine import BackendStore
 from agentlightning.testing.store import DurableStoreConformance, StoreConformance, actions, model
@@ -29,6 +29,7 @@ from agentlightning.types import (
     Span,
 )
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
+from tests.plugins.stores.semantics import EngineSemantics
 
 pytestmark = pytest.mark.environment("main")  # a test of the conformance tests
 
@@ -37,6 +38,10 @@ R = TypeVar("R", bound=Record)
 MODEL = "test_any_sequence_of_calls_does_what_a_simple_model_does"
 HASTY = settings(model.SEARCH, phases=[Phase.generate], max_examples=1000, derandomize=True)
 """Searches until it finds an example, and does not shrink it."""
+
+
+class Semantics(EngineSemantics, StoreConformance):
+    """All tests of a store."""
 
 
 class SlowBackend(MemoryBackend):
@@ -68,7 +73,7 @@ class SlowBackend(MemoryBackend):
         return stored
 
 
-class TestSlowBackend(StoreConformance):
+class TestSlowBackend(EngineSemantics, StoreConformance):
     """Conformance of a backend that shows races which the memory backend hides."""
 
     @pytest.fixture
@@ -310,7 +315,7 @@ async def test_a_store_with_a_planted_bug_fails_its_conformance_test(
     try:
         # Flaky: Hypothesis repeated the calls and the bug did not appear again.
         with pytest.raises((AssertionError, TimeoutError, pytest.fail.Exception, Flaky)):
-            await getattr(StoreConformance(), named_test)(store)
+            await getattr(Semantics(), named_test)(store)
     finally:
         await store.close()
 
@@ -323,7 +328,7 @@ async def test_a_lifecycle_that_allows_every_transition_fails_its_conformance_te
     monkeypatch.setattr(lifecycle, "ROLLOUT_TRANSITIONS", anything)
     store = InMemoryLightningStore()
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        await StoreConformance().test_a_succeeded_rollout_is_final(store)
+        await EngineSemantics().test_a_succeeded_rollout_is_final(store)
     monkeypatch.setattr(model, "SEARCH", HASTY)
     with pytest.raises(AssertionError, match="should have raised ConflictError"):
         await StoreConformance().test_any_sequence_of_calls_does_what_a_simple_model_does(store)
@@ -381,7 +386,7 @@ async def test_a_store_that_loses_records_on_reopening_fails_its_conformance_tes
     await stores[-1].close()
 
 
-def test_the_conformance_kit_has_at_least_85_tests() -> None:
-    tests = [name for name, _ in inspect.getmembers(StoreConformance, inspect.iscoroutinefunction)]
+def test_the_conformance_kit_and_the_semantics_have_at_least_85_tests() -> None:
+    tests = [name for name, _ in inspect.getmembers(Semantics, inspect.iscoroutinefunction)]
     assert all(name.startswith("test_") for name in tests)
     assert len(tests) >= 85

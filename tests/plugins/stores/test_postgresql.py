@@ -18,7 +18,7 @@ from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import Event, RolloutEnqueued
 from agentlightning.store import Retention
 from agentlightning.store.backend import Guard, Put, Query
-from agentlightning.testing.store import DurableStoreConformance, StoreConformance, actions
+from agentlightning.testing.store import DurableStoreConformance, actions
 from agentlightning.testing.store.actions import claim, finish, make_span
 from agentlightning.testing.store.model import Reopen
 from agentlightning.types import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, Run, Span
@@ -30,12 +30,13 @@ from agentlightning_plugins.stores.postgresql import events as events_module
 from agentlightning_plugins.stores.postgresql import schema, transaction, writer
 from agentlightning_plugins.stores.postgresql.store import PostgresBackend, PostgresLightningStore
 from agentlightning_plugins.stores.shared.sql.document import encode_events
+from tests.plugins.stores.semantics import EngineSemantics
 from tests.postgresql import PostgresServer
 from tests.source import REPO
 from tests.waiting import LIMIT_S, until
 
 
-class TestPostgresLightningStore(DurableStoreConformance):
+class TestPostgresLightningStore(EngineSemantics, DurableStoreConformance):
     @pytest.fixture
     async def opened(self) -> AsyncIterator[list[PostgresLightningStore]]:
         """The stores that the test has opened; the last one is open."""
@@ -902,7 +903,7 @@ async def test_a_bug_planted_in_the_sql_statements_fails_its_conformance_test(
     store = PostgresLightningStore(database)
     try:
         with pytest.raises((AssertionError, StoreError, TimeoutError, pytest.fail.Exception)):
-            await getattr(StoreConformance(), named_test)(store)
+            await getattr(TestPostgresLightningStore(), named_test)(store)
     finally:
         await store.close()
 

@@ -26,9 +26,10 @@ from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.sqlite import schema
 from agentlightning_plugins.stores.sqlite.store import SqliteBackend, SqliteLightningStore
+from tests.plugins.stores.semantics import EngineSemantics
 
 
-class TestSqliteLightningStore(DurableStoreConformance):
+class TestSqliteLightningStore(EngineSemantics, DurableStoreConformance):
     @pytest.fixture
     async def opened(self, quick_path: Path) -> AsyncIterator[list[SqliteLightningStore]]:
         """The stores that the test has opened in ``quick_path``; the last one is open."""

@@ -21,7 +21,7 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.tracer import OtelTracer
 from agentlightning.types import AttemptedRollout
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
-from agentlightning_plugins.tracers.shared.opentelemetry import otlp_export
+from agentlightning_plugins.tracers.shared import pipeline
 from tests.http_site import serving
 
 
@@ -121,7 +121,7 @@ async def test_tracers_export_only_what_they_trace(receiver: Receiver) -> None:
 async def test_an_endpoint_that_hangs_slows_neither_the_agent_nor_the_store(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(otlp_export, "_MAX_SHUTDOWN_S", 0.2)
+    monkeypatch.setattr(pipeline, "_MAX_SHUTDOWN_S", 0.2)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     receiver.hanging = asyncio.Event()
     store = InMemoryLightningStore()
@@ -135,7 +135,7 @@ async def test_an_endpoint_that_hangs_slows_neither_the_agent_nor_the_store(
 async def test_an_endpoint_that_is_down_only_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(otlp_export, "_MAX_SHUTDOWN_S", 0.2)
+    monkeypatch.setattr(pipeline, "_MAX_SHUTDOWN_S", 0.2)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     store = InMemoryLightningStore()
     tracer = OtelTracer(otlp_endpoint="http://127.0.0.1:9")

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from agentlightning import semconv
-from agentlightning.adapter.call import find_calls
-from agentlightning.adapter.tree import build_tree
+from agentlightning.adapter.call import build_tree, find_calls
 from agentlightning.errors import ConfigError
 from agentlightning.types import Span
 

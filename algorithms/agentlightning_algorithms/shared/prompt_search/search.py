@@ -8,8 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from agentlightning.algorithm.algorithm import Algorithm
-from agentlightning.algorithm.context import RunContext
+from agentlightning.algorithm.algorithm import Algorithm, RunContext
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.settings import require_least
 from agentlightning.resources import LLM, PromptTemplate, Resource

@@ -12,7 +12,7 @@ import aiohttp
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.algorithm.context import Gateway
+from agentlightning.algorithm.algorithm import Gateway
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.resources import Resource
 from agentlightning.store.protocol import LightningStore

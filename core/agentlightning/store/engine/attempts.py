@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentlightning.errors import NotFoundError
-from agentlightning.lifecycle import Outcome, assign_work, lose_claim, move_attempt, release
 from agentlightning.records import LIVE_ATTEMPT, UNSET, Attempt, AttemptedRollout, AttemptStatus, Rollout, Span, Unset
 from agentlightning.store.backend import Put, Row
 from agentlightning.store.check import check_span
 from agentlightning.store.engine.change import Change
 from agentlightning.store.engine.database import Database, join
+from agentlightning.store.lifecycle import Outcome, assign_work, lose_claim, move_attempt, release
 
 
 class Attempts:

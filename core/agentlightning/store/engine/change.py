@@ -14,9 +14,9 @@ from agentlightning.event import (
     RolloutFinished,
     RolloutStarted,
 )
-from agentlightning.lifecycle import Outcome
 from agentlightning.records import ENDED_ROLLOUT, LIVE_ATTEMPT, Attempt, Record, Rollout
 from agentlightning.store.backend import Delete, Guard, Put, Row, Write, key_of
+from agentlightning.store.lifecycle import Outcome
 
 E = TypeVar("E", RolloutEnqueued, RolloutStarted, RolloutFinished, AttemptFinished, AttemptRevoked)
 R = TypeVar("R", bound=Record)

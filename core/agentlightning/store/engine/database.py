@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from agentlightning.errors import ConflictError, NotFoundError
-from agentlightning.lifecycle import MAX_LOST_CLAIMS, counts_as_lost
 from agentlightning.records import LIVE_ATTEMPT, Attempt, AttemptedRollout, Record, Rollout, Worker
 from agentlightning.resources import ResourcesUpdate, split_version_id
 from agentlightning.store.backend import KEYS, Backend, Condition, Put, Query, Row
 from agentlightning.store.engine.change import Change
+from agentlightning.store.lifecycle import MAX_LOST_CLAIMS, counts_as_lost
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)

@@ -10,7 +10,6 @@ from typing import Final
 
 from agentlightning.errors import ConflictError, NotFoundError
 from agentlightning.event import Event, RolloutEnqueued
-from agentlightning.lifecycle import assign_work, begin_attempt
 from agentlightning.records import (
     Attempt,
     AttemptedRollout,
@@ -25,6 +24,7 @@ from agentlightning.store.engine.attempts import Attempts
 from agentlightning.store.engine.change import Change, make_event, rollout_started
 from agentlightning.store.engine.database import Database, join
 from agentlightning.store.engine.watchdog import Watchdog
+from agentlightning.store.lifecycle import assign_work, begin_attempt
 from agentlightning.store.waiting import Waiters
 
 _DEFAULT_CONFIG: Final = RolloutConfig()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.errors import ConflictError, NotFoundError
-from agentlightning.lifecycle import Outcome, move_attempt, move_rollout, retry
 from agentlightning.records import (
     ENDED_ROLLOUT,
     LIVE_ATTEMPT,
@@ -21,6 +20,7 @@ from agentlightning.records import (
 from agentlightning.store.backend import Condition, Query
 from agentlightning.store.engine.change import Change, rollout_events
 from agentlightning.store.engine.database import Database, is_in
+from agentlightning.store.lifecycle import Outcome, move_attempt, move_rollout, retry
 from agentlightning.store.waiting import Countdown, Waiters
 
 _RUNNING: Final = frozenset({"preparing", "running"})

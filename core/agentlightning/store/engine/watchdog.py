@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Final, TypeVar
 
 from agentlightning.errors import StoreError
-from agentlightning.lifecycle import end_overdue, last_heartbeat
 from agentlightning.records import Attempt, Record, Rollout, Worker
 from agentlightning.store.backend import Condition, Query, Row
 from agentlightning.store.engine.change import Change
 from agentlightning.store.engine.database import LIVE, Database
+from agentlightning.store.lifecycle import end_overdue, last_heartbeat
 from agentlightning.store.retention import RetentionPolicy, delete_old_workers
 
 logger = logging.getLogger("agentlightning")

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any, TypeVar
 
 from agentlightning.event import Event
-from agentlightning.records import Attempt, AttemptedRollout, AttemptStatus, Rollout, RolloutConfig, Span, Worker
+from agentlightning.records import Attempt, AttemptedRollout, AttemptStatus, Rollout, RolloutConfig, Span
 from agentlightning.store.protocol import LightningStore
 
 T = TypeVar("T")
@@ -69,12 +69,6 @@ async def latest_attempt(store: LightningStore, rollout: Rollout) -> Attempt:
     attempt = await store.get_latest_attempt(rollout.rollout_id)
     assert attempt is not None
     return attempt
-
-
-async def get_worker(store: LightningStore, worker_id: str) -> Worker:
-    worker = await store.get_worker_by_id(worker_id)
-    assert worker is not None
-    return worker
 
 
 def make_span(of: AttemptedRollout, name: str = "step", **attributes: Any) -> Span:

@@ -1,10 +1,12 @@
-"""The queue: order, atomic claims, idempotent enqueueing, and the workers that hold claims."""
+"""The queue and the life of a claim: order, atomic claims, concurrent changes, deadlines, deletion."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Coroutine
 from itertools import chain
+from typing import Any
 
 import pytest
 
@@ -13,13 +15,12 @@ from agentlightning.event import AttemptRevoked
 from agentlightning.records import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import (
-    PATIENCE_S,
     claim,
     close,
     dequeue,
     finish,
-    get_worker,
     in_other_thread,
+    latest_attempt,
     make_span,
     next_event,
     read,
@@ -30,7 +31,7 @@ from agentlightning.testing.store.actions import (
 
 
 class QueueingTests:
-    """Tests of enqueueing, claiming, and the workers that hold claims."""
+    """Tests of enqueueing, claiming, deadlines and deletion."""
 
     async def test_rollouts_are_claimed_in_the_order_they_were_enqueued(self, store: LightningStore) -> None:
         one = await store.enqueue_rollout("one")
@@ -118,121 +119,12 @@ class QueueingTests:
         assert [rollout.input for rollout in await other.query_rollouts()] == ["theirs"]
         assert [rollout.input for rollout in await store.query_rollouts(run_id="other")] == ["theirs"]
 
-    async def test_an_id_of_another_run_cannot_be_enqueued(self, store: LightningStore) -> None:
-        request = EnqueueRolloutRequest(input="a", rollout_id="chosen-1")
-        await store.enqueue_many_rollouts([request])
-        with pytest.raises(ConflictError):
-            await store.with_run("other").enqueue_many_rollouts([request])
-
-    async def test_a_started_rollout_bypasses_the_queue(self, store: LightningStore) -> None:
-        waiting = await store.enqueue_rollout("waiting")
-        started = await store.start_rollout("started", mode="val", worker_id="worker-1")
-        assert (started.status, started.attempt.sequence_id) == ("preparing", 1)
-        assert started.attempt.worker_id == "worker-1"
-        assert await read(store, started.rollout_id) == started
-        assert [rollout.rollout_id for rollout in await store.dequeue_many_rollouts(limit=9)] == [waiting.rollout_id]
-
     async def test_a_retried_rollout_goes_to_the_end_of_the_queue(self, store: LightningStore) -> None:
         claimed = await claim(store, config=RolloutConfig(max_attempts=2, retry_condition=["failed"]))
         waiting = await store.enqueue_rollout("waiting")
         await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="failed")
         order = [rollout.rollout_id for rollout in await store.dequeue_many_rollouts(limit=9)]
         assert order == [waiting.rollout_id, claimed.rollout_id]
-
-    async def test_a_rollout_pins_the_newest_resources(self, store: LightningStore) -> None:
-        bare = await store.enqueue_rollout("before any")
-        first = await store.add_resources({"prompt": "Think."})
-        pinned = await store.enqueue_rollout("after the first")
-        await store.with_run("other").add_resources({"prompt": "Of another run."})
-        second = await store.add_resources({"prompt": "Think twice."})
-        chosen = await store.enqueue_rollout("chosen", resources_id=first.resources_id)
-        started = await store.start_rollout("started")
-        assert bare.resources_id is None
-        assert pinned.resources_id == chosen.resources_id == first.resources_id
-        assert started.resources_id == second.resources_id
-
-    async def test_unknown_resources_are_refused(self, store: LightningStore) -> None:
-        with pytest.raises(NotFoundError, match="rs-unknown"):
-            await store.enqueue_rollout("a", resources_id="rs-unknown")
-        with pytest.raises(NotFoundError, match="rs-unknown"):
-            await store.start_rollout("a", resources_id="rs-unknown")
-        queued = await store.enqueue_rollout("b")
-        with pytest.raises(NotFoundError, match="rs-unknown"):
-            await store.update_rollout(queued.rollout_id, resources_id="rs-unknown")
-        assert (await store.statistics())["rollouts"] == 1
-
-    async def test_a_released_claim_goes_to_another_worker(self, store: LightningStore) -> None:
-        claimed = await claim(store, "worker-1")
-        waiting = asyncio.create_task(store.dequeue_rollout("worker-2", timeout=PATIENCE_S))
-        await asyncio.sleep(0.05)
-        released = await store.release_attempt(claimed.rollout_id, claimed.attempt.attempt_id)
-        assert isinstance(released, AttemptedRollout)
-        assert (released.status, released.attempt.status) == ("requeuing", "unresponsive")
-        assert released.attempt.error is not None
-        assert released.attempt.error.type == "Released"
-        again = await waiting
-        assert again is not None
-        assert (again.rollout_id, again.attempt.sequence_id) == (claimed.rollout_id, 2)
-        worker = await get_worker(store, "worker-1")
-        assert (worker.status, worker.current_attempt_id) == ("idle", None)
-
-    async def test_releasing_a_claim_twice_is_harmless(self, store: LightningStore) -> None:
-        claimed = await claim(store)
-        first = await store.release_attempt(claimed.rollout_id, claimed.attempt.attempt_id)
-        assert await store.release_attempt(claimed.rollout_id, claimed.attempt.attempt_id) == first
-        assert len(await store.dequeue_many_rollouts(limit=9)) == 1
-
-    async def test_an_attempt_that_has_begun_cannot_be_released(self, store: LightningStore) -> None:
-        claimed = await claim(store)
-        await store.add_span(make_span(claimed))
-        before = await read(store, claimed.rollout_id)
-        with pytest.raises(ConflictError, match="running"):
-            await store.release_attempt(claimed.rollout_id, claimed.attempt.attempt_id)
-        assert await read(store, claimed.rollout_id) == before
-
-    async def test_the_attempts_of_a_dead_worker_end_immediately(self, store: LightningStore) -> None:
-        config = RolloutConfig(max_attempts=2, retry_condition=["unresponsive"])
-        idle, busy, other = await claim(store, "dead"), await claim(store, "dead", config), await claim(store, "alive")
-        await store.add_span(make_span(busy))
-        assert await store.end_worker("dead") == 2
-        for claimed in (idle, busy):
-            now = await read_attempted(store, claimed.rollout_id)
-            assert (now.status, now.attempt.status) == ("requeuing", "unresponsive")
-        assert await read(store, other.rollout_id) == other
-        worker = await get_worker(store, "dead")
-        assert (worker.status, worker.current_attempt_id) == ("unknown", None)
-        assert await store.end_worker("dead") == 0
-        assert await store.end_worker("unknown") == 0
-        assert await store.get_worker_by_id("unknown") is None
-
-    async def test_a_dead_worker_gets_no_more_work(self, store: LightningStore) -> None:
-        before = await claim(store, "dead")
-        waiting = asyncio.create_task(store.dequeue_rollout("dead", timeout=PATIENCE_S))
-        await store.end_worker("dead")
-        assert (await store.update_worker("dead")).status == "unknown"
-        with pytest.raises(ConflictError, match="another worker_id"):
-            await waiting
-        with pytest.raises(ConflictError, match="another worker_id"):
-            await store.start_attempt(before.rollout_id, "dead")
-        claimed = await dequeue(store, "alive")
-        assert claimed.rollout_id == before.rollout_id
-
-    async def test_a_heartbeat_that_names_attempts_returns_the_live_ones(self, store: LightningStore) -> None:
-        one, two, three = [await claim(store, "worker-1") for _ in range(3)]
-        given = [one.attempt.attempt_id, two.attempt.attempt_id, "at-unknown"]
-        assert (await store.update_worker("worker-1")).attempt_ids is None
-        named = await store.update_worker("worker-1", attempt_ids=given)
-        assert named.attempt_ids is not None
-        assert sorted(named.attempt_ids) == sorted(given[:2])
-        await finish(store, one)
-        await store.cancel_rollout(two.rollout_id)
-        assert (await store.update_worker("worker-1")).attempt_ids == []
-        given = [claimed.attempt.attempt_id for claimed in (one, two, three)]
-        assert (await store.update_worker("worker-1", attempt_ids=given)).attempt_ids == [three.attempt.attempt_id]
-        found = await store.get_worker_by_id("worker-1")
-        assert found is not None
-        assert found.attempt_ids == [three.attempt.attempt_id]
-        assert (await store.update_worker("worker-1", attempt_ids=None)).attempt_ids is None
 
     async def test_an_event_reports_that_the_store_ended_an_attempt(self, store: LightningStore) -> None:
         events = await subscribe(store, ["step_finished", "attempt_revoked"])
@@ -251,3 +143,94 @@ class QueueingTests:
             late.attempt.attempt_id: "timeout",
         }
         await close(events)
+
+    async def test_concurrent_changes_are_all_kept(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        id_ = claimed.rollout_id
+        changes: list[tuple[Coroutine[Any, Any, object], Coroutine[Any, Any, object]]] = [
+            (store.update_rollout(id_, metadata={"note": 1}), store.update_rollout(id_, mode="test")),
+            (store.update_attempt(id_, "latest", metadata={"seed": 1}), store.add_span(make_span(claimed))),
+            (store.update_attempt(id_, "latest", spans_dropped=3), store.update_rollout(id_, input="changed")),
+            (store.update_rollout(id_, metadata={"note": 2}), finish(store, claimed)),
+        ]
+        for pair in changes:
+            await soon(asyncio.gather(*pair))
+        now = await read_attempted(store, id_)
+        assert (now.status, now.metadata, now.mode, now.input) == ("succeeded", {"note": 2}, "test", "changed")
+        assert (now.attempt.status, now.attempt.metadata, now.attempt.spans_dropped) == ("succeeded", {"seed": 1}, 3)
+
+    async def test_an_attempt_past_its_timeout_ends_by_itself(self, store: LightningStore) -> None:
+        claimed = await claim(store, config=RolloutConfig(timeout_seconds=0.3))
+        await store.add_span(make_span(claimed))
+        (ended,) = await soon(store.wait_for_rollouts([claimed.rollout_id]))
+        assert ended.status == "failed"
+        attempt = await latest_attempt(store, claimed)
+        assert attempt.status == "timeout"
+        assert attempt.end_time is not None
+        assert attempt.end_time - attempt.start_time >= 0.3
+
+    async def test_a_silent_attempt_is_given_to_another_worker(self, store: LightningStore) -> None:
+        config = RolloutConfig(unresponsive_seconds=0.3, max_attempts=2, retry_condition=["unresponsive"])
+        claimed = await claim(store, config=config)
+        again = await soon(dequeue(store, "worker-2", timeout=20))
+        assert (again.rollout_id, again.attempt.sequence_id) == (claimed.rollout_id, 2)
+        statuses = [attempt.status for attempt in await store.query_attempts(claimed.rollout_id)]
+        assert statuses == ["unresponsive", "preparing"]
+
+    async def test_spans_and_heartbeats_keep_an_attempt_alive(self, store: LightningStore) -> None:
+        status = ""
+        for limit_s in (0.4, 2.0, 10.0):  # a machine may stop for longer than a limit, but not for all of them
+            config = RolloutConfig(unresponsive_seconds=limit_s)
+            alive = await store.start_rollout("alive", config=config)
+            for _ in range(2):  # attempts that began later are lost one after the other
+                silent = await store.start_rollout("silent", config=config)
+                while (await read(store, silent.rollout_id)).status == "preparing":
+                    await store.add_span(make_span(alive))
+                    await asyncio.sleep(0.05)
+            status = (await read(store, alive.rollout_id)).status
+            if status == "running":
+                break
+        assert status == "running"
+
+    async def test_only_ended_rollouts_can_be_deleted(self, store: LightningStore) -> None:
+        done, open_ = await claim(store), await claim(store)
+        await store.add_many_spans([make_span(done), make_span(open_)])
+        await finish(store, done)
+        with pytest.raises(ConflictError, match=open_.rollout_id):
+            await store.delete_rollouts([done.rollout_id, open_.rollout_id])
+        assert len(await store.query_rollouts()) == 2
+        assert await store.delete_rollouts([done.rollout_id, "ro-unknown", done.rollout_id]) == 1
+        assert await store.get_rollout_by_id(done.rollout_id) is None
+        assert list(await store.query_attempts(done.rollout_id)) == []
+        assert list(await store.query_spans(done.rollout_id)) == []
+        assert len(await store.query_spans(open_.rollout_id)) == 1
+        statistics = await store.statistics()
+        assert (statistics["rollouts"], statistics["attempts"], statistics["spans"]) == (1, 1, 1)
+
+    async def test_rollouts_are_deleted_by_age_count_and_status(self, store: LightningStore) -> None:
+        ended: list[AttemptedRollout] = []
+        for status in ("succeeded", "failed", "succeeded", "failed", "succeeded"):
+            claimed = await claim(store)
+            await finish(store, claimed, status)
+            ended.append(claimed)
+        open_ = await store.enqueue_rollout("open")
+        elsewhere = await claim(store.with_run("other"))
+        await finish(store, elsewhere)
+
+        async def left() -> list[int]:
+            ids = [rollout.rollout_id for rollout in ended]
+            return [ids.index(rollout.rollout_id) for rollout in await store.query_rollouts(rollout_id_in=ids)]
+
+        second = await read(store, ended[1].rollout_id)
+        assert second.end_time is not None
+        assert await store.delete_rollouts(ended_before=second.end_time) == 1
+        assert await left() == [1, 2, 3, 4]
+        assert await store.delete_rollouts(status_in=["failed"], keep=1) == 1
+        assert await left() == [2, 3, 4]
+        assert await store.delete_rollouts(keep=2) == 1
+        assert await left() == [3, 4]
+        assert await store.delete_rollouts(status_in=["succeeded"]) == 1
+        assert await left() == [3]
+        assert await store.delete_rollouts(keep=0) == 1
+        assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [open_.rollout_id]
+        assert await read(store, elsewhere.rollout_id) is not None

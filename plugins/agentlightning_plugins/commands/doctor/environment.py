@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from agentlightning import __version__
 from agentlightning.plugin.registry import GROUP, get_manager
-from agentlightning.version import __version__
 from agentlightning_plugins.commands.doctor.check import Check, broken, ok, one_line
 
 _OURS = "lightning"

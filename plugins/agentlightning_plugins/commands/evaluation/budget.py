@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from agentlightning.algorithm.algorithm import Algorithm
-from agentlightning.algorithm.context import RunContext
+from agentlightning.algorithm.algorithm import Algorithm, RunContext
 from agentlightning.event import RolloutEnqueued
 from agentlightning.resources import LLM, Resource
 from agentlightning.run.thread import run_in_thread

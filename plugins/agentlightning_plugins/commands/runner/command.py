@@ -47,8 +47,8 @@ def command(
     AGENT is module:attribute, file.py:attribute, or a configuration file of `agl train`. Ctrl-C waits for
     the rollouts in flight; a second Ctrl-C stops them.
     """
-    from agentlightning.job import LitAgentRunnerJob
     from agentlightning.plugin.registry import get_manager
+    from agentlightning.run.job import LitAgentRunnerJob
     from agentlightning.store.factory import create_store
     from agentlightning.store.url import hide_password
     from agentlightning_plugins.shared.configuration.assembly import load_agent_argument

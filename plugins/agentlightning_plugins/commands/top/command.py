@@ -6,8 +6,8 @@ import asyncio
 
 import click
 
+from agentlightning.cli import printable
 from agentlightning.errors import StoreError
-from agentlightning.logging import printable
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.shared.terminal import json_option, open_store, print_json
 

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from agentlightning.logging import printable
+from agentlightning.cli import printable
 from agentlightning_plugins.shared.rendering.text import show_span
 
 _BARS: Final = "▁▂▃▄▅▆▇█"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from agentlightning import semconv
-from agentlightning.adapter.tree import Node, build_tree
+from agentlightning.adapter.call import Node, build_tree
 from agentlightning.errors import NotFoundError
 from agentlightning.reward import find_reward_spans, get_rewards_from_span
 from agentlightning.types import ENDED_ROLLOUT, Attempt, Rollout, Span

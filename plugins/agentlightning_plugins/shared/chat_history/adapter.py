@@ -7,8 +7,7 @@ from typing import NotRequired, TypedDict
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter, reading
-from agentlightning.adapter.call import find_calls
-from agentlightning.adapter.tree import build_tree
+from agentlightning.adapter.call import build_tree, find_calls
 from agentlightning.types import Span
 from agentlightning_plugins.shared.chat_history.linking import find_first_edit
 

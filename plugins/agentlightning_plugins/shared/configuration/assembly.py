@@ -15,8 +15,7 @@ from typing import Any, Final, TypeVar
 import yaml
 
 import agentlightning as agl
-from agentlightning.algorithm.algorithm import Algorithm
-from agentlightning.algorithm.context import RunContext
+from agentlightning.algorithm.algorithm import Algorithm, RunContext
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import ExecutionStrategy
 from agentlightning.litagent import LitAgent, wrap

@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
-from agentlightning.run.stop_event import until_set
+from agentlightning.run.thread import until_set
 from agentlightning_plugins.shared.garbage_collection import relax_collector
 from agentlightning_plugins.shared.log_setup import setup_logging
 

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Awaitable, Coroutine
 from typing import Any, Final, TypeVar
 
-from agentlightning.run.stop_event import until_set
-from agentlightning.run.thread import stop_on_interrupt
+from agentlightning.run.thread import stop_on_interrupt, until_set
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from agentlightning.logging import printable
+from agentlightning.cli import printable
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Final, Literal
 
-from agentlightning.logging import PrintableFormatter
+from agentlightning.cli import PrintableFormatter
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 request_id: Final[ContextVar[str]] = ContextVar("request_id", default="")

@@ -14,7 +14,7 @@ from typing import Any, Final
 from opentelemetry.sdk.trace import TracerProvider
 
 from agentlightning_plugins.shared.instrumentation import OnImport, Undo, instrument_and_restore
-from agentlightning_plugins.tracers.shared.opentelemetry.tracer import OtelTracer
+from agentlightning_plugins.tracers.shared.tracer import OtelTracer
 
 _BROKEN: Final = frozenset({"langgraph"})
 """AgentOps' instrumentor of LangGraph breaks ``create_agent``; without it the model calls are still recorded."""

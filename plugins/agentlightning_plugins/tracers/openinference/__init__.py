@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from agentlightning import semconv
 from agentlightning.plugin.hookspecs import Component, hookimpl
+from agentlightning.records import Span
+from agentlightning_plugins.tracers.shared.indexed_messages import read_functions, read_messages
 
 
 @hookimpl
@@ -11,5 +17,45 @@ def components() -> list[Component]:
     summary = "OpenInference's instrumentation"
     return [
         Component("tracer", "openinference", target, extra="openinference", summary=summary),
-        Component("span_reader", "openinference", f"{__name__}.spans:READER", summary="OpenInference's spans"),
+        Component("span_reader", "openinference", f"{__name__}:READER", summary="OpenInference's spans"),
     ]
+
+
+_OPERATIONS: Final = {"LLM": "chat", "TOOL": "execute_tool", "AGENT": "invoke_agent"}
+
+
+def _read_operation(span: Span) -> str | None:
+    kind = span.attributes.get("openinference.span.kind")
+    return None if kind is None else _OPERATIONS.get(str(kind).upper(), str(kind).lower())
+
+
+def _read_raw_answer(span: Span) -> Mapping[str, Any]:
+    """Returns the server's original answer to a model call."""
+    if span.attributes.get("openinference.span.kind") != "LLM":
+        return {}
+    parsed = semconv.parse_json(span.attributes.get("output.value"))
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _read_finish_reasons(span: Span) -> Any:
+    answers = _read_raw_answer(span).get("choices") or ()
+    return span.attributes.get("llm.finish_reason") or [answer.get("finish_reason") for answer in answers] or None
+
+
+def _read_tools(span: Span) -> Any:
+    tools = [item["tool"] for item in semconv.read_indexed(span.attributes, "llm.tools") if "tool" in item]
+    return [semconv.parse_json(tool["json_schema"]) for tool in tools] or read_functions(span)
+
+
+READER: Final[Mapping[str, Callable[[Span], Any]]] = {
+    semconv.GEN_AI_OPERATION_NAME: _read_operation,
+    semconv.GEN_AI_AGENT_NAME: lambda span: span.name if _read_operation(span) == "invoke_agent" else None,
+    semconv.GEN_AI_TOOL_NAME: lambda span: span.attributes.get("tool.name") or span.attributes.get("tool_name"),
+    semconv.GEN_AI_REQUEST_MODEL: lambda span: span.attributes.get("llm.model_name"),
+    semconv.GEN_AI_RESPONSE_ID: lambda span: _read_raw_answer(span).get("id"),
+    semconv.GEN_AI_FINISH_REASONS: _read_finish_reasons,
+    semconv.GEN_AI_INPUT_MESSAGES: lambda span: read_messages(span, "llm.input_messages"),
+    semconv.GEN_AI_OUTPUT_MESSAGES: lambda span: read_messages(span, "llm.output_messages"),
+    semconv.GEN_AI_TOOL_DEFINITIONS: _read_tools,
+    semconv.RAW_ANSWER: _read_raw_answer,
+}

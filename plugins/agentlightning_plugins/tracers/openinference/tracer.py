@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from agentlightning.errors import ConfigError, suggest
 from agentlightning_plugins.shared.instrumentation import OnImport, Undo
-from agentlightning_plugins.tracers.shared.opentelemetry.tracer import OtelTracer
+from agentlightning_plugins.tracers.shared.tracer import OtelTracer
 
 GROUP: Final = "openinference_instrumentor"
 _MODULES: Final = {

@@ -1,1 +1,1 @@
-"""Shared by tracers."""
+"""Shared by tracers: the OpenTelemetry pipeline and readers of spans."""

@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from agentlightning.cli import printable
 from agentlightning.event import AttemptFinished, Event, ResourcesPublished, RolloutFinished, RunFinished, StepFinished
-from agentlightning.logging import printable
 from agentlightning.types import Run
 from agentlightning_plugins.shared.rendering.text import show_number, show_span
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, JsonSchemaWarningKind
 
+from agentlightning import __version__
 from agentlightning.store.check import RUN_ID
-from agentlightning.version import __version__
 from agentlightning_plugins.stores.http.message import ERRORS, PREFIX, RUN_HEADER, ErrorAnswer
 from agentlightning_plugins.stores.http.route import Route
 

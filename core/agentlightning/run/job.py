@@ -11,15 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from agentlightning.algorithm.algorithm import Algorithm
-from agentlightning.algorithm.context import RunContext, model_resources
+from agentlightning.algorithm.algorithm import Algorithm, RunContext, model_resources
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import RUNNERS_FAILED
 from agentlightning.litagent import LitAgent
 from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import LLM
-from agentlightning.run.stop_event import StopEvent
-from agentlightning.run.thread import run_in_thread
+from agentlightning.run.thread import StopEvent, run_in_thread
 from agentlightning.run.tracker import Tracker, follow
 from agentlightning.runner import Hook, LitAgentRunner, Runner
 from agentlightning.store.protocol import LightningStore

@@ -1,4 +1,4 @@
-"""Reads the spans of OpenLLMetry's instrumentors, whose messages AgentOps' have too: ``gen_ai.prompt.{n}.*``."""
+"""The tracer ``otel``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from agentlightning import semconv
+from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.records import Span
 from agentlightning_plugins.tracers.shared.indexed_messages import read_functions, read_messages
+
+
+@hookimpl
+def components() -> list[Component]:
+    target = "agentlightning_plugins.tracers.shared.tracer:OtelTracer"
+    return [
+        Component("tracer", "otel", target, summary="OpenTelemetry, the default"),
+        Component("span_reader", "openllmetry", f"{__name__}:READER", summary="OpenLLMetry's model calls"),
+    ]
+
 
 _OPERATIONS: Final = {"llm": "chat", "tool": "execute_tool", "agent": "invoke_agent", "completion": "text_completion"}
 

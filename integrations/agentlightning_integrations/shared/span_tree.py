@@ -11,7 +11,7 @@ from opentelemetry import trace as otel
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
-from agentlightning.tracer.attribute import to_json
+from agentlightning.tracer.tracer import to_json
 
 OPERATION: Final = "gen_ai.operation.name"
 INPUT: Final = "input.value"

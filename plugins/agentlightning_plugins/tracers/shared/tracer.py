@@ -22,9 +22,8 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.tracer.tracer import OpenSpan, Trace, Tracer, get_active_trace
 from agentlightning.types import Span, TraceStatus
 from agentlightning_plugins.shared.instrumentation import Undo
-from agentlightning_plugins.tracers.shared.opentelemetry.context_propagation import current_traceparent
-from agentlightning_plugins.tracers.shared.opentelemetry.otlp_export import find_target
-from agentlightning_plugins.tracers.shared.opentelemetry.pipeline import instrument_by_plugins, pipeline
+from agentlightning_plugins.tracers.shared.context_propagation import current_traceparent
+from agentlightning_plugins.tracers.shared.pipeline import find_target, instrument_by_plugins, pipeline
 
 
 class OtelTracer(Tracer):

@@ -10,10 +10,6 @@ Use them like this::
             return MyAgent(name=AGENT_NAME, instructions=INSTRUCTIONS, tools=[add])
 """
 
-import pytest
-
-from agentlightning.plugin.lazy_names import lazy_names
-
-pytest.register_assert_rewrite("agentlightning_plugins.shared.agent_testing")
+from agentlightning.plugin import lazy_names
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

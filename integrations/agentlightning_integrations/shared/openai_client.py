@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, Ope
 from openai.lib.azure import API_KEY_SENTINEL
 
 from agentlightning.resources import LLM
-from agentlightning_integrations.shared.framework.pickling import register_reducer
+from agentlightning_integrations.shared.object_copy import register_reducer
 
 
 @contextlib.asynccontextmanager

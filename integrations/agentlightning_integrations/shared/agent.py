@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.litagent.agent import LitAgent
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, scope_to_attempt
 from agentlightning.types import Rollout
-from agentlightning_integrations.shared.framework import pickling
+from agentlightning_integrations.shared.object_copy import dump, load
 
 A = TypeVar("A")
 
@@ -39,7 +39,7 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
         self._prompts = {path: _read_prompt(path, value, texts) for path, value in options.prompts.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), pickling.dump(vars(self)))
+        return _restore, (type(self), dump(vars(self)))
 
     def texts(self) -> Mapping[str, str | None]:
         """Returns the texts of the object that can be tuned, by path, such as ``writer.instructions``.
@@ -95,7 +95,7 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
 
 def _restore(cls: type[FrameworkAgent[Any]], state: bytes) -> FrameworkAgent[Any]:
     agent = cls.__new__(cls)
-    vars(agent).update(pickling.load(state))
+    vars(agent).update(load(state))
     return agent
 
 
@@ -155,3 +155,41 @@ def _choose_llm(resources: NamedResources) -> LLM | None:
     raise ConfigError(
         f"{len(models)} models match: {', '.join(sorted(models))}. Give the model of this agent the name 'llm'"
     )
+
+
+_FIELDS: Final = ("question", "input", "prompt", "messages")
+
+
+def read_input(task: Any, taker: str) -> Any:
+    """Returns the text or the list of messages in a task.
+
+    Args:
+        task: a mapping with one of the fields ``question``, ``input``, ``prompt`` and ``messages``, whose other fields,
+            such as the expected answer, are for the reward function. Anything else is returned unchanged.
+        taker: the recipient of the input, named in the error, such as ``an agent of AutoGen``.
+
+    Raises:
+        ConfigError: the mapping has none or several of the fields, or the value is neither a text nor a list.
+    """
+    if not isinstance(task, Mapping):
+        return task
+    found = [name for name in _FIELDS if name in task]
+    if len(found) == 1 and isinstance(task[found[0]], (str, list)):
+        return task[found[0]]
+    fields = ", ".join(map(repr, task)) or "none"
+    raise ConfigError(
+        f"{taker} takes a text or messages, but the task is a mapping with the fields {fields}; exactly one of "
+        f"{', '.join(_FIELDS)} must be a text or a list. Otherwise use agl.wrap(agent, task_to_input=lambda task: ...)"
+    )
+
+
+def message_text(message: Any) -> tuple[str, str]:
+    """Returns role and text of a chat message in OpenAI's format.
+
+    Raises:
+        ConfigError: the message has no text.
+    """
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, str):
+        raise ConfigError(f"message {message!r:.200} has no text; convert the task with task_to_input")
+    return str(message.get("role", "user")), content

@@ -1,4 +1,4 @@
-"""``Transition``: model calls as transitions of a Markov decision process."""
+"""The adapters; among them ``Transition``: model calls as transitions of a Markov decision process."""
 
 from __future__ import annotations
 
@@ -80,5 +80,12 @@ def triplets_to_transitions(triplets: Sequence[Triplet]) -> list[Transition]:
 
 @hookimpl
 def components() -> list[Component]:
-    target = "agentlightning_plugins.adapters.transition:TraceToTransitions"
-    return [Component("adapter", "transition", target, summary="state, action, reward")]
+    triplets = "agentlightning.adapter.triplet:TraceToTriplet"
+    messages = "agentlightning_plugins.shared.chat_history.adapter:TraceToMessages"
+    trajectories = "agentlightning_plugins.shared.trajectories.trajectory:TraceToTrajectories"
+    return [
+        Component("adapter", "messages", messages, summary="chat histories with tools"),
+        Component("adapter", "trajectory", trajectories, summary="tokens with masks, calls joined"),
+        Component("adapter", "transition", f"{__name__}:TraceToTransitions", summary="state, action, reward"),
+        Component("adapter", "triplet", triplets, summary="prompt, response, reward"),
+    ]

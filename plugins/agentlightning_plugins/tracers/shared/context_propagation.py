@@ -17,7 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from agentlightning.tracer.tracer import activate, get_active_trace
 from agentlightning_plugins.shared.instrumentation import OnImport, Patches, Undo
-from agentlightning_plugins.tracers.shared.opentelemetry.child_context import VARIABLE, call_in_context
+from agentlightning_plugins.tracers.shared.child_context import VARIABLE, call_in_context
 
 _HEADER: Final = "traceparent"
 _PROPAGATOR: Final = TraceContextTextMapPropagator()

@@ -1,1 +1,0 @@
-"""Adapters in addition to core's triplets."""

@@ -1,1 +1,0 @@
-"""The OpenTelemetry pipeline that several tracers share."""
