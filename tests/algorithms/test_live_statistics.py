@@ -16,8 +16,7 @@ import pytest
 
 from agentlightning.types import Rollout
 from agentlightning_algorithms.live.algorithm import LiveLearning
-from agentlightning_algorithms.live.sequential import _BETS, _MAX_LOSS, _MIN_BLOCK, SequentialTest
-from agentlightning_algorithms.live.trial import Trial
+from agentlightning_algorithms.live.trial import _BETS, _MAX_LOSS, _MIN_BLOCK, SequentialTest, Trial
 from agentlightning_algorithms.shared.live_resources import LiveState, Result
 
 RISK = 0.05

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
 from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, SearchBudget
-from agentlightning_algorithms.shared.prompt_search.call_cache import CachedCall, CallCache
-from agentlightning_algorithms.shared.prompt_search.candidate import Candidate
+from agentlightning_algorithms.shared.prompt_search.candidate import Candidate, find_placeholders, fit, show_text
+from agentlightning_algorithms.shared.prompt_search.chat import CachedCall, CallCache
 from agentlightning_algorithms.shared.prompt_search.critique import read_prompt, shorten_middle
-from agentlightning_algorithms.shared.prompt_search.placeholder import find_placeholders, fit, show_text
 
 ORIGINAL = PromptTemplate("Answer {question} in {style}, {score:.1f}.")
 VALUES = {"question": "Q", "style": "S", "score": 0.25}

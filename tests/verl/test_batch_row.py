@@ -7,7 +7,7 @@ import torch
 
 import agentlightning as agl
 from agentlightning_algorithms.shared.advantage import Scored, compute_advantages
-from agentlightning_algorithms.verl.rollout.batch_row import (
+from agentlightning_algorithms.verl.batch_row import (
     BatchRow,
     BuiltRows,
     build_rows,
@@ -15,8 +15,8 @@ from agentlightning_algorithms.verl.rollout.batch_row import (
     placeholder_row,
     weight_range,
 )
-from agentlightning_algorithms.verl.rollout.controller import VerlEpisode
-from agentlightning_algorithms.verl.rollout.metrics import RolloutStats, summarize
+from agentlightning_algorithms.verl.controller import VerlEpisode
+from agentlightning_algorithms.verl.metrics import RolloutStats, summarize
 
 
 def call(prompt: list[int], response: list[int], *, version: int = 0, reward: float | None = None) -> agl.Triplet:
@@ -102,7 +102,7 @@ def test_rollouts_without_rows_count_in_the_mean_metrics() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of verl's imports
 def test_rewards_of_calls_are_kept_in_the_extra_fields_of_rows() -> None:
-    from agentlightning_algorithms.verl.rollout.agent_loop import episode_to_outputs
+    from agentlightning_algorithms.verl.agent_loop import episode_to_outputs
 
     rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
     outputs = episode_to_outputs(VerlEpisode(rows, reward=1.0, calls=2), current=1)
@@ -113,7 +113,7 @@ def test_rewards_of_calls_are_kept_in_the_extra_fields_of_rows() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of verl's imports
 def test_advantages_of_calls_with_credit_equal_the_advantages_of_grpo() -> None:
-    from agentlightning_algorithms.verl.training.advantage import call_advantages
+    from agentlightning_algorithms.verl.advantage import call_advantages
 
     def credited(turn: int, value: float) -> agl.Triplet:
         bare = CHAIN[turn]

@@ -382,7 +382,7 @@ def test_the_trained_model_is_exported_and_served(trained: Training, tmp_path: P
     from safetensors.torch import load_file
 
     from agentlightning_algorithms.grpo.command import export
-    from agentlightning_algorithms.shared.trained_model.serving import serve_model
+    from agentlightning_algorithms.shared.trained_model import serve_model
 
     exported = tmp_path / "exported"
     said = CliRunner().invoke(export, [str(trained.directory), str(exported), "--checkpoint", "2"])

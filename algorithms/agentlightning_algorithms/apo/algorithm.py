@@ -17,7 +17,12 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.resources import PromptTemplate
 from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.shared.live_resources import LiveExperience
-from agentlightning_algorithms.shared.prompt_search.candidate import Candidate, choose_prompts
+from agentlightning_algorithms.shared.prompt_search.candidate import (
+    Candidate,
+    choose_prompts,
+    show_placeholders,
+    show_text,
+)
 from agentlightning_algorithms.shared.prompt_search.critique import (
     EDIT_PROMPTS,
     GRADIENT_PROMPTS,
@@ -25,7 +30,6 @@ from agentlightning_algorithms.shared.prompt_search.critique import (
     read_templates,
     show_rollouts,
 )
-from agentlightning_algorithms.shared.prompt_search.placeholder import show_placeholders, show_text
 from agentlightning_algorithms.shared.prompt_search.search import PromptSearch
 from agentlightning_algorithms.shared.prompt_search.trial import TrialResult, call_place, mean_score, read_trial_result
 

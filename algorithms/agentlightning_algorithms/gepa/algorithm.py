@@ -24,9 +24,8 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.resources import PromptTemplate
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset
-from agentlightning_algorithms.shared.prompt_search.candidate import Candidate
+from agentlightning_algorithms.shared.prompt_search.candidate import Candidate, show_placeholders, show_text
 from agentlightning_algorithms.shared.prompt_search.critique import ROLLOUT_CHARS, shorten_middle, show_messages
-from agentlightning_algorithms.shared.prompt_search.placeholder import show_placeholders, show_text
 from agentlightning_algorithms.shared.prompt_search.search import PromptSearch
 from agentlightning_algorithms.shared.prompt_search.trial import TrialResult, call_place, mean_score
 

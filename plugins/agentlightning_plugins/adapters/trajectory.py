@@ -7,5 +7,5 @@ from agentlightning.plugin.hookspecs import Component, hookimpl
 
 @hookimpl
 def components() -> list[Component]:
-    target = "agentlightning_plugins.shared.trajectories.trajectory:TraceToTrajectories"
+    target = "agentlightning_plugins.shared.trajectories:TraceToTrajectories"
     return [Component("adapter", "trajectory", target, summary="tokens with masks, calls joined")]

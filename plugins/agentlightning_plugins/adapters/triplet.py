@@ -9,7 +9,7 @@ from agentlightning.plugin.hookspecs import Component, hookimpl
 def components() -> list[Component]:
     triplet, messages = (
         "agentlightning.adapter.triplet:TraceToTriplet",
-        "agentlightning_plugins.shared.chat_history.adapter:TraceToMessages",
+        "agentlightning_plugins.shared.chat_history:TraceToMessages",
     )
     return [
         Component("adapter", "triplet", triplet, summary="prompt, response, reward"),

@@ -31,7 +31,7 @@ from agentlightning_algorithms.shared.policy.training_row import Distribution, T
 from agentlightning_algorithms.shared.policy.update.metrics import join_metrics
 from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
 from agentlightning_algorithms.shared.policy_backend import PolicySetup, load_adapter, publish_weights
-from agentlightning_algorithms.shared.trained_model.serving import serve_model
+from agentlightning_algorithms.shared.trained_model import serve_model
 from agentlightning_plugins.demo.agent import CLIENT, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT

@@ -19,7 +19,7 @@ from agentlightning_plugins.shared.training_records.account import (
     read_version,
 )
 from agentlightning_plugins.shared.training_records.record import LedgerEntry, Outcome, TrainedCall, TrainedRow
-from agentlightning_plugins.shared.trajectories.trajectory import Decode, Turn
+from agentlightning_plugins.shared.trajectories import Decode, Turn
 
 
 def training_spans(

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
 from agentlightning_algorithms.shared.prompt_search.trial import TrialResult
-from agentlightning_plugins.shared.chat_history.adapter import ChatHistory, drop_prefixes
+from agentlightning_plugins.shared.chat_history import ChatHistory, drop_prefixes
 
 ROLLOUT_CHARS: Final = 6000
 """Maximum number of characters of a rollout that a critic reads; longer texts are shortened in the middle."""

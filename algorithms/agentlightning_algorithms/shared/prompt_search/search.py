@@ -15,16 +15,19 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.resources import LLM, PromptTemplate, Resource
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode
 from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, SearchBudget
-from agentlightning_algorithms.shared.prompt_search.call_cache import FILE_NAME, CallCache
-from agentlightning_algorithms.shared.prompt_search.candidate import CANDIDATE_NAME, Candidate, choose_prompts
-from agentlightning_algorithms.shared.prompt_search.chat import CachedChat, copy_client
-from agentlightning_algorithms.shared.prompt_search.confirmation import Confirmation, confirm
+from agentlightning_algorithms.shared.prompt_search.candidate import (
+    CANDIDATE_NAME,
+    Candidate,
+    choose_prompts,
+    fit,
+    show_placeholders,
+)
+from agentlightning_algorithms.shared.prompt_search.chat import FILE_NAME, CachedChat, CallCache, copy_client
 from agentlightning_algorithms.shared.prompt_search.critique import REPAIR_PROMPT, read_prompt
 from agentlightning_algorithms.shared.prompt_search.dataset import check_datasets
-from agentlightning_algorithms.shared.prompt_search.placeholder import fit, show_placeholders
-from agentlightning_algorithms.shared.prompt_search.trial import TrialResult, read_trial_result
+from agentlightning_algorithms.shared.prompt_search.trial import Confirmation, TrialResult, confirm, read_trial_result
 from agentlightning_algorithms.shared.rollout_result import RewardCheck, retry_lost, run_rollouts
-from agentlightning_plugins.shared.chat_history.adapter import TraceToMessages
+from agentlightning_plugins.shared.chat_history import TraceToMessages
 
 try:
     from openai import AsyncOpenAI

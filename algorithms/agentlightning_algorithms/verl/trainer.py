@@ -19,12 +19,12 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.utils.padding import response_to_nested
 
-from agentlightning_algorithms.verl.rollout.agent_loop import AgentLoopManager
-from agentlightning_algorithms.verl.rollout.batch_row import CREDIT_ESTIMATORS, CallCredit
-from agentlightning_algorithms.verl.rollout.controller import RolloutController
-from agentlightning_algorithms.verl.training.advantage import OF_GROUPS, call_advantages, rollout_advantages
-from agentlightning_algorithms.verl.training.gpu_monitor import GPUMonitor
-from agentlightning_algorithms.verl.training.record import StepRecorder, mean_drift, read_rows
+from agentlightning_algorithms.verl.advantage import OF_GROUPS, call_advantages, rollout_advantages
+from agentlightning_algorithms.verl.agent_loop import AgentLoopManager
+from agentlightning_algorithms.verl.batch_row import CREDIT_ESTIMATORS, CallCredit
+from agentlightning_algorithms.verl.controller import RolloutController
+from agentlightning_algorithms.verl.metrics import GPUMonitor
+from agentlightning_algorithms.verl.record import StepRecorder, mean_drift, read_rows
 from agentlightning_plugins.shared.training_records.account import TokenTexts
 
 logger = logging.getLogger("agentlightning")

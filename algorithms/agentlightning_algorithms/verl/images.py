@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.verl.rollout.batch_row import BatchRow, BuiltRows
+from agentlightning_algorithms.verl.batch_row import BatchRow, BuiltRows
 
 if TYPE_CHECKING:
     from PIL.Image import Image

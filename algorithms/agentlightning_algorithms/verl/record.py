@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import transfer_queue
 
 from agentlightning.types import Span
-from agentlightning_algorithms.verl.rollout.batch_row import RowCall
+from agentlightning_algorithms.verl.batch_row import RowCall
 from agentlightning_plugins.shared.training_records.account import RolloutOutcome, TokenTexts
 from agentlightning_plugins.shared.training_records.record import Outcome, TrainedCall, TrainedRow
 

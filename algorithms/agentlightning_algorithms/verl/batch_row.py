@@ -16,8 +16,7 @@ from agentlightning.types import Triplet
 from agentlightning_algorithms.shared.advantage import Estimator, read_credit
 from agentlightning_plugins.shared.training_records.account import call_keys, explain_unused, read_version
 from agentlightning_plugins.shared.training_records.record import Outcome
-from agentlightning_plugins.shared.trajectories.mismatch import Mismatch
-from agentlightning_plugins.shared.trajectories.trajectory import Trajectory, build_trajectories
+from agentlightning_plugins.shared.trajectories import Mismatch, Trajectory, build_trajectories
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 import aiohttp
 
@@ -19,10 +19,9 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Triplet
 from agentlightning_algorithms.shared.policy_backend import serve_models
 from agentlightning_algorithms.shared.rollout_result import RolloutResult, cancel_rollouts, read_result, retry_lost
-from agentlightning_algorithms.verl.rollout.batch_row import BatchRow, build_rows, placeholder_row
-from agentlightning_algorithms.verl.rollout.images import ImageLoader
-from agentlightning_algorithms.verl.rollout.metrics import CallLengths, RolloutMetrics, RolloutStats
-from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
+from agentlightning_algorithms.verl.batch_row import BatchRow, RowKind, build_rows, placeholder_row
+from agentlightning_algorithms.verl.images import ImageLoader
+from agentlightning_algorithms.verl.metrics import RolloutMetrics, RolloutStats
 from agentlightning_plugins.shared.training_records.account import count_sampled
 
 if TYPE_CHECKING:
@@ -39,6 +38,30 @@ _AGENT_PARAMETERS: Final = ("temperature", "top_p", "presence_penalty", "frequen
 """The sampling parameters that agents receive: OpenAI's client accepts no others. The gateway forces all of them."""
 _OPEN_STATUSES: Final = ("queuing", "preparing", "running", "requeuing")
 _READY_S: Final = 600.0
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class RolloutSettings:
+    """Settings that ``VERL`` passes on to the rollout controller."""
+
+    rows: RowKind = "trajectory"
+    """The rows that verl trains on: ``trajectory`` joins the calls of a rollout where a prompt continues the tokens
+    before it, ``transition`` makes a row of every call."""
+    failed_reward: float = 0.0
+    """Reward of a rollout that failed, has no reward, or has spans that cannot be used."""
+    rollout_timeout_s: float = 600.0
+    """Seconds after which a rollout is stopped and counts as failed."""
+    drain_timeout_s: float = 600.0
+    """Seconds that calls in flight have to end before weights change; after that they are aborted."""
+    resource_name: str = "llm"
+    """Name of the resource by which agents receive the model."""
+
+    def __post_init__(self) -> None:
+        if self.rows not in get_args(RowKind):
+            raise ConfigError(f"rows = {self.rows!r}; one of: {', '.join(get_args(RowKind))}")
+        for name in ("rollout_timeout_s", "drain_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: a number above 0 is needed")
 
 
 @dataclass(frozen=True)
@@ -181,7 +204,7 @@ class RolloutController:
         stats = RolloutStats(
             reward=settings.failed_reward if reward is None else reward,
             source=_find_source(rollout.input),
-            turns=[_measure_turn(triplet) for triplet in triplets],
+            calls=triplets,
             has_reward=reward is not None,
             error=error,
             built=built,
@@ -224,14 +247,6 @@ def _find_source(task: Any) -> str | None:
         return None
     found = task.get("source", task.get("data_source"))
     return None if found is None else str(found)
-
-
-def _measure_turn(triplet: Triplet) -> CallLengths:
-    return CallLengths(
-        len(triplet.prompt.get("token_ids") or ()),
-        len(triplet.response.get("token_ids") or ()),
-        triplet.metadata.get("finish_reason") == "length",
-    )
 
 
 async def cancel_open(store: LightningStore) -> None:
