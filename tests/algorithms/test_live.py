@@ -207,7 +207,7 @@ async def test_results_of_both_groups_are_read_in_the_order_in_which_they_ended(
     with runner.run_context(agent=answer, store=store):
         served = [await runner.step({"n": 1}, metadata={"group": group, "step": 1}) for group in groups]
     reader = ResultReader(store, EventFeed(store), {"treatment", "control"}, 0.0, 60.0, 60.0, step=1)
-    found = await reader.read_new()
+    found, _ = await reader.read_new()
     assert [each.rollout.rollout_id for each in found] == [each.rollout_id for each in served]
 
 
@@ -220,12 +220,12 @@ async def test_the_horizon_is_the_start_of_the_earliest_rollout_that_may_still_g
     with runner.run_context(agent=answer, store=store):
         await runner.step({"n": 1}, metadata=metadata)
         reader = ResultReader(store, EventFeed(store), {"treatment", "control"}, 0.0, LIMIT_S, LIMIT_S, step=1)
-        results, horizon = await reader.read_new_and_horizon()
+        results, horizon = await reader.read_new()
         assert (len(results), horizon) == (1, running.start_time)
         unrated = await runner.step({"n": 1, "late": True}, metadata={"group": "control", "step": 1})
         await store.update_attempt(running.rollout_id, running.attempt.attempt_id, status="failed")
         reader.feed.gaps += 1  # no event was read, so the reader queries the ended rollouts
-        results, horizon = await reader.read_new_and_horizon()
+        results, horizon = await reader.read_new()
         assert [result.rollout.rollout_id for result in results] == [running.rollout_id]
         assert horizon == unrated.start_time
         await store.start_rollout({"n": 1}, metadata={"group": "control", "step": 2})  # a rollout of another trial
@@ -234,14 +234,14 @@ async def test_the_horizon_is_the_start_of_the_earliest_rollout_that_may_still_g
     clock = store.now
     monkeypatch.setattr(store, "now", lambda: clock() + 2 * LIMIT_S)
     # Both timeouts have passed: the rating is too late, and the running rollout has failed.
-    results, _ = await reader.read_new_and_horizon()
+    results, _ = await reader.read_new()
     assert [(result.rollout.rollout_id, result.reward) for result in results] == [(hanging.rollout_id, 0.0)]
     assert [reader.count(group) for group in ("treatment", "control")] == [3, 1]
     await store.update_attempt(hanging.rollout_id, hanging.attempt.attempt_id, status="succeeded", reward=1.0)
     reader.feed.gaps += 1
-    assert (await reader.read_new_and_horizon())[0] == []
+    assert (await reader.read_new())[0] == []
     began = store.now()
-    _, horizon = await reader.read_new_and_horizon()
+    _, horizon = await reader.read_new()
     assert began <= horizon <= store.now()
 
 
@@ -618,21 +618,21 @@ async def test_each_result_is_read_once_even_if_its_event_was_missed(store: agl.
     results = ResultReader(store, feed, groups={"stable"}, since=0.0, reward_timeout_s=0.3, rollout_timeout_s=60.0)
     async with serving(store) as service:
         first = await service.serve(3)
-        assert [r.rollout.rollout_id for r in await results.read_new()] == [r.rollout_id for r in first]
+        assert [r.rollout.rollout_id for r in (await results.read_new())[0]] == [r.rollout_id for r in first]
         async with running(feed.follow(pause_s=0.05)):
             await asyncio.sleep(0)
             second = await service.serve(2)
             (silent,) = await service.serve(1, late=True)
-            assert [r.rollout.rollout_id for r in await results.read_new()] == [r.rollout_id for r in second]
+            assert [r.rollout.rollout_id for r in (await results.read_new())[0]] == [r.rollout_id for r in second]
         await service.serve(2)
-        assert await results.read_new() == []
+        assert (await results.read_new())[0] == []
         feed.gaps += 1
-        assert len(await results.read_new()) == 2
+        assert len((await results.read_new())[0]) == 2
         await asyncio.sleep(0.3)
-        assert await results.read_new() == []
+        assert (await results.read_new())[0] == []
         assert results.unrated == {"stable": 1}
         await service.live.reward(silent, 1.0)
-        assert await results.read_new() == []
+        assert (await results.read_new())[0] == []
 
 
 @pytest.mark.parametrize("method", ["update_worker", "subscribe"])

@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 
 from agentlightning_algorithms.verl.batch_row import RowCall
-from agentlightning_plugins.shared.training_records.account import RolloutOutcome, TokenTexts
-from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry, TrainedRow
+from agentlightning_plugins.shared.training_records.record import (
+    LEDGER_SPAN,
+    LedgerEntry,
+    RolloutOutcome,
+    TokenTexts,
+    TrainedRow,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of verl's imports
 

@@ -401,7 +401,7 @@ def test_the_trained_model_is_exported_and_served(trained: Training, tmp_path: P
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 0
     on_cpu = {"trainer.device": "cpu"}
-    with pytest.raises(agl.ConfigError, match="in shards; write it as a whole with `agl export"):
+    with pytest.raises(agl.ConfigError, match="adapters or shards; write the whole model with `agl export"):
         agl.VERL(on_cpu, model=str(trained.directory))
     algorithm = agl.VERL(on_cpu, model=str(exported))
     assert algorithm.composed is not None

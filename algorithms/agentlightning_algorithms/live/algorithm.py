@@ -175,7 +175,7 @@ class Learner:
         reader = self._reader({"stable"}, self.state.since)
         results: list[Result] = []
         while not await self._is_superseded():
-            results += await reader.read_new()
+            results += (await reader.read_new())[0]
             if len(results) >= self.settings.evidence:
                 await self._propose(sorted(results, key=lambda result: result.rollout.start_time))
                 return
@@ -289,7 +289,7 @@ class Learner:
         trial = Trial(settings, state)
         has_logged = False
         while not await self._is_superseded():
-            results, horizon = await reader.read_new_and_horizon()
+            results, horizon = await reader.read_new()
             trial.add(results, horizon)
             is_complete = horizon >= reader.read_at  # no result is missing
             if trial.verdict is not None or (is_complete and self.state.phase == "closing"):

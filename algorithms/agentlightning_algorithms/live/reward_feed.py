@@ -7,16 +7,17 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from agentlightning.errors import StoreError
 from agentlightning.event import RolloutFinished
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import Rollout
+from agentlightning.types import Rollout, RolloutStatus
 from agentlightning_algorithms.shared.live_resources import Result
 from agentlightning_algorithms.shared.rollout_result import read_result
+from agentlightning_plugins.shared.paging import every
 
 logger = logging.getLogger("agentlightning")
 
@@ -28,9 +29,7 @@ _DEBOUNCE_S: Final = 0.2
 """How long events are collected before they are read, to limit queries to the store that serves users too."""
 _MAX_UNRATED: Final = 200
 """Rollouts without a reward that are read again in one round."""
-_FEW: Final = 500
-"""Rollouts in one page of a query."""
-_UNFINISHED: Final = ("queuing", "preparing", "running", "requeuing")
+_UNFINISHED: Final[Sequence[RolloutStatus]] = ("queuing", "preparing", "running", "requeuing")
 
 
 async def read_reward(store: LightningStore, rollout: Rollout, failure_reward: float) -> float | None:
@@ -104,7 +103,7 @@ class ResultReader:
     unrated: Counter[str] = field(default_factory=Counter)
     """Rollouts whose reward did not arrive in time, by group."""
     read_at: float = 0.0
-    """Time of the last call of ``read_new_and_horizon``, by the store's clock."""
+    """Time of the last call of ``read_new``, by the store's clock."""
     _n_results: Counter[str] = field(default_factory=Counter)
     """Results so far, by group."""
     _known: set[str] = field(default_factory=set)
@@ -113,13 +112,18 @@ class ResultReader:
     _gaps: int = -1
     _synced_at: float = 0.0
 
-    async def read_new(self, ended_ids: Iterable[str] = ()) -> list[Result]:
-        """The results since the last call, without waiting for more.
+    async def read_new(self) -> tuple[list[Result], float]:
+        """The results since the last call, without waiting for more, and the horizon.
 
-        ``ended_ids`` are rollouts that have ended, whether their events have arrived or not.
+        The horizon is a Unix time: each rollout that started before it has a result or will not get one.
         """
-        finished = self.feed.take()  # before the query, so that rollouts that end during it are read next time
-        ids = sorted({*finished, *ended_ids} - self._known)
+        self.read_at = self.store.now()  # rollouts that start from now on may be missing in both queries
+        found = await self._select(_UNFINISHED, self.since)  # before the ended ones: those that end in between count
+        unfinished = {each.rollout_id: each for each in found if each.rollout_id not in self._known}
+        ids = sorted({*self.feed.take(), *self._unfinished.keys() - unfinished.keys()} - self._known)
+        late = {key for key, each in unfinished.items() if self.read_at - each.start_time > self.rollout_timeout_s}
+        self._unfinished = {key: each for key, each in unfinished.items() if key not in late}
+        self._known |= late
         ended: list[Rollout] = []
         if self._gaps != self.feed.gaps or time.monotonic() - self._synced_at > _RESYNC_S:
             ended += await self._query()
@@ -133,50 +137,17 @@ class ResultReader:
         unread = [new[rollout_id] for rollout_id in new.keys() - self._known]
         self._known.update(new)
         waiting = list(self._waiting.values())[:_MAX_UNRATED]
-        found = [*await self._read(unread), *await self._read(waiting)]
-        return self._counted(found)
+        results = [Result(unfinished[key], self.failure_reward) for key in late]
+        results += [*await self._read(unread), *await self._read(waiting)]
+        self._n_results.update(_group(result.rollout) for result in results)
+        results.sort(key=lambda result: (result.rollout.end_time or 0.0, result.rollout.rollout_id))
+        missing = [*self._unfinished.values(), *self._waiting.values()]
+        return results, min([self.read_at, *(rollout.start_time for rollout in missing)])
 
     def count(self, group: str) -> int:
         """Returns the number of rollouts of a group that have started, as of the last reading."""
         missing = sum(_group(rollout) == group for rollout in (*self._unfinished.values(), *self._waiting.values()))
         return self._n_results[group] + self.unrated[group] + missing
-
-    def _counted(self, found: Iterable[Result]) -> list[Result]:
-        """Counts results, and returns them in the order in which their rollouts ended."""
-        self._n_results.update(_group(result.rollout) for result in found)
-        return sorted(found, key=lambda result: (result.rollout.end_time or 0.0, result.rollout.rollout_id))
-
-    async def read_new_and_horizon(self) -> tuple[list[Result], float]:
-        """The results since the last call, and the horizon.
-
-        The horizon is a Unix time: each rollout that started before it has a result or will not get one.
-        """
-        self.read_at = self.store.now()  # rollouts that start from now on may be missing in both queries
-        unfinished = await self._query_unfinished()  # before the results; one that ends in between still counts
-        ended = self._unfinished.keys() - unfinished.keys()
-        late = {key for key, each in unfinished.items() if self.read_at - each.start_time > self.rollout_timeout_s}
-        self._unfinished = {key: each for key, each in unfinished.items() if key not in late}
-        self._known |= late
-        results = self._counted([Result(unfinished[key], self.failure_reward) for key in late])
-        results += await self.read_new(ended)
-        missing = [*self._unfinished.values(), *self._waiting.values()]
-        return results, min([self.read_at, *(rollout.start_time for rollout in missing)])
-
-    async def _query_unfinished(self) -> dict[str, Rollout]:
-        """The rollouts of the phase that have not ended, by id, without those that count as failed."""
-        filters: Mapping[str, Any] = {"status_in": _UNFINISHED, "start_after": self.since}
-        # A memory store finds a status faster than metadata; but the run may also have a long queue.
-        found = await self.store.query_rollouts(**filters, limit=_FEW)
-        rollouts = list(found)
-        if found.total > _FEW:
-            rollouts = []
-            for metadata in self._metadata():
-                rollouts += await self._select(**filters, metadata=metadata)
-        return {
-            rollout.rollout_id: rollout
-            for rollout in rollouts
-            if rollout.rollout_id not in self._known and self._is_of_phase(rollout)
-        }
 
     def _is_of_phase(self, rollout: Rollout) -> bool:
         metadata = rollout.metadata or {}
@@ -189,26 +160,22 @@ class ResultReader:
     async def _query(self) -> list[Rollout]:
         is_first, gaps, now = self._gaps < 0, self.feed.gaps, time.monotonic()
         since = self.since if is_first else max(self.since, self.store.now() - _OVERLAP_S)
-        found: list[Rollout] = []
-        for metadata in self._metadata():
-            found += await self._select(status_in=["succeeded", "failed"], metadata=metadata, start_after=since)
+        found = await self._select(("succeeded", "failed"), since)
         self._gaps, self._synced_at = gaps, now
         return found
 
-    def _metadata(self) -> list[dict[str, Any]]:
-        """The metadata of the phase's rollouts, one mapping for each group."""
+    async def _select(self, statuses: Sequence[RolloutStatus], since: float) -> list[Rollout]:
         step = {} if self.step is None else {"step": self.step}
-        return [{"group": group, **step} for group in self.groups]
-
-    async def _select(self, **filters: Any) -> list[Rollout]:
-        found: list[Rollout] = []
-        cursor = None
-        while True:
-            page = await self.store.query_rollouts(**filters, limit=_FEW, cursor=cursor)
-            found += page
-            cursor = page.cursor
-            if cursor is None:
-                return found
+        return [
+            rollout
+            for group in self.groups
+            async for rollout in every(
+                self.store.query_rollouts,
+                status_in=statuses,
+                metadata={"group": group, **step},
+                start_after=since,
+            )
+        ]
 
     async def _read(self, rollouts: Iterable[Rollout]) -> list[Result]:
         results = []

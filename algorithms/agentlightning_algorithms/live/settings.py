@@ -92,10 +92,6 @@ def load_proposer(given: Proposer | str | Mapping[str, Any]) -> Proposer:
     Args:
         given: a function; ``"module:function"``; or an algorithm that has ``propose(experience)``, by its name or as
             ``{"name": "apo", **settings}``.
-
-    Raises:
-        ConfigError: it does not exist, or the algorithm has no ``propose``.
-        PluginError: there is no algorithm of this name.
     """
     if callable(given):
         return given
@@ -113,12 +109,7 @@ def load_proposer(given: Proposer | str | Mapping[str, Any]) -> Proposer:
 
 
 async def make_candidate(propose: Callable[[LiveExperience], Any], experience: LiveExperience) -> dict[str, Resource]:
-    """Calls a proposer and returns all resources, changed or not. A synchronous proposer gets a thread.
-
-    Raises:
-        ConfigError: it proposed something other than resources, or a name that the stable version does not have.
-        Exception: the proposer's own.
-    """
+    """Calls a proposer and returns all resources, changed or not. A synchronous proposer gets a thread."""
     if inspect.iscoroutinefunction(propose):
         answer = propose(experience)
     else:  # in a thread, because heartbeats must go on; the learner can stop while it works

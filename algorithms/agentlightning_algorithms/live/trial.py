@@ -34,12 +34,7 @@ class Trial:
         """Heap of the results that the test in the order of start has not received yet."""
 
     def add(self, results: Iterable[Result], horizon: float) -> None:
-        """Adds results, in the order of their arrival.
-
-        Args:
-            results: of rollouts whose metadata have the group.
-            horizon: Unix time before which each started rollout has a result or will not get one.
-        """
+        """Adds results, in the order of their arrival."""
         for result in results:
             if self._by_arrival.verdict != "worse":
                 _add(self._by_arrival, result)

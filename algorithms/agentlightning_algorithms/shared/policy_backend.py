@@ -143,12 +143,8 @@ async def publish_weights(
 
 def serve_models(gateway: Gateway, entries: Sequence[Mapping[str, Any]]) -> None:
     """Replaces the backends of the models in ``entries``; other models stay."""
-
-    def name(entry: Mapping[str, Any]) -> Any:
-        return entry.get("model_name", entry.get("model"))
-
-    own = {name(entry) for entry in entries}
-    others = [entry for entry in gateway.model_list if name(entry) not in own]
+    own = {entry.get("model_name", entry.get("model")) for entry in entries}
+    others = [entry for entry in gateway.model_list if entry.get("model_name", entry.get("model")) not in own]
     gateway.update_model_list([dict(entry) for entry in (*entries, *others)])
 
 
@@ -165,7 +161,6 @@ async def load_adapter(backend: PolicyBackend, name: str, path: Path, version: i
 async def _load(backend: PolicyBackend, weights: Path | Mapping[str, Path], version: int) -> None:
     if isinstance(weights, Path):
         await backend.load_weights(weights, version)
-        return
-    adapters = dict(weights)
-    for name, path in adapters.items():
-        await load_adapter(backend, name, path, version)
+    else:
+        for name, path in dict(weights).items():
+            await load_adapter(backend, name, path, version)

@@ -1,4 +1,4 @@
-"""Finds the models that a run saved, and reads them as directories of transformers."""
+"""The models that runs trained: their records, their checkpoints, and serving them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,62 @@ from agentlightning_algorithms.shared.policy_backend import PolicyBackend, Polic
 STEPS: Final = "steps"
 """The folder of a run that holds the weights of single steps."""
 _ADAPTER: Final = "adapter_config.json"
+_FILE: Final = "training.json"
+"""The record of a training of weights, in the directory of its run."""
+_SECRET_HEADER: Final = re.compile(r"(^|[-.])(authorization|api-key)$", re.IGNORECASE)
+
+
+class TrainingRecord(BaseModel):
+    """Settings to serve the model that a run trained, and facts for its model card."""
+
+    model_config = ConfigDict(frozen=True)
+
+    algorithm: str
+    base: str
+    """The model that the training started from: a directory or a name on the hub."""
+    resource_name: str = "llm"
+    sampling: Mapping[str, Any] = Field(default_factory=dict)
+    """Sampling parameters of evaluation, which agents pass to model calls."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    train_tasks: int = 0
+    val_tasks: int = 0
+    settings: Mapping[str, Any] = Field(default_factory=dict)
+    checkpoints: str | None = None
+    """The directory of verl's checkpoints."""
+
+    def write(self, run: Path) -> None:
+        """Writes the record of a run, without secrets; a resumed run replaces it."""
+        settings = _hide_secrets(to_jsonable_python(self.settings, fallback=str))
+        shown = self.model_copy(update={"settings": settings})
+        draft = run / f".{_FILE}.draft"
+        draft.write_text(shown.model_dump_json(indent=2, fallback=str), encoding="utf-8")
+        draft.replace(run / _FILE)
+
+
+def _hide_secrets(value: Any) -> Any:
+    """Replaces secret settings, and passwords in URLs, by ``***``; ``value`` consists of JSON types."""
+    if isinstance(value, dict):
+        secret = {name for name in value if SECRET_NAME.search(name) or _SECRET_HEADER.search(name)}
+        return {name: "***" if child and name in secret else _hide_secrets(child) for name, child in value.items()}
+    if isinstance(value, list):
+        return [_hide_secrets(child) for child in value]
+    return hide_password(value) if isinstance(value, str) else value
+
+
+def read_training(run: Path) -> TrainingRecord | None:
+    """Returns the record of a run; None if the directory has no record, because the run did not train weights.
+
+    Raises:
+        ConfigError: the record is damaged.
+    """
+    file = run / _FILE
+    try:
+        return TrainingRecord.model_validate(json.loads(file.read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, ValidationError) as error:
+        raise ConfigError(f"{file} is not the record of a training: {error}") from error
 
 
 def list_checkpoints(run: Path) -> dict[str, Path]:
@@ -50,11 +106,7 @@ def list_checkpoints(run: Path) -> dict[str, Path]:
 
 
 def find_checkpoint(run: Path, name: str | None) -> tuple[str, Path]:
-    """Returns a model that a run saved, with its name; None selects the first of best and latest.
-
-    Raises:
-        ConfigError: the run has no such model.
-    """
+    """Returns a model that a run saved, with its name; None selects the first of best and latest."""
     known = list_checkpoints(run)
     chosen = name or next(iter(known), None)
     if chosen is None or chosen not in known:
@@ -96,20 +148,10 @@ def find_model(model: str) -> str:
                 "wrote, or the directory of a run"
             )
         _, trained = find_checkpoint(path, None)
-        if several := list_policies(trained):
+        if list_policies(trained) or has_adapters(trained) or _has_shards(trained):
             raise ConfigError(
-                f"model = {model!r}: that run trained several policies; write one of them as a whole model with `agl "
-                f"export {model} DIR --merge`, and give DIR/{next(iter(several))}"
-            )
-        if has_adapters(trained):
-            raise ConfigError(
-                f"model = {model!r}: that run trained LoRA adapters; write the whole model with `agl export {model} "
-                "DIR --merge`, and give DIR"
-            )
-        if _has_shards(trained):
-            raise ConfigError(
-                f"model = {model!r}: verl saved the model of that run in shards; write it as a whole with `agl export "
-                f"{model} DIR`, and give DIR"
+                f"model = {model!r}: that run saved LoRA adapters or shards; write the whole model with `agl export "
+                f"{model} DIR` (adapters: with --merge), and give DIR or, of several policies, the folder of one in it"
             )
         return str(trained)
     if not path.is_dir() and (path.is_absolute() or model.startswith((".", "~")) or path.exists()):
@@ -124,11 +166,7 @@ def _has_shards(checkpoint: Path) -> bool:
 
 @contextlib.contextmanager
 def readable(checkpoint: Path) -> Iterator[Path]:
-    """Yields a directory that ``from_pretrained`` reads: the checkpoint, or a temporary one with verl's shards merged.
-
-    Raises:
-        ConfigError: verl cannot merge the shards.
-    """
+    """Yields a directory for ``from_pretrained``: the checkpoint, or a temporary one with verl's shards merged."""
     if not _has_shards(checkpoint):
         yield checkpoint
         return
@@ -160,66 +198,6 @@ def _join_adapters(merged: Path) -> Path:
     return adapters
 
 
-_FILE: Final = "training.json"
-_SECRET_HEADER: Final = re.compile(r"(^|[-.])(authorization|api-key)$", re.IGNORECASE)
-
-
-class TrainingRecord(BaseModel):
-    """Settings to serve the model that a run trained, and facts for its model card."""
-
-    model_config = ConfigDict(frozen=True)
-
-    algorithm: str
-    base: str
-    """The model that the training started from: a directory or a name on the hub."""
-    resource_name: str = "llm"
-    sampling: Mapping[str, Any] = Field(default_factory=dict)
-    """Sampling parameters of evaluation, which agents pass to model calls."""
-    device: str = "cpu"
-    dtype: str = "float32"
-    train_tasks: int = 0
-    val_tasks: int = 0
-    settings: Mapping[str, Any] = Field(default_factory=dict)
-    checkpoints: str | None = None
-    """The directory of verl's checkpoints."""
-
-    def write(self, run: Path) -> None:
-        """Writes the record of a run, without secrets; a resumed run replaces it."""
-        settings = _hide_secrets(to_jsonable_python(self.settings, fallback=str))
-        shown = self.model_copy(update={"settings": settings})
-        draft = run / f".{_FILE}.draft"
-        draft.write_text(shown.model_dump_json(indent=2, fallback=str), encoding="utf-8")
-        draft.replace(run / _FILE)
-
-
-def _hide_secrets(value: Any) -> Any:
-    """Replaces secret settings, and passwords in URLs, by ``***``; ``value`` consists of JSON types."""
-    if isinstance(value, dict):
-        return {name: "***" if child and _is_secret(name) else _hide_secrets(child) for name, child in value.items()}
-    if isinstance(value, list):
-        return [_hide_secrets(child) for child in value]
-    return hide_password(value) if isinstance(value, str) else value
-
-
-def _is_secret(name: str) -> bool:
-    return bool(SECRET_NAME.search(name) or _SECRET_HEADER.search(name))
-
-
-def read_training(run: Path) -> TrainingRecord | None:
-    """Returns the record of a run; None if the directory has no record, because the run did not train weights.
-
-    Raises:
-        ConfigError: the record is damaged.
-    """
-    file = run / _FILE
-    try:
-        return TrainingRecord.model_validate(json.loads(file.read_text(encoding="utf-8")))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, ValidationError) as error:
-        raise ConfigError(f"{file} is not the record of a training: {error}") from error
-
-
 @dataclass(frozen=True)
 class ServedModel:
     """A model that is being served."""
@@ -249,11 +227,7 @@ class ServedModel:
 
 @contextlib.contextmanager
 def open_model(source: str, checkpoint: str | None = None) -> Iterator[tuple[str, Path | str]]:
-    """Yields a text for the user, and the directory or hub name of a model: a run's checkpoint, or ``source`` itself.
-
-    Raises:
-        ConfigError: the run has no such checkpoint, or ``checkpoint`` is given for a model.
-    """
+    """Yields a text for the user, and a directory or hub name: of a run's checkpoint, or ``source`` itself."""
     run = Path(source)
     is_run = read_training(run) is not None or bool(list_checkpoints(run)) or (run / "run.json").is_file()
     if not is_run and checkpoint is None:
@@ -286,15 +260,13 @@ def serve_model(
 
     Raises:
         ConfigError: there is no such model.
-        PluginError: the backend, or a package that it needs, is not installed.
         LightningError: the server did not start.
     """
     record = read_training(Path(source))
     with contextlib.ExitStack() as stack:
         shown, model = stack.enter_context(open_model(source, checkpoint))
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-serve-")))
-        spec = {"name": "transformers", **settings}
-        backend = cast(PolicyBackend, get_manager().create("policy_backend", spec))
+        backend = cast(PolicyBackend, get_manager().create("policy_backend", {"name": "transformers", **settings}))
         policies = list_policies(Path(model))
         setup = PolicySetup(
             model=read_base(next(iter(policies.values()))) if policies else str(model),

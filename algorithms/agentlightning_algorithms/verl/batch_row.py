@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from agentlightning.types import Triplet
 from agentlightning_algorithms.shared.advantage import Estimator, read_credit
-from agentlightning_plugins.shared.training_records.account import call_keys, explain_unused, read_version
-from agentlightning_plugins.shared.training_records.record import Outcome
+from agentlightning_plugins.shared.training_records.record import Outcome, call_keys, explain_unused, read_version
 from agentlightning_plugins.shared.trajectories import Mismatch, Trajectory, build_trajectories
 
 if TYPE_CHECKING:

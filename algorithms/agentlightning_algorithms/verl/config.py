@@ -116,11 +116,7 @@ def default_values(settings: list[Setting]) -> dict[str, Any]:
 
 
 def compose_without_verl(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's keys over our defaults, by dotted key: verl's own keys and values are unknown without verl.
-
-    Raises:
-        ConfigError: a key is reserved, or a value is out of range.
-    """
+    """The user's keys over our defaults, by dotted key: verl's own keys and values are unknown without verl."""
     settings = list(flatten(config))
     for setting in settings:
         _check_reserved(setting.key)
@@ -248,11 +244,7 @@ def _check_reserved(key: str) -> None:
 
 
 def check_values(get: Callable[[str], Any]) -> None:
-    """Checks values that belong together; ``get`` returns None for an unknown key.
-
-    Raises:
-        ConfigError: a value is out of range, or two values exclude each other.
-    """
+    """Checks values that belong together; ``get`` returns None for an unknown key."""
     mode = get("trainer.v1.trainer_mode")
     if mode not in (None, *_MODES):
         raise ConfigError(

@@ -22,7 +22,7 @@ from agentlightning_algorithms.shared.rollout_result import RolloutResult, cance
 from agentlightning_algorithms.verl.batch_row import BatchRow, RowKind, build_rows, placeholder_row
 from agentlightning_algorithms.verl.images import ImageLoader
 from agentlightning_algorithms.verl.metrics import RolloutMetrics, RolloutStats
-from agentlightning_plugins.shared.training_records.account import count_sampled
+from agentlightning_plugins.shared.training_records.record import count_sampled
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -33,11 +33,7 @@ _START_ATTEMPTS: Final = 4
 
 
 def check_release() -> None:
-    """Checks the installed release of verl.
-
-    Raises:
-        ConfigError: verl is not installed, or its release is not supported.
-    """
+    """Checks the installed release of verl."""
     try:
         installed = metadata.version("verl")
     except metadata.PackageNotFoundError:
@@ -61,9 +57,6 @@ def start_ray(config: DictConfig) -> bool:
     """Connects to Ray with ``config.ray_kwargs.ray_init``; returns False if this process is already connected.
 
     verl's ``run_ppo`` does the same, but moves the trainer to another process, which cannot reach store and gateway.
-
-    Raises:
-        ConfigError: the cluster has fewer GPUs than verl needs.
     """
     import ray
     from omegaconf import OmegaConf
@@ -111,12 +104,7 @@ _PARALLEL: Final = ("tensor_model_parallel_size", "data_parallel_size", "pipelin
 
 
 def check_run(config: DictConfig) -> None:
-    """Finds errors that verl would find only after its workers have started. Imports verl, which takes seconds.
-
-    Raises:
-        ConfigError: the inference engine is not installed, the GPUs cannot be divided among its replicas, the model
-            does not exist, or verl's own check refuses the configuration.
-    """
+    """Finds errors that verl would find only after its workers have started. Imports verl, which takes seconds."""
     from hydra.errors import InstantiationException
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
     from verl.trainer.ppo.utils import need_critic, need_reference_policy

@@ -24,24 +24,14 @@ class ImageLoader:
     """
 
     def __init__(self, processor: Any = None, model: str = "", options: Mapping[str, Any] | None = None) -> None:
-        """Creates a loader for one model.
-
-        Args:
-            processor: verl's processor of the model; None if the model has none: rows with images are refused.
-            model: the model's path, for messages.
-            options: verl's ``data.mm_processor_kwargs``.
-        """
+        """Creates a loader for one model."""
         self._processor = copy.deepcopy(processor)  # verl uses its own in another thread; tokenizers do not allow that
         self._lock = threading.Lock()
         self._model = model
         self._options = options
 
     def load(self, built: BuiltRows, rollout_id: str) -> list[str]:
-        """Loads the images of all rows of a rollout, drops rows that cannot be trained on, and returns the reasons.
-
-        Raises:
-            ConfigError: the model has no processor, or an image is not in the request but behind a URL.
-        """
+        """Loads the images of all rows of a rollout, drops rows that cannot be trained on, and returns the reasons."""
         known: dict[str, Image] = {}
         explanations = []
         for row in list(built.rows):
@@ -111,11 +101,7 @@ def _count(tokens: Sequence[int], ids: set[int | None]) -> int:
 
 
 def _read(url: str) -> Image:
-    """Decodes a data URI to RGB as vLLM does: transparent pixels become white.
-
-    Raises:
-        ValueError: the data is not a base64-encoded image.
-    """
+    """Decodes a data URI to RGB as vLLM does: transparent pixels become white."""
     from PIL import Image
 
     head, _, body = url.partition(",")

@@ -68,11 +68,7 @@ class RolloutMetrics:
             self._counts[name] += 1
 
     def take(self, mode: str) -> dict[str, float]:
-        """Returns the metrics of a mode's rollouts, and the counts of events, since the last call.
-
-        Raises:
-            LightningError: none of the run's rollouts has a reward; see ``RewardCheck``.
-        """
+        """Returns the metrics of a mode's rollouts, and the counts of events, since the last call."""
         with self._lock:
             stats = self._stats.pop(mode, [])
             counts, self._counts = self._counts, Counter()

@@ -11,8 +11,13 @@ import transfer_queue
 
 from agentlightning.types import Span
 from agentlightning_algorithms.verl.batch_row import RowCall
-from agentlightning_plugins.shared.training_records.account import RolloutOutcome, TokenTexts
-from agentlightning_plugins.shared.training_records.record import Outcome, TrainedCall, TrainedRow
+from agentlightning_plugins.shared.training_records.record import (
+    Outcome,
+    RolloutOutcome,
+    TokenTexts,
+    TrainedCall,
+    TrainedRow,
+)
 
 _FIELDS: Final = ("prompts", "responses", "response_mask", "rollout_log_probs", "advantages")
 
@@ -71,12 +76,7 @@ def read_rows(batch: Any, *, is_skipped: bool, has_trainer: bool) -> list[Record
 
 
 def mean_drift(rows: Iterable[RecordedRow], current: int) -> float:
-    """Returns the mean number of updates between the weights that sampled a batch and the weights that it updates.
-
-    Args:
-        rows: the rows of the batch.
-        current: the version of the weights that the batch updates.
-    """
+    """Returns the mean number of updates between the weights that sampled a batch and the weights that it updates."""
     return _mean(current - call.weight_version for row in rows for call in row.calls if call.weight_version is not None)
 
 

@@ -113,9 +113,6 @@ def merge_adapter(
     """Computes W + s B A of Hu et al. 2021, arXiv:2106.09685, section 4.1; ``base`` is not changed.
 
     ``.base_layer``, which peft adds to names, is removed. The matrices A (r, in) and B (out, r) have peft's names.
-
-    Raises:
-        ConfigError: the adapter is of an unsupported kind, or a base weight is missing.
     """
     if unsupported := [name for name in _UNSUPPORTED if config.get(name)]:
         raise ConfigError(

@@ -25,7 +25,7 @@ from agentlightning_algorithms.verl.batch_row import CREDIT_ESTIMATORS, CallCred
 from agentlightning_algorithms.verl.controller import RolloutController
 from agentlightning_algorithms.verl.metrics import GPUMonitor
 from agentlightning_algorithms.verl.record import StepRecorder, mean_drift, read_rows
-from agentlightning_plugins.shared.training_records.account import TokenTexts
+from agentlightning_plugins.shared.training_records.record import TokenTexts
 
 logger = logging.getLogger("agentlightning")
 

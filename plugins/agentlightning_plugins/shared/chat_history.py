@@ -1,4 +1,4 @@
-"""Finds, for each model call, the earlier call whose conversation it continues, by comparing messages."""
+"""Chat histories of model calls: which call continues which, ``TraceToMessages``, and examples for fine-tuning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from agentlightning.adapter.call import find_calls
 from agentlightning.adapter.tree import build_tree
 from agentlightning.frozen import thaw
 from agentlightning.reward import read_final_reward
-from agentlightning.semconv import Message
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span, Triplet
 
@@ -35,19 +34,19 @@ def link_calls(triplets: Sequence[Triplet]) -> list[int | None]:
     return previous
 
 
-def read_messages(triplet: Triplet) -> Sequence[Message]:
+def read_messages(triplet: Triplet) -> Sequence[semconv.Message]:
     """Returns the messages of the prompt; empty if they were not recorded."""
     content = triplet.prompt.get("raw_content") if isinstance(triplet.prompt, Mapping) else None
     return content if isinstance(content, list) else ()
 
 
-def read_answer(triplet: Triplet) -> Message | None:
+def read_answer(triplet: Triplet) -> semconv.Message | None:
     """Returns the model's answer, if it was recorded."""
     content = triplet.response.get("raw_content") if isinstance(triplet.response, Mapping) else None
     return content[0] if isinstance(content, list) and content else None
 
 
-def find_first_edit(earlier: Sequence[Message], later: Sequence[Message]) -> int | None:
+def find_first_edit(earlier: Sequence[semconv.Message], later: Sequence[semconv.Message]) -> int | None:
     """Returns the position of the first message that differs in the later history; None if messages were only added."""
     for position, message in enumerate(earlier):
         if position >= len(later) or _signature(message) != _signature(later[position]):
@@ -56,7 +55,7 @@ def find_first_edit(earlier: Sequence[Message], later: Sequence[Message]) -> int
 
 
 def _find_previous(
-    messages: Sequence[Message], triplets: Sequence[Triplet], by_answer: Mapping[tuple[int, str], Sequence[int]]
+    messages: Sequence[semconv.Message], triplets: Sequence[Triplet], by_answer: Mapping[tuple[int, str], Sequence[int]]
 ) -> int | None:
     for length in range(len(messages) - 1, 0, -1):
         if messages[length].get("role") != "assistant":
@@ -67,7 +66,7 @@ def _find_previous(
     return None
 
 
-def _signature(message: Message) -> str:
+def _signature(message: semconv.Message) -> str:
     """Returns the parts of a message that are equal in all of its copies."""
     content: Any = message.get("content") or ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
@@ -230,7 +229,7 @@ async def _read_conversations(store: LightningStore, rollout: Rollout) -> list[F
 
 def _clean(message: dict[str, Any]) -> dict[str, Any]:
     """Keeps the fields that the API accepts. Content may be missing only in messages with tool calls."""
-    kept: dict[str, Any] = {name: thaw(message[name]) for name in _FIELDS if message.get(name) is not None}
+    kept = {name: thaw(message[name]) for name in _FIELDS if message.get(name) is not None}
     if "content" not in kept and "tool_calls" not in kept:
         kept["content"] = ""
     return kept

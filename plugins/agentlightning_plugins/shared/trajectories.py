@@ -18,6 +18,30 @@ from agentlightning.errors import ConfigError
 from agentlightning.types import Span, Triplet
 from agentlightning_plugins.shared.chat_history import find_first_edit, link_calls, read_answer, read_messages
 
+MismatchKind: TypeAlias = Literal["template", "retokenisation", "other"]
+"""``template``: the chat template renders past messages differently, such as without their reasoning.
+``retokenisation``: the same text became other tokens. ``other``: the agent changed the conversation."""
+
+_RUN: Final = 8
+"""Number of equal tokens after which two sequences count as realigned."""
+_MAX_SHIFT: Final = 24
+"""Maximum number of differing tokens on either side before the sequences realign."""
+
+
+class Mismatch(NamedTuple):
+    """A call that continues a conversation but starts a new trajectory."""
+
+    kind: MismatchKind
+    response_id: str | None
+    """Response id of this call."""
+    previous_response_id: str | None
+    """Response id of the call whose conversation this call continues."""
+    position: int
+    """Index of the first token of the prompt that differs; for an edited history, index of the first message."""
+    explanation: str
+    """One sentence for users."""
+
+
 LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs", "repeated"]
 """``repeated``: the call has the same tokens as another call, and a later call continues the other one."""
 Irregularity: TypeAlias = Literal["broke_off", "several_roots"]
@@ -161,13 +185,13 @@ def build_trajectories(triplets: Sequence[Triplet], *, decode: Decode | None = N
             for other in repeated:
                 del trajectories[id(other)]
         if trajectory is None:
-            found: list[Mismatch] = []
+            mismatch = None
             if previous in of_triplet:
-                found = [explain_mismatch(triplets[previous], triplet, decode)]
+                mismatch = explain_mismatch(triplets[previous], triplet, decode)
             elif previous is None:
-                found = explain_edit(position, triplets, openings)
-            mismatches += found
-            trajectory = Trajectory(is_root=not found)
+                mismatch = explain_edit(position, triplets, openings)
+            mismatches += [mismatch] if mismatch else []
+            trajectory = Trajectory(is_root=mismatch is None)
             trajectories[id(trajectory)] = trajectory
         trajectory.extend(triplet)
         of_triplet[position] = trajectory
@@ -225,30 +249,6 @@ def _chunk_keys(ids: Sequence[int]) -> list[tuple[int, int]]:
     return keys
 
 
-MismatchKind: TypeAlias = Literal["template", "retokenisation", "other"]
-"""``template``: the chat template renders past messages differently, such as without their reasoning.
-``retokenisation``: the same text became other tokens. ``other``: the agent changed the conversation."""
-
-_RUN: Final = 8
-"""Number of equal tokens after which two sequences count as realigned."""
-_MAX_SHIFT: Final = 24
-"""Maximum number of differing tokens on either side before the sequences realign."""
-
-
-class Mismatch(NamedTuple):
-    """A call that continues a conversation but starts a new trajectory."""
-
-    kind: MismatchKind
-    response_id: str | None
-    """Response id of this call."""
-    previous_response_id: str | None
-    """Response id of the call whose conversation this call continues."""
-    position: int
-    """Index of the first token of the prompt that differs; for an edited history, index of the first message."""
-    explanation: str
-    """One sentence for users."""
-
-
 def explain_mismatch(
     previous: Triplet, triplet: Triplet, decode: Callable[[Sequence[int]], str] | None = None
 ) -> Mismatch:
@@ -272,10 +272,10 @@ def explain_mismatch(
         text = f"the text of the answer became other tokens when it was sent back, from token {position} on"
     else:
         text = f"its tokens differ from token {position} on and do not realign"
-    return Mismatch(kind, _id(triplet), _id(previous), position, text)
+    return Mismatch(kind, triplet.metadata.get("response_id"), previous.metadata.get("response_id"), position, text)
 
 
-def explain_edit(position: int, triplets: Sequence[Triplet], openings: dict[tuple[Any, str], int]) -> list[Mismatch]:
+def explain_edit(position: int, triplets: Sequence[Triplet], openings: dict[tuple[Any, str], int]) -> Mismatch | None:
     """Returns a mismatch if a call that continues no earlier call has an edited history.
 
     ``openings`` maps each agent and its first messages to the latest such call, and is updated.
@@ -284,19 +284,19 @@ def explain_edit(position: int, triplets: Sequence[Triplet], openings: dict[tupl
     messages = read_messages(triplet)
     opening = messages[: next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), None)]
     if not opening:
-        return []
+        return None
     key = (triplet.metadata.get("agent_name"), repr([(m.get("role"), m.get("content")) for m in opening]))
     before = openings.get(key)
     openings[key] = position
     if before is None or len(opening) == len(messages):  # a new conversation
-        return []
+        return None
     previous = triplets[before]
     answer = read_answer(previous)
     history = [*read_messages(previous), *([] if answer is None else [answer])]
     edited = find_first_edit(history, messages)
     at = len(opening) if edited is None else edited
     text = f"the agent changed the history of the conversation, from message {at} on"
-    return [Mismatch("other", _id(triplet), _id(previous), at, text)]
+    return Mismatch("other", triplet.metadata.get("response_id"), previous.metadata.get("response_id"), at, text)
 
 
 def _by_tokens(expected: Sequence[int], prompt: Sequence[int], position: int, response_start: int) -> MismatchKind:
@@ -314,15 +314,7 @@ def _by_tokens(expected: Sequence[int], prompt: Sequence[int], position: int, re
             if not rest or list(prompt[position + added : position + added + len(rest)]) != rest:
                 continue
             return "retokenisation" if skipped and added else "template"
-    removed = _find_run(expected, prompt[position : position + _RUN], position)
-    return "template" if removed else "other"
-
-
-def _find_run(ids: Sequence[int], run: Sequence[int], start: int) -> bool:
-    run = list(run)
-    return bool(run) and any(ids[i] == run[0] and list(ids[i : i + len(run)]) == run for i in range(start, len(ids)))
-
-
-def _id(triplet: Triplet) -> str | None:
-    value = triplet.metadata.get("response_id")
-    return None if value is None else str(value)
+    run = list(prompt[position : position + _RUN])
+    starts = range(position, len(expected)) if run else ()
+    is_removed = any(expected[i] == run[0] and list(expected[i : i + len(run)]) == run for i in starts)
+    return "template" if is_removed else "other"

@@ -279,7 +279,7 @@ def test_a_run_trains_two_agents_and_resumes_serves_and_exports_both(tmp_path: P
             for name in ("solver", "critic")
         ]
         assert all(isinstance(text, str) for text in texts)
-    with pytest.raises(agl.ConfigError, match=r"trained several policies; write one .* DIR/critic"):
+    with pytest.raises(agl.ConfigError, match=r"saved LoRA adapters or shards; .* the folder of one"):
         agl.GRPO(model=str(run))
     refused = CliRunner().invoke(serve, [str(run), "--command", "true {model}"])
     assert "has several policies (critic, solver)" in str(refused.exception)

@@ -57,11 +57,7 @@ class SearchBudget:
         self.prices = {model: (float(price[0]), float(price[1])) for model, price in self.prices.items()}
 
     def require_prices(self, *models: str) -> None:
-        """Checks that the cost of these models can be counted.
-
-        Raises:
-            ConfigError: ``max_cost`` is set and one of them has no price.
-        """
+        """Checks that the cost of these models can be counted."""
         for model in models:
             if self.max_cost is not None and model not in self.prices:
                 raise ConfigError(

@@ -63,11 +63,7 @@ class Candidate(Resource):
         return self.batch_score if self.full_score is None else self.full_score
 
     def prompt_name(self, name: str | None = None) -> str:
-        """Returns the name of a prompt; ``name`` may be None if there is only one prompt.
-
-        Raises:
-            ConfigError: there is no prompt of this name, or there are several and ``name`` is None.
-        """
+        """Returns the name of a prompt; ``name`` may be None if there is only one prompt."""
         names = ", ".join(sorted(self.prompts))
         if name is None and len(self.prompts) > 1:
             raise ConfigError(f"{len(self.prompts)} prompts are tuned; name one of: {names}")
@@ -95,9 +91,6 @@ def choose_prompts(
     """Returns the prompts to tune: all prompts, or those named in ``wanted``.
 
     With ``skip_untunable``, prompts that cannot be tuned are skipped if others remain.
-
-    Raises:
-        ConfigError: there is no prompt, a wanted prompt does not exist, or a prompt cannot be tuned.
     """
     known = {name: value for name, value in resources.items() if isinstance(value, PromptTemplate)}
     if not known:

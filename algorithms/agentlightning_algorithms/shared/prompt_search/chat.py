@@ -53,11 +53,7 @@ class CachedChat:
     async def ask(
         self, place: str, model: str, messages: Sequence[Mapping[str, Any]], *, temperature: float
     ) -> str | None:
-        """Makes the call at a place of the search, or takes its answer from the cache.
-
-        Returns:
-            The answer; None when the call failed or the budget is spent.
-        """
+        """Makes the call at a place of the search, or takes its answer from the cache."""
         call = self._cache.calls.get(place)
         if call is None:
             if place in self._cache.skipped:
@@ -118,9 +114,6 @@ def copy_client(client: AsyncOpenAI | None) -> AsyncOpenAI:
 
     For None, the environment configures the client. A client of another class, or with the user's own ``http_client``,
     is returned unchanged.
-
-    Raises:
-        ConfigError: there is no key in the environment.
     """
     # A client imports this at its first call: that takes half a second, and deadlocks when two threads do so at once.
     import openai.resources.chat  # noqa: F401 # for the effect
@@ -155,14 +148,7 @@ class CallCache:
     """Answered calls by place. With a file, they survive the process."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """Opens the cache.
-
-        Args:
-            file: JSON lines, one per call; None keeps calls in memory only. An incomplete last line is dropped.
-
-        Raises:
-            ConfigError: a complete line of the file is damaged.
-        """
+        """Opens the cache."""
         self.calls: dict[str, CachedCall] = {}
         self.skipped: set[str] = set()
         """Places whose call failed in a round that the search finished without the answer."""

@@ -129,11 +129,7 @@ def _to_text(value: Any) -> str:
 
 
 def read_templates(name: str, given: Templates, default: Sequence[PromptTemplate]) -> tuple[PromptTemplate, ...]:
-    """Returns the user's prompts or, for None, the default; a plain str is an f-string template.
-
-    Raises:
-        ConfigError: ``given`` is empty or contains something other than templates.
-    """
+    """Returns the user's prompts or, for None, the default; a plain str is an f-string template."""
     if given is None:
         return tuple(default)
     several = [given] if isinstance(given, (str, PromptTemplate)) else list(given)

@@ -173,11 +173,7 @@ class PromptSearch(Algorithm):
         return max(self.confirm_pairs, n_tasks) if self.confirm_pairs else 0
 
     async def begin(self) -> Candidate:
-        """Finds the prompts to tune and publishes the seed. Called when a run begins or is resumed.
-
-        Raises:
-            ConfigError: there is no prompt to tune, a prompt in ``prompts`` does not exist, or one cannot be tuned.
-        """
+        """Finds the prompts to tune and publishes the seed. Called when a run begins or is resumed."""
         self._reset()
         self.open_chat(self.context.directory)
         self._base = await self._read_base()
@@ -227,9 +223,6 @@ class PromptSearch(Algorithm):
         """Runs a published candidate on the tasks at ``indices``, concurrently.
 
         ``place`` identifies the trial within the search: a resumed search does not run it again.
-
-        Raises:
-            LightningError: no rollout of the first trials has a reward; see ``RewardCheck``.
         """
         step = next((part for part in place if isinstance(part, int)), 0)
         requests = [

@@ -118,13 +118,6 @@ async def confirm(
     The highest of many scores is too high on average even if all prompts are equal (the winner's curse; Andrews,
     Kitagawa and McCloskey 2024, Inference on winners, QJE 139). Fresh rollouts had no part in the selection. The pairs
     are compared by a permutation test that flips signs, which is exact if both prompts are equally good on each task.
-
-    Args:
-        first: the first prompt of the search.
-        best: the prompt with the highest score.
-        tasks: indices of the tasks, in random order.
-        n_pairs: number of rollouts of each prompt.
-        score: runs a prompt on some of the tasks and returns their rewards; the last argument numbers the batches.
     """
     batches = [tasks[: n_pairs - start] for start in range(0, n_pairs, len(tasks))]
 
