@@ -48,11 +48,7 @@ class Evaluation(FastAlgorithm):
         self.config = retry_lost(self.rollout_timeout_s)
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
-        """Evaluates the validation data, or the training data when there is no validation data.
-
-        Raises:
-            LightningError: the first rollouts that succeeded have no reward.
-        """
+        """Evaluates the validation data, or the training data when there is no validation data."""
         dataset = val_dataset if val_dataset is not None else train_dataset
         if dataset is None:
             raise ConfigError("evaluation needs a dataset")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -103,20 +102,14 @@ def _find_name(rule: CreditRule) -> str:
 def _find_spans_after(nodes: Sequence[Node], calls: Sequence[TracedCall]) -> list[list[Span]]:
     """Returns, for each call, the other spans of its agent that start between it and the agent's next call."""
     of_calls = {node for call in calls for node in call.nodes}
-    starts: dict[str | None, list[float]] = {}
-    positions: dict[str | None, list[int]] = {}
-    # An adapter may list calls in the order in which they ended.
-    for position, call in sorted(enumerate(calls), key=lambda item: item[1].anchor.start):
-        starts.setdefault(call.anchor.agent_name, []).append(call.anchor.start)
-        positions.setdefault(call.anchor.agent_name, []).append(position)
-    spans: list[list[Span]] = [[] for _ in calls]
-    for node in sorted(nodes, key=lambda node: (node.start, node.span.sequence_id)):
-        if node in of_calls or node.agent_name not in starts:
-            continue
-        before = bisect.bisect_right(starts[node.agent_name], node.start) - 1
-        if before >= 0:
-            spans[positions[node.agent_name][before]].append(node.span)
-    return spans
+    own: dict[Node, list[Span]] = {call.anchor: [] for call in calls}
+    latest: dict[str | None, list[Span]] = {}
+    for node in sorted(nodes, key=lambda node: (node.start, node not in own, node.span.sequence_id)):
+        if node in own:
+            latest[node.agent_name] = own[node]
+        elif node not in of_calls and node.agent_name in latest:
+            latest[node.agent_name].append(node.span)
+    return [own[call.anchor] for call in calls]
 
 
 class IdenticalCredit(CreditRule):
@@ -195,13 +188,8 @@ class IntermediateCredit(CreditRule):
     ) -> None:
         """Sets the reward of each incident.
 
-        Args:
-            base: the rule to whose values these rewards are added; None stays None (as for a failed attempt).
-            tool_success: reward for each tool call that succeeded.
-            tool_failure: reward for each tool call that failed.
-            invalid_output: reward for an unusable answer.
-            retry: reward for an answer that was requested again, or that repeats a failed tool call.
-            error_pattern: regular expression that matches the results of failed tool calls.
+        ``base`` is the rule to whose values these rewards are added; None stays None, as for a failed attempt.
+        ``error_pattern`` is a regular expression that matches the results of failed tool calls.
         """
         try:
             self._error = re.compile(error_pattern)
@@ -229,30 +217,26 @@ class IntermediateCredit(CreditRule):
     def find_incidents(self, steps: Sequence[Step]) -> list[list[Incident]]:
         """Returns the incidents of each step."""
         incidents: list[list[Incident]] = [[] for _ in steps]
-        failed_at: dict[tuple[str | None, str, str], int] = {}
         failures: list[list[_ToolCall]] = [[] for _ in steps]
         results: dict[str, str] = {}  # in later steps, by the id of the tool call; the nearest result counts
         for position in range(len(steps) - 1, -1, -1):
             step = steps[position]
-            for call in _tool_calls(step):
-                outcome = self._outcome(call, step.spans, results)
-                if outcome is not None:
-                    incidents[position].append(outcome)
-                if outcome == "tool_failure":
-                    failures[position].append(call)
+            outcomes = [(call, self._outcome(call, step.spans, results)) for call in _tool_calls(step)]
+            incidents[position] += [outcome for _, outcome in outcomes if outcome is not None]
+            failures[position] = [call for call, outcome in outcomes if outcome == "tool_failure"]
             results.update(_tool_results(step))
+        failed: set[tuple[str | None, str, str]] = set()
         last_of_agent: dict[str | None, int] = {}
         for position, step in enumerate(steps):
-            agent = _metadata(step, "agent_name")
+            agent = step.triplets[0].metadata.get("agent_name")
             if _is_invalid(step):
                 incidents[position].append("invalid_output")
-            if any((agent, call.name, call.arguments) in failed_at for call in _tool_calls(step)):
+            if any((agent, call.name, call.arguments) in failed for call in _tool_calls(step)):
                 incidents[position].append("retry")
             before = last_of_agent.get(agent)
             if before is not None and _prompt(steps[before]) and _prompt(steps[before]) == _prompt(step):
                 incidents[before].append("retry")
-            for call in failures[position]:
-                failed_at[agent, call.name, call.arguments] = position
+            failed.update((agent, call.name, call.arguments) for call in failures[position])
             last_of_agent[agent] = position
         return incidents
 
@@ -272,13 +256,12 @@ class IntermediateCredit(CreditRule):
 
 
 def _tool_calls(step: Step) -> list[_ToolCall]:
-    calls = []
-    for answer in _answers(step):
-        for call in answer.get("tool_calls") or ():
-            function = call.get("function") or {}
-            values = call.get("id"), function.get("name"), function.get("arguments")
-            calls.append(_ToolCall(*(str(value or "") for value in values)))
-    return calls
+    calls = [call for answer in _answers(step) for call in answer.get("tool_calls") or ()]
+    functions = [call.get("function") or {} for call in calls]
+    return [
+        _ToolCall(str(call.get("id") or ""), str(function.get("name") or ""), str(function.get("arguments") or ""))
+        for call, function in zip(calls, functions, strict=True)
+    ]
 
 
 def _tool_results(step: Step) -> dict[str, str]:
@@ -290,7 +273,7 @@ def _tool_results(step: Step) -> dict[str, str]:
 
 
 def _is_invalid(step: Step) -> bool:
-    if _metadata(step, "finish_reason") == "length":
+    if step.triplets[0].metadata.get("finish_reason") == "length":
         return True
     if any(not answer.get("tool_calls") and not _text(answer.get("content")).strip() for answer in _answers(step)):
         return True
@@ -304,18 +287,13 @@ def _is_json_object(text: str) -> bool:
         return False
 
 
-def _answers(step: Step) -> Iterator[Mapping[str, Any]]:
-    """Yields the first choice, with which the agent continued, if there is one."""
-    yield from step.triplets[0].response["raw_content"][:1]
+def _answers(step: Step) -> Sequence[dict[str, Any]]:
+    """Returns the first choice, with which the agent continued, if there is one."""
+    return list(step.triplets[0].response["raw_content"][:1])
 
 
-def _prompt(step: Step) -> Sequence[Mapping[str, Any]]:
-    messages: Sequence[Mapping[str, Any]] = step.triplets[0].prompt["raw_content"]
-    return messages
-
-
-def _metadata(step: Step, key: str) -> Any:
-    return step.triplets[0].metadata.get(key)
+def _prompt(step: Step) -> Sequence[dict[str, Any]]:
+    return list(step.triplets[0].prompt["raw_content"])
 
 
 def _text(content: Any) -> str:

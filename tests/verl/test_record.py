@@ -35,12 +35,12 @@ def row(name: str, group: str, reward: float, advantages: list[float], mask: lis
 
 
 def record(*rows: object, **options: bool) -> tuple[list[TrainedRow], dict[str, LedgerEntry]]:
-    from agentlightning_algorithms.verl.record import StepRecorder
+    from agentlightning_algorithms.verl.record import make_spans
 
-    made = StepRecorder(TokenTexts(lambda ids: f"<{ids[0]}>")).make_spans(rows, 5, **options)
-    entries = [LedgerEntry.from_span(span) for span in made.spans if span.name == LEDGER_SPAN]
-    assert sum(made.outcomes.values()) == len(entries)
-    kept = [TrainedRow.from_span(span) for span in made.spans if span.name != LEDGER_SPAN]
+    spans, outcomes = make_spans(rows, 5, TokenTexts(lambda ids: f"<{ids[0]}>"), **options)
+    entries = [LedgerEntry.from_span(span) for span in spans if span.name == LEDGER_SPAN]
+    assert sum(outcomes.values()) == len(entries)
+    kept = [TrainedRow.from_span(span) for span in spans if span.name != LEDGER_SPAN]
     return kept, {entry.rollout_id: entry for entry in entries}
 
 

@@ -8,13 +8,11 @@ import json
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Final, TypeAlias
 
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.errors import ConfigError, ConflictError, StoreError
 from agentlightning.resources import split_version_id
-from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, EnqueueRolloutRequest, Rollout, RolloutConfig
 from agentlightning_algorithms.live.reward_feed import EventFeed, ResultReader, read_reward
 from agentlightning_algorithms.live.settings import LiveSettings, make_candidate
@@ -32,6 +30,7 @@ from agentlightning_algorithms.shared.live_resources import (
 from agentlightning_algorithms.shared.rollout_result import run_rollouts
 
 logger = logging.getLogger("agentlightning")
+_HEARTBEAT_S: Final = 5.0
 
 
 class LiveLearning(LiveSettings, Algorithm):
@@ -63,8 +62,13 @@ class LiveLearning(LiveSettings, Algorithm):
         if self.context.adapter is not None:
             adapter = type(self.context.adapter).__name__
             logger.warning("the adapter %s has no effect: live learning reads rewards; leave adapter out", adapter)
-        learner = Learner(self, self.get_store(), self.context.directory)
-        parts = learner.learn(), learner.feed.follow(), learner.send_heartbeats()
+        self.store = self.get_store()
+        self.ids = LiveIds(self.store.run_id)
+        self.learner_store = self.store.with_run(self.ids.learner_run_id)
+        self.feed = EventFeed(self.store)
+        self.state: LiveState
+        self.version = 0
+        parts = self._learn(), self.feed.follow(), self._send_heartbeats()
         work = [asyncio.create_task(part) for part in parts]
         try:
             ended, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
@@ -75,33 +79,16 @@ class LiveLearning(LiveSettings, Algorithm):
         for task in ended:
             task.result()  # raises the error of any part
 
-
-_HEARTBEAT_S: Final = 5.0
-
-
-class Learner:
-    """Runs the phases of live learning, and stores the state after each step."""
-
-    def __init__(self, settings: LiveSettings, store: LightningStore, directory: Path | None = None) -> None:
-        self.settings = settings
-        self.store = store
-        self.directory = directory
-        self.ids = LiveIds(store.run_id)
-        self.learner_store = store.with_run(self.ids.learner_run_id)
-        self.feed = EventFeed(store)
-        self.state: LiveState
-        self.version = 0
-
-    async def learn(self) -> None:
+    async def _learn(self) -> None:
         await self._load_state()
         phases = {"watching": self._watch, "checking": self._check, "trial": self._try, "closing": self._try}
         while True:
             state = self.state
-            if state.phase == "watching" and state.trial >= (self.settings.max_trials or state.trial + 1):
+            if state.phase == "watching" and state.trial >= (self.max_trials or state.trial + 1):
                 return
             await phases[state.phase]()
 
-    async def send_heartbeats(self) -> None:
+    async def _send_heartbeats(self) -> None:
         """Shows serving processes that a learner is alive, and at which version of the state."""
         while True:
             stats = {"version": self.version}
@@ -109,7 +96,7 @@ class Learner:
                 await self.store.update_worker(self.ids.worker_id, heartbeat_stats=stats)
             except (StoreError, OSError) as error:
                 logger.warning("the live learner could not send its heartbeat: %s", error)
-            await asyncio.sleep(min(_HEARTBEAT_S, self.settings.refresh_s))
+            await asyncio.sleep(min(_HEARTBEAT_S, self.refresh_s))
 
     async def _load_state(self) -> None:
         found = await read_live_state(self.store)
@@ -162,7 +149,7 @@ class Learner:
         candidate = None if state.candidate is None else await self.store.get_resources_by_id(state.candidate)
         if candidate is not None and candidate.resources == latest.resources:
             note = f"candidate {state.trial} is promoted as {latest.version_id}"
-            spent = state.margin_spent + next_margin(self.settings, state)  # upper bound: the verdict was not recorded
+            spent = state.margin_spent + next_margin(self, state)  # upper bound: the verdict was not recorded
         else:
             note = f"{latest.version_id} was published from outside and is the stable version now"
             spent = 0.0
@@ -176,10 +163,10 @@ class Learner:
         results: list[Result] = []
         while not await self._is_superseded():
             results += (await reader.read_new())[0]
-            if len(results) >= self.settings.evidence:
+            if len(results) >= self.evidence:
                 await self._propose(sorted(results, key=lambda result: result.rollout.start_time))
                 return
-            await self.feed.wait(self.settings.refresh_s)
+            await self.feed.wait(self.refresh_s)
 
     async def _propose(self, results: Sequence[Result]) -> None:
         number = self.state.trial + 1
@@ -188,10 +175,10 @@ class Learner:
             stable = await self.store.get_resources_by_id(self.state.stable)
             assert stable is not None, "versions are never removed"
             notes = [state.note for state in await read_live_history(self.store)]
-            experience = LiveExperience(stable.resources, results, notes, self.store, self.directory)
+            experience = LiveExperience(stable.resources, results, notes, self.store, self.context.directory)
             try:
-                assert callable(self.settings.propose), "load_proposer made it one"
-                resources = await make_candidate(self.settings.propose, experience)
+                assert callable(self.propose), "load_proposer made it one"
+                resources = await make_candidate(self.propose, experience)
             except Exception as error:  # isolation point: a failing proposer must not end the learning
                 logger.exception("the proposer failed")
                 await self._watch_again(f"the proposer failed: {type(error).__name__}: {error}"[:500])
@@ -209,28 +196,28 @@ class Learner:
     async def _check(self) -> None:
         if await self._is_superseded():
             return
-        state, settings = self.state, self.settings
+        state = self.state
         recorded = await self._recorded()
         requests = [
             EnqueueRolloutRequest(
                 input=result.rollout.input,
                 mode="val",
                 resources_id=state.candidate,
-                config=RolloutConfig(timeout_seconds=settings.check_timeout_s),
+                config=RolloutConfig(timeout_seconds=self.check_timeout_s),
                 metadata={"group": "check", "step": state.trial},
                 rollout_id=_check_id(state, result.rollout),
             )
             for result in recorded
         ]
-        ended = await run_rollouts(self.store, requests, timeout_s=settings.check_timeout_s)
+        ended = await run_rollouts(self.store, requests, timeout_s=self.check_timeout_s)
         n_cancelled = sum(rollout.status == "cancelled" for rollout in ended)
         if n_cancelled:
             await self._watch_again(
                 f"candidate {state.trial} is rejected: {n_cancelled} of {len(ended)} recorded tasks were not run "
-                f"within {settings.check_timeout_s:g} s; are there runners?"
+                f"within {self.check_timeout_s:g} s; are there runners?"
             )
             return
-        low, high = settings.reward_range
+        low, high = self.reward_range
         rewards = [await read_reward(self.store, rollout, low) for rollout in ended]
         pairs = zip(rewards, recorded, strict=True)
         differences = [reward - before.reward for reward, before in pairs if reward is not None]  # users rate the rest
@@ -244,21 +231,21 @@ class Learner:
             f"{sum(rollout.status == 'failed' for rollout in ended)} failed, "
             f"{change:+.3f} on the {len(differences)} with a reward"
         )
-        tolerated = settings.check_tolerance
-        risk = settings.risk * CHECK_SHARE / 2  # of each of two tests
+        tolerated = self.check_tolerance
+        risk = self.risk * CHECK_SHARE / 2  # of each of two tests
         if is_lower(differences, tolerated * (high - low), risk) or is_lower(failures, tolerated, risk):
             await self._watch_again(f"{summary}; rejected by the offline check")
         else:
             await self._enter(
-                f"{summary}; gets {settings.share:.0%} of the traffic",
+                f"{summary}; gets {self.share:.0%} of the traffic",
                 phase="trial",
-                share=settings.share,
+                share=self.share,
                 served_trials=state.served_trials + 1,
             )
 
     async def _recorded(self) -> list[Result]:
         """The newest different tasks that were served with the stable version, with their rewards."""
-        state, limit = self.state, self.settings.check_tasks
+        state, limit = self.state, self.check_tasks
         served: list[Rollout] = []
         for group in ("stable", "control"):
             served += await self.store.query_rollouts(
@@ -275,7 +262,7 @@ class Learner:
             if len(found) == limit:
                 break
             if rollout.resources_id == state.stable and task not in found:
-                reward = await read_reward(self.store, rollout, self.settings.reward_range[0])
+                reward = await read_reward(self.store, rollout, self.reward_range[0])
                 if reward is not None:
                     found[task] = Result(rollout, reward)
         return list(found.values())
@@ -283,10 +270,10 @@ class Learner:
     # --- trial: the candidate on a share of the traffic ---
 
     async def _try(self) -> None:
-        settings, state = self.settings, self.state
+        state = self.state
         # Step and group select the rollouts; the minute allows for clocks that differ between processes.
         reader = self._reader({"control", "treatment"}, state.since - 60.0, state.trial)
-        trial = Trial(settings, state)
+        trial = Trial(self, state)
         has_logged = False
         while not await self._is_superseded():
             results, horizon = await reader.read_new()
@@ -295,21 +282,21 @@ class Learner:
             if trial.verdict is not None or (is_complete and self.state.phase == "closing"):
                 await self._end_trial(trial, reader.unrated)
                 return
-            is_late = self.store.now() - state.since >= settings.max_trial_s
-            if self.state.phase == "trial" and (is_late or reader.count("treatment") >= settings.max_treated):
+            is_late = self.store.now() - state.since >= self.max_trial_s
+            if self.state.phase == "trial" and (is_late or reader.count("treatment") >= self.max_treated):
                 note = f"candidate {state.trial} gets no more traffic and waits for its last rewards"
                 await self._save(state.model_copy(update={"phase": "closing", "note": note}))
                 logger.info("live learning: %s", note)
                 continue  # the results that are known may be complete
-            if trial.is_waiting and not has_logged and self.store.now() - horizon > 10 * settings.refresh_s:
+            if trial.is_waiting and not has_logged and self.store.now() - horizon > 10 * self.refresh_s:
                 has_logged = True
                 text = "live learning: candidate %d waits for earlier rollouts (reward_timeout_s, rollout_timeout_s)"
                 logger.info(text, state.trial)
-            await self.feed.wait(settings.refresh_s)
+            await self.feed.wait(self.refresh_s)
 
     async def _end_trial(self, trial: Trial, unrated: Mapping[str, int]) -> None:
         """Promotes the candidate, or lets the stable version stay."""
-        settings, state, verdict, test = self.settings, self.state, trial.verdict, trial.deciding_test
+        state, verdict, test = self.state, trial.verdict, trial.deciding_test
         low, high = test.interval
         summary = (
             f"candidate {state.trial}: {test.difference:+.3f} [{low:+.3f}, {high:+.3f}] "
@@ -336,15 +323,14 @@ class Learner:
         candidate = await self.store.get_resources_by_id(state.candidate or "")
         assert candidate is not None, "versions are never removed"
         update = await self.store.update_resources(split_version_id(state.stable)[0], candidate.resources)
-        spent = state.margin_spent + (next_margin(settings, state) if verdict == "not worse" else 0.0)
+        spent = state.margin_spent + (next_margin(self, state) if verdict == "not worse" else 0.0)
         note = f"{summary}; promoted as {update.version_id} because it is {verdict}"
         await self._watch_again(note, stable=update.version_id, margin_spent=spent)
 
     def _reader(self, groups: set[str], since: float, step: int | None = None) -> ResultReader:
-        settings = self.settings
         return ResultReader(
-            self.store, self.feed, groups, since, settings.reward_timeout_s, settings.rollout_timeout_s,
-            step=step, failure_reward=settings.reward_range[0],
+            self.store, self.feed, groups, since, self.reward_timeout_s, self.rollout_timeout_s,
+            step=step, failure_reward=self.reward_range[0],
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from agentlightning.emitter import emit_reward
-from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.errors import NotFoundError
 from agentlightning.resources import Resource, ResourcesUpdate
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
@@ -60,10 +60,8 @@ class LiveIds:
     """The ids in the store that a run's live learning uses."""
 
     def __init__(self, run_id: str) -> None:
-        self.learner_run_id = f"{run_id}.live"
-        """The run that holds the states and the candidates."""
-        self.state_id = f"{run_id}.live"
-        """The snapshot whose versions are the states."""
+        self.learner_run_id = self.state_id = f"{run_id}.live"
+        """The run that holds states and candidates, and the snapshot in it whose versions are the states."""
         self.candidate_id = f"{run_id}.candidate"
         """The snapshot whose version n is the candidate of trial n."""
         self.worker_id = f"{run_id}.live-learner"
@@ -85,8 +83,7 @@ async def read_live_history(store: LightningStore) -> list[LiveState]:
 
 def _state_in(update: ResourcesUpdate) -> LiveState:
     state = update.resources[STATE_NAME]
-    if not isinstance(state, LiveState):
-        raise ConfigError(f"resources {update.resources_id!r} hold {state.resource_type!r}, not a live state")  # type: ignore[attr-defined] # every resource class names its type
+    assert isinstance(state, LiveState)
     return state
 
 

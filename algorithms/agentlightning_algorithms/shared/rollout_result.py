@@ -73,10 +73,6 @@ class RewardCheck:
     def add(self, outcomes: Iterable[tuple[float | None, str | None]], *, is_last: bool = False) -> None:
         """Adds a batch of rollouts.
 
-        Args:
-            outcomes: the reward of each rollout, and its error if it failed.
-            is_last: whether the run has no further batch.
-
         Raises:
             LightningError: every rollout so far failed or has no reward.
         """

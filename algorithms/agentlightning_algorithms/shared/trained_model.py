@@ -22,7 +22,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import LLM, SECRET_NAME, Resource
 from agentlightning.store.url import hide_password
-from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup, load_adapter
+from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup
 
 STEPS: Final = "steps"
 """The folder of a run that holds the weights of single steps."""
@@ -71,11 +71,7 @@ def _hide_secrets(value: Any) -> Any:
 
 
 def read_training(run: Path) -> TrainingRecord | None:
-    """Returns the record of a run; None if the directory has no record, because the run did not train weights.
-
-    Raises:
-        ConfigError: the record is damaged.
-    """
+    """Returns the record of a run; None if the directory has no record, because the run did not train weights."""
     file = run / _FILE
     try:
         return TrainingRecord.model_validate(json.loads(file.read_text(encoding="utf-8")))
@@ -279,6 +275,6 @@ def serve_model(
         stack.callback(lambda: asyncio.run(backend.stop()))
         asyncio.run(backend.start(setup))
         for policy, path in policies.items():
-            asyncio.run(load_adapter(backend, policy, path, 0))
+            asyncio.run(backend.load_adapter(policy, path, 0))
         endpoint = str(backend.model_entry["endpoint"])
         yield ServedModel(shown, endpoint, name, backend, record, tuple(policies))

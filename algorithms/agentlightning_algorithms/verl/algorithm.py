@@ -109,7 +109,9 @@ class VERL(RolloutSettings, Algorithm):
                 await gateway.start()
                 stack.push_async_callback(gateway.stop)
             if await asyncio.to_thread(start_ray, config):
-                stack.push_async_callback(asyncio.to_thread, _stop_ray)
+                import ray
+
+                stack.push_async_callback(asyncio.to_thread, ray.shutdown)
             from agentlightning_algorithms.verl.trainer import train
 
             controller = RolloutController(
@@ -177,12 +179,6 @@ class VERL(RolloutSettings, Algorithm):
             elif "trainer.test_freq" not in given:
                 config.trainer.test_freq = 10
         return config
-
-
-def _stop_ray() -> None:
-    import ray
-
-    ray.shutdown()
 
 
 def _check_credit(adapter: object, config: DictConfig) -> None:

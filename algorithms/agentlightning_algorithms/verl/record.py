@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import transfer_queue
 
@@ -20,14 +20,6 @@ from agentlightning_plugins.shared.training_records.record import (
 )
 
 _FIELDS: Final = ("prompts", "responses", "response_mask", "rollout_log_probs", "advantages")
-
-
-class BatchRecord(NamedTuple):
-    """The records of a batch."""
-
-    spans: list[Span]
-    outcomes: Counter[Outcome]
-    """Number of rollouts with each outcome."""
 
 
 @dataclass
@@ -80,67 +72,60 @@ def mean_drift(rows: Iterable[RecordedRow], current: int) -> float:
     return _mean(current - call.weight_version for row in rows for call in row.calls if call.weight_version is not None)
 
 
-@dataclass
-class StepRecorder:
-    """Makes the spans that record batches, each in the trace of its rollout."""
+def make_spans(
+    rows: Sequence[RecordedRow], step: int, texts: TokenTexts, *, trains_flat_groups: bool = False
+) -> tuple[list[Span], Counter[Outcome]]:
+    """Returns the records of a batch, each in the trace of its rollout, and the number of rollouts with each outcome.
 
-    texts: TokenTexts
-
-    def make_spans(self, rows: Sequence[RecordedRow], step: int, *, trains_flat_groups: bool = False) -> BatchRecord:
-        """Returns the records of a batch: one for each row that was trained on, and one for each rollout.
-
-        Args:
-            rows: the rows of the batch, at least one for each rollout.
-            step: the version of the weights that the update made.
-            trains_flat_groups: the loss has terms without advantages, so rows of advantage 0 are trained on too.
-        """
-        rewards: dict[str, set[float | None]] = {}
-        for row in rows:
-            rewards.setdefault(row.rollout.group, set()).add(row.rollout.reward)
-        spans: list[Span] = []
-        calls: dict[str, dict[str, Outcome]] = {}
-        rollouts: dict[str, RolloutOutcome] = {}
-        for row in rows:
-            rollouts[row.rollout.rollout_id] = row.rollout
-            outcomes = calls.setdefault(row.rollout.rollout_id, dict(row.left_out))
-            is_flat = not trains_flat_groups and len(rewards[row.rollout.group]) == 1 and not any(row.advantages)
-            for call in row.calls:
-                outcomes[call.name] = _judge(row, call, is_flat=is_flat)
-            trained = [call for call in row.calls if outcomes[call.name] in ("trained", "mismatch")]
-            if trained and row.rollout.attempt_id:
-                spans.append(self._to_row(row, trained, step, outcomes).to_span())
-        entries = [rollout.to_entry(step, calls[name]) for name, rollout in rollouts.items() if rollout.attempt_id]
-        spans += [entry.to_span() for entry in entries]
-        return BatchRecord(spans, Counter(entry.outcome for entry in entries))
-
-    def _to_row(
-        self, row: RecordedRow, calls: Sequence[RowCall], step: int, outcomes: dict[str, Outcome]
-    ) -> TrainedRow:
-        has_own = any(len(set(_kept(row, call))) > 1 for call in calls)
-        return TrainedRow(
-            rollout_id=row.rollout.rollout_id,
-            attempt_id=row.rollout.attempt_id,
-            step=step,
-            prompt_ids=row.prompt_ids,
-            response_ids=row.response_ids,
-            mask=row.mask,
-            logprobs=row.logprobs,
-            trainer_logprobs=row.trainer_logprobs,
-            calls=[
-                TrainedCall(call.name, call.start, call.end, _mean(_kept(row, call)), call.weight_version)
-                for call in calls
-            ],
-            reward=row.rollout.reward,
-            outcome="trained" if any(outcomes[call.name] == "trained" for call in calls) else "mismatch",
-            texts=self.texts.read(row.prompt_ids, row.response_ids),
-            token_advantages=row.advantages if has_own else None,
-        )
+    Args:
+        rows: the rows of the batch, at least one for each rollout.
+        step: the version of the weights that the update made.
+        texts: the texts of tokens.
+        trains_flat_groups: the loss has terms without advantages, so rows of advantage 0 are trained on too.
+    """
+    rewards: dict[str, set[float | None]] = {}
+    for row in rows:
+        rewards.setdefault(row.rollout.group, set()).add(row.rollout.reward)
+    spans: list[Span] = []
+    calls: dict[str, dict[str, Outcome]] = {}
+    rollouts: dict[str, RolloutOutcome] = {}
+    for row in rows:
+        rollouts[row.rollout.rollout_id] = row.rollout
+        outcomes = calls.setdefault(row.rollout.rollout_id, dict(row.left_out))
+        is_flat = not trains_flat_groups and len(rewards[row.rollout.group]) == 1 and not any(row.advantages)
+        used: Outcome = "flat_group" if is_flat else "trained"
+        for call in row.calls:
+            is_kept = any(row.mask[call.start : call.end])
+            outcomes[call.name] = used if is_kept else "mismatch"
+        trained = [call for call in row.calls if outcomes[call.name] in ("trained", "mismatch")]
+        if trained and row.rollout.attempt_id:
+            spans.append(_to_row(row, trained, step, outcomes, texts).to_span())
+    entries = [rollout.to_entry(step, calls[name]) for name, rollout in rollouts.items() if rollout.attempt_id]
+    spans += [entry.to_span() for entry in entries]
+    return spans, Counter(entry.outcome for entry in entries)
 
 
-def _judge(row: RecordedRow, call: RowCall, *, is_flat: bool) -> Outcome:
-    if not any(row.mask[call.start : call.end]):
-        return "mismatch"
-    return "flat_group" if is_flat else "trained"
+def _to_row(
+    row: RecordedRow, calls: Sequence[RowCall], step: int, outcomes: dict[str, Outcome], texts: TokenTexts
+) -> TrainedRow:
+    has_own = any(len(set(_kept(row, call))) > 1 for call in calls)
+    return TrainedRow(
+        rollout_id=row.rollout.rollout_id,
+        attempt_id=row.rollout.attempt_id,
+        step=step,
+        prompt_ids=row.prompt_ids,
+        response_ids=row.response_ids,
+        mask=row.mask,
+        logprobs=row.logprobs,
+        trainer_logprobs=row.trainer_logprobs,
+        calls=[
+            TrainedCall(call.name, call.start, call.end, _mean(_kept(row, call)), call.weight_version) for call in calls
+        ],
+        reward=row.rollout.reward,
+        outcome="trained" if any(outcomes[call.name] == "trained" for call in calls) else "mismatch",
+        texts=texts.read(row.prompt_ids, row.response_ids),
+        token_advantages=row.advantages if has_own else None,
+    )
 
 
 def _kept(row: RecordedRow, call: RowCall) -> list[float]:

@@ -129,9 +129,6 @@ class TraceToTrajectories(TraceAdapter[Trajectories]):
         Args:
             source: the adapter that creates the triplets, or its settings.
             irregular: ``mask`` sets the masks of an attempt with irregularities to 0; ``train`` leaves them.
-
-        Raises:
-            ConfigError: an unknown value of ``irregular``.
         """
         if irregular not in ("mask", "train"):
             raise ConfigError(f"irregular = {irregular!r}; one of: mask, train")

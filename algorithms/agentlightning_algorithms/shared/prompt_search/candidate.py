@@ -1,4 +1,7 @@
-"""Candidates: sets of prompts with their lineage and scores."""
+"""Candidates: sets of prompts with their lineage and scores.
+
+An edit of a prompt must keep all of its placeholders, such as ``{question}``, and add no others.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import json
 import re
 import string
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
@@ -114,29 +117,21 @@ def choose_prompts(
 
 
 def find_placeholders(prompt: PromptTemplate) -> frozenset[str]:
-    """Returns the names of a prompt's placeholders.
-
-    Raises:
-        ConfigError: the text is not a template of its engine, or the engine is ``poml``, whose templates a model must
-            not write.
-    """
+    """Returns the names of a prompt's placeholders; raises ConfigError if the prompt cannot be tuned."""
     if prompt.engine == "poml":
         raise ConfigError(
             "a prompt of engine 'poml' cannot be tuned, because POML runs JavaScript and a model would write it; use "
             "'jinja' or 'f-string', or name the other prompts in `prompts`"
         )
     if prompt.engine == "f-string":
-        return frozenset(name for name, _ in _fields(prompt.template))
-    if prompt.engine == "jinja":
-        from jinja2 import TemplateError, meta
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        return frozenset(field.name for field in _fields(prompt.template))
+    from jinja2 import TemplateError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment()
-        try:
-            return frozenset(meta.find_undeclared_variables(environment.parse(prompt.template)))
-        except TemplateError as error:
-            raise ConfigError(f"not a jinja template: {error}") from error
-    return frozenset(re.findall(r"\{\{\s*(\w+)", prompt.template))
+    try:
+        return frozenset(meta.find_undeclared_variables(ImmutableSandboxedEnvironment().parse(prompt.template)))
+    except TemplateError as error:
+        raise ConfigError(f"not a jinja template: {error}") from error
 
 
 def show_text(prompt: PromptTemplate) -> str:
@@ -192,7 +187,7 @@ def _unescape(prompt: PromptTemplate) -> str | None:
     if prompt.engine != "f-string":
         return None
     parts = _parts(prompt.template)
-    plain = "".join(part if isinstance(part, str) else _written(part) for part in parts)
+    plain = "".join(part.text if isinstance(part, _Field) else part for part in parts)
     return plain if _parts(_escape(plain, _tokens(prompt))) == parts else None
 
 
@@ -202,40 +197,44 @@ def _is_template(text: str, original: PromptTemplate) -> bool:
         fields = _fields(text)
     except ConfigError:
         return False
-    names = {name for name, _ in fields}
-    return names == find_placeholders(original) and {_written(field) for field in fields} <= _tokens(original)
+    tokens = _tokens(original)
+    return {each.name for each in fields} == find_placeholders(original) and all(each.text in tokens for each in fields)
 
 
-def _fields(template: str) -> list[tuple[str, str]]:
-    """Name and format of each placeholder of an f-string."""
-    return [part for part in _parts(template) if not isinstance(part, str)]
+class _Field(NamedTuple):
+    """A placeholder of an f-string."""
+
+    name: str
+    text: str
+    """How it is written, with its format."""
 
 
-def _parts(template: str) -> list[str | tuple[str, str]]:
-    """The parts of an f-string in order: literal texts, and name and format of each placeholder."""
-    parts: list[str | tuple[str, str]] = [""]
+def _fields(template: str) -> list[_Field]:
+    return [part for part in _parts(template) if isinstance(part, _Field)]
+
+
+def _parts(template: str) -> list[str | _Field]:
+    """The literal texts and the placeholders of an f-string, in order."""
+    parts: list[str | _Field] = [""]
     try:
         for literal, name, spec, conversion in string.Formatter().parse(template):
             last = parts[-1]
             if isinstance(last, str):
                 parts[-1] = last + literal
             if name is not None:
-                parts += [(name, (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")), ""]
+                form = (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+                parts += [_Field(name, f"{{{name}{form}}}"), ""]
     except ValueError as error:
         raise ConfigError(f"not a template: {error}; write {{{{ for a literal brace") from error
     for part in parts:
-        if not isinstance(part, str) and not part[0].isidentifier():
-            raise ConfigError(f"not a template: {{{part[0]}}} is not a plain name; write {{{{ for a literal brace")
+        if isinstance(part, _Field) and not part.name.isidentifier():
+            raise ConfigError(f"not a template: {{{part.name}}} is not a plain name; write {{{{ for a literal brace")
     return parts
-
-
-def _written(field: tuple[str, str]) -> str:
-    return f"{{{field[0]}{field[1]}}}"
 
 
 def _tokens(prompt: PromptTemplate) -> set[str]:
     """How the placeholders of an f-string may be written: as in the prompt, or without their format."""
-    return {written for field in _fields(prompt.template) for written in (_written(field), f"{{{field[0]}}}")}
+    return {text for field in _fields(prompt.template) for text in (field.text, f"{{{field.name}}}")}
 
 
 def _escape(text: str, tokens: Collection[str]) -> str:

@@ -24,7 +24,6 @@ from agentlightning_algorithms.shared.prompt_search.candidate import (
 )
 from agentlightning_algorithms.shared.prompt_search.chat import FILE_NAME, CachedChat, CallCache, copy_client
 from agentlightning_algorithms.shared.prompt_search.critique import REPAIR_PROMPT, read_prompt
-from agentlightning_algorithms.shared.prompt_search.dataset import check_datasets
 from agentlightning_algorithms.shared.prompt_search.trial import Confirmation, TrialResult, confirm, read_trial_result
 from agentlightning_algorithms.shared.rollout_result import RewardCheck, retry_lost, run_rollouts
 from agentlightning_plugins.shared.chat_history import TraceToMessages
@@ -188,7 +187,7 @@ class PromptSearch(Algorithm):
         self.budget.reset()
         if directory is not None:
             self._cache = CallCache(directory / FILE_NAME)
-        self._chat = self._new_chat()
+        self._chat = None
 
     async def close_chat(self) -> None:
         """Closes the connections to the models."""
@@ -200,11 +199,8 @@ class PromptSearch(Algorithm):
     def chat(self) -> CachedChat:
         """The model calls of this run."""
         if self._chat is None:
-            self._chat = self._new_chat()
+            self._chat = CachedChat(self.async_openai_client, self._cache, self.budget, attempts=self.llm_attempts)
         return self._chat
-
-    def _new_chat(self) -> CachedChat:
-        return CachedChat(self.async_openai_client, self._cache, self.budget, attempts=self.llm_attempts)
 
     def random_for(self, *place: str | int) -> random.Random:
         """Returns a random generator for one place of the search; it depends only on the place and the seed."""
@@ -407,3 +403,14 @@ class PromptSearch(Algorithm):
             return False
         await store.update_resources(resources_id, {**self._base, **candidate.prompts, CANDIDATE_NAME: candidate})
         return True
+
+
+def check_datasets(
+    train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None
+) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Returns the training and the validation tasks; if one dataset is missing, the other is used for both."""
+    train = train_dataset if train_dataset is not None and len(train_dataset) else val_dataset
+    val = val_dataset if val_dataset is not None and len(val_dataset) else train_dataset
+    if train is None or val is None or not len(train):
+        raise ConfigError("a prompt search needs tasks: give a train_dataset, and a val_dataset to compare prompts on")
+    return train, val

@@ -210,9 +210,6 @@ def difference_over_seeds(one: Sequence[Mapping[int, float]], other: Sequence[Ma
     Args:
         one: mean reward of each task, for each seed; tasks without a reward for every seed are excluded.
         other: the same for the other algorithm.
-
-    Raises:
-        NotFoundError: no task has a reward for every seed of both algorithms.
     """
     tasks = set.intersection(*({*seed} for seed in (*one, *other)))
     if not tasks:

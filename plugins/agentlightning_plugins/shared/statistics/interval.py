@@ -24,10 +24,8 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
     """Interval of the mean of one value per task.
 
     Uses Wilson's interval for values of 0 and 1, otherwise the bootstrap-t. Also uses Wilson's for values in [0, 1]
-    that vary so little that resamples have no variance; the interval is then too wide rather than too narrow.
-
-    Returns:
-        None for fewer than two values, and for values outside [0, 1] that hardly vary.
+    that vary so little that resamples have no variance; the interval is then too wide rather than too narrow. Returns
+    None for fewer than two values, and for values outside [0, 1] that hardly vary.
     """
     if len(values) < 2:
         return None
@@ -41,10 +39,8 @@ def paired_interval(differences: Sequence[float]) -> Interval | None:
     """Interval of a mean difference, from the difference of each task.
 
     Uses the interval of Agresti and Min for differences of -1, 0 and 1, and for other differences in [-1, 1] that
-    hardly vary; otherwise the bootstrap-t.
-
-    Returns:
-        None for fewer than two values, and for values outside [-1, 1] that hardly vary.
+    hardly vary; otherwise the bootstrap-t. None for fewer than two values, and for values outside [-1, 1] that hardly
+    vary.
     """
     if len(differences) < 2:
         return None
@@ -56,10 +52,8 @@ def unpaired_interval(one: Sequence[float], other: Sequence[float]) -> Interval 
     """Interval of the mean of ``one`` minus the mean of ``other``.
 
     Uses Newcombe's interval for values of 0 and 1, and for other values in [0, 1] that hardly vary; otherwise the
-    bootstrap-t of Welch's statistic.
-
-    Returns:
-        None for fewer than two values in a group, and for values outside [0, 1] that hardly vary.
+    bootstrap-t of Welch's statistic. None for fewer than two values in a group, and for values outside [0, 1] that
+    hardly vary.
     """
     if min(len(one), len(other)) < 2:
         return None
@@ -72,11 +66,7 @@ def wilson(mean: float, n: float) -> Interval:
     """Wilson's score interval of a rate.
 
     Wilson 1927, JASA 22; recommended for small n by Brown, Cai and DasGupta 2001, Interval estimation for a binomial
-    proportion, Statistical Science 16, section 4.2.1.
-
-    Args:
-        mean: the observed rate.
-        n: the number of observations; for clustered observations, the effective number.
+    proportion, Statistical Science 16, section 4.2.1. For clustered observations, ``n`` is their effective number.
     """
     center = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
@@ -140,10 +130,8 @@ def _agresti_min(differences: Sequence[float]) -> Interval:
 def _bootstrap_t(values: Sequence[float], minus: Sequence[float] = ()) -> Interval | None:
     """The bootstrap-t interval: Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 12.5.
 
-    Draws 2,000 resamples with a fixed seed from the sorted values, so that the order of the values has no effect.
-
-    Returns:
-        None if more than 2.5 % of the resamples on a side have no variance, so that the interval would be infinite.
+    Draws 2,000 resamples with a fixed seed from the sorted values, so that the order of the values has no effect. None
+    if more than 2.5 % of the resamples on a side have no variance, so that the interval would be infinite.
     """
     samples = [sorted(sample) for sample in (values, minus) if sample]
     center, deviation = _estimate(samples)

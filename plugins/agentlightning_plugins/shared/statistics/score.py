@@ -28,11 +28,7 @@ class Score:
 
     @property
     def mean(self) -> float:
-        """Mean reward over tasks.
-
-        Raises:
-            NotFoundError: there is no reward.
-        """
+        """Mean reward over tasks."""
         return statistics.fmean(self._rated())
 
     def by_task(self) -> list[float | None]:
@@ -119,9 +115,6 @@ def plan(score: Score, difference: float) -> list[SampleSizePlan]:
     variances of the score between and within tasks (one-way random effects; Searle, Casella and McCulloch 1992, section
     3.6). The two cannot be separated if the score has one repetition: all variance then counts as variance within
     tasks, the worst case for the same tasks.
-
-    Raises:
-        ConfigError: the difference is not above 0, or fewer than two tasks have a reward.
     """
     rated = [task for task in score.rewards if task]
     if not difference > 0 or len(rated) < 2:
