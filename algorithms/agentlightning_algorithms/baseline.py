@@ -73,7 +73,8 @@ class Baseline(FastAlgorithm):
                     waiting.cancel()
             summary = _summarize(results)
             await store.add_metrics(epoch + 1, {**summary, "progress": (epoch + 1) / self.n_epochs})
-            logger.info("epoch %d of %d: %s", epoch + 1, self.n_epochs, _to_text(summary))
+            text = ", ".join(f"{name} {value:.4g}" for name, value in summary.items())
+            logger.info("epoch %d of %d: %s", epoch + 1, self.n_epochs, text)
             if epoch == 0:
                 _warn_without_rewards(results)
 
@@ -147,15 +148,6 @@ def _summarize(results: list[RolloutResult]) -> dict[str, float]:
         "rollouts_without_reward": float(sum(result.reward is None for result in results)),
         **{f"errors/{name}": float(count) for name, count in sorted(errors.items())},
     }
-
-
-def _to_text(summary: dict[str, float]) -> str:
-    errors = [f"{value:.0f} x {name.removeprefix('errors/')}" for name, value in summary.items() if "errors/" in name]
-    return (
-        f"{summary['rollouts']:.0f} rollouts, reward {summary['reward']:.4g} (mean), "
-        f"{summary['reward_median']:.4g} (median), {summary['success_rate']:.1%} succeeded"
-        + (f", errors: {', '.join(errors)}" if errors else "")
-    )
 
 
 @hookimpl

@@ -128,7 +128,7 @@ def test_a_damaged_call_cache_is_refused_and_left_unchanged(tmp_path: Path) -> N
 def test_the_price_of_a_model_is_found_by_the_prefix_of_its_name() -> None:
     budget = SearchBudget(max_cost=1.0, prices={"gpt": (1.0, 2.0), "gpt-mini": (0.5, 1.0)})
     budget.spend([CallUsage("gpt-mini-2026-01-01", 1_000_000, 100_000), CallUsage("llama", 5_000_000, 0)])
-    assert budget.cost == pytest.approx(0.6)
+    assert budget.metrics()["cost"] == pytest.approx(0.6)
     assert not budget.is_spent()
     assert budget.is_spent([CallUsage("gpt", 400_000, 0)])
 

@@ -75,8 +75,8 @@ class APO(PromptSearch):
     """Replacements for the editor's prompts, with ``{name}``, ``{prompt}``, ``{critique}`` and ``{placeholders}``."""
 
     def __post_init__(self) -> None:
-        for name in ("gradient_batch_size", "val_batch_size", "beam_width", "branch_factor", "beam_rounds", "patience"):
-            require_least(1, **{name: getattr(self, name)})
+        names = ("gradient_batch_size", "val_batch_size", "beam_width", "branch_factor", "beam_rounds", "patience")
+        require_least(1, **{name: getattr(self, name) for name in names})
         super().__post_init__()
         self._gradient_templates = read_templates("gradient_prompts", self.gradient_prompts, GRADIENT_PROMPTS)
         self._edit_templates = read_templates("edit_prompts", self.edit_prompts, EDIT_PROMPTS)
@@ -115,13 +115,8 @@ class APO(PromptSearch):
     ) -> str | None:
         """Asks the critic what is wrong with a prompt.
 
-        Args:
-            prompt: the candidate that the rollouts used.
-            rollout_results: the rollouts, with messages.
-            name: the prompt to criticize; needed if the candidate has several.
-
-        Returns:
-            The critique; None when the model call failed or the budget is spent.
+        ``rollout_results`` are rollouts of the candidate ``prompt``, with messages; ``name`` is the prompt to
+        criticize, needed if the candidate has several. Returns None when the call failed or the budget is spent.
         """
         name = prompt.prompt_name(name)
         others = [
@@ -148,8 +143,7 @@ class APO(PromptSearch):
     ) -> Candidate | None:
         """Makes a child: the editor rewrites the prompt to address the critique.
 
-        Returns:
-            The child; None when a model call failed, the budget is spent, or edit and repair both broke a placeholder.
+        Returns None when a model call failed, the budget is spent, or edit and repair both broke a placeholder.
         """
         name = prompt.prompt_name(name)
         critique = await self.compute_textual_gradient(prompt, rollout_results, name=name)
@@ -170,9 +164,7 @@ class APO(PromptSearch):
         """Makes a child of a service's prompts, for live learning: ``LiveLearning(APO(...).propose)``.
 
         The critic reads ``gradient_batch_size`` served rollouts: half are the worst, the others are drawn at random.
-
-        Returns:
-            The edited prompt; None when the budget is spent, or edit and repair both broke a placeholder.
+        Returns None when the budget is spent, or edit and repair both broke a placeholder.
 
         Raises:
             ConfigError: the service uses none of the prompts to tune.
@@ -206,17 +198,10 @@ class APO(PromptSearch):
         indices: Sequence[int] | None = None,
         place: Sequence[str | int] = ("evaluate",),
     ) -> tuple[list[TrialResult], float]:
-        """Runs a published candidate on tasks and scores it.
+        """Runs a published candidate on the tasks at ``indices``, by default all of them.
 
-        Args:
-            prompt: the candidate.
-            dataset: the tasks.
-            mode: the mode of the rollouts.
-            indices: indices of the tasks to run; None runs all tasks.
-            place: identifies the evaluation within the search; a resumed search does not run it again.
-
-        Returns:
-            The results in order, and their mean reward, in which failures and timeouts count as 0.
+        ``place`` identifies the evaluation within the search: a resumed search does not run it again. Returns the
+        results in order, and their mean reward, in which failures and timeouts count as 0.
         """
         chosen = range(len(dataset)) if indices is None else indices
         results = await self.run_trial(prompt, dataset, chosen, mode, *place, with_messages=mode == "train")
@@ -228,9 +213,7 @@ class APO(PromptSearch):
         """Makes the children of a round and compares them with the beam on one batch.
 
         Each child is run as soon as it is made, without waiting for the other children, so that runners are not idle.
-
-        Returns:
-            The best candidates, the older first among equal scores, and the number of new children.
+        Returns the best candidates, the older first among equal scores, and the number of new children.
         """
         batch = self._batch(number, val)
         trials: dict[str, asyncio.Task[float]] = {}
@@ -264,9 +247,8 @@ class APO(PromptSearch):
         self.history += children.values()
         if not children:
             return list(beam), 0
-        scored = [
-            self.update(each, batch_score=trials[each.candidate_id].result()) for each in (*beam, *children.values())
-        ]
+        rated = (*beam, *children.values())
+        scored = [self.update(each, batch_score=trials[each.candidate_id].result()) for each in rated]
         return sorted(scored, key=lambda each: -(each.batch_score or 0.0))[: self.beam_width], len(children)
 
     def _parents(self, number: int, beam: Sequence[Candidate]) -> list[Candidate]:
@@ -309,14 +291,9 @@ class APO(PromptSearch):
     async def _finish_round(self, number: int, beam: Sequence[Candidate], n_children: int) -> None:
         await self.publish()
         scores = [candidate.score or 0.0 for candidate in beam]
-        values = {
-            **self.metrics(),
-            "beam_score_max": max(scores),
-            "beam_score_mean": sum(scores) / len(scores),
-            "children": float(n_children),
-            "failed_model_calls": float(len(self.chat.failed)),
-            "progress": number / self.beam_rounds,
-        }
+        beam_scores = {"beam_score_max": max(scores), "beam_score_mean": sum(scores) / len(scores)}
+        counts = {"children": float(n_children), "failed_model_calls": float(len(self.chat.failed))}
+        values = {**self.metrics(), **beam_scores, **counts, "progress": number / self.beam_rounds}
         await self.get_store().add_metrics(number, values)
         logger.info("round %d: %d children, best score %s", number, n_children, self.get_best().score)
 

@@ -36,11 +36,7 @@ _MAX_FAILED_PROPOSALS: Final = 5
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GEPA(PromptSearch):
-    """Improves prompts by reflection on few rollouts, and keeps every candidate that is best on some task.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
+    """Improves prompts by reflection on few rollouts, and keeps every candidate that is best on some task."""
 
     reflection_model: str = "gpt-5-mini"
     """The model that rewrites prompts."""
@@ -170,10 +166,7 @@ class _GEPAAdapter:
         )
 
     def make_reflective_dataset(
-        self,
-        candidate: dict[str, str],
-        eval_batch: EvaluationBatch[Any, Any],
-        components_to_update: list[str],
+        self, candidate: dict[str, str], eval_batch: EvaluationBatch[Any, Any], components_to_update: list[str]
     ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
         records = [{"result": result} for result in eval_batch.trajectories or ()]
         return dict.fromkeys(components_to_update, records)

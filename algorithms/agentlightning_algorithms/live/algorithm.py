@@ -274,7 +274,6 @@ class LiveLearning(LiveSettings, Algorithm):
         # Step and group select the rollouts; the minute allows for clocks that differ between processes.
         reader = self._reader({"control", "treatment"}, state.since - 60.0, state.trial)
         trial = Trial(self, state)
-        has_logged = False
         while not await self._is_superseded():
             results, horizon = await reader.read_new()
             trial.add(results, horizon)
@@ -288,10 +287,6 @@ class LiveLearning(LiveSettings, Algorithm):
                 await self._save(state.model_copy(update={"phase": "closing", "note": note}))
                 logger.info("live learning: %s", note)
                 continue  # the results that are known may be complete
-            if trial.is_waiting and not has_logged and self.store.now() - horizon > 10 * self.refresh_s:
-                has_logged = True
-                text = "live learning: candidate %d waits for earlier rollouts (reward_timeout_s, rollout_timeout_s)"
-                logger.info(text, state.trial)
             await self.feed.wait(self.refresh_s)
 
     async def _end_trial(self, trial: Trial, unrated: Mapping[str, int]) -> None:
@@ -329,7 +324,7 @@ class LiveLearning(LiveSettings, Algorithm):
 
     def _reader(self, groups: set[str], since: float, step: int | None = None) -> ResultReader:
         return ResultReader(
-            self.store, self.feed, groups, since, self.reward_timeout_s, self.rollout_timeout_s,
+            self.store, groups, since, self.reward_timeout_s, self.rollout_timeout_s,
             step=step, failure_reward=self.reward_range[0],
         )  # fmt: skip
 

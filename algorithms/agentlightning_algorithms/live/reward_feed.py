@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from agentlightning.errors import StoreError
-from agentlightning.event import RolloutFinished
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Rollout, RolloutStatus
 from agentlightning_algorithms.shared.live_resources import Result
@@ -22,13 +20,13 @@ from agentlightning_plugins.shared.paging import every
 logger = logging.getLogger("agentlightning")
 
 _BATCH_SIZE: Final = 100
-_RESYNC_S: Final = 30.0
-_OVERLAP_S: Final = 600.0
-"""How far back a resync reads. A longer rollout is not counted if its event was lost."""
+_OVERLAP_S: Final = 10.0
+"""How far before the last reading rollouts may have started that this reading finds, because clocks differ."""
 _DEBOUNCE_S: Final = 0.2
 """How long events are collected before they are read, to limit queries to the store that serves users too."""
 _MAX_UNRATED: Final = 200
 """Rollouts without a reward that are read again in one round."""
+_ENDED: Final[Sequence[RolloutStatus]] = ("succeeded", "failed")
 _UNFINISHED: Final[Sequence[RolloutStatus]] = ("queuing", "preparing", "running", "requeuing")
 
 
@@ -38,30 +36,21 @@ async def read_reward(store: LightningStore, rollout: Rollout, failure_reward: f
 
 
 class EventFeed:
-    """Collects the finished rollouts of a run from its event stream.
-
-    Events are lost while the stream is interrupted; ``gaps`` counts the interruptions.
-    """
+    """Wakes the learner when a rollout has finished or resources were published."""
 
     def __init__(self, store: LightningStore) -> None:
-        self.gaps = 0
         self._store = store
-        self._finished: list[str] = []
         self._arrived = asyncio.Event()
 
     async def follow(self, pause_s: float = 1.0) -> None:
         """Listens until it is cancelled."""
         while True:
             try:
-                async for event in self._store.subscribe(["rollout_finished", "resources_published"]):
-                    if isinstance(event, RolloutFinished):
-                        self._finished.append(event.rollout_id)
+                async for _ in self._store.subscribe(["rollout_finished", "resources_published"]):
                     self._arrived.set()
             except (StoreError, OSError) as error:
                 logger.warning("live learning lost the store's event stream and subscribes again: %s", error)
             await asyncio.sleep(pause_s)
-            self.gaps += 1
-            self._arrived.set()
 
     async def wait(self, timeout_s: float) -> None:
         """Returns after an event, or after ``timeout_s``."""
@@ -71,11 +60,6 @@ class EventFeed:
                 await self._arrived.wait()
             await asyncio.sleep(min(timeout_s, _DEBOUNCE_S))
         self._arrived.clear()
-
-    def take(self) -> list[str]:
-        """The rollouts that have ended since the last call."""
-        taken, self._finished = self._finished, []
-        return taken
 
 
 @dataclass
@@ -87,7 +71,6 @@ class ResultReader:
     """
 
     store: LightningStore
-    feed: EventFeed
     groups: Collection[str]
     """Values of ``group`` in the metadata."""
     since: float
@@ -109,36 +92,27 @@ class ResultReader:
     _known: set[str] = field(default_factory=set)
     _unfinished: dict[str, Rollout] = field(default_factory=dict)
     _waiting: dict[str, Rollout] = field(default_factory=dict)
-    _gaps: int = -1
-    _synced_at: float = 0.0
 
     async def read_new(self) -> tuple[list[Result], float]:
         """The results since the last call, without waiting for more, and the horizon.
 
         The horizon is a Unix time: each rollout that started before it has a result or will not get one.
         """
-        self.read_at = self.store.now()  # rollouts that start from now on may be missing in both queries
+        last_read_at, self.read_at = self.read_at, self.store.now()  # rollouts that start from now on may be missing
         found = await self._select(_UNFINISHED, self.since)  # before the ended ones: those that end in between count
         unfinished = {each.rollout_id: each for each in found if each.rollout_id not in self._known}
-        ids = sorted({*self.feed.take(), *self._unfinished.keys() - unfinished.keys()} - self._known)
+        gone = sorted(self._unfinished.keys() - unfinished.keys())
         late = {key for key, each in unfinished.items() if self.read_at - each.start_time > self.rollout_timeout_s}
         self._unfinished = {key: each for key, each in unfinished.items() if key not in late}
-        self._known |= late
-        ended: list[Rollout] = []
-        if self._gaps != self.feed.gaps or time.monotonic() - self._synced_at > _RESYNC_S:
-            ended += await self._query()
-        for start in range(0, len(ids), _BATCH_SIZE):
-            ended += await self.store.query_rollouts(rollout_id_in=ids[start : start + _BATCH_SIZE])
-        new = {
-            rollout.rollout_id: rollout
-            for rollout in ended
-            if rollout.status in ("succeeded", "failed") and self._is_of_phase(rollout)
-        }
-        unread = [new[rollout_id] for rollout_id in new.keys() - self._known]
-        self._known.update(new)
+        ended = await self._select(_ENDED, max(self.since, last_read_at - _OVERLAP_S))
+        for start in range(0, len(gone), _BATCH_SIZE):
+            ids = gone[start : start + _BATCH_SIZE]
+            ended += await self.store.query_rollouts(rollout_id_in=ids, status_in=_ENDED)
+        new = {each.rollout_id: each for each in ended if each.rollout_id not in self._known | late}
+        self._known |= late | new.keys()
         waiting = list(self._waiting.values())[:_MAX_UNRATED]
         results = [Result(unfinished[key], self.failure_reward) for key in late]
-        results += [*await self._read(unread), *await self._read(waiting)]
+        results += [*await self._read(new.values()), *await self._read(waiting)]
         self._n_results.update(_group(result.rollout) for result in results)
         results.sort(key=lambda result: (result.rollout.end_time or 0.0, result.rollout.rollout_id))
         missing = [*self._unfinished.values(), *self._waiting.values()]
@@ -148,21 +122,6 @@ class ResultReader:
         """Returns the number of rollouts of a group that have started, as of the last reading."""
         missing = sum(_group(rollout) == group for rollout in (*self._unfinished.values(), *self._waiting.values()))
         return self._n_results[group] + self.unrated[group] + missing
-
-    def _is_of_phase(self, rollout: Rollout) -> bool:
-        metadata = rollout.metadata or {}
-        return (
-            rollout.start_time >= self.since
-            and metadata.get("group") in self.groups
-            and (self.step is None or metadata.get("step") == self.step)
-        )
-
-    async def _query(self) -> list[Rollout]:
-        is_first, gaps, now = self._gaps < 0, self.feed.gaps, time.monotonic()
-        since = self.since if is_first else max(self.since, self.store.now() - _OVERLAP_S)
-        found = await self._select(("succeeded", "failed"), since)
-        self._gaps, self._synced_at = gaps, now
-        return found
 
     async def _select(self, statuses: Sequence[RolloutStatus], since: float) -> list[Rollout]:
         step = {} if self.step is None else {"step": self.step}

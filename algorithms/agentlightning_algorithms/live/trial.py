@@ -53,11 +53,6 @@ class Trial:
         return None if self._by_start.verdict == "worse" else self._by_start.verdict
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether the results that arrived would promote the candidate, while those of earlier rollouts are missing."""
-        return bool(self._waiting) and self.verdict is None and self._by_arrival.verdict in ("better", "not worse")
-
-    @property
     def deciding_test(self) -> SequentialTest:
         """The test with the numbers that belong to the verdict."""
         return self._by_arrival if self.verdict == "worse" else self._by_start

@@ -1,4 +1,4 @@
-"""verl's agent loop: hands verl's prompts to the rollout controller.
+"""verl's agent loop and dataset: hand the indices of tasks to the rollout controller.
 
 The manager has one worker, in the trainer's own process. verl's worker groups sessions and writes rows to
 TransferQueue; it computes nothing, so Ray processes would gain nothing, and they could not reach store and gateway.
@@ -7,7 +7,7 @@ TransferQueue; it computes nothing, so Ray processes would gain nothing, and the
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from tensordict import TensorDict
 from torch.utils.data import Dataset
@@ -81,7 +81,6 @@ def episode_to_outputs(episode: VerlEpisode, current: int) -> list[AgentLoopOutp
             multi_modal_data={"images": row.images} if row.images else None,
             extra_fields={
                 "reward_extra_info": {},  # required where a rollout has several rows
-                "rewards": row.rewards,
                 "credit": row.credit,
                 "calls": row.calls,
                 "record": episode.record,
@@ -93,16 +92,13 @@ def episode_to_outputs(episode: VerlEpisode, current: int) -> list[AgentLoopOutp
     ]
 
 
-PREFIX: Final = "indices:"
-
-
 class IndexDataset(Dataset[dict[str, Any]]):  # type: ignore[misc] # mypy does not read torch
     """One item per task: its ``index``, and the other fields that verl reads of every item."""
 
     def __init__(self, data_files: Any, **_: Any) -> None:
         """Called by verl; ``data_files`` is ``indices:N`` for N tasks."""
         text = str(data_files if isinstance(data_files, str) else data_files[0])
-        self._size = int(text.removeprefix(PREFIX))
+        self._size = int(text.removeprefix("indices:"))
 
     def __len__(self) -> int:
         return self._size

@@ -63,9 +63,6 @@ class BatchRow:
     response_logprobs: list[float]
     calls: list[RowCall] = field(default_factory=list)
     """The calls of which the row has tokens."""
-    rewards: list[float | None] = field(default_factory=list)
-    """Reward of each call, including calls that were cut off: assigned by the adapter's credit rule, or else emitted by
-    the agent."""
     credit: list[CallCredit] = field(default_factory=list)
     """Credit of each call, if the adapter has a credit rule; otherwise calls get the advantage of their rollout."""
     image_urls: list[str] = field(default_factory=list)
@@ -131,7 +128,6 @@ def build_rows(
                     RowCall(names[id(turn.triplet)], turn.start - start, turn.end - start, read_version(turn.triplet))
                     for turn in trajectory.turns
                 ],
-                [call.reward for call in calls],
                 [
                     CallCredit(turn.start - start, turn.end - start, *read_credit(turn.triplet, reward, failed_reward))
                     for turn in trajectory.turns

@@ -6,7 +6,7 @@ import base64
 import copy
 import io
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentlightning.errors import ConfigError
@@ -74,9 +74,9 @@ class ImageLoader:
 
         ids = {get_processor_token_id(self._processor, name) for name in ("image", "video")} - {None}
         sampled = [token for token, kept in zip(row.response_ids, row.response_mask, strict=True) if kept]
-        if number := _count(sampled, ids):
+        if number := sum(token in ids for token in sampled):
             return "image_tokens_sampled", f"the model sampled {number} tokens that stand for images or videos"
-        found = _count([*row.prompt_ids, *row.response_ids], ids)
+        found = sum(token in ids for token in (*row.prompt_ids, *row.response_ids))
         expected = 0
         if row.images:
             made = build_multimodal_processor_inputs(
@@ -85,7 +85,7 @@ class ImageLoader:
                 images=row.images,
                 mm_processor_kwargs=self._options,
             )
-            expected = _count(made["input_ids"].flatten().tolist(), ids)
+            expected = sum(token in ids for token in made["input_ids"].flatten().tolist())
         if found == expected:
             return "", ""
         return "image_tokens_differ", (
@@ -94,10 +94,6 @@ class ImageLoader:
             "the trainer does (for vLLM, the same values of actor_rollout_ref.rollout.engine_kwargs.vllm."
             "mm_processor_kwargs and data.mm_processor_kwargs), and images must be in messages of the user"
         )
-
-
-def _count(tokens: Sequence[int], ids: set[int | None]) -> int:
-    return sum(token in ids for token in tokens)
 
 
 def _read(url: str) -> Image:

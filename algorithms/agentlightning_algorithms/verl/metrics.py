@@ -86,7 +86,6 @@ def summarize(stats: Sequence[RolloutStats]) -> dict[str, float]:
     rewards = [each.reward for each in stats]
     calls = [each.built.calls for each in stats]
     rows = [len(each.built.rows) for each in stats]
-    queue_s, run_s = [each.queue_s for each in stats], [each.run_s for each in stats]
     numbers: dict[str, float] = {
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
@@ -102,15 +101,14 @@ def summarize(stats: Sequence[RolloutStats]) -> dict[str, float]:
         "sampled_tokens": sum(sum(row.response_mask) for each in stats for row in each.built.rows),
         "calls_per_rollout": statistics.fmean(calls),
         "calls_per_rollout_max": max(calls),
-        "queue_s": statistics.fmean(queue_s),
-        "queue_s_max": max(queue_s),
-        "run_s": statistics.fmean(run_s),
-        "run_s_max": max(run_s),
+        "queue_s": statistics.fmean(each.queue_s for each in stats),
+        "queue_s_max": max(each.queue_s for each in stats),
+        "run_s": statistics.fmean(each.run_s for each in stats),
+        "run_s_max": max(each.run_s for each in stats),
     }
     call_s = [seconds for each in stats for seconds in each.call_s]
     if call_s:
-        numbers["call_s"] = statistics.fmean(call_s)
-        numbers["call_s_median"] = statistics.median(call_s)
+        numbers |= {"call_s": statistics.fmean(call_s), "call_s_median": statistics.median(call_s)}
         numbers["call_s_max"] = max(call_s)
     sources: dict[str, list[float]] = {}
     for each in stats:

@@ -18,21 +18,78 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 logger = logging.getLogger("agentlightning")
+FILE_NAME: Final = "llm_calls.jsonl"
 _MAX_CONCURRENCY: Final = 16
+_ATTEMPTS: Final = 3
+"""Attempts for a call before it is skipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedCall(CallUsage):
+    """A model call with its answer."""
+
+    place: str
+    """Identifies the call within the search; a resumed search makes the same call at the same place."""
+    answer: str
+
+
+class CallCache:
+    """Answered calls by place. With a file, they survive the process."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        """Reads the calls of a file of JSON lines; an incomplete last line is dropped."""
+        self.calls: dict[str, CachedCall] = {}
+        self.skipped: set[str] = set()
+        """Places whose call failed in a round that the search finished without the answer."""
+        self._file = file
+        if file is not None and file.exists():
+            self._load(file)
+
+    def record(self, call: CachedCall) -> None:
+        """Adds a call; it is on disk when this returns."""
+        self._append(asdict(call))
+        self.calls[call.place] = call
+
+    def record_skipped(self, places: Iterable[str]) -> None:
+        """Records that the calls at these places failed permanently."""
+        new = sorted(set(places) - self.skipped)
+        if new:
+            self._append({"skipped": new})
+            self.skipped.update(new)
+
+    def _append(self, line: object) -> None:
+        if self._file is None:
+            return
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.open("ab") as stream:
+            stream.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def _load(self, file: Path) -> None:
+        whole, newline, incomplete = file.read_bytes().rpartition(b"\n")
+        if incomplete:
+            os.truncate(file, len(whole) + len(newline))
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                record = json.loads(line)
+                if "skipped" in record:
+                    self.skipped.update(record["skipped"])
+                else:
+                    self.calls[record["place"]] = CachedCall(**record)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(f"{file}, line {number}: not a record of a model call: {error}") from error
 
 
 class CachedChat:
     """Calls chat models within a budget. Every answer is cached before it is used."""
 
-    def __init__(
-        self, client: AsyncOpenAI | None, cache: CallCache, budget: SearchBudget, *, attempts: int = 3
-    ) -> None:
-        """Counts calls in ``budget``, and tries each up to ``attempts`` times; for ``client``, see ``copy_client``."""
+    def __init__(self, client: AsyncOpenAI | None, cache: CallCache, budget: SearchBudget) -> None:
+        """Counts calls in ``budget``; for ``client``, see ``copy_client``."""
         self._given = client
         self._client = copy_client(client)
         self._cache = cache
         self._budget = budget
-        self._attempts = attempts
         self._slots = asyncio.Semaphore(_MAX_CONCURRENCY)
         self._counted: set[str] = set()
         self._in_flight = 0
@@ -82,8 +139,8 @@ class CachedChat:
     async def _call_model(
         self, place: str, model: str, messages: Sequence[Mapping[str, Any]], temperature: float
     ) -> CachedCall | None:
-        chat = self._client.with_options(max_retries=self._attempts - 1).chat
-        for _ in range(self._attempts):
+        chat = self._client.with_options(max_retries=_ATTEMPTS - 1).chat
+        for _ in range(_ATTEMPTS):
             try:
                 reply = await chat.completions.create(
                     model=model,
@@ -130,63 +187,3 @@ def copy_client(client: AsyncOpenAI | None) -> AsyncOpenAI:
     if type(getattr(client, "_client", None)).__name__ == "AsyncHttpxClientWrapper":
         return client.copy(http_client=DefaultAsyncHttpxClient())
     return client
-
-
-FILE_NAME: Final = "llm_calls.jsonl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CachedCall(CallUsage):
-    """A model call with its answer."""
-
-    place: str
-    """Identifies the call within the search; a resumed search makes the same call at the same place."""
-    answer: str
-
-
-class CallCache:
-    """Answered calls by place. With a file, they survive the process."""
-
-    def __init__(self, file: Path | None = None) -> None:
-        """Opens the cache."""
-        self.calls: dict[str, CachedCall] = {}
-        self.skipped: set[str] = set()
-        """Places whose call failed in a round that the search finished without the answer."""
-        self._file = file
-        if file is not None and file.exists():
-            self._load(file)
-
-    def record(self, call: CachedCall) -> None:
-        """Adds a call; it is on disk when this returns."""
-        self._append(asdict(call))
-        self.calls[call.place] = call
-
-    def record_skipped(self, places: Iterable[str]) -> None:
-        """Records that the calls at these places failed permanently."""
-        new = sorted(set(places) - self.skipped)
-        if new:
-            self._append({"skipped": new})
-            self.skipped.update(new)
-
-    def _append(self, line: object) -> None:
-        if self._file is None:
-            return
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.open("ab") as stream:
-            stream.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-
-    def _load(self, file: Path) -> None:
-        whole, newline, incomplete = file.read_bytes().rpartition(b"\n")
-        if incomplete:
-            os.truncate(file, len(whole) + len(newline))
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                record = json.loads(line)
-                if "skipped" in record:
-                    self.skipped.update(record["skipped"])
-                else:
-                    self.calls[record["place"]] = CachedCall(**record)
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{file}, line {number}: not a record of a model call: {error}") from error

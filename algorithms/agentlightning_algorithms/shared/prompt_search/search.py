@@ -59,8 +59,6 @@ class PromptSearch(Algorithm):
     """Names of the prompt resources to tune, all by default; they are edited in turn."""
     seed: int | None = None
     """Seed of all random choices; the run's seed by default."""
-    llm_attempts: int = 3
-    """Number of attempts for a model call before it is skipped."""
     max_calls: int | None = None
     """Budget in model calls of the search and, if they are traced, of agents. The search ends after the round that
     spends the budget; its own model calls stop immediately."""
@@ -76,7 +74,6 @@ class PromptSearch(Algorithm):
     def __post_init__(self) -> None:
         if not self.rollout_batch_timeout > 0:
             raise ConfigError(f"rollout_batch_timeout = {self.rollout_batch_timeout}: seconds above 0 are needed")
-        require_least(1, llm_attempts=self.llm_attempts)
         require_least(0, confirm_pairs=self.confirm_pairs)
         self.budget = SearchBudget(self.max_calls, self.max_tokens, self.max_cost, self.prices or {})
         self.budget.require_prices(*self.models)
@@ -109,10 +106,7 @@ class PromptSearch(Algorithm):
         self._reward_check = RewardCheck()
 
     def get_best_prompt(self, name: str | None = None) -> PromptTemplate:
-        """The best prompt found so far.
-
-        Args:
-            name: name of the resource; needed if several prompts are tuned.
+        """The best prompt found so far; ``name`` is needed if several prompts are tuned.
 
         Raises:
             ConfigError: the search has not begun, or ``name`` is not one of the tuned prompts.
@@ -120,11 +114,7 @@ class PromptSearch(Algorithm):
         return self.get_best().prompt(name)
 
     def get_best(self) -> Candidate:
-        """The best candidate found so far, with all its prompts, its scores and its lineage.
-
-        Raises:
-            ConfigError: the search has not begun.
-        """
+        """The best candidate found so far; raises ConfigError if the search has not begun."""
         if self._best is None:
             raise ConfigError(f"{type(self).__name__} has found nothing yet; run it first, as in Trainer.fit(...)")
         return self._best
@@ -184,7 +174,7 @@ class PromptSearch(Algorithm):
 
     def open_chat(self, directory: Path | None) -> None:
         """Opens the cache of model calls in the run's directory, and counts the budget from 0."""
-        self.budget.reset()
+        self.budget.by_model.clear()
         if directory is not None:
             self._cache = CallCache(directory / FILE_NAME)
         self._chat = None
@@ -199,7 +189,7 @@ class PromptSearch(Algorithm):
     def chat(self) -> CachedChat:
         """The model calls of this run."""
         if self._chat is None:
-            self._chat = CachedChat(self.async_openai_client, self._cache, self.budget, attempts=self.llm_attempts)
+            self._chat = CachedChat(self.async_openai_client, self._cache, self.budget)
         return self._chat
 
     def random_for(self, *place: str | int) -> random.Random:
@@ -259,10 +249,8 @@ class PromptSearch(Algorithm):
     ) -> PromptTemplate | None:
         """Asks a model to rewrite a prompt. If the answer breaks a placeholder, the model may repair it once.
 
-        ``place`` identifies the call within the search, and ``read`` extracts the new prompt from an answer.
-
-        Returns:
-            The prompt; None when a call failed, the budget is spent, or the repaired prompt cannot be used either.
+        ``place`` identifies the call within the search, and ``read`` extracts the new prompt from an answer. Returns
+        None when a call failed, the budget is spent, or the repaired prompt cannot be used either.
         """
         messages = [{"role": "user", "content": request}]
         for stage in ("", "/repair"):
@@ -364,14 +352,10 @@ class PromptSearch(Algorithm):
         name, diff = type(self).__name__, self.diff()
         logger.info(
             "%s tried %d prompts and stopped (%s): %s -> %s; %s\n%s",
-            name,
-            len(self.history),
-            self.stopped_because,
-            self.history[0].score,
-            self.get_best().score,
-            self.budget.describe() or "no model calls",
+            name, len(self.history), self.stopped_because, self.history[0].score, self.get_best().score,
+            ", ".join(f"{name} {value:g}" for name, value in self.budget.metrics().items()),
             diff or "no prompt was better than the first",
-        )
+        )  # fmt: skip
         if self.context.directory is not None:
             (self.context.directory / "prompts.diff").write_text(diff and diff + "\n", encoding="utf-8")
         if self.stopped_because == "model_calls_failed":
