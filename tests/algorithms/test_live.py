@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.live.reward_feed import EventFeed, ResultReader
+from agentlightning_algorithms.live.reward_feed import ResultReader
 from agentlightning_algorithms.live.trial import make_test, next_margin
 from agentlightning_algorithms.shared.live_resources import (
     STATE_NAME,
@@ -623,14 +623,13 @@ async def test_each_result_is_read_once(store: agl.LightningStore) -> None:
         assert (await results.read_new())[0] == []
 
 
-@pytest.mark.parametrize("method", ["update_worker", "subscribe"])
-async def test_an_error_of_the_heartbeat_or_the_event_stream_ends_the_learner(
-    store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch, method: str
+async def test_an_error_of_the_heartbeat_ends_the_learner(
+    store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **settings: Any) -> Any:
         raise ValueError("a field is missing")
 
-    monkeypatch.setattr(store, method, fail)
+    monkeypatch.setattr(store, "update_worker", fail)
     with pytest.raises(ValueError, match="a field is missing"):
         await asyncio.wait_for(learner(store, GOOD).run(), LIMIT_S)
 
@@ -650,32 +649,3 @@ async def test_a_service_keeps_following_the_store_after_unreadable_answers(
         await store.update_resources("tuned", {"prompt": GOOD})
         await until(lambda: live.pick().resources_id == "tuned@2")
     assert caplog.text.count("cannot be read (logged once): ValueError: a field is missing") == 1
-
-
-@pytest.mark.parametrize("turns", range(6))
-async def test_a_listener_cancelled_while_an_event_arrives_stops(turns: int) -> None:
-    """Between event and cancellation, the event loop runs ``turns`` times."""
-    news = asyncio.Event()
-
-    class Store(agl.InMemoryLightningStore):
-        async def subscribe(self, *args: Any, **settings: Any) -> AsyncIterator[Any]:
-            await news.wait()
-            yield None
-            await asyncio.Event().wait()
-
-    feed = EventFeed(Store())
-
-    async def listen() -> None:
-        while True:
-            await feed.wait(5.0)
-
-    async with running(feed.follow()):
-        listening = asyncio.create_task(listen())
-        await asyncio.sleep(0.001)
-        news.set()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        listening.cancel()
-        await asyncio.wait([listening], timeout=LIMIT_S)
-        assert listening.done()
-    listening.cancel()

@@ -105,21 +105,19 @@ def test_a_call_cache_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) ->
     first = CachedCall(place="edit/1", model="m", answer="first\nanswer ü", prompt_tokens=3, completion_tokens=4)
     cache = CallCache(file)
     cache.record(first)
-    cache.record_skipped(["edit/9"])
     cache.record(CachedCall(place="edit/2", model="m", answer="second"))
     whole = file.read_bytes()
     for cut in range(1, len(whole.splitlines(keepends=True)[-1])):
         file.write_bytes(whole[:-cut])
         again = CallCache(file)
         assert again.calls == {"edit/1": first}
-        assert again.skipped == {"edit/9"}
         again.record(CachedCall(place="edit/2", model="m", answer="other"))
         assert CallCache(file).calls["edit/2"].answer == "other"
 
 
 def test_a_damaged_call_cache_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "calls.jsonl"
-    file.write_text('{"place": "a"\n' + json.dumps({"skipped": []}) + "\n")
+    file.write_text('{"place": "a"\n' + json.dumps({"place": "b"}) + "\n")
     with pytest.raises(ConfigError, match="line 1: not a record"):
         CallCache(file)
     assert file.read_text().startswith('{"place": "a"\n')

@@ -69,10 +69,9 @@ class APO(PromptSearch):
     patience: int | None = None
     """Number of consecutive rounds without a better prompt after which the search stops; None: no limit."""
     gradient_prompts: Templates = None
-    """Replacements for the critic's prompts: templates with ``{name}``, ``{prompt}``, ``{other_prompts}`` and
-    ``{rollouts}``. Each call draws one of them."""
+    """The critic's prompts, with ``{name}``, ``{prompt}``, ``{other_prompts}`` and ``{rollouts}``; a call draws one."""
     edit_prompts: Templates = None
-    """Replacements for the editor's prompts, with ``{name}``, ``{prompt}``, ``{critique}`` and ``{placeholders}``."""
+    """The editor's prompts, with ``{name}``, ``{prompt}``, ``{critique}`` and ``{placeholders}``."""
 
     def __post_init__(self) -> None:
         names = ("gradient_batch_size", "val_batch_size", "beam_width", "branch_factor", "beam_rounds", "patience")
@@ -100,7 +99,6 @@ class APO(PromptSearch):
             if self.chat.failed and not self.chat.answered:
                 self.stopped_because = "model_calls_failed"
                 break
-            self._cache.record_skipped(self.chat.failed)
             beam[0] = await self._validate(number, beam[0], val)
             rounds_without_gain = 0 if self.take_if_better(beam[0]) else rounds_without_gain + 1
             await self._finish_round(number, beam, n_children)

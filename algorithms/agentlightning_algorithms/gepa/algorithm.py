@@ -1,8 +1,7 @@
 """``gepa``: reflective evolution of prompts with a Pareto front, by the package ``gepa``.
 
 Agrawal et al. 2025, GEPA: Reflective Prompt Evolution Can Outperform Reinforcement Learning, arXiv:2507.19457.
-The package selects the next candidate to change and the candidates that survive; rollouts, model calls, budget and
-results work as in ``apo``.
+The package selects the next candidate to change and the candidates that survive; the rest works as in ``apo``.
 """
 
 from __future__ import annotations
@@ -125,10 +124,7 @@ class GEPA(PromptSearch):
             temperature=self.temperature,
             read=lambda answer: InstructionProposalSignature.output_extractor(answer)["new_instruction"],
         )
-        if edited is None:
-            return None
-        self._cache.record_skipped(self.chat.failed)
-        return Candidate.of({**parent.prompts, name: edited}, parent)
+        return None if edited is None else Candidate.of({**parent.prompts, name: edited}, parent)
 
 
 class _RolloutsSpentError(Exception):

@@ -14,7 +14,7 @@ from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.errors import ConfigError, ConflictError, StoreError
 from agentlightning.resources import split_version_id
 from agentlightning.types import Dataset, EnqueueRolloutRequest, Rollout, RolloutConfig
-from agentlightning_algorithms.live.reward_feed import EventFeed, ResultReader, read_reward
+from agentlightning_algorithms.live.reward_feed import ResultReader, read_reward
 from agentlightning_algorithms.live.settings import LiveSettings, make_candidate
 from agentlightning_algorithms.live.trial import CHECK_SHARE, Trial, describe_missing, is_lower, next_margin
 from agentlightning_algorithms.shared import live_resources
@@ -65,11 +65,9 @@ class LiveLearning(LiveSettings, Algorithm):
         self.store = self.get_store()
         self.ids = LiveIds(self.store.run_id)
         self.learner_store = self.store.with_run(self.ids.learner_run_id)
-        self.feed = EventFeed(self.store)
         self.state: LiveState
         self.version = 0
-        parts = self._learn(), self.feed.follow(), self._send_heartbeats()
-        work = [asyncio.create_task(part) for part in parts]
+        work = [asyncio.create_task(part) for part in (self._learn(), self._send_heartbeats())]
         try:
             ended, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -166,7 +164,7 @@ class LiveLearning(LiveSettings, Algorithm):
             if len(results) >= self.evidence:
                 await self._propose(sorted(results, key=lambda result: result.rollout.start_time))
                 return
-            await self.feed.wait(self.refresh_s)
+            await asyncio.sleep(self.refresh_s)
 
     async def _propose(self, results: Sequence[Result]) -> None:
         number = self.state.trial + 1
@@ -287,7 +285,7 @@ class LiveLearning(LiveSettings, Algorithm):
                 await self._save(state.model_copy(update={"phase": "closing", "note": note}))
                 logger.info("live learning: %s", note)
                 continue  # the results that are known may be complete
-            await self.feed.wait(self.refresh_s)
+            await asyncio.sleep(self.refresh_s)
 
     async def _end_trial(self, trial: Trial, unrated: Mapping[str, int]) -> None:
         """Promotes the candidate, or lets the stable version stay."""
@@ -295,14 +293,14 @@ class LiveLearning(LiveSettings, Algorithm):
         low, high = test.interval
         summary = (
             f"candidate {state.trial}: {test.difference:+.3f} [{low:+.3f}, {high:+.3f}] "
-            f"after {test.treatment.n} against {test.control.n} rewards"
+            f"after {test.n_treatment} against {test.n_control} rewards"
             f"{describe_missing(test, unrated)}"
         )
         numbers = {
             "live/difference": test.difference,
             "live/low": low,
             "live/high": high,
-            "live/treated": test.treatment.n,
+            "live/treated": test.n_treatment,
             "live/unrated_treatment": unrated.get("treatment", 0),
             "live/unrated_control": unrated.get("control", 0),
             "live/promoted": float(verdict in ("better", "not worse")),

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Rollout, RolloutStatus
 from agentlightning_algorithms.shared.live_resources import Result
 from agentlightning_algorithms.shared.rollout_result import read_result
 from agentlightning_plugins.shared.paging import every
 
-logger = logging.getLogger("agentlightning")
-
 _BATCH_SIZE: Final = 100
 _OVERLAP_S: Final = 10.0
 """How far before the last reading rollouts may have started that this reading finds, because clocks differ."""
-_DEBOUNCE_S: Final = 0.2
-"""How long events are collected before they are read, to limit queries to the store that serves users too."""
 _MAX_UNRATED: Final = 200
 """Rollouts without a reward that are read again in one round."""
 _ENDED: Final[Sequence[RolloutStatus]] = ("succeeded", "failed")
@@ -35,39 +27,11 @@ async def read_reward(store: LightningStore, rollout: Rollout, failure_reward: f
     return (await read_result(store, rollout)).reward if rollout.status == "succeeded" else failure_reward
 
 
-class EventFeed:
-    """Wakes the learner when a rollout has finished or resources were published."""
-
-    def __init__(self, store: LightningStore) -> None:
-        self._store = store
-        self._arrived = asyncio.Event()
-
-    async def follow(self, pause_s: float = 1.0) -> None:
-        """Listens until it is cancelled."""
-        while True:
-            try:
-                async for _ in self._store.subscribe(["rollout_finished", "resources_published"]):
-                    self._arrived.set()
-            except (StoreError, OSError) as error:
-                logger.warning("live learning lost the store's event stream and subscribes again: %s", error)
-            await asyncio.sleep(pause_s)
-
-    async def wait(self, timeout_s: float) -> None:
-        """Returns after an event, or after ``timeout_s``."""
-        with contextlib.suppress(TimeoutError):
-            # Python 3.11's wait_for loses a cancellation that arrives together with the event.
-            async with asyncio.timeout(timeout_s):
-                await self._arrived.wait()
-            await asyncio.sleep(min(timeout_s, _DEBOUNCE_S))
-        self._arrived.clear()
-
-
 @dataclass
 class ResultReader:
     """Reads the results of the rollouts that started in one phase, in certain groups. Each result is returned once.
 
-    The first reward that is read counts; later ones change nothing. The results of one read are in the order in which
-    their rollouts ended, across groups.
+    The first reward that is read counts. The results of one read are in the order in which their rollouts ended.
     """
 
     store: LightningStore
@@ -129,10 +93,7 @@ class ResultReader:
             rollout
             for group in self.groups
             async for rollout in every(
-                self.store.query_rollouts,
-                status_in=statuses,
-                metadata={"group": group, **step},
-                start_after=since,
+                self.store.query_rollouts, status_in=statuses, metadata={"group": group, **step}, start_after=since
             )
         ]
 

@@ -18,15 +18,10 @@ from agentlightning_algorithms.shared.live_resources import LiveExperience
 
 @dataclass(eq=False, repr=False)
 class LiveSettings:
-    """The arguments of ``LiveLearning``.
-
-    Raises:
-        ConfigError: a value is out of range, or the proposer does not exist.
-    """
+    """The arguments of ``LiveLearning``."""
 
     propose: Proposer | str | Mapping[str, Any]
-    """Makes candidates. In configuration files ``"module:function"``, or an algorithm that has ``propose``, as in
-    ``{"name": "apo", "max_calls": 200}``."""
+    """Makes candidates: a function, ``"module:function"`` or an algorithm as ``{"name": "apo", "max_calls": 9}``."""
     _: KW_ONLY
     evidence: int = 20
     """Number of rewards of the stable version to collect before each candidate."""
@@ -55,13 +50,11 @@ class LiveSettings:
     reward_range: tuple[float, float] = (0.0, 1.0)
     """The lowest and the highest reward. A failed rollout gets the lowest."""
     reward_timeout_s: float = 3600.0
-    """Seconds after the end of a rollout during which its reward may arrive. A promotion waits at most this long for
-    the rewards of earlier rollouts."""
+    """Seconds after the end of a rollout in which its reward may arrive; a promotion waits for earlier rewards."""
     rollout_timeout_s: float = 3600.0
-    """Seconds after the start of a rollout after which it counts as failed. A promotion waits at most this long for
-    earlier rollouts to end."""
+    """Seconds after its start after which a rollout counts as failed; a promotion waits for earlier rollouts to end."""
     refresh_s: float = 1.0
-    """Seconds between two reads of late rewards; the end of a rollout is noticed immediately."""
+    """Seconds between two reads of rewards."""
     max_trials: int | None = None
     """``run`` returns after this many candidates; None means until it is stopped."""
 
@@ -87,12 +80,7 @@ Proposer: TypeAlias = Callable[[LiveExperience], Proposal | Awaitable[Proposal]]
 
 
 def load_proposer(given: Proposer | str | Mapping[str, Any]) -> Proposer:
-    """Resolves the ``propose`` setting.
-
-    Args:
-        given: a function; ``"module:function"``; or an algorithm that has ``propose(experience)``, by its name or as
-            ``{"name": "apo", **settings}``.
-    """
+    """Resolves the ``propose`` setting; an algorithm must have ``propose(experience)``."""
     if callable(given):
         return given
     if isinstance(given, str) and ":" in given:

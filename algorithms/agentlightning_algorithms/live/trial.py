@@ -6,7 +6,6 @@ import heapq
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from agentlightning_algorithms.live.settings import LiveSettings
@@ -43,7 +42,7 @@ class Trial:
             _add(self._by_start, heapq.heappop(self._waiting)[2])
 
     def _is_over(self) -> bool:
-        return self.verdict is not None or self._by_start.treatment.n >= self._max_treated
+        return self.verdict is not None or self._by_start.n_treatment >= self._max_treated
 
     @property
     def verdict(self) -> Verdict | None:
@@ -74,9 +73,8 @@ def is_lower(differences: Sequence[float], tolerance: float, risk: float) -> boo
 def make_test(settings: LiveSettings, state: LiveState) -> SequentialTest:
     """The test of a trial.
 
-    The risks of promotion in trials 1, 2, 3, ... are 1/2, 1/6, 1/12, ... of the setting and add up to it, so it bounds
-    the probability of a wrong promotion over the whole run (Foster and Stine, Alpha-investing, JRSS B 70(2), 2008,
-    section 2: alpha-spending).
+    The risks of promotion in trials 1, 2, 3, ... are 1/2, 1/6, 1/12, ... of the setting and add up to it: they bound
+    the probability of a wrong promotion over the run (alpha-spending; Foster and Stine, JRSS B 70(2), 2008, section 2).
     """
     number = max(state.served_trials, 1)
     return SequentialTest(
@@ -95,8 +93,8 @@ def next_margin(settings: LiveSettings, state: LiveState) -> float:
 
 def describe_missing(test: SequentialTest, unrated: Mapping[str, int]) -> str:
     """Says how many rewards did not arrive, and whether the two groups differ in that (two-proportion z-test, 1 %)."""
-    missing, arms = [unrated.get(name, 0) for name in ("treatment", "control")], (test.treatment, test.control)
-    totals = [gone + arm.n for gone, arm in zip(missing, arms, strict=True)]
+    missing = unrated.get("treatment", 0), unrated.get("control", 0)
+    totals = missing[0] + test.n_treatment, missing[1] + test.n_control
     if not any(missing) or not all(totals):
         return f", {sum(missing)} without a reward" if any(missing) else ""
     shares = [gone / total for gone, total in zip(missing, totals, strict=True)]
@@ -143,19 +141,6 @@ class Wealth:
         return log_wealth >= -math.log(risk)
 
 
-@dataclass
-class Arm:
-    """Number and sum of one version's rewards."""
-
-    n: int = 0
-    total: float = 0.0
-
-    @property
-    def mean(self) -> float:
-        """Mean reward; NaN before the first one."""
-        return self.total / self.n if self.n else math.nan
-
-
 class SequentialTest:
     """Decides whether a treatment is worse than a control, or better, as soon as the rewards allow it.
 
@@ -191,14 +176,14 @@ class SequentialTest:
         """Information and difference of each block; rewards are scaled to [0, 1]."""
         self._worse, self._better = Wealth(0.0), Wealth(0.0)
         self._not_worse = Wealth(-margin / (self._high - self._low))
-        self.control, self.treatment = Arm(), Arm()
+        self.n_control = self.n_treatment = 0
+        """Number of rewards of each version."""
 
     def add(self, reward: float, *, is_treatment: bool, unit: str) -> None:
         """Adds a reward of a unit."""
         reward = min(max(reward, self._low), self._high)
-        arm = self.treatment if is_treatment else self.control
-        arm.n += 1
-        arm.total += reward
+        self.n_treatment += is_treatment
+        self.n_control += not is_treatment
         if unit in self._seen and unit not in self._open:
             return
         self._seen.add(unit)

@@ -16,16 +16,8 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, Metrics
 
 INJECTED: Final = (
-    "store",
-    "train_dataset",
-    "val_dataset",
-    "llm_proxy",
-    "adapter",
-    "initial_resources",
-    "tracker",
-    "run",
-    "context",
-)
+    "store", "train_dataset", "val_dataset", "llm_proxy", "adapter", "initial_resources", "tracker", "run", "context"
+)  # fmt: skip
 
 
 class MetricLog:

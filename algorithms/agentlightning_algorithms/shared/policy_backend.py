@@ -1,7 +1,6 @@
 """Policy backends: the model servers that sample a policy while it is trained.
 
-A component of the kind ``policy_backend`` is a class that implements :class:`PolicyBackend`; its constructor takes the
-settings that users write after its name.
+A component of the kind ``policy_backend`` implements :class:`PolicyBackend`; its constructor takes the user's settings.
 """
 
 from __future__ import annotations
@@ -115,8 +114,7 @@ async def publish_weights(
 
     Raises:
         ConfigError: the weights belong to another model.
-        LightningError: the server does not answer, or running calls that must end first did not end within
-            ``drain_timeout_s``.
+        LightningError: the server does not answer, or running calls did not end within ``drain_timeout_s``.
     """
     if backend.tells_versions:
         await _load(backend, weights, version)

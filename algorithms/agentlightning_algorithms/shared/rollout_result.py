@@ -107,15 +107,10 @@ async def read_result(store: LightningStore, rollout: Rollout) -> RolloutResult:
 async def run_rollouts(
     store: LightningStore, requests: Sequence[EnqueueRolloutRequest], *, timeout_s: float | None = None
 ) -> list[Rollout]:
-    """Enqueues rollouts and waits until all have ended.
+    """Enqueues rollouts, waits until all have ended, and returns them in the order of the requests.
 
-    Args:
-        store: the store from which runners claim the rollouts.
-        requests: the rollouts. A rollout whose id is already in the store is not run again.
-        timeout_s: seconds for all rollouts together; rollouts that are still open after that are cancelled.
-
-    Returns:
-        The rollouts, in the order of the requests.
+    A rollout whose id is already in the store is not run again. Rollouts that are still open after ``timeout_s``, for
+    all together, are cancelled.
     """
     if not requests:
         return []

@@ -130,7 +130,6 @@ class RolloutController:
         """Holds new calls back and lets calls in flight end, so that replicas can sleep."""
         await self.gateway.pause()
         if not await self.gateway.drain(self.settings.drain_timeout_s):
-            self.metrics.count("drain_timeouts")
             logger.warning(
                 "model calls are still in flight after %s s and will be aborted; raise drain_timeout_s if answers take "
                 "longer",
@@ -258,9 +257,6 @@ async def cancel_open(store: LightningStore) -> None:
 async def _fetch_model_name(address: str) -> str:
     """Returns the name under which an inference server serves its model; waits until the server answers."""
     timeout = aiohttp.ClientTimeout(total=_READY_S)
-    async with (
-        aiohttp.ClientSession(timeout=timeout) as session,
-        session.get(f"http://{address}/v1/models") as answer,
-    ):
+    async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"http://{address}/v1/models") as answer:
         answer.raise_for_status()
         return str((await answer.json())["data"][0]["id"])

@@ -46,7 +46,6 @@ class RolloutMetrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stats: dict[str, list[RolloutStats]] = {}
-        self._counts: Counter[str] = Counter()
         self._reward_check = RewardCheck()
         self._seen: set[tuple[str, str]] = set()
 
@@ -62,21 +61,15 @@ class RolloutMetrics:
             self._seen.add((mode, event))
             return is_first
 
-    def count(self, name: str) -> None:
-        """Counts an event by its name."""
-        with self._lock:
-            self._counts[name] += 1
-
     def take(self, mode: str) -> dict[str, float]:
-        """Returns the metrics of a mode's rollouts, and the counts of events, since the last call."""
+        """Returns the metrics of a mode's rollouts since the last call."""
         with self._lock:
             stats = self._stats.pop(mode, [])
-            counts, self._counts = self._counts, Counter()
             self._seen = {seen for seen in self._seen if seen[0] != mode}
         if stats:
             outcomes = [(each.reward if each.has_reward else None, each.error or None) for each in stats]
             self._reward_check.add(outcomes)
-        return {**summarize(stats), **{name: float(count) for name, count in counts.items()}}
+        return summarize(stats)
 
 
 def summarize(stats: Sequence[RolloutStats]) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """Registers our rollout backend and platform; verl loads this module through the entry-point group ``verl.plugins``.
 
-With the platform ``cpu`` (``trainer.device=cpu``), verl 0.9 trains without an accelerator, for tests and laptops,
-through FSDP2 and gloo.
+With the platform ``cpu`` (``trainer.device=cpu``), verl trains through FSDP2 and gloo, for tests and laptops.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ def _complete_torch_cpu() -> None:
     """Adds functions of device modules to ``torch.cpu``, which cannot be wrapped: verl compares it by identity."""
     nothing: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(
-            ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"),
-            lambda *_, **__: 0,
+            ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"), lambda *_, **__: 0
         ),
         "reset_peak_memory_stats": lambda *_, **__: None,
         "mem_get_info": lambda *_, **__: (0, 0),

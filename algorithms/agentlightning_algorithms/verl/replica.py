@@ -1,7 +1,6 @@
 """The rollout backend ``transformers`` as verl uses it: a replica, and the adapter that sends it weights.
 
-Each replica is a Ray actor with a policy server. The adapter is in verl's training process and sends the weights
-through Ray's object store.
+Each replica is a Ray actor with a policy server; the adapter in verl's training process sends it weights through Ray.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.adapter.triplet import BROKE_OFF, TraceToTriplet
-from agentlightning.errors import ConfigError
 from agentlightning.types import Span, Triplet
 from agentlightning_plugins.shared.chat_history import find_first_edit, link_calls, read_answer, read_messages
 
@@ -116,31 +115,14 @@ class Trajectories:
 
 
 class TraceToTrajectories(TraceAdapter[Trajectories]):
-    """Joins the calls of an attempt into trajectories."""
+    """Joins the calls of an attempt into trajectories; the masks of an attempt with irregularities are 0."""
 
-    def __init__(
-        self,
-        source: TraceToTriplet | dict[str, Any] | None = None,
-        *,
-        irregular: Literal["mask", "train"] = "mask",
-    ) -> None:
-        """Configures the conversion.
-
-        Args:
-            source: the adapter that creates the triplets, or its settings.
-            irregular: ``mask`` sets the masks of an attempt with irregularities to 0; ``train`` leaves them.
-        """
-        if irregular not in ("mask", "train"):
-            raise ConfigError(f"irregular = {irregular!r}; one of: mask, train")
+    def __init__(self, source: TraceToTriplet | dict[str, Any] | None = None) -> None:
+        """``source`` is the adapter that creates the triplets, or its settings."""
         self.source = TraceToTriplet(**source) if isinstance(source, dict) else source or TraceToTriplet()
-        self.irregular = irregular
 
     def adapt(self, source: Sequence[Span], /) -> Trajectories:
-        """Builds the trajectories of one attempt.
-
-        Raises:
-            AdapterError: as ``TraceToTriplet.adapt``.
-        """
+        """Builds the trajectories of one attempt; raises AdapterError as ``TraceToTriplet.adapt`` does."""
         found = build_trajectories(self.source.adapt(source))
         roots = Counter(t.turns[0].triplet.metadata.get("agent_name") for t in found.trajectories if t.is_root)
         counts: dict[Irregularity, int] = {
@@ -148,7 +130,7 @@ class TraceToTrajectories(TraceAdapter[Trajectories]):
             "several_roots": sum(number - 1 for number in roots.values()),
         }
         irregularities = {kind: number for kind, number in counts.items() if number}
-        if irregularities and self.irregular == "mask":
+        if irregularities:
             for trajectory in found.trajectories:
                 trajectory.mask = [0] * len(trajectory.mask)
         return replace(found, irregularities=irregularities)

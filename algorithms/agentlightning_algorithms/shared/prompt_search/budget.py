@@ -43,8 +43,7 @@ class SearchBudget:
     max_cost: float | None = None
     """Maximum cost, in the currency of ``prices``."""
     prices: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Prices of a million prompt tokens and of a million answer tokens, by prefix of the model's name. Other models
-    cost nothing."""
+    """Prices of a million prompt and a million answer tokens, by prefix of the model's name; others cost nothing."""
     by_model: dict[str, ModelUse] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -39,8 +39,6 @@ class CallCache:
     def __init__(self, file: Path | None = None) -> None:
         """Reads the calls of a file of JSON lines; an incomplete last line is dropped."""
         self.calls: dict[str, CachedCall] = {}
-        self.skipped: set[str] = set()
-        """Places whose call failed in a round that the search finished without the answer."""
         self._file = file
         if file is not None and file.exists():
             self._load(file)
@@ -49,13 +47,6 @@ class CallCache:
         """Adds a call; it is on disk when this returns."""
         self._append(asdict(call))
         self.calls[call.place] = call
-
-    def record_skipped(self, places: Iterable[str]) -> None:
-        """Records that the calls at these places failed permanently."""
-        new = sorted(set(places) - self.skipped)
-        if new:
-            self._append({"skipped": new})
-            self.skipped.update(new)
 
     def _append(self, line: object) -> None:
         if self._file is None:
@@ -72,13 +63,10 @@ class CallCache:
             os.truncate(file, len(whole) + len(newline))
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                record = json.loads(line)
-                if "skipped" in record:
-                    self.skipped.update(record["skipped"])
-                else:
-                    self.calls[record["place"]] = CachedCall(**record)
-            except (KeyError, TypeError, ValueError) as error:
+                call = CachedCall(**json.loads(line))
+            except (TypeError, ValueError) as error:
                 raise ConfigError(f"{file}, line {number}: not a record of a model call: {error}") from error
+            self.calls[call.place] = call
 
 
 class CachedChat:
@@ -113,8 +101,6 @@ class CachedChat:
         """Makes the call at a place of the search, or takes its answer from the cache."""
         call = self._cache.calls.get(place)
         if call is None:
-            if place in self._cache.skipped:
-                return None
             async with self._slots:
                 if self._is_spent():
                     return None
@@ -169,8 +155,7 @@ class CachedChat:
 def copy_client(client: AsyncOpenAI | None) -> AsyncOpenAI:
     """Returns a client with its own connections, because connections do not outlive their event loop.
 
-    For None, the environment configures the client. A client of another class, or with the user's own ``http_client``,
-    is returned unchanged.
+    For None, the environment configures it. A client of another class, or with an own ``http_client``, stays the same.
     """
     # A client imports this at its first call: that takes half a second, and deadlocks when two threads do so at once.
     import openai.resources.chat  # noqa: F401 # for the effect

@@ -42,8 +42,7 @@ logger = logging.getLogger("agentlightning")
 class PromptSearch(Algorithm):
     """The base of APO and GEPA, with the settings that they share.
 
-    A search can be killed at any moment. A resumed search runs the same search again: finished rollouts and recorded
-    model calls return immediately.
+    A resumed search runs the same search again: finished rollouts and recorded model calls return immediately.
     """
 
     default_adapter: ClassVar[str | None] = "messages"
@@ -91,8 +90,7 @@ class PromptSearch(Algorithm):
     def _reset(self) -> None:
         self.history.clear()
         self.stopped_because: str | None = None
-        """Why the search ended: ``rounds``, ``rollouts``, ``target_score``, ``patience``, ``budget`` or
-        ``model_calls_failed``."""
+        """``rounds``, ``rollouts``, ``target_score``, ``patience``, ``budget`` or ``model_calls_failed``."""
         self.confirmation: Confirmation | None = None
         """The comparison of the first and the best prompt on fresh rollouts; None if they were not compared."""
         self._reserve: list[CallUsage] = []
@@ -287,14 +285,10 @@ class PromptSearch(Algorithm):
         """Stores new versions of changed candidates; the best prompts stay the latest resources of the run."""
         store = self.get_store()
         new = [each for each in self.history if self._published.get(each.candidate_id) != each]
-        wrote = await asyncio.gather(*(self._store_version(candidate) for candidate in new))
-        best_id = self._snapshot_id("best")
-        latest = await store.get_latest_resources()
-        if not any(wrote) and latest is not None and latest.resources_id == best_id:
-            newest = latest.resources
-            if all(newest.get(name) == prompt for name, prompt in self.get_best().prompts.items()):
-                return
-        await store.update_resources(best_id, {**self._base, **self.get_best().prompts})
+        await asyncio.gather(*(self._store_version(candidate) for candidate in new))
+        resources, latest = {**self._base, **self.get_best().prompts}, await store.get_latest_resources()
+        if latest is None or dict(latest.resources) != resources:
+            await store.update_resources(self._snapshot_id("best"), resources)
 
     async def publish_prompts(self, candidate: Candidate) -> None:
         """Publishes a candidate's prompts for trials, before its lineage is known."""
@@ -378,15 +372,13 @@ class PromptSearch(Algorithm):
             kept = await store.update_resources(base_id, {**(self.context.initial_resources or {}), **published})
         return {name: resource for name, resource in kept.resources.items() if name != CANDIDATE_NAME}
 
-    async def _store_version(self, candidate: Candidate) -> bool:
-        """Stores the next version of a candidate's snapshot; False if the run stored it before it was resumed."""
+    async def _store_version(self, candidate: Candidate) -> None:
+        """Stores the next version of a candidate's snapshot, unless the run stored it before it was resumed."""
         store, resources_id = self.get_store(), self._snapshot_id(candidate.candidate_id)
         version = self._versions[resources_id] = self._versions.get(resources_id, 0) + 1
         self._published[candidate.candidate_id] = candidate
-        if await store.get_resources_by_id(resources_id, version) is not None:
-            return False
-        await store.update_resources(resources_id, {**self._base, **candidate.prompts, CANDIDATE_NAME: candidate})
-        return True
+        if await store.get_resources_by_id(resources_id, version) is None:
+            await store.update_resources(resources_id, {**self._base, **candidate.prompts, CANDIDATE_NAME: candidate})
 
 
 def check_datasets(

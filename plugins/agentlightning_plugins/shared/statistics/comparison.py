@@ -40,8 +40,7 @@ class Group:
 
     name: str
     rewards: Mapping[str, Sequence[float]]
-    """Keyed by user (``key_hash`` of the metadata), else by ``task_id``, else by rollout id. The rewards in one list
-    are not independent."""
+    """By user (``key_hash`` of the metadata), else task, else rollout; the rewards in one list are not independent."""
     failed: int = 0
     unrated: int = 0
     """Number of rollouts that succeeded and have no reward yet."""
@@ -207,9 +206,7 @@ def difference_over_seeds(one: Sequence[Mapping[int, float]], other: Sequence[Ma
     Satterthwaite (Satterthwaite 1946, Biometrics Bulletin 2). The result has the larger p-value and the wider interval
     of this method and of the comparison over tasks only.
 
-    Args:
-        one: mean reward of each task, for each seed; tasks without a reward for every seed are excluded.
-        other: the same for the other algorithm.
+    Each argument has the mean reward of each task, for each seed; tasks without a reward for every seed are excluded.
     """
     tasks = set.intersection(*({*seed} for seed in (*one, *other)))
     if not tasks:

@@ -39,8 +39,7 @@ def paired_interval(differences: Sequence[float]) -> Interval | None:
     """Interval of a mean difference, from the difference of each task.
 
     Uses the interval of Agresti and Min for differences of -1, 0 and 1, and for other differences in [-1, 1] that
-    hardly vary; otherwise the bootstrap-t. None for fewer than two values, and for values outside [-1, 1] that hardly
-    vary.
+    hardly vary; otherwise the bootstrap-t. None for fewer than two values, and for others that hardly vary.
     """
     if len(differences) < 2:
         return None
@@ -52,8 +51,7 @@ def unpaired_interval(one: Sequence[float], other: Sequence[float]) -> Interval 
     """Interval of the mean of ``one`` minus the mean of ``other``.
 
     Uses Newcombe's interval for values of 0 and 1, and for other values in [0, 1] that hardly vary; otherwise the
-    bootstrap-t of Welch's statistic. None for fewer than two values in a group, and for values outside [0, 1] that
-    hardly vary.
+    bootstrap-t of Welch's statistic. None for fewer than two values in a group, and for others that hardly vary.
     """
     if min(len(one), len(other)) < 2:
         return None

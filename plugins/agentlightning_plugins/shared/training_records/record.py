@@ -20,27 +20,10 @@ LEDGER_SPAN: Final = "agentlightning.training.rollout"
 """Name of the span with the outcome of a rollout; each rollout of a batch has one such span per step."""
 
 Outcome: TypeAlias = Literal[
-    "trained",
-    "failed",
-    "no_reward",
-    "no_calls",
-    "spans_dropped",
-    "unreadable_spans",
-    "filtered",
-    "flat_group",
-    "no_tokens",
-    "no_logprobs",
-    "repeated",
-    "too_long",
-    "stale",
-    "cut_off",
-    "mismatch",
-    "unusable_images",
-    "not_finite",
-    "cancelled",
-    "unfinished",
-    "not_recorded",
-]
+    "trained", "failed", "no_reward", "no_calls", "spans_dropped", "unreadable_spans", "filtered", "flat_group",
+    "no_tokens", "no_logprobs", "repeated", "too_long", "stale", "cut_off", "mismatch", "unusable_images", "not_finite",
+    "cancelled", "unfinished", "not_recorded",
+]  # fmt: skip
 """Outcome of a rollout or a call; every value except ``trained`` is a reason why it was not trained on:
 
 ``failed``, ``no_reward``: it has no reward to compare. ``no_calls``: it called no model. ``spans_dropped``,
@@ -73,43 +56,37 @@ class TrainedCall:
 
 @dataclass(frozen=True, slots=True)
 class TrainedRow:
-    """One sequence of tokens that the weights were trained with.
-
-    Attributes:
-        rollout_id: id of the row's rollout.
-        attempt_id: id of the row's attempt.
-        step: the version of the weights that the training step produced.
-        prompt_ids: tokens before the first response.
-        response_ids: sampled tokens, and the given tokens between calls.
-        mask: 1 where a token of ``response_ids`` was sampled and trained on.
-        logprobs: the sampler's log-probability of each token of ``response_ids``; meaningless for given tokens.
-        trainer_logprobs: the trainer's log-probabilities when it first used the row; None if they are not known.
-        calls: the calls that were trained on.
-        reward: reward of the rollout, as the algorithm compared it.
-        minibatch: number of optimizer steps in this update before the trainer first used the row. A difference
-            between both log-probabilities is an error only if this number is 0.
-        outcome: ``trained``, ``mismatch`` or ``not_finite``.
-        texts: the text of each token, by token id; empty if the texts are not known.
-        token_advantages: one advantage per token of ``response_ids``, if they differ within a call, as with a critic.
-        token_versions: version of the weights that sampled each token of ``response_ids``, None for given tokens; the
-            attribute is None if each call has one version.
-    """
+    """One sequence of tokens that the weights were trained with."""
 
     rollout_id: str
     attempt_id: str
     step: int
+    """The version of the weights that the training step produced."""
     prompt_ids: Sequence[int]
+    """Tokens before the first response."""
     response_ids: Sequence[int]
+    """Sampled tokens, and the given tokens between calls; the following lists have one item for each."""
     mask: Sequence[int]
+    """1 where a token was sampled and trained on."""
     logprobs: Sequence[float]
+    """The sampler's log-probabilities; meaningless for given tokens."""
     trainer_logprobs: Sequence[float] | None
+    """The trainer's log-probabilities when it first used the row; None if they are not known."""
     calls: Sequence[TrainedCall]
+    """The calls that were trained on."""
     reward: float | None
+    """Reward of the rollout, as the algorithm compared it."""
     minibatch: int = 0
+    """Number of optimizer steps in this update before the trainer first used the row. A difference between both
+    log-probabilities is an error only if this number is 0."""
     outcome: Outcome = "trained"
+    """``trained``, ``mismatch`` or ``not_finite``."""
     texts: Mapping[int, str] = field(default_factory=dict)
+    """The text of each token, by token id; empty if the texts are not known."""
     token_advantages: Sequence[float] | None = None
+    """Advantages, if they differ within a call, as with a critic."""
     token_versions: Sequence[int | None] | None = None
+    """Versions of the weights that sampled the tokens, None for given ones; None if each call has one version."""
 
     @property
     def advantages(self) -> list[float]:
