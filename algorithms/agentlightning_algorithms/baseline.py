@@ -45,12 +45,12 @@ class Baseline(FastAlgorithm):
 
     def check_setup(self, context: RunContext) -> Sequence[LLM]:
         """Refuses a run without data."""
-        _require_data(context.train_dataset, context.val_dataset)
+        if context.train_dataset is None and context.val_dataset is None:
+            raise ConfigError("baseline needs a train_dataset or a val_dataset")
         return ()
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Runs all tasks and records, for each epoch, the mean reward, the success rate and the errors by type."""
-        _require_data(train_dataset, val_dataset)
         if self.context.adapter is not None:
             adapter = type(self.context.adapter).__name__
             logger.warning("the adapter %s has no effect: baseline learns nothing; leave adapter out", adapter)
@@ -127,11 +127,6 @@ def _warn_without_rewards(results: list[RolloutResult]) -> None:
         RewardCheck().add((result.outcome for result in results), is_last=True)
     except LightningError as error:
         logger.warning("%s", error)
-
-
-def _require_data(train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None) -> None:
-    if train_dataset is None and val_dataset is None:
-        raise ConfigError("baseline needs a train_dataset or a val_dataset")
 
 
 def _summarize(results: list[RolloutResult]) -> dict[str, float]:

@@ -50,9 +50,7 @@ class Evaluation(FastAlgorithm):
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Evaluates the validation data, or the training data when there is no validation data."""
         dataset = val_dataset if val_dataset is not None else train_dataset
-        if dataset is None:
-            raise ConfigError("evaluation needs a dataset")
-        if not len(dataset):
+        if dataset is None or not len(dataset):
             raise ConfigError("evaluation needs tasks, but the dataset is empty; check data.val or --data")
         store = self.get_store()
         repeated = [(task, repetition) for task in range(len(dataset)) for repetition in range(self.repetitions)]
@@ -156,10 +154,9 @@ def evaluate(
     algorithm = Evaluation(repetitions=repetitions, success_threshold=success_threshold, rollout_timeout_s=timeout_s)
     settings = {"trackers": [{"name": "console", "brief": True}], "initial_resources": resources, **trainer}
     run = Trainer(algorithm=algorithm, **settings).fit(agent, val_dataset=tasks, reward=reward)
-    assert algorithm.score is not None, "the run succeeded"
-    metrics = algorithm.score.to_metrics()
-    interval = (metrics["reward_low"], metrics["reward_high"]) if "reward_low" in metrics else None
-    return EvalResult(algorithm.score, run, metrics["reward"], interval, int(metrics["rollouts"]))
+    score = algorithm.score
+    assert score is not None, "the run succeeded"
+    return EvalResult(score, run, score.mean, score.interval(), sum(map(len, score.rewards)) + score.missing)
 
 
 def _to_group(name: str, score: Score) -> Group:

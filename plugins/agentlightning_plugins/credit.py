@@ -67,11 +67,7 @@ class CreditRule(ABC):
         rewards: Mapping[TracedCall, float],
         final_reward: float | None,
     ) -> list[list[Triplet]]:
-        """Sets ``Triplet.reward`` to the assigned rewards, and the metadata ``credit`` (the rule's name) and ``turn``.
-
-        Raises:
-            AdapterError: the number of rewards or turns differs from the number of calls.
-        """
+        """Sets ``Triplet.reward`` to the assigned rewards, and the metadata ``credit`` (the rule) and ``turn``."""
         steps = [
             Step(own, rewards.get(call), spans)
             for call, own, spans in zip(calls, triplets, _find_spans_after(nodes, calls), strict=True)

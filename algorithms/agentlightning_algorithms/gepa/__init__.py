@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
+def components() -> list[Component]:
     gepa = "agentlightning_algorithms.gepa.algorithm:GEPA"
     candidate = "agentlightning_algorithms.shared.prompt_search.candidate:Candidate"
     return [

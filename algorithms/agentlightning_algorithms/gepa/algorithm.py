@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any, Final, Literal
 
 from gepa.api import optimize
@@ -80,6 +81,8 @@ class GEPA(PromptSearch):
         limit = self.max_rollouts - reserved
         adapter = _GEPAAdapter(self, train, val, asyncio.get_running_loop(), limit)
 
+        to_debug_log: Any = SimpleNamespace(log=logger.debug)
+
         def run_gepa() -> None:
             optimize(
                 {name: prompt.template for name, prompt in seed.prompts.items()},
@@ -93,7 +96,7 @@ class GEPA(PromptSearch):
                 use_merge=self.use_merge,
                 max_metric_calls=limit,
                 stop_callbacks=adapter.should_stop,
-                logger=_DebugLogger(),
+                logger=to_debug_log,
                 seed=self.context.seed if self.seed is None else self.seed,
             )
 
@@ -219,11 +222,6 @@ class _GEPAAdapter:
         else:
             search.update(candidate, batch_score=mean_score(results))
         return results
-
-
-class _DebugLogger:
-    def log(self, message: str) -> None:
-        logger.debug("gepa: %s", message)
 
 
 def _to_record(result: TrialResult) -> dict[str, Any]:

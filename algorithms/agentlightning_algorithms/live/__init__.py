@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
+def components() -> list[Component]:
     learning = "agentlightning_algorithms.live.algorithm:LiveLearning"
     state = "agentlightning_algorithms.shared.live_resources:LiveState"
     return [

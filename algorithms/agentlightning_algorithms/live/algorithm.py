@@ -136,10 +136,7 @@ class LiveLearning(LiveSettings, Algorithm):
         await self._enter(note, phase="watching", candidate=None, share=0.0, **changes)
 
     async def _is_superseded(self) -> bool:
-        """Ends the phase if newer resources were published since it began.
-
-        They come from outside, or from this learner if it was killed before it recorded a promotion.
-        """
+        """Ends the phase if newer resources were published: from outside, or by this learner before it was killed."""
         latest = await self.store.get_latest_resources()
         state = self.state
         if latest is None or latest.version_id == state.stable:

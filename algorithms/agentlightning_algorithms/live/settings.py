@@ -1,4 +1,4 @@
-"""Settings of ``live``, with their checks."""
+"""Settings of ``live`` with their checks, and the proposers of candidates."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.resources import Resource, read_resources
 from agentlightning.run.thread import run_in_thread
 from agentlightning_algorithms.shared.live_resources import LiveExperience
+
+Proposal: TypeAlias = Mapping[str, Resource | str] | None
+Proposer: TypeAlias = Callable[[LiveExperience], Proposal | Awaitable[Proposal]]
+"""Returns the resources to change, by name; None for no change. A plain str is a prompt."""
 
 
 @dataclass(eq=False, repr=False)
@@ -72,11 +76,6 @@ class LiveSettings:
             raise ConfigError(f"reward_range = {self.reward_range}: the lower bound must come first")
         self.reward_range = (float(low), float(high))
         self.propose = load_proposer(self.propose)
-
-
-Proposal: TypeAlias = Mapping[str, Resource | str] | None
-Proposer: TypeAlias = Callable[[LiveExperience], Proposal | Awaitable[Proposal]]
-"""Returns the resources to change, by name; None for no change. A plain str is a prompt."""
 
 
 def load_proposer(given: Proposer | str | Mapping[str, Any]) -> Proposer:

@@ -71,11 +71,7 @@ class RewardCheck:
     """Whether a rollout succeeded with a reward."""
 
     def add(self, outcomes: Iterable[tuple[float | None, str | None]], *, is_last: bool = False) -> None:
-        """Adds a batch of rollouts.
-
-        Raises:
-            LightningError: every rollout so far failed or has no reward.
-        """
+        """Adds a batch of rollouts."""
         if self.is_passed:
             return
         self._outcomes += outcomes

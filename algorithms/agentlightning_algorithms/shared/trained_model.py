@@ -84,12 +84,11 @@ def read_training(run: Path) -> TrainingRecord | None:
 def list_checkpoints(run: Path) -> dict[str, Path]:
     """Returns the models that a run saved: ``best`` on the validation set, ``latest``, then steps in order."""
     found = {}
-    for name, folder in (("best", run / "best"), ("latest", run / "checkpoint")):
+    for name, folder in (("best", "best"), ("latest", "checkpoint")):
         # A directory that is being replaced is moved to `.old` first.
-        for place in (folder, folder.with_name(f"{folder.name}.old")):
-            if place.is_dir():
-                found[name] = place
-                break
+        places = [place for place in (run / folder, run / f"{folder}.old") if place.is_dir()]
+        if places:
+            found[name] = places[0]
     steps = {folder.name: folder for folder in (run / STEPS).glob("*") if folder.name.isdecimal()}
     record = read_training(run)
     verl = run / "checkpoints" if record is None or record.checkpoints is None else Path(record.checkpoints)

@@ -33,7 +33,7 @@ CREDIT_ESTIMATORS: Final[Mapping[str, Estimator]] = {
 
 
 class CallCredit(NamedTuple):
-    """The credit of one call of a row; see :mod:`~agentlightning_algorithms.shared.advantage`."""
+    """The credit of one call of a row."""
 
     start: int
     """``response_ids[start:end]`` are its tokens."""

@@ -254,7 +254,7 @@ def check_values(get: Callable[[str], Any]) -> None:
     if get("algorithm.adv_estimator") == "remax":
         raise ConfigError(
             "verl's algorithm.adv_estimator = 'remax' needs a greedy rollout of each task as baseline, which agents do "
-            "not give; use grpo, rloo, opo, reinforce_plus_plus, reinforce_plus_plus_baseline or gae"
+            "not give; use another estimator, such as grpo or rloo"
         )
     tasks = get("data.train_batch_size")
     roles = ["actor_rollout_ref.actor", *(["critic"] if get("algorithm.adv_estimator") == "gae" else [])]

@@ -130,11 +130,8 @@ class RolloutController:
         """Holds new calls back and lets calls in flight end, so that replicas can sleep."""
         await self.gateway.pause()
         if not await self.gateway.drain(self.settings.drain_timeout_s):
-            logger.warning(
-                "model calls are still in flight after %s s and will be aborted; raise drain_timeout_s if answers take "
-                "longer",
-                self.settings.drain_timeout_s,
-            )
+            text = "calls in flight after drain_timeout_s = %s will be aborted; raise it if answers take longer"
+            logger.warning(text, self.settings.drain_timeout_s)
 
     async def publish(self, version: int) -> None:
         """Publishes the resources for new rollouts, and lets calls continue with the new weights."""
@@ -218,15 +215,9 @@ class RolloutController:
         self.metrics.add(mode, stats)
         if built.mismatches and self.metrics.is_first(mode, "mismatch"):
             found = built.mismatches[0]
-            logger.info(
-                "%s: call %s continues call %s, but %s; %d of the rollout's %d calls begin a row of their own",
-                rollout.rollout_id,
-                found.response_id,
-                found.previous_response_id,
-                found.explanation,
-                len(built.mismatches),
-                built.calls,
-            )
+            text = "%s: call %s continues call %s, but %s; %d of the rollout's %d calls begin a row of their own"
+            ids = rollout.rollout_id, found.response_id, found.previous_response_id
+            logger.info(text, *ids, found.explanation, len(built.mismatches), built.calls)
         outcome = {
             "rollout_id": rollout.rollout_id,
             "attempt_id": "" if attempt is None else attempt.attempt_id,

@@ -38,8 +38,8 @@ def check_release() -> None:
         installed = metadata.version("verl")
     except metadata.PackageNotFoundError:
         raise ConfigError(
-            f"verl is not installed; the algorithm verl needs verl{SUPPORTED} in an environment of its own: "
-            "pip install 'lightning[verl]' from a checkout, as in pip install '.[verl]'"
+            f"verl is not installed; the algorithm needs verl{SUPPORTED} in an environment of its own: pip install "
+            "'.[verl]' in a checkout of Lightning"
         ) from None
     if not SpecifierSet(SUPPORTED).contains(installed, prereleases=True):
         raise ConfigError(f"verl {installed} is installed; supported is verl{SUPPORTED}")

@@ -64,8 +64,7 @@ class ImageLoader:
             if not url.startswith("data:"):
                 raise ConfigError(
                     f"rollout {rollout_id} sent the image {url[:80]!r} to the model by its URL, but the trainer does "
-                    "not fetch URLs, because their content may have changed: send images as data URIs "
-                    "(data:image/png;base64,...)"
+                    "not fetch URLs: send images as data URIs (data:image/png;base64,...)"
                 )
 
     def _compare(self, row: BatchRow) -> tuple[str, str]:

@@ -40,12 +40,9 @@ class RecordedRow:
 
 
 def read_rows(batch: Any, *, is_skipped: bool, has_trainer: bool) -> list[RecordedRow]:
-    """Reads the rows of a batch from verl's queue, without padding.
+    """Reads the rows of a batch from verl's queue, without padding; ``old_log_probs`` are the trainer's if it has some.
 
-    Args:
-        batch: the keys and tags of the rows.
-        is_skipped: the batch was not trained on, so it has neither advantages nor the trainer's log-probabilities.
-        has_trainer: ``old_log_probs`` are the trainer's.
+    A batch that was skipped has neither advantages nor the trainer's log-probabilities.
     """
     fields = () if is_skipped else (*_FIELDS, *(("old_log_probs",) if has_trainer else ()))
     read = transfer_queue.kv_batch_get(batch.keys, batch.partition_id, ["extra_fields", *fields])

@@ -17,6 +17,10 @@ from agentlightning.reward import read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span, Triplet
 
+logger = logging.getLogger("agentlightning")
+_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
+"""Fields of messages that fine-tuning APIs accept."""
+
 
 def link_calls(triplets: Sequence[Triplet]) -> list[int | None]:
     """Finds, for each triplet, the latest earlier triplet whose prompt and answer are a prefix of its prompt.
@@ -111,11 +115,7 @@ class TraceToMessages(TraceAdapter[list[ChatHistory]]):
     """Returns the chat history of each answered model call, in the order of the calls."""
 
     def adapt(self, source: Sequence[Span], /) -> list[ChatHistory]:
-        """Converts the spans of one attempt.
-
-        Raises:
-            AdapterError: spans of several attempts, or attributes that cannot be read.
-        """
+        """Converts the spans of one attempt; raises AdapterError if they are of several or cannot be read."""
         histories: list[ChatHistory] = []
         with reading(source):
             for call in find_calls(build_tree(source, repair=True), semconv.is_llm_call):
@@ -130,10 +130,6 @@ class TraceToMessages(TraceAdapter[list[ChatHistory]]):
                     history["tools"] = tools
                 histories.append(history)
         return histories
-
-
-logger = logging.getLogger("agentlightning")
-_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
 
 
 class FineTuningExample(BaseModel):
@@ -160,13 +156,8 @@ async def select_examples(
 ) -> AsyncIterator[FineTuningExample]:
     """Yields the conversations of the best rollouts that succeeded (rejection sampling).
 
-    A conversation of several model calls is one example. Rollouts with lost spans, and those of validation and test
-    (``mode``), are excluded.
-
-    Args:
-        store: where the rollouts are recorded.
-        min_reward: rollouts with a smaller reward are excluded, as are those without a reward; None: only the latter.
-        best_of: how many rollouts of each task are kept, the ones with the highest rewards; None: all.
+    A conversation of several model calls is one example. Rollouts without a reward or with one below ``min_reward``,
+    with lost spans, and of validation and test (``mode``) are excluded; ``best_of`` of each task are kept.
     """
     for rollouts in await _rank_rollouts(store, min_reward):
         for _, rollout in rollouts[:best_of]:
@@ -179,12 +170,8 @@ async def select_pairs(
 ) -> AsyncIterator[PreferencePair]:
     """Yields pairs of rollouts of one task: the best with the worst, the second best with the second worst, and so on.
 
-    Rollouts with lost spans, and those of validation and test (``mode``), are excluded.
-
-    Args:
-        store: where the rollouts are recorded; only rollouts that succeeded are used.
-        min_gap: the rewards of a pair differ by at least this, and by more than 0.
-        pairs_per_task: maximum number of pairs of each task; None: no limit.
+    Only rollouts that succeeded are used, without those that lost spans and those of validation and test (``mode``).
+    The rewards of a pair differ by at least ``min_gap``, and by more than 0; ``pairs_per_task`` None means no limit.
     """
     for rollouts in await _rank_rollouts(store, None):
         for (more, chosen), (less, rejected) in list(zip(rollouts, reversed(rollouts), strict=True))[:pairs_per_task]:

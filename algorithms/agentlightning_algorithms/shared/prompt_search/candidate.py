@@ -74,10 +74,6 @@ class Candidate(Resource):
             raise ConfigError(f"no prompt {name!r} is tuned; the tuned prompts are {names}")
         return name if name is not None else next(iter(self.prompts))
 
-    def prompt(self, name: str | None = None) -> PromptTemplate:
-        """Returns a prompt by its name, which may be None if there is only one."""
-        return self.prompts[self.prompt_name(name)]
-
     def diff(self, older: Candidate) -> str:
         """A unified diff of every prompt from an older candidate; empty when they are equal."""
         changes: list[str] = []

@@ -109,7 +109,8 @@ class PromptSearch(Algorithm):
         Raises:
             ConfigError: the search has not begun, or ``name`` is not one of the tuned prompts.
         """
-        return self.get_best().prompt(name)
+        best = self.get_best()
+        return best.prompts[best.prompt_name(name)]
 
     def get_best(self) -> Candidate:
         """The best candidate found so far; raises ConfigError if the search has not begun."""

@@ -1,4 +1,4 @@
-"""Trials: the rollouts of a candidate on some tasks, and their results."""
+"""Trials: the rollouts of a candidate on some tasks; the last one compares the first and the best prompt again."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from agentlightning_algorithms.shared.prompt_search.candidate import Candidate
 from agentlightning_algorithms.shared.rollout_result import RolloutResult, read_result
 from agentlightning_plugins.shared.chat_history import ChatHistory, TraceToMessages
 from agentlightning_plugins.shared.statistics.interval import paired_p_value
+
+LEVEL: Final = 0.05
+"""Significance level of a confirmation."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,9 @@ class TrialResult(RolloutResult):
     @property
     def output(self) -> str | None:
         """The recorded output of the agent: the standard output of a command; None for other agents."""
-        found = [
-            span.attributes.get(semconv.OPERATION_OUTPUT)
-            for span in self.spans
-            if span.attributes.get(semconv.GEN_AI_OPERATION_NAME) == "invoke_agent"
-        ]
-        return next((text for text in found if isinstance(text, str) and text), None)
+        name = semconv.GEN_AI_OPERATION_NAME
+        runs = [span.attributes for span in self.spans if span.attributes.get(name) == "invoke_agent"]
+        return next((str(text) for each in runs if (text := each.get(semconv.OPERATION_OUTPUT))), None)
 
 
 def mean_score(results: Sequence[TrialResult]) -> float:
@@ -85,9 +85,6 @@ def call_place(stage: str, prompt: Candidate, name: str, results: Sequence[Trial
     """Identifies the model call about a prompt and rollouts: a resumed run makes the same rollouts."""
     text = "/".join((prompt.candidate_id, name, *(result.rollout_id for result in results)))
     return f"{stage}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-
-
-LEVEL: Final = 0.05
 
 
 @dataclass(frozen=True)

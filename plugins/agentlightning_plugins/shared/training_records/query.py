@@ -28,11 +28,9 @@ async def read_rows(store: LightningStore, rollout_id: str) -> list[TrainedRow]:
 
 
 async def read_ledger(store: LightningStore, step: int | None = None) -> list[LedgerEntry]:
-    """Reads the outcome of every training rollout: one entry per rollout, in the order in which they were enqueued.
+    """Reads the outcome of every training rollout, of all steps or one, in the order in which they were enqueued.
 
-    Args:
-        store: the store of the run.
-        step: the version of the weights that the training step produced; None for all steps.
+    ``step`` is the version of the weights that the training step produced.
     """
     conditions = {} if step is None else {"metadata": {"step": step - 1}}
     rollouts = [
