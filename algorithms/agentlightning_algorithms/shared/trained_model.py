@@ -84,9 +84,9 @@ def read_training(run: Path) -> TrainingRecord | None:
 def list_checkpoints(run: Path) -> dict[str, Path]:
     """Returns the models that a run saved: ``best`` on the validation set, ``latest``, then steps in order."""
     found = {}
-    for name, folder in (("best", "best"), ("latest", "checkpoint")):
+    for name, place in (("best", run / "best"), ("latest", run / "checkpoint")):
         # A directory that is being replaced is moved to `.old` first.
-        places = [place for place in (run / folder, run / f"{folder}.old") if place.is_dir()]
+        places = [folder for folder in (place, place.with_name(f"{place.name}.old")) if folder.is_dir()]
         if places:
             found[name] = places[0]
     steps = {folder.name: folder for folder in (run / STEPS).glob("*") if folder.name.isdecimal()}
