@@ -15,11 +15,11 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.resources import Resource
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode, Run
 from agentlightning_algorithms.shared.rollout_result import RewardCheck, read_result, retry_lost, run_rollouts
-from agentlightning_plugins.shared.statistics.comparison import Comparison, Group, compare_groups
 from agentlightning_plugins.shared.statistics.score import Score
 
 if TYPE_CHECKING:
     from agentlightning.litagent import RewardFunction
+    from agentlightning_plugins.shared.statistics.comparison import Comparison
 
 _BATCH_SIZE = 256
 """Rollouts that are queued and waited for together, so that a large dataset is never held in memory as a whole."""
@@ -119,7 +119,13 @@ class EvalResult:
                 f"{len(self.rewards)} and {len(other.rewards)} tasks cannot be compared one by one; evaluate both "
                 "agents on the same tasks"
             )
-        return compare_groups(_to_group("other", other.score), _to_group("this", self.score))
+        from agentlightning_plugins.shared.statistics.comparison import Group, compare_groups
+
+        groups = [
+            Group(name, {f"task {index}": rewards for index, rewards in enumerate(result.rewards) if rewards})
+            for name, result in (("other", other), ("this", self))
+        ]
+        return compare_groups(*groups)
 
 
 def evaluate(
@@ -157,10 +163,6 @@ def evaluate(
     score = algorithm.score
     assert score is not None, "the run succeeded"
     return EvalResult(score, run, score.mean, score.interval(), sum(map(len, score.rewards)) + score.missing)
-
-
-def _to_group(name: str, score: Score) -> Group:
-    return Group(name, {f"task {index}": rewards for index, rewards in enumerate(score.rewards) if rewards})
 
 
 @hookimpl

@@ -106,8 +106,7 @@ class GEPA(PromptSearch):
         self.stopped_because = self.stopped_because or "rollouts"
 
     def count_confirmations(self, n_tasks: int) -> int:
-        pairs = super().count_confirmations(n_tasks)
-        return min(pairs, max(self.max_rollouts // 8, 6))
+        return min(super().count_confirmations(n_tasks), max(self.max_rollouts // 8, 6))
 
     async def reflect(self, parent: Candidate, name: str, results: Sequence[TrialResult]) -> Candidate | None:
         """Makes a child by rewriting the prompt ``name`` based on these rollouts; returns None if that failed."""

@@ -92,8 +92,7 @@ class CachedChat:
 
     def start_round(self) -> None:
         """Resets the records of answered and failed calls."""
-        self.answered = 0
-        self.failed = {}
+        self.answered, self.failed = 0, {}
 
     async def ask(
         self, place: str, model: str, messages: Sequence[Mapping[str, Any]], *, temperature: float
