@@ -44,12 +44,12 @@ class Baseline(FastAlgorithm):
 
     def check_setup(self, context: RunContext) -> Sequence[LLM]:
         """Refuses a run without data."""
-        _require_data(context.train_dataset, context.val_dataset)
+        if context.train_dataset is None and context.val_dataset is None:
+            raise ConfigError("baseline needs a train_dataset or a val_dataset")
         return ()
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Runs all tasks and records, for each epoch, the mean reward, the success rate and the errors by type."""
-        _require_data(train_dataset, val_dataset)
         if self.context.adapter is not None:
             adapter = type(self.context.adapter).__name__
             logger.warning("the adapter %s has no effect: baseline learns nothing; leave adapter out", adapter)
@@ -72,7 +72,8 @@ class Baseline(FastAlgorithm):
                     waiting.cancel()
             summary = _summarize(results)
             await store.add_metrics(epoch + 1, {**summary, "progress": (epoch + 1) / self.n_epochs})
-            logger.info("epoch %d of %d: %s", epoch + 1, self.n_epochs, _to_text(summary))
+            text = ", ".join(f"{name} {value:.4g}" for name, value in summary.items())
+            logger.info("epoch %d of %d: %s", epoch + 1, self.n_epochs, text)
             if epoch == 0:
                 _warn_without_rewards(results)
 
@@ -127,11 +128,6 @@ def _warn_without_rewards(results: list[RolloutResult]) -> None:
         logger.warning("%s", error)
 
 
-def _require_data(train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None) -> None:
-    if train_dataset is None and val_dataset is None:
-        raise ConfigError("baseline needs a train_dataset or a val_dataset")
-
-
 def _summarize(results: list[RolloutResult]) -> dict[str, float]:
     """Statistics of an epoch; rollouts that failed or have no reward count as 0."""
     scores = [result.score for result in results]
@@ -146,15 +142,6 @@ def _summarize(results: list[RolloutResult]) -> dict[str, float]:
         "rollouts_without_reward": float(sum(result.reward is None for result in results)),
         **{f"errors/{name}": float(count) for name, count in sorted(errors.items())},
     }
-
-
-def _to_text(summary: dict[str, float]) -> str:
-    errors = [f"{value:.0f} x {name.removeprefix('errors/')}" for name, value in summary.items() if "errors/" in name]
-    return (
-        f"{summary['rollouts']:.0f} rollouts, reward {summary['reward']:.4g} (mean), "
-        f"{summary['reward_median']:.4g} (median), {summary['success_rate']:.1%} succeeded"
-        + (f", errors: {', '.join(errors)}" if errors else "")
-    )
 
 
 @hookimpl

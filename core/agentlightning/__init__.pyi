@@ -87,8 +87,8 @@ from agentlightning.tracer import OtelTracer as OtelTracer
 from agentlightning.tracer import Tracer as Tracer
 from agentlightning.tracer import get_active_tracer as get_active_tracer
 from agentlightning.trainer import Trainer as Trainer
-from agentlightning_algorithms.evaluation.evaluate import EvalResult as EvalResult
-from agentlightning_algorithms.evaluation.evaluate import evaluate as evaluate
+from agentlightning_algorithms.evaluation import EvalResult as EvalResult
+from agentlightning_algorithms.evaluation import evaluate as evaluate
 from agentlightning_algorithms.shared.live_resources import LiveResources as LiveResources
 from agentlightning_plugins.agents.command.agent import CommandAgent as CommandAgent
 from agentlightning_plugins.gateway.proxy import LLMProxy as LLMProxy

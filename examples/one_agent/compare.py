@@ -20,7 +20,7 @@ from typing import Any
 
 from examples.one_agent.critic import answer
 
-from agentlightning_algorithms.shared.trained_model.serving import serve_model
+from agentlightning_algorithms.shared.trained_model import serve_model
 from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI
 
 FOLDER = Path(__file__).parent

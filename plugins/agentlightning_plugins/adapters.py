@@ -12,7 +12,7 @@ from agentlightning.adapter.triplet import TraceToTriplet
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.semconv import Message
 from agentlightning.types import Record, Span, Triplet
-from agentlightning_plugins.shared.chat_history.linking import link_calls, read_messages
+from agentlightning_plugins.shared.chat_history import link_calls, read_messages
 
 
 class Transition(Record):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.shared.prompt_search.confirmation import LEVEL, confirm
+from agentlightning_algorithms.shared.prompt_search.trial import LEVEL, confirm
 from tests.algorithms.prompt_lab import SEED, TRAIN, VAL, Server, client, critic_and_editor
 from tests.algorithms.test_gepa import make as make_gepa
 from tests.algorithms.test_gepa import reflect

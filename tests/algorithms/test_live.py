@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.live.reward_feed import EventFeed, ResultReader
+from agentlightning_algorithms.live.reward_feed import ResultReader
 from agentlightning_algorithms.live.trial import make_test, next_margin
 from agentlightning_algorithms.shared.live_resources import (
     STATE_NAME,
@@ -206,8 +206,8 @@ async def test_results_of_both_groups_are_read_in_the_order_in_which_they_ended(
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
     with runner.run_context(agent=answer, store=store):
         served = [await runner.step({"n": 1}, metadata={"group": group, "step": 1}) for group in groups]
-    reader = ResultReader(store, EventFeed(store), {"treatment", "control"}, 0.0, 60.0, 60.0, step=1)
-    found = await reader.read_new()
+    reader = ResultReader(store, {"treatment", "control"}, 0.0, 60.0, 60.0, step=1)
+    found, _ = await reader.read_new()
     assert [each.rollout.rollout_id for each in found] == [each.rollout_id for each in served]
 
 
@@ -219,13 +219,12 @@ async def test_the_horizon_is_the_start_of_the_earliest_rollout_that_may_still_g
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
     with runner.run_context(agent=answer, store=store):
         await runner.step({"n": 1}, metadata=metadata)
-        reader = ResultReader(store, EventFeed(store), {"treatment", "control"}, 0.0, LIMIT_S, LIMIT_S, step=1)
-        results, horizon = await reader.read_new_and_horizon()
+        reader = ResultReader(store, {"treatment", "control"}, 0.0, LIMIT_S, LIMIT_S, step=1)
+        results, horizon = await reader.read_new()
         assert (len(results), horizon) == (1, running.start_time)
         unrated = await runner.step({"n": 1, "late": True}, metadata={"group": "control", "step": 1})
         await store.update_attempt(running.rollout_id, running.attempt.attempt_id, status="failed")
-        reader.feed.gaps += 1  # no event was read, so the reader queries the ended rollouts
-        results, horizon = await reader.read_new_and_horizon()
+        results, horizon = await reader.read_new()
         assert [result.rollout.rollout_id for result in results] == [running.rollout_id]
         assert horizon == unrated.start_time
         await store.start_rollout({"n": 1}, metadata={"group": "control", "step": 2})  # a rollout of another trial
@@ -234,14 +233,13 @@ async def test_the_horizon_is_the_start_of_the_earliest_rollout_that_may_still_g
     clock = store.now
     monkeypatch.setattr(store, "now", lambda: clock() + 2 * LIMIT_S)
     # Both timeouts have passed: the rating is too late, and the running rollout has failed.
-    results, _ = await reader.read_new_and_horizon()
+    results, _ = await reader.read_new()
     assert [(result.rollout.rollout_id, result.reward) for result in results] == [(hanging.rollout_id, 0.0)]
     assert [reader.count(group) for group in ("treatment", "control")] == [3, 1]
     await store.update_attempt(hanging.rollout_id, hanging.attempt.attempt_id, status="succeeded", reward=1.0)
-    reader.feed.gaps += 1
-    assert (await reader.read_new_and_horizon())[0] == []
+    assert (await reader.read_new())[0] == []
     began = store.now()
-    _, horizon = await reader.read_new_and_horizon()
+    _, horizon = await reader.read_new()
     assert began <= horizon <= store.now()
 
 
@@ -367,15 +365,11 @@ async def test_rewards_that_arrive_later_count_in_a_trial(store: agl.LightningSt
         assert await latest_prompt(store) == GOOD
 
 
-async def test_a_promotion_waits_reward_timeout_s_for_users_who_never_rate(
-    store: agl.LightningStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "agentlightning")
+async def test_a_promotion_waits_reward_timeout_s_for_users_who_never_rate(store: agl.LightningStore) -> None:
     async with serving(store) as service, running(service.serve(late=True)):
         states = await learn(service, learner(store, GOOD, reward_timeout_s=1.0))
     assert "promoted as tuned@2" in states[-1].note
     assert states[-1].since - states[-2].since >= 1.0
-    assert caplog.text.count("candidate 1 waits for earlier rollouts (reward_timeout_s, rollout_timeout_s)") == 1
 
 
 async def test_a_proposer_that_fails_or_changes_nothing_is_called_again_after_more_evidence(
@@ -613,36 +607,29 @@ def test_a_setting_out_of_range_is_refused_by_name(wrong: dict[str, Any], messag
     assert agl.LiveLearning("json:loads").propose is not None
 
 
-async def test_each_result_is_read_once_even_if_its_event_was_missed(store: agl.LightningStore) -> None:
-    feed = EventFeed(store)
-    results = ResultReader(store, feed, groups={"stable"}, since=0.0, reward_timeout_s=0.3, rollout_timeout_s=60.0)
+async def test_each_result_is_read_once(store: agl.LightningStore) -> None:
+    results = ResultReader(store, groups={"stable"}, since=0.0, reward_timeout_s=0.3, rollout_timeout_s=60.0)
     async with serving(store) as service:
         first = await service.serve(3)
-        assert [r.rollout.rollout_id for r in await results.read_new()] == [r.rollout_id for r in first]
-        async with running(feed.follow(pause_s=0.05)):
-            await asyncio.sleep(0)
-            second = await service.serve(2)
-            (silent,) = await service.serve(1, late=True)
-            assert [r.rollout.rollout_id for r in await results.read_new()] == [r.rollout_id for r in second]
-        await service.serve(2)
-        assert await results.read_new() == []
-        feed.gaps += 1
-        assert len(await results.read_new()) == 2
+        assert [r.rollout.rollout_id for r in (await results.read_new())[0]] == [r.rollout_id for r in first]
+        second = await service.serve(2)
+        (silent,) = await service.serve(1, late=True)
+        assert [r.rollout.rollout_id for r in (await results.read_new())[0]] == [r.rollout_id for r in second]
+        assert (await results.read_new())[0] == []
         await asyncio.sleep(0.3)
-        assert await results.read_new() == []
+        assert (await results.read_new())[0] == []
         assert results.unrated == {"stable": 1}
         await service.live.reward(silent, 1.0)
-        assert await results.read_new() == []
+        assert (await results.read_new())[0] == []
 
 
-@pytest.mark.parametrize("method", ["update_worker", "subscribe"])
-async def test_an_error_of_the_heartbeat_or_the_event_stream_ends_the_learner(
-    store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch, method: str
+async def test_an_error_of_the_heartbeat_ends_the_learner(
+    store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **settings: Any) -> Any:
         raise ValueError("a field is missing")
 
-    monkeypatch.setattr(store, method, fail)
+    monkeypatch.setattr(store, "update_worker", fail)
     with pytest.raises(ValueError, match="a field is missing"):
         await asyncio.wait_for(learner(store, GOOD).run(), LIMIT_S)
 
@@ -662,32 +649,3 @@ async def test_a_service_keeps_following_the_store_after_unreadable_answers(
         await store.update_resources("tuned", {"prompt": GOOD})
         await until(lambda: live.pick().resources_id == "tuned@2")
     assert caplog.text.count("cannot be read (logged once): ValueError: a field is missing") == 1
-
-
-@pytest.mark.parametrize("turns", range(6))
-async def test_a_listener_cancelled_while_an_event_arrives_stops(turns: int) -> None:
-    """Between event and cancellation, the event loop runs ``turns`` times."""
-    news = asyncio.Event()
-
-    class Store(agl.InMemoryLightningStore):
-        async def subscribe(self, *args: Any, **settings: Any) -> AsyncIterator[Any]:
-            await news.wait()
-            yield None
-            await asyncio.Event().wait()
-
-    feed = EventFeed(Store())
-
-    async def listen() -> None:
-        while True:
-            await feed.wait(5.0)
-
-    async with running(feed.follow()):
-        listening = asyncio.create_task(listen())
-        await asyncio.sleep(0.001)
-        news.set()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        listening.cancel()
-        await asyncio.wait([listening], timeout=LIMIT_S)
-        assert listening.done()
-    listening.cancel()

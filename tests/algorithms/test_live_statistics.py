@@ -16,8 +16,7 @@ import pytest
 
 from agentlightning.types import Rollout
 from agentlightning_algorithms.live.algorithm import LiveLearning
-from agentlightning_algorithms.live.sequential import _BETS, _MAX_LOSS, _MIN_BLOCK, SequentialTest
-from agentlightning_algorithms.live.trial import Trial
+from agentlightning_algorithms.live.trial import _BETS, _MAX_LOSS, _MIN_BLOCK, SequentialTest, Trial
 from agentlightning_algorithms.shared.live_resources import LiveState, Result
 
 RISK = 0.05
@@ -205,7 +204,7 @@ def test_the_sequential_test_decides_like_the_simulation(share: float) -> None:
         for number, (reward, treated) in enumerate(zip(rewards[0], groups[0], strict=True)):
             test.add(reward, is_treatment=bool(treated), unit=str(number))
             if test.verdict is not None and reached[test.verdict] == math.inf:
-                reached[test.verdict] = test.treatment.n
+                reached[test.verdict] = test.n_treatment
         first = min(expected, key=lambda verdict: expected[verdict])
         assert reached[first] == expected[first]
         verdicts.add(first)

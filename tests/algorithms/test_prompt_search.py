@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
 from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, SearchBudget
-from agentlightning_algorithms.shared.prompt_search.call_cache import CachedCall, CallCache
-from agentlightning_algorithms.shared.prompt_search.candidate import Candidate
+from agentlightning_algorithms.shared.prompt_search.candidate import Candidate, find_placeholders, fit, show_text
+from agentlightning_algorithms.shared.prompt_search.chat import CachedCall, CallCache
 from agentlightning_algorithms.shared.prompt_search.critique import read_prompt, shorten_middle
-from agentlightning_algorithms.shared.prompt_search.placeholder import find_placeholders, fit, show_text
 
 ORIGINAL = PromptTemplate("Answer {question} in {style}, {score:.1f}.")
 VALUES = {"question": "Q", "style": "S", "score": 0.25}
@@ -106,21 +105,19 @@ def test_a_call_cache_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) ->
     first = CachedCall(place="edit/1", model="m", answer="first\nanswer ü", prompt_tokens=3, completion_tokens=4)
     cache = CallCache(file)
     cache.record(first)
-    cache.record_skipped(["edit/9"])
     cache.record(CachedCall(place="edit/2", model="m", answer="second"))
     whole = file.read_bytes()
     for cut in range(1, len(whole.splitlines(keepends=True)[-1])):
         file.write_bytes(whole[:-cut])
         again = CallCache(file)
         assert again.calls == {"edit/1": first}
-        assert again.skipped == {"edit/9"}
         again.record(CachedCall(place="edit/2", model="m", answer="other"))
         assert CallCache(file).calls["edit/2"].answer == "other"
 
 
 def test_a_damaged_call_cache_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "calls.jsonl"
-    file.write_text('{"place": "a"\n' + json.dumps({"skipped": []}) + "\n")
+    file.write_text('{"place": "a"\n' + json.dumps({"place": "b"}) + "\n")
     with pytest.raises(ConfigError, match="line 1: not a record"):
         CallCache(file)
     assert file.read_text().startswith('{"place": "a"\n')
@@ -129,7 +126,7 @@ def test_a_damaged_call_cache_is_refused_and_left_unchanged(tmp_path: Path) -> N
 def test_the_price_of_a_model_is_found_by_the_prefix_of_its_name() -> None:
     budget = SearchBudget(max_cost=1.0, prices={"gpt": (1.0, 2.0), "gpt-mini": (0.5, 1.0)})
     budget.spend([CallUsage("gpt-mini-2026-01-01", 1_000_000, 100_000), CallUsage("llama", 5_000_000, 0)])
-    assert budget.cost == pytest.approx(0.6)
+    assert budget.metrics()["cost"] == pytest.approx(0.6)
     assert not budget.is_spent()
     assert budget.is_spent([CallUsage("gpt", 400_000, 0)])
 

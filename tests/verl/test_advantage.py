@@ -15,7 +15,7 @@ def test_rejected_rows_do_not_change_the_advantage_of_other_rows_of_their_rollou
     from tensordict import TensorDict
     from verl.protocol import DataProto
 
-    from agentlightning_algorithms.verl.training.advantage import rollout_advantages
+    from agentlightning_algorithms.verl.advantage import rollout_advantages
 
     keys = ["g_0_0", "g_0_1", "g_1_0"]
     mask_BT, rewards_BT = torch.ones(3, 3), torch.zeros(3, 3)

@@ -7,7 +7,7 @@ import torch
 
 import agentlightning as agl
 from agentlightning_algorithms.shared.advantage import Scored, compute_advantages
-from agentlightning_algorithms.verl.rollout.batch_row import (
+from agentlightning_algorithms.verl.batch_row import (
     BatchRow,
     BuiltRows,
     build_rows,
@@ -15,8 +15,8 @@ from agentlightning_algorithms.verl.rollout.batch_row import (
     placeholder_row,
     weight_range,
 )
-from agentlightning_algorithms.verl.rollout.controller import VerlEpisode
-from agentlightning_algorithms.verl.rollout.metrics import RolloutStats, summarize
+from agentlightning_algorithms.verl.controller import VerlEpisode
+from agentlightning_algorithms.verl.metrics import RolloutStats, summarize
 
 
 def call(prompt: list[int], response: list[int], *, version: int = 0, reward: float | None = None) -> agl.Triplet:
@@ -35,7 +35,7 @@ def test_calls_that_continue_each_others_tokens_become_one_row() -> None:
     (row,) = build_rows(CHAIN, kind="trajectory", max_prompt=9, max_response=9).rows
     assert (row.prompt_ids, row.response_ids, row.response_mask) == ([1, 2], [3, 4, 5, 6], [1, 1, 0, 1])
     assert row.response_logprobs == [-0.5, -0.5, 0.0, -0.5]
-    assert ([call.weight_version for call in row.calls], row.rewards) == ([0, 1], [0.5, None])
+    assert [call.weight_version for call in row.calls] == [0, 1]
     assert [row.response_ids[call.start : call.end] for call in row.calls] == [[3, 4], [6]]
 
 
@@ -101,19 +101,18 @@ def test_rollouts_without_rows_count_in_the_mean_metrics() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of verl's imports
-def test_rewards_of_calls_are_kept_in_the_extra_fields_of_rows() -> None:
-    from agentlightning_algorithms.verl.rollout.agent_loop import episode_to_outputs
+def test_verl_trains_on_the_reward_of_the_rollout_and_knows_the_versions_of_its_weights() -> None:
+    from agentlightning_algorithms.verl.agent_loop import episode_to_outputs
 
     rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
     outputs = episode_to_outputs(VerlEpisode(rows, reward=1.0, calls=2), current=1)
-    assert [output.extra_fields["rewards"] for output in outputs] == [[0.5], [None]]
-    assert [output.reward_score for output in outputs] == [1.0, 1.0]  # verl trains on the rollout's reward
+    assert [output.reward_score for output in outputs] == [1.0, 1.0]
     assert {(o.extra_fields["min_global_steps"], o.extra_fields["max_global_steps"]) for o in outputs} == {(0, 1)}
 
 
 @pytest.mark.filterwarnings("ignore")  # of verl's imports
 def test_advantages_of_calls_with_credit_equal_the_advantages_of_grpo() -> None:
-    from agentlightning_algorithms.verl.training.advantage import call_advantages
+    from agentlightning_algorithms.verl.advantage import call_advantages
 
     def credited(turn: int, value: float) -> agl.Triplet:
         bare = CHAIN[turn]

@@ -15,10 +15,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import agentlightning as agl
-from agentlightning_algorithms.shared.trained_model.record import TrainingRecord
+from agentlightning_algorithms.shared.trained_model import TrainingRecord
 from agentlightning_algorithms.verl import environment
-from agentlightning_algorithms.verl.config import _compose_own, compose_config, dump_config
-from agentlightning_algorithms.verl.default import CPU_DEFAULTS, DEFAULTS
+from agentlightning_algorithms.verl.config import CPU_DEFAULTS, DEFAULTS, _compose_own, compose_config, dump_config
 
 REPO = Path(__file__).resolve().parents[2]
 

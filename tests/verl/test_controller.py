@@ -6,8 +6,7 @@ from omegaconf import OmegaConf
 
 import agentlightning as agl
 from agentlightning_algorithms.shared.rollout_result import RolloutResult
-from agentlightning_algorithms.verl.rollout.controller import RolloutController, cancel_open
-from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
+from agentlightning_algorithms.verl.controller import RolloutController, RolloutSettings, cancel_open
 
 
 async def test_rollouts_left_open_before_a_resume_are_cancelled() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning_algorithms.verl.training.gpu_monitor import GPUMonitor
+from agentlightning_algorithms.verl.metrics import GPUMonitor
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from vision_agent import ask, image_url
 
 import agentlightning as agl
-from agentlightning_algorithms.verl.rollout.batch_row import BatchRow, BuiltRows, build_rows
-from agentlightning_algorithms.verl.rollout.controller import RolloutController, VerlEpisode
-from agentlightning_algorithms.verl.rollout.images import ImageLoader
+from agentlightning_algorithms.verl.batch_row import BatchRow, BuiltRows, build_rows
+from agentlightning_algorithms.verl.controller import RolloutController, VerlEpisode
+from agentlightning_algorithms.verl.images import ImageLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of verl's imports
 
@@ -74,7 +74,7 @@ def test_a_row_that_is_too_long_is_dropped_if_it_has_images_and_cut_if_it_has_no
 
 
 def test_verl_gets_the_images_of_a_row_in_the_order_of_its_prompt(processor: Any, loader: ImageLoader) -> None:
-    from agentlightning_algorithms.verl.rollout.agent_loop import episode_to_outputs
+    from agentlightning_algorithms.verl.agent_loop import episode_to_outputs
 
     built = with_images(processor, [9, 4, 4], [GREEN, RED, BLUE])
     built.rows += rows_of(call([1], [2])).rows
@@ -140,7 +140,7 @@ async def test_the_error_about_an_image_that_is_not_a_data_uri_names_rollout_and
     from omegaconf import OmegaConf
 
     from agentlightning_algorithms.shared.rollout_result import read_result
-    from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
+    from agentlightning_algorithms.verl.controller import RolloutSettings
 
     store = agl.InMemoryLightningStore()
     (queued,) = await store.enqueue_many_rollouts([agl.EnqueueRolloutRequest(input=1, mode="train")])

@@ -11,7 +11,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning_algorithms.verl.config import compose_config
-from agentlightning_algorithms.verl.preflight import check_run
+from agentlightning_algorithms.verl.environment import check_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of verl's imports
 

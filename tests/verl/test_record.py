@@ -6,15 +6,20 @@ from typing import Any
 
 import pytest
 
-from agentlightning_algorithms.verl.rollout.batch_row import RowCall
-from agentlightning_plugins.shared.training_records.account import RolloutOutcome, TokenTexts
-from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry, TrainedRow
+from agentlightning_algorithms.verl.batch_row import RowCall
+from agentlightning_plugins.shared.training_records.record import (
+    LEDGER_SPAN,
+    LedgerEntry,
+    RolloutOutcome,
+    TokenTexts,
+    TrainedRow,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of verl's imports
 
 
 def row(name: str, group: str, reward: float, advantages: list[float], mask: list[int]) -> object:
-    from agentlightning_algorithms.verl.training.record import RecordedRow
+    from agentlightning_algorithms.verl.record import RecordedRow
 
     return RecordedRow(
         RolloutOutcome(name, f"at-{name}", group, reward),
@@ -30,12 +35,12 @@ def row(name: str, group: str, reward: float, advantages: list[float], mask: lis
 
 
 def record(*rows: object, **options: bool) -> tuple[list[TrainedRow], dict[str, LedgerEntry]]:
-    from agentlightning_algorithms.verl.training.record import StepRecorder
+    from agentlightning_algorithms.verl.record import make_spans
 
-    made = StepRecorder(TokenTexts(lambda ids: f"<{ids[0]}>")).make_spans(rows, 5, **options)
-    entries = [LedgerEntry.from_span(span) for span in made.spans if span.name == LEDGER_SPAN]
-    assert sum(made.outcomes.values()) == len(entries)
-    kept = [TrainedRow.from_span(span) for span in made.spans if span.name != LEDGER_SPAN]
+    spans, outcomes = make_spans(rows, 5, TokenTexts(lambda ids: f"<{ids[0]}>"), **options)
+    entries = [LedgerEntry.from_span(span) for span in spans if span.name == LEDGER_SPAN]
+    assert sum(outcomes.values()) == len(entries)
+    kept = [TrainedRow.from_span(span) for span in spans if span.name != LEDGER_SPAN]
     return kept, {entry.rollout_id: entry for entry in entries}
 
 
@@ -48,7 +53,7 @@ def test_flat_groups_are_recorded_as_trained_only_if_the_loss_has_other_terms() 
 
 
 def test_drift_counts_the_updates_since_the_calls_of_the_batch_were_sampled() -> None:
-    from agentlightning_algorithms.verl.training.record import mean_drift
+    from agentlightning_algorithms.verl.record import mean_drift
 
     rows: list[Any] = [row(name, "g", 1.0, [1.0] * 4, [1] * 4) for name in "ab"]
     assert mean_drift(rows, 4) == 0.0

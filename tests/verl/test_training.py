@@ -382,7 +382,7 @@ def test_the_trained_model_is_exported_and_served(trained: Training, tmp_path: P
     from safetensors.torch import load_file
 
     from agentlightning_algorithms.grpo.command import export
-    from agentlightning_algorithms.shared.trained_model.serving import serve_model
+    from agentlightning_algorithms.shared.trained_model import serve_model
 
     exported = tmp_path / "exported"
     said = CliRunner().invoke(export, [str(trained.directory), str(exported), "--checkpoint", "2"])
@@ -401,7 +401,7 @@ def test_the_trained_model_is_exported_and_served(trained: Training, tmp_path: P
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 0
     on_cpu = {"trainer.device": "cpu"}
-    with pytest.raises(agl.ConfigError, match="in shards; write it as a whole with `agl export"):
+    with pytest.raises(agl.ConfigError, match="adapters or shards; write the whole model with `agl export"):
         agl.VERL(on_cpu, model=str(trained.directory))
     algorithm = agl.VERL(on_cpu, model=str(exported))
     assert algorithm.composed is not None

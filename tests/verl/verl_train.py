@@ -18,7 +18,7 @@ def record_advantages(path: Path) -> None:
     """Makes the trainers record key, rewards, mask, advantages and log-probabilities of every row in verl's queue."""
     import transfer_queue
 
-    from agentlightning_algorithms.verl.training import trainer
+    from agentlightning_algorithms.verl import trainer
 
     def recording(cls: Any) -> Any:
         class Recording(cls):

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
+def components() -> list[Component]:
+    apo = "agentlightning_algorithms.apo.algorithm:APO"
+    candidate = "agentlightning_algorithms.shared.prompt_search.candidate:Candidate"
     return [
-        Component(
-            "algorithm",
-            "apo",
-            "agentlightning_algorithms.apo.algorithm:APO",
-            extra="apo",
-            summary="tunes prompts by textual gradients and beam search",
-        ),
-        Component(
-            "resource",
-            "prompt_candidate",
-            "agentlightning_algorithms.shared.prompt_search.candidate:Candidate",
-            summary="lineage and scores of a prompt that was tried",
-        ),
+        Component("algorithm", "apo", apo, extra="apo", summary="tunes prompts by textual gradients and beam search"),
+        Component("resource", "prompt_candidate", candidate, summary="lineage and scores of a prompt that was tried"),
     ]

@@ -17,7 +17,12 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.resources import PromptTemplate
 from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.shared.live_resources import LiveExperience
-from agentlightning_algorithms.shared.prompt_search.candidate import Candidate, choose_prompts
+from agentlightning_algorithms.shared.prompt_search.candidate import (
+    Candidate,
+    choose_prompts,
+    show_placeholders,
+    show_text,
+)
 from agentlightning_algorithms.shared.prompt_search.critique import (
     EDIT_PROMPTS,
     GRADIENT_PROMPTS,
@@ -25,7 +30,6 @@ from agentlightning_algorithms.shared.prompt_search.critique import (
     read_templates,
     show_rollouts,
 )
-from agentlightning_algorithms.shared.prompt_search.placeholder import show_placeholders, show_text
 from agentlightning_algorithms.shared.prompt_search.search import PromptSearch
 from agentlightning_algorithms.shared.prompt_search.trial import TrialResult, call_place, mean_score, read_trial_result
 
@@ -65,14 +69,13 @@ class APO(PromptSearch):
     patience: int | None = None
     """Number of consecutive rounds without a better prompt after which the search stops; None: no limit."""
     gradient_prompts: Templates = None
-    """Replacements for the critic's prompts: templates with ``{name}``, ``{prompt}``, ``{other_prompts}`` and
-    ``{rollouts}``. Each call draws one of them."""
+    """The critic's prompts, with ``{name}``, ``{prompt}``, ``{other_prompts}`` and ``{rollouts}``; a call draws one."""
     edit_prompts: Templates = None
-    """Replacements for the editor's prompts, with ``{name}``, ``{prompt}``, ``{critique}`` and ``{placeholders}``."""
+    """The editor's prompts, with ``{name}``, ``{prompt}``, ``{critique}`` and ``{placeholders}``."""
 
     def __post_init__(self) -> None:
-        for name in ("gradient_batch_size", "val_batch_size", "beam_width", "branch_factor", "beam_rounds", "patience"):
-            require_least(1, **{name: getattr(self, name)})
+        names = ("gradient_batch_size", "val_batch_size", "beam_width", "branch_factor", "beam_rounds", "patience")
+        require_least(1, **{name: getattr(self, name) for name in names})
         super().__post_init__()
         self._gradient_templates = read_templates("gradient_prompts", self.gradient_prompts, GRADIENT_PROMPTS)
         self._edit_templates = read_templates("edit_prompts", self.edit_prompts, EDIT_PROMPTS)
@@ -96,7 +99,6 @@ class APO(PromptSearch):
             if self.chat.failed and not self.chat.answered:
                 self.stopped_because = "model_calls_failed"
                 break
-            self._cache.record_skipped(self.chat.failed)
             beam[0] = await self._validate(number, beam[0], val)
             rounds_without_gain = 0 if self.take_if_better(beam[0]) else rounds_without_gain + 1
             await self._finish_round(number, beam, n_children)
@@ -111,13 +113,8 @@ class APO(PromptSearch):
     ) -> str | None:
         """Asks the critic what is wrong with a prompt.
 
-        Args:
-            prompt: the candidate that the rollouts used.
-            rollout_results: the rollouts, with messages.
-            name: the prompt to criticize; needed if the candidate has several.
-
-        Returns:
-            The critique; None when the model call failed or the budget is spent.
+        ``rollout_results`` are rollouts of the candidate ``prompt``, with messages; ``name`` is the prompt to
+        criticize, needed if the candidate has several. Returns None when the call failed or the budget is spent.
         """
         name = prompt.prompt_name(name)
         others = [
@@ -144,8 +141,7 @@ class APO(PromptSearch):
     ) -> Candidate | None:
         """Makes a child: the editor rewrites the prompt to address the critique.
 
-        Returns:
-            The child; None when a model call failed, the budget is spent, or edit and repair both broke a placeholder.
+        Returns None when a model call failed, the budget is spent, or edit and repair both broke a placeholder.
         """
         name = prompt.prompt_name(name)
         critique = await self.compute_textual_gradient(prompt, rollout_results, name=name)
@@ -166,9 +162,7 @@ class APO(PromptSearch):
         """Makes a child of a service's prompts, for live learning: ``LiveLearning(APO(...).propose)``.
 
         The critic reads ``gradient_batch_size`` served rollouts: half are the worst, the others are drawn at random.
-
-        Returns:
-            The edited prompt; None when the budget is spent, or edit and repair both broke a placeholder.
+        Returns None when the budget is spent, or edit and repair both broke a placeholder.
 
         Raises:
             ConfigError: the service uses none of the prompts to tune.
@@ -202,17 +196,10 @@ class APO(PromptSearch):
         indices: Sequence[int] | None = None,
         place: Sequence[str | int] = ("evaluate",),
     ) -> tuple[list[TrialResult], float]:
-        """Runs a published candidate on tasks and scores it.
+        """Runs a published candidate on the tasks at ``indices``, by default all of them.
 
-        Args:
-            prompt: the candidate.
-            dataset: the tasks.
-            mode: the mode of the rollouts.
-            indices: indices of the tasks to run; None runs all tasks.
-            place: identifies the evaluation within the search; a resumed search does not run it again.
-
-        Returns:
-            The results in order, and their mean reward, in which failures and timeouts count as 0.
+        ``place`` identifies the evaluation within the search: a resumed search does not run it again. Returns the
+        results in order, and their mean reward, in which failures and timeouts count as 0.
         """
         chosen = range(len(dataset)) if indices is None else indices
         results = await self.run_trial(prompt, dataset, chosen, mode, *place, with_messages=mode == "train")
@@ -224,9 +211,7 @@ class APO(PromptSearch):
         """Makes the children of a round and compares them with the beam on one batch.
 
         Each child is run as soon as it is made, without waiting for the other children, so that runners are not idle.
-
-        Returns:
-            The best candidates, the older first among equal scores, and the number of new children.
+        Returns the best candidates, the older first among equal scores, and the number of new children.
         """
         batch = self._batch(number, val)
         trials: dict[str, asyncio.Task[float]] = {}
@@ -260,9 +245,8 @@ class APO(PromptSearch):
         self.history += children.values()
         if not children:
             return list(beam), 0
-        scored = [
-            self.update(each, batch_score=trials[each.candidate_id].result()) for each in (*beam, *children.values())
-        ]
+        rated = (*beam, *children.values())
+        scored = [self.update(each, batch_score=trials[each.candidate_id].result()) for each in rated]
         return sorted(scored, key=lambda each: -(each.batch_score or 0.0))[: self.beam_width], len(children)
 
     def _parents(self, number: int, beam: Sequence[Candidate]) -> list[Candidate]:
@@ -305,14 +289,9 @@ class APO(PromptSearch):
     async def _finish_round(self, number: int, beam: Sequence[Candidate], n_children: int) -> None:
         await self.publish()
         scores = [candidate.score or 0.0 for candidate in beam]
-        values = {
-            **self.metrics(),
-            "beam_score_max": max(scores),
-            "beam_score_mean": sum(scores) / len(scores),
-            "children": float(n_children),
-            "failed_model_calls": float(len(self.chat.failed)),
-            "progress": number / self.beam_rounds,
-        }
+        beam_scores = {"beam_score_max": max(scores), "beam_score_mean": sum(scores) / len(scores)}
+        counts = {"children": float(n_children), "failed_model_calls": float(len(self.chat.failed))}
+        values = {**self.metrics(), **beam_scores, **counts, "progress": number / self.beam_rounds}
         await self.get_store().add_metrics(number, values)
         logger.info("round %d: %d children, best score %s", number, n_children, self.get_best().score)
 

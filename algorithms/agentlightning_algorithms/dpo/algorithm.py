@@ -20,7 +20,7 @@ from agentlightning_algorithms.shared.policy.offline import OfflineTraining, mea
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.update.settings import Aggregation
 from agentlightning_algorithms.shared.policy.update.updater import Updater
-from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample, PreferencePair, select_pairs
+from agentlightning_plugins.shared.chat_history import FineTuningExample, PreferencePair, select_pairs
 
 _FORM: Final = '{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}'
 

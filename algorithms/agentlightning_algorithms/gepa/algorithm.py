@@ -1,8 +1,7 @@
 """``gepa``: reflective evolution of prompts with a Pareto front, by the package ``gepa``.
 
 Agrawal et al. 2025, GEPA: Reflective Prompt Evolution Can Outperform Reinforcement Learning, arXiv:2507.19457.
-The package selects the next candidate to change and the candidates that survive; rollouts, model calls, budget and
-results work as in ``apo``.
+The package selects the next candidate to change and the candidates that survive; the rest works as in ``apo``.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any, Final, Literal
 
 from gepa.api import optimize
@@ -24,9 +24,8 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.resources import PromptTemplate
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset
-from agentlightning_algorithms.shared.prompt_search.candidate import Candidate
+from agentlightning_algorithms.shared.prompt_search.candidate import Candidate, show_placeholders, show_text
 from agentlightning_algorithms.shared.prompt_search.critique import ROLLOUT_CHARS, shorten_middle, show_messages
-from agentlightning_algorithms.shared.prompt_search.placeholder import show_placeholders, show_text
 from agentlightning_algorithms.shared.prompt_search.search import PromptSearch
 from agentlightning_algorithms.shared.prompt_search.trial import TrialResult, call_place, mean_score
 
@@ -37,11 +36,7 @@ _MAX_FAILED_PROPOSALS: Final = 5
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GEPA(PromptSearch):
-    """Improves prompts by reflection on few rollouts, and keeps every candidate that is best on some task.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
+    """Improves prompts by reflection on few rollouts, and keeps every candidate that is best on some task."""
 
     reflection_model: str = "gpt-5-mini"
     """The model that rewrites prompts."""
@@ -86,6 +81,8 @@ class GEPA(PromptSearch):
         limit = self.max_rollouts - reserved
         adapter = _GEPAAdapter(self, train, val, asyncio.get_running_loop(), limit)
 
+        to_debug_log: Any = SimpleNamespace(log=logger.debug)
+
         def run_gepa() -> None:
             optimize(
                 {name: prompt.template for name, prompt in seed.prompts.items()},
@@ -99,7 +96,7 @@ class GEPA(PromptSearch):
                 use_merge=self.use_merge,
                 max_metric_calls=limit,
                 stop_callbacks=adapter.should_stop,
-                logger=_DebugLogger(),
+                logger=to_debug_log,
                 seed=self.context.seed if self.seed is None else self.seed,
             )
 
@@ -109,8 +106,7 @@ class GEPA(PromptSearch):
         self.stopped_because = self.stopped_because or "rollouts"
 
     def count_confirmations(self, n_tasks: int) -> int:
-        pairs = super().count_confirmations(n_tasks)
-        return min(pairs, max(self.max_rollouts // 8, 6))
+        return min(super().count_confirmations(n_tasks), max(self.max_rollouts // 8, 6))
 
     async def reflect(self, parent: Candidate, name: str, results: Sequence[TrialResult]) -> Candidate | None:
         """Makes a child by rewriting the prompt ``name`` based on these rollouts; returns None if that failed."""
@@ -130,10 +126,7 @@ class GEPA(PromptSearch):
             temperature=self.temperature,
             read=lambda answer: InstructionProposalSignature.output_extractor(answer)["new_instruction"],
         )
-        if edited is None:
-            return None
-        self._cache.record_skipped(self.chat.failed)
-        return Candidate.of({**parent.prompts, name: edited}, parent)
+        return None if edited is None else Candidate.of({**parent.prompts, name: edited}, parent)
 
 
 class _RolloutsSpentError(Exception):
@@ -171,10 +164,7 @@ class _GEPAAdapter:
         )
 
     def make_reflective_dataset(
-        self,
-        candidate: dict[str, str],
-        eval_batch: EvaluationBatch[Any, Any],
-        components_to_update: list[str],
+        self, candidate: dict[str, str], eval_batch: EvaluationBatch[Any, Any], components_to_update: list[str]
     ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
         records = [{"result": result} for result in eval_batch.trajectories or ()]
         return dict.fromkeys(components_to_update, records)
@@ -231,11 +221,6 @@ class _GEPAAdapter:
         else:
             search.update(candidate, batch_score=mean_score(results))
         return results
-
-
-class _DebugLogger:
-    def log(self, message: str) -> None:
-        logger.debug("gepa: %s", message)
 
 
 def _to_record(result: TrialResult) -> dict[str, Any]:

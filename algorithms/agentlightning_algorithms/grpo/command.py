@@ -20,13 +20,15 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning_algorithms.grpo.checkpoints.model_card import write_model_card
-from agentlightning_algorithms.shared.trained_model.checkpoint import (
+from agentlightning_algorithms.shared.trained_model import (
+    ServedModel,
     find_checkpoint,
     has_adapters,
     list_policies,
+    open_model,
     readable,
+    serve_model,
 )
-from agentlightning_algorithms.shared.trained_model.serving import ServedModel, open_model, serve_model
 
 _CHECK_S: Final = 1.0
 DIRECTORY = click.Path(path_type=Path)

@@ -23,7 +23,7 @@ from agentlightning_algorithms.shared.advantage import STD_FLOOR
 from agentlightning_algorithms.shared.policy.model.lora_settings import LoraSettings
 from agentlightning_algorithms.shared.policy.training_row import Distribution
 from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
-from agentlightning_algorithms.shared.trained_model.checkpoint import find_model
+from agentlightning_algorithms.shared.trained_model import find_model
 
 __all__ = [
     "CheckpointSettings", "ExperienceSettings", "GRPOSettings", "LoraSettings", "PolicySettings", "TeacherSettings",

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-from agentlightning.errors import StoreError
-from agentlightning.event import RolloutFinished
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import Rollout
+from agentlightning.types import Rollout, RolloutStatus
 from agentlightning_algorithms.shared.live_resources import Result
 from agentlightning_algorithms.shared.rollout_result import read_result
-
-logger = logging.getLogger("agentlightning")
+from agentlightning_plugins.shared.paging import every
 
 _BATCH_SIZE: Final = 100
-_RESYNC_S: Final = 30.0
-_OVERLAP_S: Final = 600.0
-"""How far back a resync reads. A longer rollout is not counted if its event was lost."""
-_DEBOUNCE_S: Final = 0.2
-"""How long events are collected before they are read, to limit queries to the store that serves users too."""
+_OVERLAP_S: Final = 10.0
+"""How far before the last reading rollouts may have started that this reading finds, because clocks differ."""
 _MAX_UNRATED: Final = 200
 """Rollouts without a reward that are read again in one round."""
-_FEW: Final = 500
-"""Rollouts in one page of a query."""
-_UNFINISHED: Final = ("queuing", "preparing", "running", "requeuing")
+_ENDED: Final[Sequence[RolloutStatus]] = ("succeeded", "failed")
+_UNFINISHED: Final[Sequence[RolloutStatus]] = ("queuing", "preparing", "running", "requeuing")
 
 
 async def read_reward(store: LightningStore, rollout: Rollout, failure_reward: float) -> float | None:
@@ -38,57 +27,14 @@ async def read_reward(store: LightningStore, rollout: Rollout, failure_reward: f
     return (await read_result(store, rollout)).reward if rollout.status == "succeeded" else failure_reward
 
 
-class EventFeed:
-    """Collects the finished rollouts of a run from its event stream.
-
-    Events are lost while the stream is interrupted; ``gaps`` counts the interruptions.
-    """
-
-    def __init__(self, store: LightningStore) -> None:
-        self.gaps = 0
-        self._store = store
-        self._finished: list[str] = []
-        self._arrived = asyncio.Event()
-
-    async def follow(self, pause_s: float = 1.0) -> None:
-        """Listens until it is cancelled."""
-        while True:
-            try:
-                async for event in self._store.subscribe(["rollout_finished", "resources_published"]):
-                    if isinstance(event, RolloutFinished):
-                        self._finished.append(event.rollout_id)
-                    self._arrived.set()
-            except (StoreError, OSError) as error:
-                logger.warning("live learning lost the store's event stream and subscribes again: %s", error)
-            await asyncio.sleep(pause_s)
-            self.gaps += 1
-            self._arrived.set()
-
-    async def wait(self, timeout_s: float) -> None:
-        """Returns after an event, or after ``timeout_s``."""
-        with contextlib.suppress(TimeoutError):
-            # Python 3.11's wait_for loses a cancellation that arrives together with the event.
-            async with asyncio.timeout(timeout_s):
-                await self._arrived.wait()
-            await asyncio.sleep(min(timeout_s, _DEBOUNCE_S))
-        self._arrived.clear()
-
-    def take(self) -> list[str]:
-        """The rollouts that have ended since the last call."""
-        taken, self._finished = self._finished, []
-        return taken
-
-
 @dataclass
 class ResultReader:
     """Reads the results of the rollouts that started in one phase, in certain groups. Each result is returned once.
 
-    The first reward that is read counts; later ones change nothing. The results of one read are in the order in which
-    their rollouts ended, across groups.
+    The first reward that is read counts. The results of one read are in the order in which their rollouts ended.
     """
 
     store: LightningStore
-    feed: EventFeed
     groups: Collection[str]
     """Values of ``group`` in the metadata."""
     since: float
@@ -104,111 +50,52 @@ class ResultReader:
     unrated: Counter[str] = field(default_factory=Counter)
     """Rollouts whose reward did not arrive in time, by group."""
     read_at: float = 0.0
-    """Time of the last call of ``read_new_and_horizon``, by the store's clock."""
+    """Time of the last call of ``read_new``, by the store's clock."""
     _n_results: Counter[str] = field(default_factory=Counter)
     """Results so far, by group."""
     _known: set[str] = field(default_factory=set)
     _unfinished: dict[str, Rollout] = field(default_factory=dict)
     _waiting: dict[str, Rollout] = field(default_factory=dict)
-    _gaps: int = -1
-    _synced_at: float = 0.0
 
-    async def read_new(self, ended_ids: Iterable[str] = ()) -> list[Result]:
-        """The results since the last call, without waiting for more.
+    async def read_new(self) -> tuple[list[Result], float]:
+        """The results since the last call, without waiting for more, and the horizon.
 
-        ``ended_ids`` are rollouts that have ended, whether their events have arrived or not.
+        The horizon is a Unix time: each rollout that started before it has a result or will not get one.
         """
-        finished = self.feed.take()  # before the query, so that rollouts that end during it are read next time
-        ids = sorted({*finished, *ended_ids} - self._known)
-        ended: list[Rollout] = []
-        if self._gaps != self.feed.gaps or time.monotonic() - self._synced_at > _RESYNC_S:
-            ended += await self._query()
-        for start in range(0, len(ids), _BATCH_SIZE):
-            ended += await self.store.query_rollouts(rollout_id_in=ids[start : start + _BATCH_SIZE])
-        new = {
-            rollout.rollout_id: rollout
-            for rollout in ended
-            if rollout.status in ("succeeded", "failed") and self._is_of_phase(rollout)
-        }
-        unread = [new[rollout_id] for rollout_id in new.keys() - self._known]
-        self._known.update(new)
+        last_read_at, self.read_at = self.read_at, self.store.now()  # rollouts that start from now on may be missing
+        found = await self._select(_UNFINISHED, self.since)  # before the ended ones: those that end in between count
+        unfinished = {each.rollout_id: each for each in found if each.rollout_id not in self._known}
+        gone = sorted(self._unfinished.keys() - unfinished.keys())
+        late = {key for key, each in unfinished.items() if self.read_at - each.start_time > self.rollout_timeout_s}
+        self._unfinished = {key: each for key, each in unfinished.items() if key not in late}
+        ended = await self._select(_ENDED, max(self.since, last_read_at - _OVERLAP_S))
+        for start in range(0, len(gone), _BATCH_SIZE):
+            ids = gone[start : start + _BATCH_SIZE]
+            ended += await self.store.query_rollouts(rollout_id_in=ids, status_in=_ENDED)
+        new = {each.rollout_id: each for each in ended if each.rollout_id not in self._known | late}
+        self._known |= late | new.keys()
         waiting = list(self._waiting.values())[:_MAX_UNRATED]
-        found = [*await self._read(unread), *await self._read(waiting)]
-        return self._counted(found)
+        results = [Result(unfinished[key], self.failure_reward) for key in late]
+        results += [*await self._read(new.values()), *await self._read(waiting)]
+        self._n_results.update(_group(result.rollout) for result in results)
+        results.sort(key=lambda result: (result.rollout.end_time or 0.0, result.rollout.rollout_id))
+        missing = [*self._unfinished.values(), *self._waiting.values()]
+        return results, min([self.read_at, *(rollout.start_time for rollout in missing)])
 
     def count(self, group: str) -> int:
         """Returns the number of rollouts of a group that have started, as of the last reading."""
         missing = sum(_group(rollout) == group for rollout in (*self._unfinished.values(), *self._waiting.values()))
         return self._n_results[group] + self.unrated[group] + missing
 
-    def _counted(self, found: Iterable[Result]) -> list[Result]:
-        """Counts results, and returns them in the order in which their rollouts ended."""
-        self._n_results.update(_group(result.rollout) for result in found)
-        return sorted(found, key=lambda result: (result.rollout.end_time or 0.0, result.rollout.rollout_id))
-
-    async def read_new_and_horizon(self) -> tuple[list[Result], float]:
-        """The results since the last call, and the horizon.
-
-        The horizon is a Unix time: each rollout that started before it has a result or will not get one.
-        """
-        self.read_at = self.store.now()  # rollouts that start from now on may be missing in both queries
-        unfinished = await self._query_unfinished()  # before the results; one that ends in between still counts
-        ended = self._unfinished.keys() - unfinished.keys()
-        late = {key for key, each in unfinished.items() if self.read_at - each.start_time > self.rollout_timeout_s}
-        self._unfinished = {key: each for key, each in unfinished.items() if key not in late}
-        self._known |= late
-        results = self._counted([Result(unfinished[key], self.failure_reward) for key in late])
-        results += await self.read_new(ended)
-        missing = [*self._unfinished.values(), *self._waiting.values()]
-        return results, min([self.read_at, *(rollout.start_time for rollout in missing)])
-
-    async def _query_unfinished(self) -> dict[str, Rollout]:
-        """The rollouts of the phase that have not ended, by id, without those that count as failed."""
-        filters: Mapping[str, Any] = {"status_in": _UNFINISHED, "start_after": self.since}
-        # A memory store finds a status faster than metadata; but the run may also have a long queue.
-        found = await self.store.query_rollouts(**filters, limit=_FEW)
-        rollouts = list(found)
-        if found.total > _FEW:
-            rollouts = []
-            for metadata in self._metadata():
-                rollouts += await self._select(**filters, metadata=metadata)
-        return {
-            rollout.rollout_id: rollout
-            for rollout in rollouts
-            if rollout.rollout_id not in self._known and self._is_of_phase(rollout)
-        }
-
-    def _is_of_phase(self, rollout: Rollout) -> bool:
-        metadata = rollout.metadata or {}
-        return (
-            rollout.start_time >= self.since
-            and metadata.get("group") in self.groups
-            and (self.step is None or metadata.get("step") == self.step)
-        )
-
-    async def _query(self) -> list[Rollout]:
-        is_first, gaps, now = self._gaps < 0, self.feed.gaps, time.monotonic()
-        since = self.since if is_first else max(self.since, self.store.now() - _OVERLAP_S)
-        found: list[Rollout] = []
-        for metadata in self._metadata():
-            found += await self._select(status_in=["succeeded", "failed"], metadata=metadata, start_after=since)
-        self._gaps, self._synced_at = gaps, now
-        return found
-
-    def _metadata(self) -> list[dict[str, Any]]:
-        """The metadata of the phase's rollouts, one mapping for each group."""
+    async def _select(self, statuses: Sequence[RolloutStatus], since: float) -> list[Rollout]:
         step = {} if self.step is None else {"step": self.step}
-        return [{"group": group, **step} for group in self.groups]
-
-    async def _select(self, **filters: Any) -> list[Rollout]:
-        found: list[Rollout] = []
-        cursor = None
-        while True:
-            page = await self.store.query_rollouts(**filters, limit=_FEW, cursor=cursor)
-            found += page
-            cursor = page.cursor
-            if cursor is None:
-                return found
+        return [
+            rollout
+            for group in self.groups
+            async for rollout in every(
+                self.store.query_rollouts, status_in=statuses, metadata={"group": group, **step}, start_after=since
+            )
+        ]
 
     async def _read(self, rollouts: Iterable[Rollout]) -> list[Result]:
         results = []

@@ -1,27 +1,31 @@
-"""Settings of ``live``, with their checks."""
+"""Settings of ``live`` with their checks, and the proposers of candidates."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from importlib.metadata import EntryPoint
+from typing import Any, TypeAlias
 
 from agentlightning.errors import ConfigError
+from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
-from agentlightning_algorithms.live.proposal import Proposer, load_proposer
+from agentlightning.resources import Resource, read_resources
+from agentlightning.run.thread import run_in_thread
+from agentlightning_algorithms.shared.live_resources import LiveExperience
+
+Proposal: TypeAlias = Mapping[str, Resource | str] | None
+Proposer: TypeAlias = Callable[[LiveExperience], Proposal | Awaitable[Proposal]]
+"""Returns the resources to change, by name; None for no change. A plain str is a prompt."""
 
 
 @dataclass(eq=False, repr=False)
 class LiveSettings:
-    """The arguments of ``LiveLearning``.
-
-    Raises:
-        ConfigError: a value is out of range, or the proposer does not exist.
-    """
+    """The arguments of ``LiveLearning``."""
 
     propose: Proposer | str | Mapping[str, Any]
-    """Makes candidates. In configuration files ``"module:function"``, or an algorithm that has ``propose``, as in
-    ``{"name": "apo", "max_calls": 200}``."""
+    """Makes candidates: a function, ``"module:function"`` or an algorithm as ``{"name": "apo", "max_calls": 9}``."""
     _: KW_ONLY
     evidence: int = 20
     """Number of rewards of the stable version to collect before each candidate."""
@@ -50,13 +54,11 @@ class LiveSettings:
     reward_range: tuple[float, float] = (0.0, 1.0)
     """The lowest and the highest reward. A failed rollout gets the lowest."""
     reward_timeout_s: float = 3600.0
-    """Seconds after the end of a rollout during which its reward may arrive. A promotion waits at most this long for
-    the rewards of earlier rollouts."""
+    """Seconds after the end of a rollout in which its reward may arrive; a promotion waits for earlier rewards."""
     rollout_timeout_s: float = 3600.0
-    """Seconds after the start of a rollout after which it counts as failed. A promotion waits at most this long for
-    earlier rollouts to end."""
+    """Seconds after its start after which a rollout counts as failed; a promotion waits for earlier rollouts to end."""
     refresh_s: float = 1.0
-    """Seconds between two reads of late rewards; the end of a rollout is noticed immediately."""
+    """Seconds between two reads of rewards."""
     max_trials: int | None = None
     """``run`` returns after this many candidates; None means until it is stopped."""
 
@@ -74,3 +76,33 @@ class LiveSettings:
             raise ConfigError(f"reward_range = {self.reward_range}: the lower bound must come first")
         self.reward_range = (float(low), float(high))
         self.propose = load_proposer(self.propose)
+
+
+def load_proposer(given: Proposer | str | Mapping[str, Any]) -> Proposer:
+    """Resolves the ``propose`` setting; an algorithm must have ``propose(experience)``."""
+    if callable(given):
+        return given
+    if isinstance(given, str) and ":" in given:
+        try:
+            found: Proposer = EntryPoint("propose", given, "agentlightning").load()
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"propose = {given!r} cannot be imported as 'module:function': {error}") from error
+        return found
+    algorithm = get_manager().create("algorithm", given)
+    propose: Proposer | None = getattr(algorithm, "propose", None)
+    if propose is None:
+        raise ConfigError(f"propose = {given!r}: {type(algorithm).__name__} has no propose(experience), as apo has")
+    return propose
+
+
+async def make_candidate(propose: Callable[[LiveExperience], Any], experience: LiveExperience) -> dict[str, Resource]:
+    """Calls a proposer and returns all resources, changed or not. A synchronous proposer gets a thread."""
+    if inspect.iscoroutinefunction(propose):
+        answer = propose(experience)
+    else:  # in a thread, because heartbeats must go on; the learner can stop while it works
+        answer = await run_in_thread(lambda: propose(experience), name="proposer")
+    proposal: Proposal = await answer if inspect.isawaitable(answer) else answer
+    changes = {} if proposal is None else read_resources(proposal)
+    if unknown := changes.keys() - experience.resources.keys():
+        raise ConfigError(f"proposed {', '.join(sorted(unknown))}; there are: {', '.join(experience.resources)}")
+    return {**experience.resources, **changes}

@@ -14,7 +14,7 @@ from agentlightning_algorithms.shared.policy.model.policy import Policy
 from agentlightning_algorithms.shared.policy.offline import OfflineTraining, mean_metrics
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.update.updater import Updater
-from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample
+from agentlightning_plugins.shared.chat_history import FineTuningExample
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

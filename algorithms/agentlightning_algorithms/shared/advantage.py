@@ -17,8 +17,9 @@ equal gives 0. Everything is plain float64; for whole rollouts the numbers equal
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
@@ -84,8 +85,11 @@ def compute_advantages(
     factors = [1.0] * len(items)
     freedom: Counter[Hashable] = Counter()
     squares: dict[Hashable, float] = {}
-    means = {group: _mean(items, indices, estimator) for group, indices in _members(items).items()}
-    alone = {group for group, rollouts in _rollouts(items).items() if len(rollouts) == 1}
+    groups: dict[Hashable, list[int]] = {}
+    for i, item in enumerate(items):
+        groups.setdefault(item.group, []).append(i)
+    means = {group: _mean(items, indices, estimator) for group, indices in groups.items()}
+    alone = {group for group, indices in groups.items() if len({items[i].rollout for i in indices}) == 1}
     for (group, _), indices in sets.items():
         n = len({items[i].rollout for i in indices})
         baseline = 0.0 if group in alone else _mean(items, indices, estimator) if n > 1 else means[group]
@@ -139,20 +143,6 @@ def _find_sets(items: Sequence[Scored]) -> dict[tuple[Hashable, Hashable], list[
     return sets
 
 
-def _members(items: Sequence[Scored]) -> dict[Hashable, list[int]]:
-    members: dict[Hashable, list[int]] = {}
-    for i, item in enumerate(items):
-        members.setdefault(item.group, []).append(i)
-    return members
-
-
-def _rollouts(items: Sequence[Scored]) -> dict[Hashable, set[Hashable]]:
-    rollouts: dict[Hashable, set[Hashable]] = {}
-    for item in items:
-        rollouts.setdefault(item.group, set()).add(item.rollout)
-    return rollouts
-
-
 def _shares(items: Sequence[Scored], indices: Sequence[int]) -> Mapping[int, float]:
     """Returns a weight for each item such that every rollout counts once."""
     counts = Counter(items[i].rollout for i in indices)
@@ -163,18 +153,14 @@ def _mean(items: Sequence[Scored], indices: Sequence[int], estimator: Estimator)
     weights = _shares(items, indices)
     if estimator == "opo":
         weights = {i: float(max(1, items[i].tokens)) for i in indices}
-    return math.fsum(weights[i] * items[i].value for i in indices) / math.fsum(weights.values())
+    return statistics.fmean([items[i].value for i in indices], [weights[i] for i in indices])
 
 
 def _whiten(centered: Sequence[float], weights: Sequence[int]) -> list[float]:
     """Normalizes values to mean 0 and variance 1, weighting each value by the number of tokens of its item."""
-    total = math.fsum(weights)
+    total = sum(weights)
     if total <= 1:
         return list(centered)
-    mean = math.fsum(_products(weights, centered)) / total
-    variance = math.fsum(_products(weights, [(c - mean) ** 2 for c in centered])) / (total - 1)
+    mean = statistics.fmean(centered, weights)
+    variance = statistics.fmean([(c - mean) ** 2 for c in centered], weights) * total / (total - 1)
     return [(c - mean) / math.sqrt(variance + 1e-8) for c in centered]
-
-
-def _products(weights: Sequence[int], values: Sequence[float]) -> Iterator[float]:
-    return (weight * value for weight, value in zip(weights, values, strict=True))

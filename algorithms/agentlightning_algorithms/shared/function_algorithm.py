@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.algorithm.algorithm import Algorithm, RunContext
@@ -15,16 +15,8 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, Metrics
 
 INJECTED: Final = (
-    "store",
-    "train_dataset",
-    "val_dataset",
-    "llm_proxy",
-    "adapter",
-    "initial_resources",
-    "tracker",
-    "run",
-    "context",
-)
+    "store", "train_dataset", "val_dataset", "llm_proxy", "adapter", "initial_resources", "tracker", "run", "context"
+)  # fmt: skip
 
 
 class MetricLog:
@@ -34,18 +26,18 @@ class MetricLog:
         self._store = store
         self._pending: list[asyncio.Task[Metrics]] = []
 
-    def log(self, step: int, values: Mapping[str, float]) -> Awaitable[object]:
+    def log(self, step: int, values: Mapping[str, float]) -> asyncio.Task[Metrics] | None:
         """Stores the metrics of a step; repeating a step adds and replaces values.
 
-        In a synchronous function, they are stored when ``log`` returns; in an async function, when the result is
+        In a synchronous function, they are stored when ``log`` returns None; in an async function, when the task is
         awaited or the function ends.
         """
-        given = dict(values)
+        adding = self._store.add_metrics(step, dict(values))
         try:
-            task = asyncio.get_running_loop().create_task(self._store.add_metrics(step, given))
+            task = asyncio.get_running_loop().create_task(adding)
         except RuntimeError:
-            asyncio.run(self._store.add_metrics(step, given))
-            return _Stored()
+            asyncio.run(adding)
+            return None
         self._pending.append(task)
         return task
 
@@ -53,13 +45,6 @@ class MetricLog:
         """Waits until all metrics are stored; raises StoreError if some could not be stored."""
         pending, self._pending = self._pending, []
         await asyncio.gather(*pending)
-
-
-class _Stored:
-    """The result of ``log`` without an event loop; unlike a coroutine, it does not warn if it is not awaited."""
-
-    def __await__(self) -> Generator[Any, None, None]:
-        yield from ()
 
 
 class FunctionalAlgorithm(Algorithm):

@@ -7,7 +7,6 @@ published in a run of their own, ``<run>.live``, so that the latest resources of
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import random
@@ -15,11 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from agentlightning.emitter import emit_reward
-from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.errors import NotFoundError
 from agentlightning.resources import Resource, ResourcesUpdate
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
@@ -60,10 +58,8 @@ class LiveIds:
     """The ids in the store that a run's live learning uses."""
 
     def __init__(self, run_id: str) -> None:
-        self.learner_run_id = f"{run_id}.live"
-        """The run that holds the states and the candidates."""
-        self.state_id = f"{run_id}.live"
-        """The snapshot whose versions are the states."""
+        self.learner_run_id = self.state_id = f"{run_id}.live"
+        """The run that holds states and candidates, and the snapshot in it whose versions are the states."""
         self.candidate_id = f"{run_id}.candidate"
         """The snapshot whose version n is the candidate of trial n."""
         self.worker_id = f"{run_id}.live-learner"
@@ -85,8 +81,7 @@ async def read_live_history(store: LightningStore) -> list[LiveState]:
 
 def _state_in(update: ResourcesUpdate) -> LiveState:
     state = update.resources[STATE_NAME]
-    if not isinstance(state, LiveState):
-        raise ConfigError(f"resources {update.resources_id!r} hold {state.resource_type!r}, not a live state")  # type: ignore[attr-defined] # every resource class names its type
+    assert isinstance(state, LiveState)
     return state
 
 
@@ -132,13 +127,13 @@ class LiveResources:
     """
 
     def __init__(
-        self, store: LightningStore, *, refresh_s: float = 5.0, learner_timeout_s: float = 30.0, seed: int | None = None
+        self, store: LightningStore, *, refresh_s: float = 1.0, learner_timeout_s: float = 30.0, seed: int | None = None
     ) -> None:
         """Use it as ``async with LiveResources(store) as live``.
 
         Args:
             store: the store of the run that is served.
-            refresh_s: seconds between two reads of the learner's heartbeat; new versions are received immediately.
+            refresh_s: seconds between two reads of the newest versions and of the learner's heartbeat.
             learner_timeout_s: seconds without a heartbeat after which the learner counts as stopped.
             seed: makes the choices repeatable.
         """
@@ -153,22 +148,15 @@ class LiveResources:
         self._alive_at: float | None = None
         """When the heartbeat last changed, on our monotonic clock, because clocks of two machines differ. The first
         heartbeat that is read may be old and does not count."""
-        self._reading = asyncio.Lock()
-        self._tasks: Sequence[asyncio.Task[None]] = ()
-        self._failing = False
 
     async def __aenter__(self) -> Self:
         await self._read()
-        runs = (self._store, self._store.with_run(self._ids.learner_run_id))
-        self._tasks = [asyncio.create_task(work) for work in (*map(self._listen, runs), self._refresh_regularly())]
+        self._task = asyncio.create_task(self._follow())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
     @property
     def trial(self) -> LiveState | None:
@@ -218,40 +206,29 @@ class LiveResources:
         )
 
     async def _read(self) -> None:
-        async with self._reading:  # one at a time, so that the last to end has read the newest state
-            latest = await self._store.get_latest_resources()
-            found = await read_live_state(self._store)
-            learner = await self._store.get_worker_by_id(self._ids.worker_id)
-            self.stable = None if latest is None else latest.version_id
-            self.state = None if found is None else found[0]
-            heartbeat = None if learner is None else learner.last_heartbeat_time
-            if heartbeat != self._heartbeat:
-                if self._heartbeat is not None:
-                    self._alive_at = time.monotonic()
-                self._heartbeat = heartbeat
+        latest = await self._store.get_latest_resources()
+        found = await read_live_state(self._store)
+        learner = await self._store.get_worker_by_id(self._ids.worker_id)
+        self.stable = None if latest is None else latest.version_id
+        self.state = None if found is None else found[0]
+        heartbeat = None if learner is None else learner.last_heartbeat_time
+        if heartbeat != self._heartbeat:
+            if self._heartbeat is not None:
+                self._alive_at = time.monotonic()
+            self._heartbeat = heartbeat
 
-    async def _listen(self, store: LightningStore) -> None:
+    async def _follow(self) -> None:
+        is_failing = False
         while True:
-            with contextlib.suppress(Exception):  # isolation point: a store's errors, which the refresh logs
-                async for _ in store.subscribe(["resources_published"]):
-                    await self._refresh()
+            try:
+                await self._read()
+                is_failing = False
+            except Exception as error:  # isolation point: whatever a store raises, serving goes on
+                if not is_failing:
+                    text = "live resources stay the same while they cannot be read (logged once): %s: %s"
+                    logger.warning(text, type(error).__name__, error)
+                is_failing = True
             await asyncio.sleep(self._refresh_s)
-
-    async def _refresh_regularly(self) -> None:
-        while True:
-            await self._refresh()
-            await asyncio.sleep(self._refresh_s)
-
-    async def _refresh(self) -> None:
-        try:
-            await self._read()
-        except Exception as error:  # isolation point: whatever a store raises, serving goes on
-            if not self._failing:
-                text = "live resources stay the same while they cannot be read (logged once): %s: %s"
-                logger.warning(text, type(error).__name__, error)
-            self._failing = True
-        else:
-            self._failing = False
 
 
 def _hash(text: str) -> bytes:

@@ -1,7 +1,6 @@
 """Policy backends: the model servers that sample a policy while it is trained.
 
-A component of the kind ``policy_backend`` is a class that implements :class:`PolicyBackend`; its constructor takes the
-settings that users write after its name.
+A component of the kind ``policy_backend`` implements :class:`PolicyBackend`; its constructor takes the user's settings.
 """
 
 from __future__ import annotations
@@ -9,38 +8,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from agentlightning.algorithm.algorithm import Gateway
-from agentlightning.errors import ConfigError, LightningError
+from agentlightning.errors import LightningError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySetup:
-    """The policy to sample.
-
-    Attributes:
-        model: directory or hub name of the initial weights.
-        model_name: the name that agents use.
-        directory: the directory for logs.
-        dtype: the type of the weights during sampling.
-        device: the device of the model, such as ``cpu`` or ``cuda:0``.
-        threads: number of torch threads; None: torch's default.
-        max_batch_size: maximum number of calls sampled at the same time.
-        seed: the seed for calls that have none.
-        swap_in_flight: whether new weights are loaded without waiting for running calls. Such calls mix versions; each
-            choice of their answers has the version of each token (``weight_versions``). A backend may ignore this.
-    """
+    """The policy to sample."""
 
     model: str
+    """Directory or hub name of the initial weights."""
     model_name: str
+    """The name that agents use."""
     directory: Path
+    """The directory for logs."""
     dtype: str = "float32"
+    """The type of the weights during sampling."""
     device: str = "cpu"
+    """The device of the model, such as ``cpu`` or ``cuda:0``."""
     threads: int | None = None
+    """Number of torch threads; None: torch's default."""
     max_batch_size: int = 64
+    """Maximum number of calls sampled at the same time."""
     seed: int | None = None
+    """The seed for calls that have none."""
     swap_in_flight: bool = False
+    """Whether new weights are loaded without waiting for running calls. Such calls mix versions; each choice of their
+    answers has the version of each token (``weight_versions``). A backend may ignore this."""
 
 
 class PolicyBackend(Protocol):
@@ -80,6 +76,17 @@ class PolicyBackend(Protocol):
         """
         ...
 
+    async def load_adapter(self, name: str, path: Path, version: int) -> None:
+        """Adds the LoRA adapter ``name`` or replaces its weights, as :meth:`load_weights` does; others stay.
+
+        The ``model`` of a request names an adapter.
+
+        Raises:
+            ConfigError: the adapter belongs to another model, or the server does not serve adapters.
+            LightningError: the server does not answer.
+        """
+        ...
+
     def check(self) -> None:
         """Raises a LightningError if the server is known to have ended."""
         ...
@@ -90,20 +97,6 @@ class PolicyBackend(Protocol):
 
     async def stop(self) -> None:
         """Stops what :meth:`start` started; may be called at any time."""
-        ...
-
-
-@runtime_checkable
-class AdapterBackend(Protocol):
-    """A policy backend that serves several LoRA adapters over its model; the ``model`` of a request names one."""
-
-    async def load_adapter(self, name: str, path: Path, version: int) -> None:
-        """Adds the adapter ``name`` or replaces its weights, as :meth:`PolicyBackend.load_weights` does; others stay.
-
-        Raises:
-            ConfigError: the adapter belongs to another model, or the server does not serve adapters.
-            LightningError: the server does not answer.
-        """
         ...
 
 
@@ -121,8 +114,7 @@ async def publish_weights(
 
     Raises:
         ConfigError: the weights belong to another model.
-        LightningError: the server does not answer, or running calls that must end first did not end within
-            ``drain_timeout_s``.
+        LightningError: the server does not answer, or running calls did not end within ``drain_timeout_s``.
     """
     if backend.tells_versions:
         await _load(backend, weights, version)
@@ -143,29 +135,14 @@ async def publish_weights(
 
 def serve_models(gateway: Gateway, entries: Sequence[Mapping[str, Any]]) -> None:
     """Replaces the backends of the models in ``entries``; other models stay."""
-
-    def name(entry: Mapping[str, Any]) -> Any:
-        return entry.get("model_name", entry.get("model"))
-
-    own = {name(entry) for entry in entries}
-    others = [entry for entry in gateway.model_list if name(entry) not in own]
+    own = {entry.get("model_name", entry.get("model")) for entry in entries}
+    others = [entry for entry in gateway.model_list if entry.get("model_name", entry.get("model")) not in own]
     gateway.update_model_list([dict(entry) for entry in (*entries, *others)])
-
-
-async def load_adapter(backend: PolicyBackend, name: str, path: Path, version: int) -> None:
-    """Makes a backend serve an adapter; raises ConfigError if the backend cannot serve adapters."""
-    if not isinstance(backend, AdapterBackend):
-        raise ConfigError(
-            f"the policy backend {type(backend).__name__} serves no LoRA adapters, so it cannot sample several "
-            "policies; use the backend transformers or vllm, or train one policy."
-        )
-    await backend.load_adapter(name, path, version)
 
 
 async def _load(backend: PolicyBackend, weights: Path | Mapping[str, Path], version: int) -> None:
     if isinstance(weights, Path):
         await backend.load_weights(weights, version)
-        return
-    adapters = dict(weights)
-    for name, path in adapters.items():
-        await load_adapter(backend, name, path, version)
+    else:
+        for name, path in dict(weights).items():
+            await backend.load_adapter(name, path, version)

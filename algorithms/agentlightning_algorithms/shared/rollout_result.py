@@ -71,15 +71,7 @@ class RewardCheck:
     """Whether a rollout succeeded with a reward."""
 
     def add(self, outcomes: Iterable[tuple[float | None, str | None]], *, is_last: bool = False) -> None:
-        """Adds a batch of rollouts.
-
-        Args:
-            outcomes: the reward of each rollout, and its error if it failed.
-            is_last: whether the run has no further batch.
-
-        Raises:
-            LightningError: every rollout so far failed or has no reward.
-        """
+        """Adds a batch of rollouts."""
         if self.is_passed:
             return
         self._outcomes += outcomes
@@ -111,15 +103,10 @@ async def read_result(store: LightningStore, rollout: Rollout) -> RolloutResult:
 async def run_rollouts(
     store: LightningStore, requests: Sequence[EnqueueRolloutRequest], *, timeout_s: float | None = None
 ) -> list[Rollout]:
-    """Enqueues rollouts and waits until all have ended.
+    """Enqueues rollouts, waits until all have ended, and returns them in the order of the requests.
 
-    Args:
-        store: the store from which runners claim the rollouts.
-        requests: the rollouts. A rollout whose id is already in the store is not run again.
-        timeout_s: seconds for all rollouts together; rollouts that are still open after that are cancelled.
-
-    Returns:
-        The rollouts, in the order of the requests.
+    A rollout whose id is already in the store is not run again. Rollouts that are still open after ``timeout_s``, for
+    all together, are cancelled.
     """
     if not requests:
         return []

@@ -23,13 +23,10 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset, Triplet
-from agentlightning_algorithms.shared.trained_model.checkpoint import find_model
-from agentlightning_algorithms.shared.trained_model.record import TrainingRecord
-from agentlightning_algorithms.verl.default import compose_without_verl, given_keys
-from agentlightning_algorithms.verl.environment import check_release, start_ray
-from agentlightning_algorithms.verl.preflight import check_run
-from agentlightning_algorithms.verl.rollout.controller import RolloutController, cancel_open
-from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
+from agentlightning_algorithms.shared.trained_model import TrainingRecord, find_model
+from agentlightning_algorithms.verl.config import compose_config, compose_without_verl, dump_config, flatten
+from agentlightning_algorithms.verl.controller import RolloutController, RolloutSettings, cancel_open
+from agentlightning_algorithms.verl.environment import check_release, check_run, start_ray
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -73,8 +70,6 @@ class VERL(RolloutSettings, Algorithm):
         if importlib.util.find_spec("verl") is None:
             compose_without_verl(self.config)
         else:
-            from agentlightning_algorithms.verl.config import compose_config
-
             self.composed = compose_config(self.config)
         self._is_resumed = False
 
@@ -85,8 +80,6 @@ class VERL(RolloutSettings, Algorithm):
 
             composed = yaml.safe_dump(compose_without_verl(self.config), sort_keys=False)
             return f"# verl is not installed here: its own defaults are not shown.\n{composed}"
-        from agentlightning_algorithms.verl.config import dump_config
-
         return dump_config(self.composed)
 
     def load_state(self, directory: Path) -> None:
@@ -115,8 +108,10 @@ class VERL(RolloutSettings, Algorithm):
                 await gateway.start()
                 stack.push_async_callback(gateway.stop)
             if await asyncio.to_thread(start_ray, config):
-                stack.push_async_callback(asyncio.to_thread, _stop_ray)
-            from agentlightning_algorithms.verl.training.trainer import train
+                import ray
+
+                stack.push_async_callback(asyncio.to_thread, ray.shutdown)
+            from agentlightning_algorithms.verl.trainer import train
 
             controller = RolloutController(
                 store=self.get_store(),
@@ -161,10 +156,10 @@ class VERL(RolloutSettings, Algorithm):
         with open_dict(config):
             config.data.train_files = f"indices:{n_train}"
             config.data.val_files = f"indices:{n_val}"
-            config.data.custom_cls.path = "pkg://agentlightning_algorithms.verl.rollout.dataset"
+            config.data.custom_cls.path = "pkg://agentlightning_algorithms.verl.agent_loop"
             config.data.custom_cls.name = "IndexDataset"
             config.transfer_queue.enable = True
-            given = set(given_keys(self.config))
+            given = {setting.key for setting in flatten(self.config)}
             if "trainer.default_local_dir" not in given:
                 config.trainer.default_local_dir = str(directory / "checkpoints")
             if self.context.directory is not None:
@@ -185,15 +180,9 @@ class VERL(RolloutSettings, Algorithm):
         return config
 
 
-def _stop_ray() -> None:
-    import ray
-
-    ray.shutdown()
-
-
 def _check_credit(adapter: object, config: DictConfig) -> None:
     """Refuses a credit rule if the settings compute the rewards or advantages of whole rollouts."""
-    from agentlightning_algorithms.verl.rollout.batch_row import CREDIT_ESTIMATORS
+    from agentlightning_algorithms.verl.batch_row import CREDIT_ESTIMATORS
 
     estimator = config.algorithm.adv_estimator
     if getattr(adapter, "credit", None) is None:

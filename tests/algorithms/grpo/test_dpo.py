@@ -19,7 +19,7 @@ from agentlightning_algorithms.shared.policy.example import make_rows, open_sour
 from agentlightning_algorithms.shared.policy.model.policy import Policy, collate, load_policy
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.update.updater import Updater
-from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample, PreferencePair, select_pairs
+from agentlightning_plugins.shared.chat_history import FineTuningExample, PreferencePair, select_pairs
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.grpo.test_sft import QUESTION, conversation, likelihood, tune, unused_agent
 from tests.algorithms.prompt_lab import Server

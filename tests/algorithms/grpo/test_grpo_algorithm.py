@@ -15,7 +15,7 @@ import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.semconv import is_gateway_call
 from agentlightning_algorithms.grpo.command import export, export_model
-from agentlightning_algorithms.shared.trained_model.serving import serve_model
+from agentlightning_algorithms.shared.trained_model import serve_model
 from agentlightning_plugins.demo.agent import CLIENT, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT

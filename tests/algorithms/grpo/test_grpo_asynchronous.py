@@ -29,7 +29,7 @@ from agentlightning_plugins.gateway.dialects.dialect import Completion
 from agentlightning_plugins.gateway.dialects.openai import CHAT
 from agentlightning_plugins.shared.training_records.query import read_ledger
 from agentlightning_plugins.shared.training_records.record import TrainedRow
-from agentlightning_plugins.shared.trajectories.trajectory import Turn
+from agentlightning_plugins.shared.trajectories import Turn
 from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("server_thread")

@@ -19,8 +19,7 @@ from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.advantage import Scored, compute_advantages, flat_groups
-from agentlightning_plugins.credit.intermediate import IntermediateCredit
-from agentlightning_plugins.credit.standard import DiscountedCredit, IdenticalCredit, NearestCredit
+from agentlightning_plugins.credit import DiscountedCredit, IdenticalCredit, IntermediateCredit, NearestCredit
 from agentlightning_plugins.demo.training import CHECKPOINT
 
 RULES = [IdenticalCredit(), NearestCredit(), DiscountedCredit(0.9), IntermediateCredit()]

@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,8 +29,8 @@ from agentlightning_algorithms.shared.policy.model.policy import Policy
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
 from agentlightning_algorithms.shared.policy.update.metrics import join_metrics
 from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
-from agentlightning_algorithms.shared.policy_backend import PolicySetup, load_adapter, publish_weights
-from agentlightning_algorithms.shared.trained_model.serving import serve_model
+from agentlightning_algorithms.shared.policy_backend import PolicySetup, publish_weights
+from agentlightning_algorithms.shared.trained_model import serve_model
 from agentlightning_plugins.demo.agent import CLIENT, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
@@ -279,7 +278,7 @@ def test_a_run_trains_two_agents_and_resumes_serves_and_exports_both(tmp_path: P
             for name in ("solver", "critic")
         ]
         assert all(isinstance(text, str) for text in texts)
-    with pytest.raises(agl.ConfigError, match=r"trained several policies; write one .* DIR/critic"):
+    with pytest.raises(agl.ConfigError, match=r"saved LoRA adapters or shards; .* the folder of one"):
         agl.GRPO(model=str(run))
     refused = CliRunner().invoke(serve, [str(run), "--command", "true {model}"])
     assert "has several policies (critic, solver)" in str(refused.exception)
@@ -383,13 +382,6 @@ def test_wrong_policies_are_refused_before_the_run(tiny_model: Path, settings: d
         agl.Trainer(algorithm={"name": "grpo", "model": str(tiny_model), **settings})
 
 
-async def test_backends_for_a_single_policy_refuse_several_policies(tmp_path: Path) -> None:
-    gateway = agl.LLMProxy(model_list=[], store=agl.InMemoryLightningStore())
-    backend: Any = SimpleNamespace(tells_versions=True)
-    with pytest.raises(agl.ConfigError, match="SimpleNamespace serves no LoRA adapters"):
-        await publish_weights(backend, gateway, {"writer": tmp_path}, 1)
-
-
 async def test_vllm_serves_policies_as_lora_adapters(tiny_model: Path, tmp_path: Path) -> None:
     settings = GRPOSettings(model=str(tiny_model), policies={"writer": None, "reviewer": None}, lora=LoraSettings())
     assert settings.update is not None
@@ -399,7 +391,7 @@ async def test_vllm_serves_policies_as_lora_adapters(tiny_model: Path, tmp_path:
         weights = policies.publish(tmp_path / str(step))
         assert isinstance(weights, dict)
         for name, path in weights.items():
-            await load_adapter(backend, name, path, step)
+            await backend.load_adapter(name, path, step)
 
     async with FakeVLLM() as server:
         backend = VLLMBackend(endpoint=server.endpoint)

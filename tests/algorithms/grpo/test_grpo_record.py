@@ -21,7 +21,7 @@ from agentlightning_algorithms.grpo.learning.record import training_spans
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.policy.update.prepared_row import RowUse
 from agentlightning_plugins.shared.training_records.query import count_outcomes, read_ledger, read_rows
-from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry, TrainedRow
 
 
 def _rollout(group: str, index: int, status: Any = "succeeded") -> agl.AttemptedRollout:
@@ -112,14 +112,6 @@ def test_the_arrays_of_a_row_take_at_most_16_bytes_a_token() -> None:
     row = TrainedRow("ro-1", "at-1", 1, [5], [7] * count, [1] * count, [-1.5] * count, [-1.25] * count, [], 1.0)
     assert len(row.to_span().model_dump_json()) <= 16 * count
     assert TrainedRow.from_span(row.to_span()).trainer_logprobs == [-1.25] * count
-
-
-def test_the_error_about_an_unreadable_record_names_its_span() -> None:
-    span = agl.Span.from_attributes(
-        attributes={"agentlightning.training.token_ids": "?"}, rollout_id="ro-1", name=ROW_SPAN
-    )
-    with pytest.raises(ValueError, match=f"span {span.span_id} of ro-1 is not a readable record"):
-        TrainedRow.from_span(span)
 
 
 async def _fill(file: Path) -> str:

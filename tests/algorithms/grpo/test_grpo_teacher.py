@@ -24,7 +24,7 @@ from agentlightning_algorithms.shared.policy.model.policy import Policy, load_po
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
 from agentlightning_algorithms.shared.policy.update.updater import Updater
-from agentlightning_algorithms.shared.trained_model.serving import serve_model
+from agentlightning_algorithms.shared.trained_model import serve_model
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT

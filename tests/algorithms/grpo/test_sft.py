@@ -19,7 +19,7 @@ from agentlightning_algorithms.shared.policy.update.settings import UpdateSettin
 from agentlightning_plugins.demo.agent import calculate, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
-from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample
+from agentlightning_plugins.shared.chat_history import FineTuningExample
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.grpo.grpo_program import settings
 from tests.algorithms.prompt_lab import Server

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.adapter import TraceToTrajectories, TraceToTransitions, build_trajectories, triplets_to_transitions
-from agentlightning.errors import ConfigError
 from agentlightning.frozen import FrozenDict
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Triplet
@@ -114,11 +113,6 @@ def test_an_attempt_with_a_broken_off_call_or_several_roots_is_reported_and_mask
         masked = TraceToTrajectories().adapt(trace.spans)
         assert masked.irregularities == expected
         assert any(any(trajectory.mask) for trajectory in masked.trajectories) is (not expected)
-        kept = TraceToTrajectories(irregular="train").adapt(trace.spans)
-        assert kept.irregularities == expected
-        assert all(any(trajectory.mask) for trajectory in kept.trajectories)
-    with pytest.raises(ConfigError, match="one of: mask, train"):
-        TraceToTrajectories(irregular="drop")
 
 
 def test_the_second_of_two_calls_that_continue_the_same_call_starts_a_new_trajectory() -> None:

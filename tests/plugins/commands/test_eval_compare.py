@@ -357,7 +357,7 @@ async def test_a_rollout_without_a_reward_is_left_out_and_counted() -> None:
 
 async def test_the_first_successes_without_a_reward_end_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds even if these rollouts are not in the first batch."""
-    monkeypatch.setattr("agentlightning_algorithms.evaluation.algorithm._BATCH_SIZE", 2)
+    monkeypatch.setattr("agentlightning_algorithms.evaluation._BATCH_SIZE", 2)
     store = agl.InMemoryLightningStore()
     algorithm = Evaluation()
     algorithm.set_store(store)

@@ -16,24 +16,26 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.errors import NotFoundError
-from agentlightning_plugins.shared.statistics import interval, significance
-from agentlightning_plugins.shared.statistics.comparison import Group, compare_groups
-from agentlightning_plugins.shared.statistics.difference import (
+from agentlightning_plugins.shared.statistics import interval
+from agentlightning_plugins.shared.statistics.comparison import (
+    Group,
+    compare_groups,
     difference_over_seeds,
     interval_over_seeds,
     paired_difference,
     unpaired_difference,
 )
 from agentlightning_plugins.shared.statistics.interval import (
+    adjust_p_values,
     mean_interval,
     paired_interval,
+    paired_p_value,
     t_p_value,
     unpaired_interval,
+    unpaired_p_value,
     wilson,
 )
-from agentlightning_plugins.shared.statistics.power import plan
-from agentlightning_plugins.shared.statistics.score import Score
-from agentlightning_plugins.shared.statistics.significance import adjust_p_values, paired_p_value, unpaired_p_value
+from agentlightning_plugins.shared.statistics.score import Score, plan
 
 LEVEL = 0.05
 
@@ -41,7 +43,6 @@ LEVEL = 0.05
 @pytest.fixture
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interval, "_RESAMPLES", 400)
-    monkeypatch.setattr(significance, "_RESAMPLES", 400)
 
 
 def limit(trials: int, level: float = LEVEL) -> float:

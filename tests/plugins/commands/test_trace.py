@@ -18,7 +18,7 @@ import agentlightning as agl
 from agentlightning.errors import StoreError
 from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.commands.trace import command as trace_command
-from agentlightning_plugins.shared.chat_history.adapter import TraceToMessages
+from agentlightning_plugins.shared.chat_history import TraceToMessages
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.waiting import LIMIT_S, until
 

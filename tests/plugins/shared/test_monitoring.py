@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentlightning_plugins.shared.chat_history.linking import find_first_edit
+from agentlightning_plugins.shared.chat_history import find_first_edit
 from agentlightning_plugins.shared.monitoring.candidates import list_distributions
 
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 import yaml
 
 from agentlightning.run.directory import RECORD_NAME
-from agentlightning_algorithms.shared.trained_model.checkpoint import has_adapters
-from agentlightning_algorithms.shared.trained_model.record import read_training
+from agentlightning_algorithms.shared.trained_model import has_adapters, read_training
 
 _ROWS: Final = 20
 """Maximum number of rows of the learning curve."""

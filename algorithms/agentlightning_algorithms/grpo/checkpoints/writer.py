@@ -11,7 +11,7 @@ from typing import Any
 
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
 from agentlightning_algorithms.shared.policy.model.checkpoint import atomic_directory
-from agentlightning_algorithms.shared.trained_model.checkpoint import STEPS
+from agentlightning_algorithms.shared.trained_model import STEPS
 
 
 class CheckpointWriter:

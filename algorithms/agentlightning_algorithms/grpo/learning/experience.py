@@ -18,7 +18,7 @@ from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.advantage import Scored, flat_groups, read_credit
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
 from agentlightning_plugins.shared.training_records.record import Outcome
-from agentlightning_plugins.shared.trajectories.trajectory import Decode, Turn, build_trajectories
+from agentlightning_plugins.shared.trajectories import Decode, Turn, build_trajectories
 
 Penalty = Callable[[Sequence[TrainingRow]], Sequence[Sequence[float]]]
 

@@ -9,17 +9,20 @@ from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.experience import Experience
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.update.prepared_row import RowUse
-from agentlightning_plugins.shared.training_records.account import (
+from agentlightning_plugins.shared.training_records.record import (
+    LedgerEntry,
+    Outcome,
     RolloutOutcome,
     TokenTexts,
+    TrainedCall,
+    TrainedRow,
     call_keys,
     count_sampled,
     explain_unused,
     read_id,
     read_version,
 )
-from agentlightning_plugins.shared.training_records.record import LedgerEntry, Outcome, TrainedCall, TrainedRow
-from agentlightning_plugins.shared.trajectories.trajectory import Decode, Turn
+from agentlightning_plugins.shared.trajectories import Decode, Turn
 
 
 def training_spans(

@@ -17,7 +17,7 @@ from agentlightning.store.url import hide_password
 from agentlightning_algorithms.shared.policy.model.policy import Policy
 from agentlightning_algorithms.shared.policy.server.reply import restore_arguments
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample, select_examples
+from agentlightning_plugins.shared.chat_history import FineTuningExample, select_examples
 
 Line = TypeVar("Line", bound=BaseModel)
 

@@ -22,8 +22,7 @@ from agentlightning_algorithms.shared.policy.model.lora_settings import LoraSett
 from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
 from agentlightning_algorithms.shared.policy.update.settings import Aggregation, UpdateSettings
 from agentlightning_algorithms.shared.policy.update.updater import Updater
-from agentlightning_algorithms.shared.trained_model.checkpoint import find_model
-from agentlightning_algorithms.shared.trained_model.record import TrainingRecord
+from agentlightning_algorithms.shared.trained_model import TrainingRecord, find_model
 
 logger = logging.getLogger("agentlightning")
 

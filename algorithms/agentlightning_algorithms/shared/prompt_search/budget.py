@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -41,11 +42,7 @@ class SearchBudget:
     max_cost: float | None = None
     """Maximum cost, in the currency of ``prices``."""
     prices: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Prices of a million prompt tokens and of a million answer tokens, by prefix of the model's name. Other models
-    cost nothing."""
-    calls: int = 0
-    tokens: int = 0
-    cost: float = 0.0
+    """Prices of a million prompt and a million answer tokens, by prefix of the model's name; others cost nothing."""
     by_model: dict[str, ModelUse] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -56,11 +53,7 @@ class SearchBudget:
         self.prices = {model: (float(price[0]), float(price[1])) for model, price in self.prices.items()}
 
     def require_prices(self, *models: str) -> None:
-        """Checks that the cost of these models can be counted.
-
-        Raises:
-            ConfigError: ``max_cost`` is set and one of them has no price.
-        """
+        """Checks that the cost of these models can be counted."""
         for model in models:
             if self.max_cost is not None and model not in self.prices:
                 raise ConfigError(
@@ -71,8 +64,6 @@ class SearchBudget:
     def spend(self, used: Iterable[CallUsage]) -> None:
         """Counts calls."""
         for usage in used:
-            self.calls += 1
-            self.tokens += usage.prompt_tokens + usage.completion_tokens
             use = self.by_model.setdefault(usage.model, ModelUse())
             use.calls += 1
             use.tokens += usage.prompt_tokens + usage.completion_tokens
@@ -81,37 +72,27 @@ class SearchBudget:
                 prompt, completion = self.prices[max(prefixes, key=len)]
                 cost = (usage.prompt_tokens * prompt + usage.completion_tokens * completion) / 1e6
                 use.cost = (use.cost or 0.0) + cost
-                self.cost += cost
-
-    def reset(self) -> None:
-        """Counts from 0."""
-        self.calls, self.tokens, self.cost = 0, 0, 0.0
-        self.by_model.clear()
 
     def metrics(self) -> dict[str, float]:
         """The counts by name, for all models and for each model; the cost is omitted where there is no price."""
-        found = {"model_calls": float(self.calls), "tokens": float(self.tokens)}
-        if self.prices:
-            found["cost"] = self.cost
+        uses = self.by_model.values()
+        found = {
+            "model_calls": float(sum(use.calls for use in uses)),
+            "tokens": float(sum(use.tokens for use in uses)),
+            **({"cost": sum(use.cost or 0.0 for use in uses)} if self.prices else {}),
+        }
         for model, use in self.by_model.items():
             found |= {f"model_calls/{model}": float(use.calls), f"tokens/{model}": float(use.tokens)}
             found |= {} if use.cost is None else {f"cost/{model}": use.cost}
         return found
 
-    def describe(self) -> str:
-        """The counts of each model, as text."""
-        return "; ".join(
-            f"{model or 'unknown model'}: {use.calls} calls, {use.tokens} tokens, "
-            + ("no price" if use.cost is None else f"cost {use.cost:.4f}")
-            for model, use in self.by_model.items()
-        )
-
     def is_spent(self, further: Iterable[CallUsage] = ()) -> bool:
         """Whether a limit is reached when ``further`` calls are counted too."""
-        after = SearchBudget(calls=self.calls, tokens=self.tokens, cost=self.cost, prices=self.prices)
+        after = SearchBudget(prices=self.prices, by_model=copy.deepcopy(self.by_model))
         after.spend(further)
-        pairs = ((after.calls, self.max_calls), (after.tokens, self.max_tokens), (after.cost, self.max_cost))
-        return any(limit is not None and spent >= limit for spent, limit in pairs)
+        spent, limits = after.metrics(), (self.max_calls, self.max_tokens, self.max_cost)
+        names = ("model_calls", "tokens", "cost")
+        return any(limit is not None and spent.get(name, 0) >= limit for name, limit in zip(names, limits, strict=True))
 
 
 _TOKENS: Final = (

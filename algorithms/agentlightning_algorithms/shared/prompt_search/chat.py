@@ -3,33 +3,81 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, SearchBudget
-from agentlightning_algorithms.shared.prompt_search.call_cache import CachedCall, CallCache
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 logger = logging.getLogger("agentlightning")
+FILE_NAME: Final = "llm_calls.jsonl"
 _MAX_CONCURRENCY: Final = 16
+_ATTEMPTS: Final = 3
+"""Attempts for a call before it is skipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedCall(CallUsage):
+    """A model call with its answer."""
+
+    place: str
+    """Identifies the call within the search; a resumed search makes the same call at the same place."""
+    answer: str
+
+
+class CallCache:
+    """Answered calls by place. With a file, they survive the process."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        """Reads the calls of a file of JSON lines; an incomplete last line is dropped."""
+        self.calls: dict[str, CachedCall] = {}
+        self._file = file
+        if file is not None and file.exists():
+            self._load(file)
+
+    def record(self, call: CachedCall) -> None:
+        """Adds a call; it is on disk when this returns."""
+        self._append(asdict(call))
+        self.calls[call.place] = call
+
+    def _append(self, line: object) -> None:
+        if self._file is None:
+            return
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.open("ab") as stream:
+            stream.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def _load(self, file: Path) -> None:
+        whole, newline, incomplete = file.read_bytes().rpartition(b"\n")
+        if incomplete:
+            os.truncate(file, len(whole) + len(newline))
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                call = CachedCall(**json.loads(line))
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{file}, line {number}: not a record of a model call: {error}") from error
+            self.calls[call.place] = call
 
 
 class CachedChat:
     """Calls chat models within a budget. Every answer is cached before it is used."""
 
-    def __init__(
-        self, client: AsyncOpenAI | None, cache: CallCache, budget: SearchBudget, *, attempts: int = 3
-    ) -> None:
-        """Counts calls in ``budget``, and tries each up to ``attempts`` times; for ``client``, see ``copy_client``."""
+    def __init__(self, client: AsyncOpenAI | None, cache: CallCache, budget: SearchBudget) -> None:
+        """Counts calls in ``budget``; for ``client``, see ``copy_client``."""
         self._given = client
         self._client = copy_client(client)
         self._cache = cache
         self._budget = budget
-        self._attempts = attempts
         self._slots = asyncio.Semaphore(_MAX_CONCURRENCY)
         self._counted: set[str] = set()
         self._in_flight = 0
@@ -44,21 +92,14 @@ class CachedChat:
 
     def start_round(self) -> None:
         """Resets the records of answered and failed calls."""
-        self.answered = 0
-        self.failed = {}
+        self.answered, self.failed = 0, {}
 
     async def ask(
         self, place: str, model: str, messages: Sequence[Mapping[str, Any]], *, temperature: float
     ) -> str | None:
-        """Makes the call at a place of the search, or takes its answer from the cache.
-
-        Returns:
-            The answer; None when the call failed or the budget is spent.
-        """
+        """Makes the call at a place of the search, or takes its answer from the cache."""
         call = self._cache.calls.get(place)
         if call is None:
-            if place in self._cache.skipped:
-                return None
             async with self._slots:
                 if self._is_spent():
                     return None
@@ -83,8 +124,8 @@ class CachedChat:
     async def _call_model(
         self, place: str, model: str, messages: Sequence[Mapping[str, Any]], temperature: float
     ) -> CachedCall | None:
-        chat = self._client.with_options(max_retries=self._attempts - 1).chat
-        for _ in range(self._attempts):
+        chat = self._client.with_options(max_retries=_ATTEMPTS - 1).chat
+        for _ in range(_ATTEMPTS):
             try:
                 reply = await chat.completions.create(
                     model=model,
@@ -113,11 +154,7 @@ class CachedChat:
 def copy_client(client: AsyncOpenAI | None) -> AsyncOpenAI:
     """Returns a client with its own connections, because connections do not outlive their event loop.
 
-    For None, the environment configures the client. A client of another class, or with the user's own ``http_client``,
-    is returned unchanged.
-
-    Raises:
-        ConfigError: there is no key in the environment.
+    For None, the environment configures it. A client of another class, or with an own ``http_client``, stays the same.
     """
     # A client imports this at its first call: that takes half a second, and deadlocks when two threads do so at once.
     import openai.resources.chat  # noqa: F401 # for the effect

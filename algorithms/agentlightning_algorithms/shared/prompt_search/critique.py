@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
 from agentlightning_algorithms.shared.prompt_search.trial import TrialResult
-from agentlightning_plugins.shared.chat_history.adapter import ChatHistory, drop_prefixes
+from agentlightning_plugins.shared.chat_history import ChatHistory, drop_prefixes
 
 ROLLOUT_CHARS: Final = 6000
 """Maximum number of characters of a rollout that a critic reads; longer texts are shortened in the middle."""
@@ -129,11 +129,7 @@ def _to_text(value: Any) -> str:
 
 
 def read_templates(name: str, given: Templates, default: Sequence[PromptTemplate]) -> tuple[PromptTemplate, ...]:
-    """Returns the user's prompts or, for None, the default; a plain str is an f-string template.
-
-    Raises:
-        ConfigError: ``given`` is empty or contains something other than templates.
-    """
+    """Returns the user's prompts or, for None, the default; a plain str is an f-string template."""
     if given is None:
         return tuple(default)
     several = [given] if isinstance(given, (str, PromptTemplate)) else list(given)

@@ -14,16 +14,18 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.resources import LLM, PromptTemplate, Resource
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode
 from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, SearchBudget
-from agentlightning_algorithms.shared.prompt_search.call_cache import FILE_NAME, CallCache
-from agentlightning_algorithms.shared.prompt_search.candidate import CANDIDATE_NAME, Candidate, choose_prompts
-from agentlightning_algorithms.shared.prompt_search.chat import CachedChat, copy_client
-from agentlightning_algorithms.shared.prompt_search.confirmation import Confirmation, confirm
+from agentlightning_algorithms.shared.prompt_search.candidate import (
+    CANDIDATE_NAME,
+    Candidate,
+    choose_prompts,
+    fit,
+    show_placeholders,
+)
+from agentlightning_algorithms.shared.prompt_search.chat import FILE_NAME, CachedChat, CallCache, copy_client
 from agentlightning_algorithms.shared.prompt_search.critique import REPAIR_PROMPT, read_prompt
-from agentlightning_algorithms.shared.prompt_search.dataset import check_datasets
-from agentlightning_algorithms.shared.prompt_search.placeholder import fit, show_placeholders
-from agentlightning_algorithms.shared.prompt_search.trial import TrialResult, read_trial_result
+from agentlightning_algorithms.shared.prompt_search.trial import Confirmation, TrialResult, confirm, read_trial_result
 from agentlightning_algorithms.shared.rollout_result import RewardCheck, retry_lost, run_rollouts
-from agentlightning_plugins.shared.chat_history.adapter import TraceToMessages
+from agentlightning_plugins.shared.chat_history import TraceToMessages
 
 try:
     from openai import AsyncOpenAI
@@ -39,8 +41,7 @@ logger = logging.getLogger("agentlightning")
 class PromptSearch(Algorithm):
     """The base of APO and GEPA, with the settings that they share.
 
-    A search can be killed at any moment. A resumed search runs the same search again: finished rollouts and recorded
-    model calls return immediately.
+    A resumed search runs the same search again: finished rollouts and recorded model calls return immediately.
     """
 
     default_adapter: ClassVar[str | None] = "messages"
@@ -56,8 +57,6 @@ class PromptSearch(Algorithm):
     """Names of the prompt resources to tune, all by default; they are edited in turn."""
     seed: int | None = None
     """Seed of all random choices; the run's seed by default."""
-    llm_attempts: int = 3
-    """Number of attempts for a model call before it is skipped."""
     max_calls: int | None = None
     """Budget in model calls of the search and, if they are traced, of agents. The search ends after the round that
     spends the budget; its own model calls stop immediately."""
@@ -73,7 +72,6 @@ class PromptSearch(Algorithm):
     def __post_init__(self) -> None:
         if not self.rollout_batch_timeout > 0:
             raise ConfigError(f"rollout_batch_timeout = {self.rollout_batch_timeout}: seconds above 0 are needed")
-        require_least(1, llm_attempts=self.llm_attempts)
         require_least(0, confirm_pairs=self.confirm_pairs)
         self.budget = SearchBudget(self.max_calls, self.max_tokens, self.max_cost, self.prices or {})
         self.budget.require_prices(*self.models)
@@ -91,8 +89,7 @@ class PromptSearch(Algorithm):
     def _reset(self) -> None:
         self.history.clear()
         self.stopped_because: str | None = None
-        """Why the search ended: ``rounds``, ``rollouts``, ``target_score``, ``patience``, ``budget`` or
-        ``model_calls_failed``."""
+        """``rounds``, ``rollouts``, ``target_score``, ``patience``, ``budget`` or ``model_calls_failed``."""
         self.confirmation: Confirmation | None = None
         """The comparison of the first and the best prompt on fresh rollouts; None if they were not compared."""
         self._reserve: list[CallUsage] = []
@@ -106,22 +103,16 @@ class PromptSearch(Algorithm):
         self._reward_check = RewardCheck()
 
     def get_best_prompt(self, name: str | None = None) -> PromptTemplate:
-        """The best prompt found so far.
-
-        Args:
-            name: name of the resource; needed if several prompts are tuned.
+        """The best prompt found so far; ``name`` is needed if several prompts are tuned.
 
         Raises:
             ConfigError: the search has not begun, or ``name`` is not one of the tuned prompts.
         """
-        return self.get_best().prompt(name)
+        best = self.get_best()
+        return best.prompts[best.prompt_name(name)]
 
     def get_best(self) -> Candidate:
-        """The best candidate found so far, with all its prompts, its scores and its lineage.
-
-        Raises:
-            ConfigError: the search has not begun.
-        """
+        """The best candidate found so far; raises ConfigError if the search has not begun."""
         if self._best is None:
             raise ConfigError(f"{type(self).__name__} has found nothing yet; run it first, as in Trainer.fit(...)")
         return self._best
@@ -169,11 +160,7 @@ class PromptSearch(Algorithm):
         return max(self.confirm_pairs, n_tasks) if self.confirm_pairs else 0
 
     async def begin(self) -> Candidate:
-        """Finds the prompts to tune and publishes the seed. Called when a run begins or is resumed.
-
-        Raises:
-            ConfigError: there is no prompt to tune, a prompt in ``prompts`` does not exist, or one cannot be tuned.
-        """
+        """Finds the prompts to tune and publishes the seed. Called when a run begins or is resumed."""
         self._reset()
         self.open_chat(self.context.directory)
         self._base = await self._read_base()
@@ -185,10 +172,10 @@ class PromptSearch(Algorithm):
 
     def open_chat(self, directory: Path | None) -> None:
         """Opens the cache of model calls in the run's directory, and counts the budget from 0."""
-        self.budget.reset()
+        self.budget.by_model.clear()
         if directory is not None:
             self._cache = CallCache(directory / FILE_NAME)
-        self._chat = self._new_chat()
+        self._chat = None
 
     async def close_chat(self) -> None:
         """Closes the connections to the models."""
@@ -200,11 +187,8 @@ class PromptSearch(Algorithm):
     def chat(self) -> CachedChat:
         """The model calls of this run."""
         if self._chat is None:
-            self._chat = self._new_chat()
+            self._chat = CachedChat(self.async_openai_client, self._cache, self.budget)
         return self._chat
-
-    def _new_chat(self) -> CachedChat:
-        return CachedChat(self.async_openai_client, self._cache, self.budget, attempts=self.llm_attempts)
 
     def random_for(self, *place: str | int) -> random.Random:
         """Returns a random generator for one place of the search; it depends only on the place and the seed."""
@@ -223,9 +207,6 @@ class PromptSearch(Algorithm):
         """Runs a published candidate on the tasks at ``indices``, concurrently.
 
         ``place`` identifies the trial within the search: a resumed search does not run it again.
-
-        Raises:
-            LightningError: no rollout of the first trials has a reward; see ``RewardCheck``.
         """
         step = next((part for part in place if isinstance(part, int)), 0)
         requests = [
@@ -266,10 +247,8 @@ class PromptSearch(Algorithm):
     ) -> PromptTemplate | None:
         """Asks a model to rewrite a prompt. If the answer breaks a placeholder, the model may repair it once.
 
-        ``place`` identifies the call within the search, and ``read`` extracts the new prompt from an answer.
-
-        Returns:
-            The prompt; None when a call failed, the budget is spent, or the repaired prompt cannot be used either.
+        ``place`` identifies the call within the search, and ``read`` extracts the new prompt from an answer. Returns
+        None when a call failed, the budget is spent, or the repaired prompt cannot be used either.
         """
         messages = [{"role": "user", "content": request}]
         for stage in ("", "/repair"):
@@ -306,14 +285,10 @@ class PromptSearch(Algorithm):
         """Stores new versions of changed candidates; the best prompts stay the latest resources of the run."""
         store = self.get_store()
         new = [each for each in self.history if self._published.get(each.candidate_id) != each]
-        wrote = await asyncio.gather(*(self._store_version(candidate) for candidate in new))
-        best_id = self._snapshot_id("best")
-        latest = await store.get_latest_resources()
-        if not any(wrote) and latest is not None and latest.resources_id == best_id:
-            newest = latest.resources
-            if all(newest.get(name) == prompt for name, prompt in self.get_best().prompts.items()):
-                return
-        await store.update_resources(best_id, {**self._base, **self.get_best().prompts})
+        await asyncio.gather(*(self._store_version(candidate) for candidate in new))
+        resources, latest = {**self._base, **self.get_best().prompts}, await store.get_latest_resources()
+        if latest is None or dict(latest.resources) != resources:
+            await store.update_resources(self._snapshot_id("best"), resources)
 
     async def publish_prompts(self, candidate: Candidate) -> None:
         """Publishes a candidate's prompts for trials, before its lineage is known."""
@@ -371,14 +346,10 @@ class PromptSearch(Algorithm):
         name, diff = type(self).__name__, self.diff()
         logger.info(
             "%s tried %d prompts and stopped (%s): %s -> %s; %s\n%s",
-            name,
-            len(self.history),
-            self.stopped_because,
-            self.history[0].score,
-            self.get_best().score,
-            self.budget.describe() or "no model calls",
+            name, len(self.history), self.stopped_because, self.history[0].score, self.get_best().score,
+            ", ".join(f"{name} {value:g}" for name, value in self.budget.metrics().items()),
             diff or "no prompt was better than the first",
-        )
+        )  # fmt: skip
         if self.context.directory is not None:
             (self.context.directory / "prompts.diff").write_text(diff and diff + "\n", encoding="utf-8")
         if self.stopped_because == "model_calls_failed":
@@ -401,12 +372,21 @@ class PromptSearch(Algorithm):
             kept = await store.update_resources(base_id, {**(self.context.initial_resources or {}), **published})
         return {name: resource for name, resource in kept.resources.items() if name != CANDIDATE_NAME}
 
-    async def _store_version(self, candidate: Candidate) -> bool:
-        """Stores the next version of a candidate's snapshot; False if the run stored it before it was resumed."""
+    async def _store_version(self, candidate: Candidate) -> None:
+        """Stores the next version of a candidate's snapshot, unless the run stored it before it was resumed."""
         store, resources_id = self.get_store(), self._snapshot_id(candidate.candidate_id)
         version = self._versions[resources_id] = self._versions.get(resources_id, 0) + 1
         self._published[candidate.candidate_id] = candidate
-        if await store.get_resources_by_id(resources_id, version) is not None:
-            return False
-        await store.update_resources(resources_id, {**self._base, **candidate.prompts, CANDIDATE_NAME: candidate})
-        return True
+        if await store.get_resources_by_id(resources_id, version) is None:
+            await store.update_resources(resources_id, {**self._base, **candidate.prompts, CANDIDATE_NAME: candidate})
+
+
+def check_datasets(
+    train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None
+) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Returns the training and the validation tasks; if one dataset is missing, the other is used for both."""
+    train = train_dataset if train_dataset is not None and len(train_dataset) else val_dataset
+    val = val_dataset if val_dataset is not None and len(val_dataset) else train_dataset
+    if train is None or val is None or not len(train):
+        raise ConfigError("a prompt search needs tasks: give a train_dataset, and a val_dataset to compare prompts on")
+    return train, val

@@ -1,12 +1,13 @@
-"""Trials: the rollouts of a candidate on some tasks, and their results."""
+"""Trials: the rollouts of a candidate on some tasks; the last one compares the first and the best prompt again."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from agentlightning import semconv
 from agentlightning.errors import AdapterError
@@ -15,7 +16,11 @@ from agentlightning.types import AttemptedRollout, Rollout
 from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, read_usage
 from agentlightning_algorithms.shared.prompt_search.candidate import Candidate
 from agentlightning_algorithms.shared.rollout_result import RolloutResult, read_result
-from agentlightning_plugins.shared.chat_history.adapter import ChatHistory, TraceToMessages
+from agentlightning_plugins.shared.chat_history import ChatHistory, TraceToMessages
+from agentlightning_plugins.shared.statistics.interval import paired_p_value
+
+LEVEL: Final = 0.05
+"""Significance level of a confirmation."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,9 @@ class TrialResult(RolloutResult):
     @property
     def output(self) -> str | None:
         """The recorded output of the agent: the standard output of a command; None for other agents."""
-        found = [
-            span.attributes.get(semconv.OPERATION_OUTPUT)
-            for span in self.spans
-            if span.attributes.get(semconv.GEN_AI_OPERATION_NAME) == "invoke_agent"
-        ]
-        return next((text for text in found if isinstance(text, str) and text), None)
+        name = semconv.GEN_AI_OPERATION_NAME
+        runs = [span.attributes for span in self.spans if span.attributes.get(name) == "invoke_agent"]
+        return next((str(text) for each in runs if (text := each.get(semconv.OPERATION_OUTPUT))), None)
 
 
 def mean_score(results: Sequence[TrialResult]) -> float:
@@ -83,3 +85,43 @@ def call_place(stage: str, prompt: Candidate, name: str, results: Sequence[Trial
     """Identifies the model call about a prompt and rollouts: a resumed run makes the same rollouts."""
     text = "/".join((prompt.candidate_id, name, *(result.rollout_id for result in results)))
     return f"{stage}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """Mean rewards of the first and the best prompt, on rollouts that selected neither."""
+
+    first: float
+    best: float
+    p_value: float
+    """One-sided p-value of the hypothesis that the best prompt is not better on these tasks."""
+    pairs: int
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the best prompt may replace the first."""
+        return self.best > self.first and self.p_value <= LEVEL
+
+
+async def confirm(
+    first: Candidate,
+    best: Candidate,
+    tasks: Sequence[int],
+    n_pairs: int,
+    score: Callable[[Candidate, Sequence[int], int], Awaitable[Sequence[float]]],
+) -> Confirmation:
+    """Runs two prompts on the same tasks again, ``n_pairs`` times in all.
+
+    The highest of many scores is too high on average even if all prompts are equal (the winner's curse; Andrews,
+    Kitagawa and McCloskey 2024, Inference on winners, QJE 139). Fresh rollouts had no part in the selection. The pairs
+    are compared by a permutation test that flips signs, which is exact if both prompts are equally good on each task.
+    """
+    batches = [tasks[: n_pairs - start] for start in range(0, n_pairs, len(tasks))]
+
+    async def score_all(candidate: Candidate) -> list[float]:
+        found = await asyncio.gather(*(score(candidate, batch, number) for number, batch in enumerate(batches)))
+        return [reward for rewards in found for reward in rewards]
+
+    before, after = await asyncio.gather(score_all(first), score_all(best))
+    p_value = paired_p_value([new - old for new, old in zip(after, before, strict=True)]) / 2
+    return Confirmation(statistics.fmean(before), statistics.fmean(after), p_value, n_pairs)

@@ -14,7 +14,7 @@ from agentlightning.reward import find_final_reward
 from agentlightning.types import AttemptedRollout, Span, Triplet
 from agentlightning_plugins.commands.doctor.check import Check, broken, ok, one_line, unchecked
 from agentlightning_plugins.commands.doctor.text_check import check_prompts, check_task
-from agentlightning_plugins.shared.chat_history.linking import link_calls
+from agentlightning_plugins.shared.chat_history import link_calls
 
 _USE_LLM = (
     "create the client with the rollout's endpoint: OpenAI(base_url=llm.get_base_url(), "

@@ -17,8 +17,8 @@ from agentlightning_plugins.commands.evaluation.variant import Variant
 from agentlightning_plugins.shared.charts.line import Point, Series, line_chart
 from agentlightning_plugins.shared.rendering.page import write_page
 from agentlightning_plugins.shared.rendering.table import print_table
-from agentlightning_plugins.shared.statistics.difference import Difference, difference_over_seeds, interval_over_seeds
-from agentlightning_plugins.shared.statistics.significance import adjust_p_values
+from agentlightning_plugins.shared.statistics.comparison import Difference, difference_over_seeds, interval_over_seeds
+from agentlightning_plugins.shared.statistics.interval import adjust_p_values
 
 _SIGNIFICANT: Final = 0.05
 """A p-value below this counts for ``--fail-if-worse``."""

@@ -14,7 +14,7 @@ from agentlightning.resources import PromptTemplate
 from agentlightning_plugins.commands.evaluation.comparison_report import ADJUSTED, difference_cells
 from agentlightning_plugins.shared.rendering.table import print_table
 from agentlightning_plugins.shared.statistics.comparison import Group, compare_groups
-from agentlightning_plugins.shared.statistics.significance import adjust_p_values
+from agentlightning_plugins.shared.statistics.interval import adjust_p_values
 from agentlightning_plugins.shared.terminal import print_json
 
 

@@ -16,7 +16,7 @@ from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Attempt, AttemptedRollout, Rollout, RolloutStatus, Span
 from agentlightning_plugins.commands.inspect.export import export, export_path
-from agentlightning_plugins.shared.chat_history.adapter import ChatHistory, TraceToMessages, drop_prefixes
+from agentlightning_plugins.shared.chat_history import ChatHistory, TraceToMessages, drop_prefixes
 from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.shared.rendering.table import print_table
 from agentlightning_plugins.shared.terminal import (
@@ -191,7 +191,7 @@ async def export_rollouts(
 ) -> None:
     """Write rollouts, each with its latest attempt, to PATH (.jsonl or .parquet)."""
     if form == "openai-sft":
-        from agentlightning_plugins.shared.chat_history.fine_tuning import select_examples
+        from agentlightning_plugins.shared.chat_history import select_examples
 
         if status or path.suffix != ".jsonl":
             raise click.UsageError("--format openai-sft accepts no --status and writes only .jsonl files")

@@ -9,7 +9,7 @@ from agentlightning.frozen import thaw
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
 from agentlightning_plugins.dashboard.views.rollouts import LABEL, NOTE
-from agentlightning_plugins.shared.chat_history.adapter import TraceToMessages, drop_prefixes
+from agentlightning_plugins.shared.chat_history import TraceToMessages, drop_prefixes
 from agentlightning_plugins.shared.paging import every
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Metrics, Rollout
-from agentlightning_plugins.shared.statistics.significance import paired_p_value
+from agentlightning_plugins.shared.statistics.interval import paired_p_value
 
 _MAX_ROLLOUTS: Final = 400
 """Number of the newest rollouts that are searched for the validation of an algorithm without steps."""

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from agentlightning.errors import NotFoundError
 from agentlightning.resources import Resource
-from agentlightning_algorithms.shared.trained_model.checkpoint import list_checkpoints
-from agentlightning_algorithms.shared.trained_model.record import read_training
-from agentlightning_algorithms.shared.trained_model.serving import serve_model
+from agentlightning_algorithms.shared.trained_model import list_checkpoints, read_training, serve_model
 from agentlightning_plugins.shared.terminal import open_store
 
 

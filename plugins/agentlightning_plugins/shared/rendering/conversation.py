@@ -9,7 +9,7 @@ from typing import Any
 from agentlightning import semconv
 from agentlightning.frozen import thaw
 from agentlightning.types import Span
-from agentlightning_plugins.shared.chat_history.adapter import TraceToMessages, drop_prefixes
+from agentlightning_plugins.shared.chat_history import TraceToMessages, drop_prefixes
 
 
 def read_conversations(spans: Sequence[Span]) -> list[dict[str, Any]]:

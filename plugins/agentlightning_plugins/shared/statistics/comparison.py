@@ -1,10 +1,11 @@
-"""Compares the rewards of two groups of rollouts, such as a control and a treatment."""
+"""Differences between two sets of rewards: of groups of rollouts, such as control and treatment, or of algorithms."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,7 +15,18 @@ from agentlightning.reward import read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Rollout
 from agentlightning_plugins.shared.paging import every
-from agentlightning_plugins.shared.statistics.difference import paired_difference, unpaired_difference
+from agentlightning_plugins.shared.statistics.interval import (
+    Interval,
+    paired_interval,
+    paired_p_value,
+    reconcile,
+    t_p_value,
+    t_quantile,
+    unpaired_interval,
+    unpaired_p_value,
+    variance,
+)
+from agentlightning_plugins.shared.statistics.score import Score
 
 RESOURCES_ID: Final = "resources_id"
 _KEY_HASH: Final = "key_hash"
@@ -28,8 +40,7 @@ class Group:
 
     name: str
     rewards: Mapping[str, Sequence[float]]
-    """Keyed by user (``key_hash`` of the metadata), else by ``task_id``, else by rollout id. The rewards in one list
-    are not independent."""
+    """By user (``key_hash`` of the metadata), else task, else rollout; the rewards in one list are not independent."""
     failed: int = 0
     unrated: int = 0
     """Number of rollouts that succeeded and have no reward yet."""
@@ -161,3 +172,87 @@ def _ran_with(rollout: Rollout, resources_id: str) -> bool:
         rollout.resources_id,
         split_version_id(rollout.resources_id)[0],
     )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of mean rewards. p-value and interval agree: p is at most .05 if the interval excludes 0."""
+
+    mean: float
+    low: float
+    """Lower end of the 95 % interval; -inf if the rewards allow no estimate."""
+    high: float
+    p_value: float
+    """Two-sided p-value of no difference."""
+
+
+def paired_difference(differences: Sequence[float]) -> Difference:
+    """Estimates the mean of the differences, one per task; at least one is needed."""
+    p_value = paired_p_value(differences)
+    return _make(statistics.fmean(differences), paired_interval(differences), p_value)
+
+
+def unpaired_difference(one: Sequence[float], other: Sequence[float]) -> Difference:
+    """Estimates the mean of ``one`` minus the mean of ``other``; the values are independent."""
+    p_value = unpaired_p_value(one, other)
+    return _make(statistics.fmean(one) - statistics.fmean(other), unpaired_interval(one, other), p_value)
+
+
+def difference_over_seeds(one: Sequence[Mapping[int, float]], other: Sequence[Mapping[int, float]]) -> Difference:
+    """Compares two algorithms that were trained once for each seed and evaluated on the same tasks.
+
+    Tasks are a sample, and so are seeds if there are two or more. The variance is the sum of the variance over tasks
+    and the variances over the seeds of each algorithm, with Student's t and the degrees of freedom of Welch and
+    Satterthwaite (Satterthwaite 1946, Biometrics Bulletin 2). The result has the larger p-value and the wider interval
+    of this method and of the comparison over tasks only.
+
+    Each argument has the mean reward of each task, for each seed; tasks without a reward for every seed are excluded.
+    """
+    tasks = set.intersection(*({*seed} for seed in (*one, *other)))
+    if not tasks:
+        raise NotFoundError("the algorithms have no test task with a reward in common")
+    by_task = [[statistics.fmean(seed[task] for seed in seeds) for task in sorted(tasks)] for seeds in (one, other)]
+    differences = [mine - theirs for mine, theirs in zip(*by_task, strict=True)]
+    found = paired_difference(differences)
+    error = _combine_errors([differences, _means(one, tasks), _means(other, tasks)])
+    if error is None:
+        return found
+    deviation, freedom = error
+    half = t_quantile(freedom) * deviation
+    widest = min(found.low, found.mean - half), max(found.high, found.mean + half)
+    return _make(found.mean, widest, max(t_p_value(found.mean / deviation, freedom), found.p_value))
+
+
+def interval_over_seeds(score: Score, seeds: Sequence[Mapping[int, float]]) -> Interval | None:
+    """Interval of the mean reward of an algorithm that was trained once for each seed.
+
+    As in ``difference_over_seeds``, tasks and seeds are samples. ``score`` is the score of all seeds together, and
+    ``seeds`` the mean reward of each task, for each seed.
+    """
+    found, tasks = score.interval(), set.intersection(*({*seed} for seed in seeds))
+    means = [mean for mean in score.by_task() if mean is not None]
+    error = _combine_errors([means, _means(seeds, tasks)]) if tasks else None
+    if found is None or error is None:
+        return found
+    half = t_quantile(error[1]) * error[0]
+    low, high = min(found[0], score.mean - half), max(found[1], score.mean + half)
+    is_rate = {reward for task in score.rewards for reward in task} <= {0, 1}
+    return (max(low, 0.0), min(high, 1.0)) if is_rate else (low, high)
+
+
+def _means(seeds: Sequence[Mapping[int, float]], tasks: Iterable[int]) -> list[float]:
+    return [statistics.fmean(seed[task] for task in tasks) for seed in seeds]
+
+
+def _combine_errors(samples: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """Standard error of a sum of means, and its degrees of freedom; None if a sample has one value, or none varies."""
+    parts = [(variance(values) / len(values), len(values) - 1) for values in samples]
+    total = sum(part for part, _ in parts)
+    if total <= 0 or min(map(len, samples)) < 2:
+        return None
+    return math.sqrt(total), total**2 / sum(part**2 / count for part, count in parts)
+
+
+def _make(mean: float, interval: Interval | None, p_value: float) -> Difference:
+    low, high = (-math.inf, math.inf) if interval is None else reconcile(interval, p_value, mean)
+    return Difference(mean, low, high, p_value)

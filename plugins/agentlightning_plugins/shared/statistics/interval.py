@@ -1,8 +1,9 @@
-"""Confidence intervals of means and of differences between means, at 95 %."""
+"""95 % intervals of means and of differences between means, and p-values, without assuming a distribution."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import random
@@ -16,16 +17,15 @@ _RESAMPLES: Final = 2000
 _MAX_RESAMPLED: Final = 1000
 """With more values than this, the normal approximation is used."""
 _Z: Final = 1.959964
+_MAX_EXACT: Final = 13
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
     """Interval of the mean of one value per task.
 
     Uses Wilson's interval for values of 0 and 1, otherwise the bootstrap-t. Also uses Wilson's for values in [0, 1]
-    that vary so little that resamples have no variance; the interval is then too wide rather than too narrow.
-
-    Returns:
-        None for fewer than two values, and for values outside [0, 1] that hardly vary.
+    that vary so little that resamples have no variance; the interval is then too wide rather than too narrow. Returns
+    None for fewer than two values, and for values outside [0, 1] that hardly vary.
     """
     if len(values) < 2:
         return None
@@ -39,10 +39,7 @@ def paired_interval(differences: Sequence[float]) -> Interval | None:
     """Interval of a mean difference, from the difference of each task.
 
     Uses the interval of Agresti and Min for differences of -1, 0 and 1, and for other differences in [-1, 1] that
-    hardly vary; otherwise the bootstrap-t.
-
-    Returns:
-        None for fewer than two values, and for values outside [-1, 1] that hardly vary.
+    hardly vary; otherwise the bootstrap-t. None for fewer than two values, and for others that hardly vary.
     """
     if len(differences) < 2:
         return None
@@ -54,10 +51,7 @@ def unpaired_interval(one: Sequence[float], other: Sequence[float]) -> Interval 
     """Interval of the mean of ``one`` minus the mean of ``other``.
 
     Uses Newcombe's interval for values of 0 and 1, and for other values in [0, 1] that hardly vary; otherwise the
-    bootstrap-t of Welch's statistic.
-
-    Returns:
-        None for fewer than two values in a group, and for values outside [0, 1] that hardly vary.
+    bootstrap-t of Welch's statistic. None for fewer than two values in a group, and for others that hardly vary.
     """
     if min(len(one), len(other)) < 2:
         return None
@@ -70,11 +64,7 @@ def wilson(mean: float, n: float) -> Interval:
     """Wilson's score interval of a rate.
 
     Wilson 1927, JASA 22; recommended for small n by Brown, Cai and DasGupta 2001, Interval estimation for a binomial
-    proportion, Statistical Science 16, section 4.2.1.
-
-    Args:
-        mean: the observed rate.
-        n: the number of observations; for clustered observations, the effective number.
+    proportion, Statistical Science 16, section 4.2.1. For clustered observations, ``n`` is their effective number.
     """
     center = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
@@ -138,10 +128,8 @@ def _agresti_min(differences: Sequence[float]) -> Interval:
 def _bootstrap_t(values: Sequence[float], minus: Sequence[float] = ()) -> Interval | None:
     """The bootstrap-t interval: Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 12.5.
 
-    Draws 2,000 resamples with a fixed seed from the sorted values, so that the order of the values has no effect.
-
-    Returns:
-        None if more than 2.5 % of the resamples on a side have no variance, so that the interval would be infinite.
+    Draws 2,000 resamples with a fixed seed from the sorted values, so that the order of the values has no effect. None
+    if more than 2.5 % of the resamples on a side have no variance, so that the interval would be infinite.
     """
     samples = [sorted(sample) for sample in (values, minus) if sample]
     center, deviation = _estimate(samples)
@@ -174,3 +162,86 @@ def _moments(values: Sequence[float]) -> tuple[float, float]:
     total = sum(apart)
     spread = sum(map(operator.mul, apart, apart)) - total * total / n
     return start + total / n, max(spread, 0.0) / max(n - 1, 1)
+
+
+def paired_p_value(differences: Sequence[float]) -> float:
+    """Two-sided p-value of a mean difference of 0, by a permutation test that flips signs.
+
+    Exact for up to 13 differences; otherwise by random signs with a fixed seed, for the sorted differences, so that the
+    order of the differences has no effect. The observed signs are counted too, so that the p-value is never 0 (Phipson
+    and Smyth 2010, arXiv:1603.05766).
+    """
+    ordered = sorted(differences)
+    observed = abs(math.fsum(ordered)) - 1e-9 * math.fsum(map(abs, ordered))
+    if len(ordered) <= _MAX_EXACT:
+        signs = itertools.product((1, -1), repeat=len(ordered))
+        extreme = [abs(sum(s * d for s, d in zip(sign, ordered, strict=True))) >= observed for sign in signs]
+        return sum(extreme) / len(extreme)
+    if len(ordered) > _MAX_RESAMPLED:
+        deviation = math.sqrt(variance(ordered) * len(ordered))
+        return math.erfc(abs(math.fsum(ordered)) / deviation / math.sqrt(2)) if deviation > 0 else float(not observed)
+    draw, hits = random.Random(0), 0
+    for _ in range(_RESAMPLES):
+        flips = draw.getrandbits(len(ordered))
+        flipped = math.fsum(d if flips >> place & 1 else -d for place, d in enumerate(ordered))
+        hits += abs(flipped) >= observed
+    return (hits + 1) / (_RESAMPLES + 1)
+
+
+def unpaired_p_value(one: Sequence[float], other: Sequence[float]) -> float:
+    """Two-sided p-value of equal means, by a studentized permutation test.
+
+    Splits the pooled values at random and compares Welch's t statistic, which keeps the level when the variances differ
+    (Chung and Romano 2013, Exact and asymptotically robust permutation tests, arXiv:1304.5939, theorem 2.2); it is
+    exact when the distributions are equal. All splits are tried if there are at most 8,192, otherwise random splits
+    with a fixed seed.
+    """
+    pool, size = sorted([*one, *other]), len(one)
+    observed = _welch(one, other) * (1 - 1e-9)
+    if math.comb(len(pool), size) <= 2**_MAX_EXACT:
+        found = []
+        for chosen in itertools.combinations(range(len(pool)), size):
+            rest = set(range(len(pool))).difference(chosen)
+            found.append(_welch([pool[place] for place in chosen], [pool[place] for place in rest]) >= observed)
+        return sum(found) / len(found)
+    if len(pool) > _MAX_RESAMPLED:
+        return math.erfc(observed / math.sqrt(2))
+    draw, hits = random.Random(0), 0
+    for _ in range(_RESAMPLES):
+        draw.shuffle(pool)
+        hits += _welch(pool[:size], pool[size:]) >= observed
+    return (hits + 1) / (_RESAMPLES + 1)
+
+
+def reconcile(interval: Interval, p_value: float, mean: float) -> Interval:
+    """Makes a 95 % interval agree with a p-value: widens it to 0 if the test at 5 % does not reject, else cuts it at 0.
+
+    The interval and the p-value come from different methods, which can disagree when p is close to .05. A cut removes
+    the differences whose sign is not that of the estimated mean, which the test rejects at 2.5 %. The mean decides
+    because the middle of a skewed interval may lie on the other side of 0.
+    """
+    low, high = interval
+    if p_value > 0.05:
+        return min(low, 0.0), max(high, 0.0)
+    return (max(low, 0.0), high) if mean > 0 else (low, min(high, 0.0))
+
+
+def adjust_p_values(p_values: Sequence[float]) -> list[float]:
+    """Adjusts the p-values of several comparisons: any false positive below .05 has a probability of at most 5 %.
+
+    Holm 1979, A simple sequentially rejective multiple test procedure, Scandinavian Journal of Statistics 6.
+    """
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min((len(p_values) - rank) * p_values[place], 1.0))
+        adjusted[place] = largest
+    return adjusted
+
+
+def _welch(one: Sequence[float], other: Sequence[float]) -> float:
+    """The absolute value of Welch's t statistic."""
+    difference = abs(statistics.fmean(one) - statistics.fmean(other))
+    deviation = math.sqrt(variance(one) / len(one) + variance(other) / len(other))
+    if difference <= 1e-12:
+        return 0.0
+    return difference / deviation if deviation > 1e-12 else math.inf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterable
 from typing import Final
@@ -23,20 +22,15 @@ _IDS: Final = 500
 
 
 async def read_rows(store: LightningStore, rollout_id: str) -> list[TrainedRow]:
-    """Reads the trained rows of a rollout in order of step; skips rows of older versions, which have no tokens."""
-    rows = []
-    for span in await store.query_spans(rollout_id, name=ROW_SPAN):
-        with contextlib.suppress(ValueError):
-            rows.append(TrainedRow.from_span(span))
-    return sorted(rows, key=lambda row: row.step)
+    """Reads the trained rows of a rollout in order of step."""
+    spans = await store.query_spans(rollout_id, name=ROW_SPAN)
+    return sorted(map(TrainedRow.from_span, spans), key=lambda row: row.step)
 
 
 async def read_ledger(store: LightningStore, step: int | None = None) -> list[LedgerEntry]:
-    """Reads the outcome of every training rollout: one entry per rollout, in the order in which they were enqueued.
+    """Reads the outcome of every training rollout, of all steps or one, in the order in which they were enqueued.
 
-    Args:
-        store: the store of the run.
-        step: the version of the weights that the training step produced; None for all steps.
+    ``step`` is the version of the weights that the training step produced.
     """
     conditions = {} if step is None else {"metadata": {"step": step - 1}}
     rollouts = [

@@ -1,17 +1,18 @@
-"""Training records and their form as spans in the trace of the rollout."""
+"""Training records, their form as spans in the trace of the rollout, and helpers to make them."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final, Literal, TypeAlias
 
 from agentlightning import semconv
-from agentlightning.types import Span
+from agentlightning.types import Span, Triplet
 
 ROW_SPAN: Final = "agentlightning.training"
 """Name of the span of a trained row."""
@@ -19,27 +20,10 @@ LEDGER_SPAN: Final = "agentlightning.training.rollout"
 """Name of the span with the outcome of a rollout; each rollout of a batch has one such span per step."""
 
 Outcome: TypeAlias = Literal[
-    "trained",
-    "failed",
-    "no_reward",
-    "no_calls",
-    "spans_dropped",
-    "unreadable_spans",
-    "filtered",
-    "flat_group",
-    "no_tokens",
-    "no_logprobs",
-    "repeated",
-    "too_long",
-    "stale",
-    "cut_off",
-    "mismatch",
-    "unusable_images",
-    "not_finite",
-    "cancelled",
-    "unfinished",
-    "not_recorded",
-]
+    "trained", "failed", "no_reward", "no_calls", "spans_dropped", "unreadable_spans", "filtered", "flat_group",
+    "no_tokens", "no_logprobs", "repeated", "too_long", "stale", "cut_off", "mismatch", "unusable_images", "not_finite",
+    "cancelled", "unfinished", "not_recorded",
+]  # fmt: skip
 """Outcome of a rollout or a call; every value except ``trained`` is a reason why it was not trained on:
 
 ``failed``, ``no_reward``: it has no reward to compare. ``no_calls``: it called no model. ``spans_dropped``,
@@ -72,43 +56,37 @@ class TrainedCall:
 
 @dataclass(frozen=True, slots=True)
 class TrainedRow:
-    """One sequence of tokens that the weights were trained with.
-
-    Attributes:
-        rollout_id: id of the row's rollout.
-        attempt_id: id of the row's attempt.
-        step: the version of the weights that the training step produced.
-        prompt_ids: tokens before the first response.
-        response_ids: sampled tokens, and the given tokens between calls.
-        mask: 1 where a token of ``response_ids`` was sampled and trained on.
-        logprobs: the sampler's log-probability of each token of ``response_ids``; meaningless for given tokens.
-        trainer_logprobs: the trainer's log-probabilities when it first used the row; None if they are not known.
-        calls: the calls that were trained on.
-        reward: reward of the rollout, as the algorithm compared it.
-        minibatch: number of optimizer steps in this update before the trainer first used the row. A difference
-            between both log-probabilities is an error only if this number is 0.
-        outcome: ``trained``, ``mismatch`` or ``not_finite``.
-        texts: the text of each token, by token id; empty if the texts are not known.
-        token_advantages: one advantage per token of ``response_ids``, if they differ within a call, as with a critic.
-        token_versions: version of the weights that sampled each token of ``response_ids``, None for given tokens; the
-            attribute is None if each call has one version.
-    """
+    """One sequence of tokens that the weights were trained with."""
 
     rollout_id: str
     attempt_id: str
     step: int
+    """The version of the weights that the training step produced."""
     prompt_ids: Sequence[int]
+    """Tokens before the first response."""
     response_ids: Sequence[int]
+    """Sampled tokens, and the given tokens between calls; the following lists have one item for each."""
     mask: Sequence[int]
+    """1 where a token was sampled and trained on."""
     logprobs: Sequence[float]
+    """The sampler's log-probabilities; meaningless for given tokens."""
     trainer_logprobs: Sequence[float] | None
+    """The trainer's log-probabilities when it first used the row; None if they are not known."""
     calls: Sequence[TrainedCall]
+    """The calls that were trained on."""
     reward: float | None
+    """Reward of the rollout, as the algorithm compared it."""
     minibatch: int = 0
+    """Number of optimizer steps in this update before the trainer first used the row. A difference between both
+    log-probabilities is an error only if this number is 0."""
     outcome: Outcome = "trained"
+    """``trained``, ``mismatch`` or ``not_finite``."""
     texts: Mapping[int, str] = field(default_factory=dict)
+    """The text of each token, by token id; empty if the texts are not known."""
     token_advantages: Sequence[float] | None = None
+    """Advantages, if they differ within a call, as with a critic."""
     token_versions: Sequence[int | None] | None = None
+    """Versions of the weights that sampled the tokens, None for given ones; None if each call has one version."""
 
     @property
     def advantages(self) -> list[float]:
@@ -175,43 +153,31 @@ class TrainedRow:
 
     @classmethod
     def from_span(cls, span: Span) -> TrainedRow:
-        """Reads the span of a row.
-
-        Raises:
-            ValueError: the span was written by an older version, without tokens, or is malformed.
-        """
+        """Reads the span of a row."""
         values = _read(span)
-        try:
-            ids, n_prompt = _unpack("i", values["token_ids"]), int(values["prompt_tokens"])
-            logprobs = _unpack("f", values["logprobs"])
-            mask = [place % 2 == 0 for place, length in enumerate(values["mask"]) for _ in range(length)]
-            gap = _unpack("e", values["gap"]) if "gap" in values else None
-            drawn_by = _unpack("i", values["token_versions"]) if "token_versions" in values else None
-            versions = values.get("weight_versions") or [None] * len(values["response_ids"])
-            fields = ("response_ids", "starts", "ends", "advantages")
-            calls = zip(*(values[name] for name in fields), versions, strict=True)
-            by_token = _unpack("e", values["token_advantages"]) if "token_advantages" in values else None
-            if not len(ids) - n_prompt == len(logprobs) == len(mask) == len(mask if by_token is None else by_token):
-                raise ValueError("its arrays differ in length")
-            return cls(
-                rollout_id=span.rollout_id,
-                attempt_id=span.attempt_id,
-                step=values["step"],
-                prompt_ids=ids[:n_prompt],
-                response_ids=ids[n_prompt:],
-                mask=[int(kept) for kept in mask],
-                logprobs=logprobs,
-                trainer_logprobs=None if gap is None else [a + b for a, b in zip(logprobs, gap, strict=True)],
-                calls=[TrainedCall(*call) for call in calls],
-                reward=values.get("reward"),
-                minibatch=values.get("minibatch", 0),
-                outcome=values.get("outcome", "trained"),
-                texts=dict(zip(sorted(set(ids)), values["texts"], strict=True)) if "texts" in values else {},
-                token_advantages=by_token,
-                token_versions=drawn_by and [None if found < 0 else found for found in drawn_by],
-            )
-        except (KeyError, TypeError, ValueError, struct.error) as error:
-            raise ValueError(f"span {span.span_id} of {span.rollout_id} is not a readable record: {error!r}") from error
+        ids, n_prompt = _unpack("i", values["token_ids"]), int(values["prompt_tokens"])
+        logprobs = _unpack("f", values["logprobs"])
+        gap = _unpack("e", values["gap"]) if "gap" in values else None
+        drawn_by = _unpack("i", values["token_versions"]) if "token_versions" in values else None
+        versions = values.get("weight_versions") or [None] * len(values["response_ids"])
+        calls = zip(*(values[name] for name in ("response_ids", "starts", "ends", "advantages")), versions, strict=True)
+        return cls(
+            rollout_id=span.rollout_id,
+            attempt_id=span.attempt_id,
+            step=values["step"],
+            prompt_ids=ids[:n_prompt],
+            response_ids=ids[n_prompt:],
+            mask=[(place + 1) % 2 for place, length in enumerate(values["mask"]) for _ in range(length)],
+            logprobs=logprobs,
+            trainer_logprobs=None if gap is None else [a + b for a, b in zip(logprobs, gap, strict=True)],
+            calls=[TrainedCall(*call) for call in calls],
+            reward=values.get("reward"),
+            minibatch=values["minibatch"],
+            outcome=values["outcome"],
+            texts=dict(zip(sorted(set(ids)), values["texts"], strict=True)) if "texts" in values else {},
+            token_advantages=_unpack("e", values["token_advantages"]) if "token_advantages" in values else None,
+            token_versions=drawn_by and [None if found < 0 else found for found in drawn_by],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,26 +203,20 @@ class LedgerEntry:
 
     def to_span(self) -> Span:
         """Converts to a span."""
-        calls = self.calls
-        values: dict[str, Any] = {"step": self.step, "group": self.group, "outcome": self.outcome}
-        values |= {"response_ids": list(calls), "outcomes": list(calls.values())}
-        values |= {name: value for name in ("reward", "tokens") if (value := getattr(self, name)) is not None}
+        values: dict[str, Any] = {"response_ids": list(self.calls), "outcomes": list(self.calls.values())}
+        names = ("step", "group", "outcome", "reward", "tokens")
+        values |= {name: value for name in names if (value := getattr(self, name)) is not None}
         return _make_span(LEDGER_SPAN, self.rollout_id, self.attempt_id, values, "rollout")
 
     @classmethod
     def from_span(cls, span: Span) -> LedgerEntry:
         """Reads the span of a rollout."""
         values = _read(span)
-        calls = dict(zip(values.get("response_ids", ()), values.get("outcomes", ()), strict=False))
         return cls(
             rollout_id=span.rollout_id,
             attempt_id=span.attempt_id,
-            step=int(values.get("step", 0)),
-            group=str(values.get("group", "")),
-            outcome=values.get("outcome", "not_recorded"),
-            reward=values.get("reward"),
-            calls=calls,
-            tokens=values.get("tokens"),
+            calls=dict(zip(values.pop("response_ids", ()), values.pop("outcomes", ()), strict=True)),
+            **values,
         )
 
 
@@ -292,3 +252,83 @@ def _unpack(kind: str, text: str) -> list[Any]:
 
 def _finite(values: Sequence[float]) -> list[float | None]:
     return [value if value - value == 0 else None for value in values]
+
+
+_UNUSABLE: Final[Mapping[str, Outcome]] = {"SpansDropped": "spans_dropped", "AdapterError": "unreadable_spans"}
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOutcome:
+    """The facts that determine the outcome of a rollout after a training step."""
+
+    rollout_id: str
+    attempt_id: str
+    group: str
+    reward: float | None
+    """Reward of the rollout, as the algorithm compared it."""
+    error: str = ""
+    """Type of the rollout's error; ``SpansDropped`` and ``AdapterError`` mean that its spans are unusable."""
+    has_failed: bool = False
+    tokens: int | None = None
+    """Number of tokens sampled in all calls."""
+
+    def to_entry(self, step: int, calls: Mapping[str, Outcome]) -> LedgerEntry:
+        """Returns the ledger entry, given the outcome of each call by response id.
+
+        If any call was trained on, so was the rollout; otherwise the most frequent outcome of its calls counts.
+        """
+        whole = _UNUSABLE.get(self.error)
+        if whole is None and self.reward is None:
+            whole = "failed" if self.has_failed else "no_reward"
+        if whole is None and not calls:
+            whole = "failed" if self.has_failed else "no_calls"
+        outcomes = Counter(calls.values())
+        outcome = whole or ("trained" if outcomes["trained"] else outcomes.most_common(1)[0][0])
+        shown = calls if whole is None else dict.fromkeys(calls, whole)
+        return LedgerEntry(self.rollout_id, self.attempt_id, step, self.group, outcome, self.reward, shown, self.tokens)
+
+
+@dataclass(slots=True)
+class TokenTexts:
+    """Texts of tokens; each token is decoded once."""
+
+    decode: Callable[[Sequence[int]], str] | None
+    """The tokenizer's method; None if the texts are not known."""
+    _known: dict[int, str] = field(default_factory=dict)
+
+    def read(self, *sequences: Iterable[int]) -> dict[int, str]:
+        """Returns the text of each token in the sequences, by token id."""
+        if self.decode is None:
+            return {}
+        tokens = {token for sequence in sequences for token in sequence}
+        for token in tokens - self._known.keys():
+            self._known[token] = self.decode([token])
+        return {token: self._known[token] for token in tokens}
+
+
+def call_keys(calls: Sequence[Triplet]) -> list[str]:
+    """Returns a name for each call of a rollout: its response id or, if it has none, its position."""
+    return [read_id(call) or f"call {place}" for place, call in enumerate(calls)]
+
+
+def read_id(call: Triplet) -> str:
+    """Returns the response id of a call, or an empty string."""
+    return str(call.metadata.get("response_id") or "")
+
+
+def read_version(call: Triplet) -> int | None:
+    """Returns the version of the weights that answered a call, if it is known."""
+    version = call.metadata.get("weight_version")
+    return version if isinstance(version, int) else None
+
+
+def count_sampled(calls: Iterable[Triplet]) -> int:
+    """Returns the number of tokens that the model sampled in calls."""
+    return sum(len(call.response.get("token_ids") or ()) for call in calls)
+
+
+def explain_unused(call: Triplet) -> Outcome:
+    """Returns the reason why a call is not part of a trajectory."""
+    if not call.prompt.get("token_ids") or not call.response.get("token_ids"):
+        return "no_tokens"
+    return "repeated" if call.response.get("logprobs") else "no_logprobs"

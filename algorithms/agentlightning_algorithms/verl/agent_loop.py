@@ -1,4 +1,4 @@
-"""verl's agent loop: hands verl's prompts to the rollout controller.
+"""verl's agent loop and dataset: hand the indices of tasks to the rollout controller.
 
 The manager has one worker, in the trainer's own process. verl's worker groups sessions and writes rows to
 TransferQueue; it computes nothing, so Ray processes would gain nothing, and they could not reach store and gateway.
@@ -10,12 +10,13 @@ import asyncio
 from typing import Any, cast
 
 from tensordict import TensorDict
+from torch.utils.data import Dataset
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from agentlightning_algorithms.verl.rollout.batch_row import weight_range
-from agentlightning_algorithms.verl.rollout.controller import Mode, RolloutController, VerlEpisode
-from agentlightning_algorithms.verl.rollout.images import ImageLoader
+from agentlightning_algorithms.verl.batch_row import weight_range
+from agentlightning_algorithms.verl.controller import Mode, RolloutController, VerlEpisode
+from agentlightning_algorithms.verl.images import ImageLoader
 
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """verl's worker class without Ray's wrapper, found in the same way as in verl's ``single_controller``."""
@@ -80,7 +81,6 @@ def episode_to_outputs(episode: VerlEpisode, current: int) -> list[AgentLoopOutp
             multi_modal_data={"images": row.images} if row.images else None,
             extra_fields={
                 "reward_extra_info": {},  # required where a rollout has several rows
-                "rewards": row.rewards,
                 "credit": row.credit,
                 "calls": row.calls,
                 "record": episode.record,
@@ -90,3 +90,24 @@ def episode_to_outputs(episode: VerlEpisode, current: int) -> list[AgentLoopOutp
         )
         for row in episode.rows
     ]
+
+
+class IndexDataset(Dataset[dict[str, Any]]):  # type: ignore[misc] # mypy does not read torch
+    """One item per task: its ``index``, and the other fields that verl reads of every item."""
+
+    def __init__(self, data_files: Any, **_: Any) -> None:
+        """Called by verl; ``data_files`` is ``indices:N`` for N tasks."""
+        text = str(data_files if isinstance(data_files, str) else data_files[0])
+        self._size = int(text.removeprefix("indices:"))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "index": index,
+            "raw_prompt": [{"role": "user", "content": str(index)}],
+            "data_source": "tasks",
+            "reward_model": {"style": "agent", "ground_truth": ""},
+            "extra_info": {"index": index},
+        }

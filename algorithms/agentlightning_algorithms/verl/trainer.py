@@ -19,13 +19,13 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.utils.padding import response_to_nested
 
-from agentlightning_algorithms.verl.rollout.agent_loop import AgentLoopManager
-from agentlightning_algorithms.verl.rollout.batch_row import CREDIT_ESTIMATORS, CallCredit
-from agentlightning_algorithms.verl.rollout.controller import RolloutController
-from agentlightning_algorithms.verl.training.advantage import OF_GROUPS, call_advantages, rollout_advantages
-from agentlightning_algorithms.verl.training.gpu_monitor import GPUMonitor
-from agentlightning_algorithms.verl.training.record import StepRecorder, mean_drift, read_rows
-from agentlightning_plugins.shared.training_records.account import TokenTexts
+from agentlightning_algorithms.verl.advantage import OF_GROUPS, call_advantages, rollout_advantages
+from agentlightning_algorithms.verl.agent_loop import AgentLoopManager
+from agentlightning_algorithms.verl.batch_row import CREDIT_ESTIMATORS, CallCredit
+from agentlightning_algorithms.verl.controller import RolloutController
+from agentlightning_algorithms.verl.metrics import GPUMonitor
+from agentlightning_algorithms.verl.record import make_spans, mean_drift, read_rows
+from agentlightning_plugins.shared.training_records.record import TokenTexts
 
 logger = logging.getLogger("agentlightning")
 
@@ -48,12 +48,11 @@ class _AgentTrainer:
         super().on_init_end()  # type: ignore[misc] # of verl's trainer
         self.controller.call(self.controller.register(self.llm_server_manager.get_addresses()))
         self.controller.call(self.controller.publish(self.global_steps))
-        steps = _OptimizerSteps(self)
-        self.actor_rollout_wg = _WorkerGroup(self.actor_rollout_wg, "update_actor", steps.actor_rows, steps.count)
+        self.steps = steps = _OptimizerSteps(self)
+        _set_mini_batch_size(self.actor_rollout_wg, "update_actor", steps.actor_rows, steps.count)
         if self.use_critic:
-            self.critic_wg = _WorkerGroup(self.critic_wg, "train_mini_batch", steps.critic_rows)
-        self.steps = steps
-        self.recorder = StepRecorder(TokenTexts(self.tokenizer.decode))
+            _set_mini_batch_size(self.critic_wg, "train_mini_batch", steps.critic_rows)
+        self.token_texts = TokenTexts(self.tokenizer.decode)
         self.outcomes: Counter[str] = Counter()
         self.record_s = self.drift = 0.0
 
@@ -83,10 +82,12 @@ class _AgentTrainer:
         started = time.monotonic()
         actor = self.config.actor_rollout_ref.actor
         has_other_loss = actor.use_kl_loss or actor.entropy_coeff != 0 or self.config.algorithm.use_kl_in_reward
-        rows = read_rows(batch, is_skipped=self.is_skipped, has_trainer=not _bypasses(self.config))
-        recorded = self.recorder.make_spans(rows, self.global_steps, trains_flat_groups=bool(has_other_loss))
-        self.controller.call(self.controller.store.add_many_spans(recorded.spans))
-        self.outcomes += recorded.outcomes
+        correction = self.config.algorithm.get("rollout_correction", None) or {}
+        has_trainer = not correction.get("bypass_mode", False)  # else the trainer uses the sampler's log-probabilities
+        rows = read_rows(batch, is_skipped=self.is_skipped, has_trainer=has_trainer)
+        spans, outcomes = make_spans(rows, self.global_steps, self.token_texts, trains_flat_groups=bool(has_other_loss))
+        self.controller.call(self.controller.store.add_many_spans(spans))
+        self.outcomes += outcomes
         self.drift = mean_drift(rows, self.global_steps - 1)
         self.record_s += time.monotonic() - started
 
@@ -176,12 +177,6 @@ class _AgentTrainer:
         self.controller.call(self.controller.store.add_metrics(self.global_steps, finite_numbers(metrics)))
 
 
-def _bypasses(config: DictConfig) -> bool:
-    """Whether the trainer uses the sampler's log-probabilities instead of its own."""
-    correction = config.algorithm.get("rollout_correction", None)
-    return bool(correction and correction.get("bypass_mode", False))
-
-
 class SyncTrainer(_AgentTrainer, PPOTrainerSync):  # type: ignore[misc] # verl's classes are untyped
     """Samples, then trains, then samples from the new weights."""
 
@@ -235,33 +230,19 @@ class _OptimizerSteps:
         self.taken += len(output["metrics"]["grad_norm"])
 
 
-class _WorkerGroup:
-    """Wraps a worker group to give one method another ``mini_batch_size`` and pass its output to ``on_output``."""
+def _set_mini_batch_size(
+    group: Any, method: str, size: Callable[[], int], on_output: Callable[[Any], None] = lambda _: None
+) -> None:
+    """Replaces a method of a worker group by one with another ``mini_batch_size``."""
+    own = getattr(group, method)
 
-    def __init__(
-        self,
-        group: Any,
-        method: str,
-        mini_batch_size: Callable[[], int],
-        on_output: Callable[[Any], None] = lambda _: None,
-    ) -> None:
-        self._group = group
-        self._method = method
-        self._mini_batch_size = mini_batch_size
-        self._on_output = on_output
+    def update(batch: Any) -> Any:
+        batch.extra_info["mini_batch_size"] = size()
+        output = own(batch)
+        on_output(output)
+        return output
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._group, name)
-        if name != self._method:
-            return found
-
-        def update(batch: Any) -> Any:
-            batch.extra_info["mini_batch_size"] = self._mini_batch_size()
-            output = found(batch)
-            self._on_output(output)
-            return output
-
-        return update
+    setattr(group, method, update)
 
 
 def train(config: DictConfig, controller: RolloutController) -> None:

@@ -1,7 +1,6 @@
 """The inference server of one replica of the rollout backend ``transformers``.
 
-It runs in a Ray process that imports neither verl nor torch and so starts at once; the model is in the policy server's
-process, and both end together.
+Its Ray process imports neither verl nor torch and so starts at once; the model is in the policy server's process.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """The rollout backend ``transformers`` as verl uses it: a replica, and the adapter that sends it weights.
 
-Each replica is a Ray actor with a policy server. The adapter is in verl's training process and sends the weights
-through Ray's object store.
+Each replica is a Ray actor with a policy server; the adapter in verl's training process sends it weights through Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Final
 
 import ray
@@ -19,8 +19,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.verl.inference.lora import merge_adapter
-from agentlightning_algorithms.verl.inference.server import TransformersServer
+from agentlightning_algorithms.verl.server import TransformersServer
 
 _NAME: Final = "agentlightning_replica_{rank}"
 
@@ -101,3 +100,34 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc] # verl's classes are unt
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """Copies a tensor, because the next one may be written to the same memory."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+_UNSUPPORTED: Final = "alpha_pattern fan_in_fan_out lora_bias modules_to_save target_parameters use_dora".split()
+"""peft's settings that make an adapter more than two matrices and one scale."""
+
+
+def merge_adapter(
+    base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Computes W + s B A of Hu et al. 2021, arXiv:2106.09685, section 4.1; ``base`` is not changed.
+
+    ``.base_layer``, which peft adds to names, is removed. The matrices A (r, in) and B (out, r) have peft's names.
+    """
+    if unsupported := [name for name in _UNSUPPORTED if config.get(name)]:
+        raise ConfigError(
+            f"the rollout backend transformers cannot merge a LoRA adapter with {', '.join(unsupported)}: set "
+            "actor_rollout_ref.model.lora.merge to true, so that verl merges it"
+        )
+    merged = {name.replace(".base_layer.", "."): weight for name, weight in base.items()}
+    for name, down in adapter.items():
+        module, mark, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
+        if not mark:
+            continue  # B, which is read together with its A
+        up = adapter[name.replace(".lora_A.", ".lora_B.")]
+        weight = merged.get(f"{module}.weight")
+        if weight is None:
+            raise ConfigError(f"the LoRA adapter is for {module}.weight, which is not among the weights of the model")
+        rank = down.shape[0]
+        scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        merged[f"{module}.weight"] = (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
+    return merged

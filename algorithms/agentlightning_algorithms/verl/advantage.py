@@ -17,7 +17,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from agentlightning_algorithms.shared.advantage import Estimator, Scored, compute_advantages
-from agentlightning_algorithms.verl.rollout.batch_row import CallCredit
+from agentlightning_algorithms.verl.batch_row import CallCredit
 
 OF_GROUPS: Final = frozenset(
     {"gpg", "grpo_passk", "grpo_vectorized", "opo", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized"}

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from agentlightning.types import Triplet
 from agentlightning_algorithms.shared.advantage import Estimator, read_credit
-from agentlightning_plugins.shared.training_records.account import call_keys, explain_unused, read_version
-from agentlightning_plugins.shared.training_records.record import Outcome
-from agentlightning_plugins.shared.trajectories.mismatch import Mismatch
-from agentlightning_plugins.shared.trajectories.trajectory import Trajectory, build_trajectories
+from agentlightning_plugins.shared.training_records.record import Outcome, call_keys, explain_unused, read_version
+from agentlightning_plugins.shared.trajectories import Mismatch, Trajectory, build_trajectories
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,7 +33,7 @@ CREDIT_ESTIMATORS: Final[Mapping[str, Estimator]] = {
 
 
 class CallCredit(NamedTuple):
-    """The credit of one call of a row; see :mod:`~agentlightning_algorithms.shared.advantage`."""
+    """The credit of one call of a row."""
 
     start: int
     """``response_ids[start:end]`` are its tokens."""
@@ -65,9 +63,6 @@ class BatchRow:
     response_logprobs: list[float]
     calls: list[RowCall] = field(default_factory=list)
     """The calls of which the row has tokens."""
-    rewards: list[float | None] = field(default_factory=list)
-    """Reward of each call, including calls that were cut off: assigned by the adapter's credit rule, or else emitted by
-    the agent."""
     credit: list[CallCredit] = field(default_factory=list)
     """Credit of each call, if the adapter has a credit rule; otherwise calls get the advantage of their rollout."""
     image_urls: list[str] = field(default_factory=list)
@@ -133,7 +128,6 @@ def build_rows(
                     RowCall(names[id(turn.triplet)], turn.start - start, turn.end - start, read_version(turn.triplet))
                     for turn in trajectory.turns
                 ],
-                [call.reward for call in calls],
                 [
                     CallCredit(turn.start - start, turn.end - start, *read_credit(turn.triplet, reward, failed_reward))
                     for turn in trajectory.turns

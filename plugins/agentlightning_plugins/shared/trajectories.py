@@ -10,14 +10,36 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.adapter.triplet import BROKE_OFF, TraceToTriplet
-from agentlightning.errors import ConfigError
 from agentlightning.types import Span, Triplet
-from agentlightning_plugins.shared.chat_history.linking import link_calls
-from agentlightning_plugins.shared.trajectories.mismatch import Mismatch, MismatchKind, explain_edit, explain_mismatch
+from agentlightning_plugins.shared.chat_history import find_first_edit, link_calls, read_answer, read_messages
+
+MismatchKind: TypeAlias = Literal["template", "retokenisation", "other"]
+"""``template``: the chat template renders past messages differently, such as without their reasoning.
+``retokenisation``: the same text became other tokens. ``other``: the agent changed the conversation."""
+
+_RUN: Final = 8
+"""Number of equal tokens after which two sequences count as realigned."""
+_MAX_SHIFT: Final = 24
+"""Maximum number of differing tokens on either side before the sequences realign."""
+
+
+class Mismatch(NamedTuple):
+    """A call that continues a conversation but starts a new trajectory."""
+
+    kind: MismatchKind
+    response_id: str | None
+    """Response id of this call."""
+    previous_response_id: str | None
+    """Response id of the call whose conversation this call continues."""
+    position: int
+    """Index of the first token of the prompt that differs; for an edited history, index of the first message."""
+    explanation: str
+    """One sentence for users."""
+
 
 LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs", "repeated"]
 """``repeated``: the call has the same tokens as another call, and a later call continues the other one."""
@@ -93,34 +115,14 @@ class Trajectories:
 
 
 class TraceToTrajectories(TraceAdapter[Trajectories]):
-    """Joins the calls of an attempt into trajectories."""
+    """Joins the calls of an attempt into trajectories; the masks of an attempt with irregularities are 0."""
 
-    def __init__(
-        self,
-        source: TraceToTriplet | dict[str, Any] | None = None,
-        *,
-        irregular: Literal["mask", "train"] = "mask",
-    ) -> None:
-        """Configures the conversion.
-
-        Args:
-            source: the adapter that creates the triplets, or its settings.
-            irregular: ``mask`` sets the masks of an attempt with irregularities to 0; ``train`` leaves them.
-
-        Raises:
-            ConfigError: an unknown value of ``irregular``.
-        """
-        if irregular not in ("mask", "train"):
-            raise ConfigError(f"irregular = {irregular!r}; one of: mask, train")
+    def __init__(self, source: TraceToTriplet | dict[str, Any] | None = None) -> None:
+        """``source`` is the adapter that creates the triplets, or its settings."""
         self.source = TraceToTriplet(**source) if isinstance(source, dict) else source or TraceToTriplet()
-        self.irregular = irregular
 
     def adapt(self, source: Sequence[Span], /) -> Trajectories:
-        """Builds the trajectories of one attempt.
-
-        Raises:
-            AdapterError: as ``TraceToTriplet.adapt``.
-        """
+        """Builds the trajectories of one attempt; raises AdapterError as ``TraceToTriplet.adapt`` does."""
         found = build_trajectories(self.source.adapt(source))
         roots = Counter(t.turns[0].triplet.metadata.get("agent_name") for t in found.trajectories if t.is_root)
         counts: dict[Irregularity, int] = {
@@ -128,7 +130,7 @@ class TraceToTrajectories(TraceAdapter[Trajectories]):
             "several_roots": sum(number - 1 for number in roots.values()),
         }
         irregularities = {kind: number for kind, number in counts.items() if number}
-        if irregularities and self.irregular == "mask":
+        if irregularities:
             for trajectory in found.trajectories:
                 trajectory.mask = [0] * len(trajectory.mask)
         return replace(found, irregularities=irregularities)
@@ -162,13 +164,13 @@ def build_trajectories(triplets: Sequence[Triplet], *, decode: Decode | None = N
             for other in repeated:
                 del trajectories[id(other)]
         if trajectory is None:
-            found: list[Mismatch] = []
+            mismatch = None
             if previous in of_triplet:
-                found = [explain_mismatch(triplets[previous], triplet, decode)]
+                mismatch = explain_mismatch(triplets[previous], triplet, decode)
             elif previous is None:
-                found = explain_edit(position, triplets, openings)
-            mismatches += found
-            trajectory = Trajectory(is_root=not found)
+                mismatch = explain_edit(position, triplets, openings)
+            mismatches += [mismatch] if mismatch else []
+            trajectory = Trajectory(is_root=mismatch is None)
             trajectories[id(trajectory)] = trajectory
         trajectory.extend(triplet)
         of_triplet[position] = trajectory
@@ -224,3 +226,74 @@ def _chunk_keys(ids: Sequence[int]) -> list[tuple[int, int]]:
         key = hash((key, *ids[(number - 1) * _CHUNK : number * _CHUNK]))
         keys.append((number, key))
     return keys
+
+
+def explain_mismatch(
+    previous: Triplet, triplet: Triplet, decode: Callable[[Sequence[int]], str] | None = None
+) -> Mismatch:
+    """Explains why a prompt does not start with the prompt and the response of the call that its messages continue."""
+    expected = [*previous.prompt["token_ids"], *previous.response["token_ids"]]
+    prompt = triplet.prompt["token_ids"]
+    position = next((i for i, (a, b) in enumerate(zip(expected, prompt, strict=False)) if a != b), None)
+    if position is None:
+        position = min(len(expected), len(prompt))
+    kind = _by_tokens(expected, prompt, position, len(previous.prompt["token_ids"]))
+    if decode is not None and decode(prompt).startswith(decode(expected)):
+        kind = "retokenisation"
+    elif decode is not None and kind == "retokenisation":
+        kind = "template"
+    if len(prompt) > position == len(expected):
+        kind, text = "other", "an earlier call continued from the same point"
+    elif kind == "template":
+        where = "the answer" if position >= len(previous.prompt["token_ids"]) else "what came before the answer"
+        text = f"the chat template renders {where} differently once it is history, from token {position} on"
+    elif kind == "retokenisation":
+        text = f"the text of the answer became other tokens when it was sent back, from token {position} on"
+    else:
+        text = f"its tokens differ from token {position} on and do not realign"
+    return Mismatch(kind, triplet.metadata.get("response_id"), previous.metadata.get("response_id"), position, text)
+
+
+def explain_edit(position: int, triplets: Sequence[Triplet], openings: dict[tuple[Any, str], int]) -> Mismatch | None:
+    """Returns a mismatch if a call that continues no earlier call has an edited history.
+
+    ``openings`` maps each agent and its first messages to the latest such call, and is updated.
+    """
+    triplet = triplets[position]
+    messages = read_messages(triplet)
+    opening = messages[: next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), None)]
+    if not opening:
+        return None
+    key = (triplet.metadata.get("agent_name"), repr([(m.get("role"), m.get("content")) for m in opening]))
+    before = openings.get(key)
+    openings[key] = position
+    if before is None or len(opening) == len(messages):  # a new conversation
+        return None
+    previous = triplets[before]
+    answer = read_answer(previous)
+    history = [*read_messages(previous), *([] if answer is None else [answer])]
+    edited = find_first_edit(history, messages)
+    at = len(opening) if edited is None else edited
+    text = f"the agent changed the history of the conversation, from message {at} on"
+    return Mismatch("other", triplet.metadata.get("response_id"), previous.metadata.get("response_id"), at, text)
+
+
+def _by_tokens(expected: Sequence[int], prompt: Sequence[int], position: int, response_start: int) -> MismatchKind:
+    """Determines the kind of a mismatch from how the two sequences realign after they differ.
+
+    Replaced tokens come from the tokenizer; tokens that are only removed or only added, or a difference outside the
+    response, come from the template.
+    """
+    if position < response_start or position >= len(expected) - 1:
+        return "template"
+    for shift in range(1, 2 * _MAX_SHIFT + 1):
+        for skipped in range(max(0, shift - _MAX_SHIFT), min(shift, _MAX_SHIFT) + 1):
+            added = shift - skipped
+            rest = expected[position + skipped : position + skipped + _RUN]
+            if not rest or list(prompt[position + added : position + added + len(rest)]) != rest:
+                continue
+            return "retokenisation" if skipped and added else "template"
+    run = list(prompt[position : position + _RUN])
+    starts = range(position, len(expected)) if run else ()
+    is_removed = any(expected[i] == run[0] and list(expected[i : i + len(run)]) == run for i in starts)
+    return "template" if is_removed else "other"

@@ -6,11 +6,11 @@ import base64
 import copy
 import io
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.verl.rollout.batch_row import BatchRow, BuiltRows
+from agentlightning_algorithms.verl.batch_row import BatchRow, BuiltRows
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,24 +24,14 @@ class ImageLoader:
     """
 
     def __init__(self, processor: Any = None, model: str = "", options: Mapping[str, Any] | None = None) -> None:
-        """Creates a loader for one model.
-
-        Args:
-            processor: verl's processor of the model; None if the model has none: rows with images are refused.
-            model: the model's path, for messages.
-            options: verl's ``data.mm_processor_kwargs``.
-        """
+        """Creates a loader for one model."""
         self._processor = copy.deepcopy(processor)  # verl uses its own in another thread; tokenizers do not allow that
         self._lock = threading.Lock()
         self._model = model
         self._options = options
 
     def load(self, built: BuiltRows, rollout_id: str) -> list[str]:
-        """Loads the images of all rows of a rollout, drops rows that cannot be trained on, and returns the reasons.
-
-        Raises:
-            ConfigError: the model has no processor, or an image is not in the request but behind a URL.
-        """
+        """Loads the images of all rows of a rollout, drops rows that cannot be trained on, and returns the reasons."""
         known: dict[str, Image] = {}
         explanations = []
         for row in list(built.rows):
@@ -74,8 +64,7 @@ class ImageLoader:
             if not url.startswith("data:"):
                 raise ConfigError(
                     f"rollout {rollout_id} sent the image {url[:80]!r} to the model by its URL, but the trainer does "
-                    "not fetch URLs, because their content may have changed: send images as data URIs "
-                    "(data:image/png;base64,...)"
+                    "not fetch URLs: send images as data URIs (data:image/png;base64,...)"
                 )
 
     def _compare(self, row: BatchRow) -> tuple[str, str]:
@@ -84,9 +73,9 @@ class ImageLoader:
 
         ids = {get_processor_token_id(self._processor, name) for name in ("image", "video")} - {None}
         sampled = [token for token, kept in zip(row.response_ids, row.response_mask, strict=True) if kept]
-        if number := _count(sampled, ids):
+        if number := sum(token in ids for token in sampled):
             return "image_tokens_sampled", f"the model sampled {number} tokens that stand for images or videos"
-        found = _count([*row.prompt_ids, *row.response_ids], ids)
+        found = sum(token in ids for token in (*row.prompt_ids, *row.response_ids))
         expected = 0
         if row.images:
             made = build_multimodal_processor_inputs(
@@ -95,7 +84,7 @@ class ImageLoader:
                 images=row.images,
                 mm_processor_kwargs=self._options,
             )
-            expected = _count(made["input_ids"].flatten().tolist(), ids)
+            expected = sum(token in ids for token in made["input_ids"].flatten().tolist())
         if found == expected:
             return "", ""
         return "image_tokens_differ", (
@@ -106,16 +95,8 @@ class ImageLoader:
         )
 
 
-def _count(tokens: Sequence[int], ids: set[int | None]) -> int:
-    return sum(token in ids for token in tokens)
-
-
 def _read(url: str) -> Image:
-    """Decodes a data URI to RGB as vLLM does: transparent pixels become white.
-
-    Raises:
-        ValueError: the data is not a base64-encoded image.
-    """
+    """Decodes a data URI to RGB as vLLM does: transparent pixels become white."""
     from PIL import Image
 
     head, _, body = url.partition(",")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 import aiohttp
 
@@ -19,11 +19,10 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Triplet
 from agentlightning_algorithms.shared.policy_backend import serve_models
 from agentlightning_algorithms.shared.rollout_result import RolloutResult, cancel_rollouts, read_result, retry_lost
-from agentlightning_algorithms.verl.rollout.batch_row import BatchRow, build_rows, placeholder_row
-from agentlightning_algorithms.verl.rollout.images import ImageLoader
-from agentlightning_algorithms.verl.rollout.metrics import CallLengths, RolloutMetrics, RolloutStats
-from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
-from agentlightning_plugins.shared.training_records.account import count_sampled
+from agentlightning_algorithms.verl.batch_row import BatchRow, RowKind, build_rows, placeholder_row
+from agentlightning_algorithms.verl.images import ImageLoader
+from agentlightning_algorithms.verl.metrics import RolloutMetrics, RolloutStats
+from agentlightning_plugins.shared.training_records.record import count_sampled
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -39,6 +38,30 @@ _AGENT_PARAMETERS: Final = ("temperature", "top_p", "presence_penalty", "frequen
 """The sampling parameters that agents receive: OpenAI's client accepts no others. The gateway forces all of them."""
 _OPEN_STATUSES: Final = ("queuing", "preparing", "running", "requeuing")
 _READY_S: Final = 600.0
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class RolloutSettings:
+    """Settings that ``VERL`` passes on to the rollout controller."""
+
+    rows: RowKind = "trajectory"
+    """The rows that verl trains on: ``trajectory`` joins the calls of a rollout where a prompt continues the tokens
+    before it, ``transition`` makes a row of every call."""
+    failed_reward: float = 0.0
+    """Reward of a rollout that failed, has no reward, or has spans that cannot be used."""
+    rollout_timeout_s: float = 600.0
+    """Seconds after which a rollout is stopped and counts as failed."""
+    drain_timeout_s: float = 600.0
+    """Seconds that calls in flight have to end before weights change; after that they are aborted."""
+    resource_name: str = "llm"
+    """Name of the resource by which agents receive the model."""
+
+    def __post_init__(self) -> None:
+        if self.rows not in get_args(RowKind):
+            raise ConfigError(f"rows = {self.rows!r}; one of: {', '.join(get_args(RowKind))}")
+        for name in ("rollout_timeout_s", "drain_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: a number above 0 is needed")
 
 
 @dataclass(frozen=True)
@@ -107,12 +130,8 @@ class RolloutController:
         """Holds new calls back and lets calls in flight end, so that replicas can sleep."""
         await self.gateway.pause()
         if not await self.gateway.drain(self.settings.drain_timeout_s):
-            self.metrics.count("drain_timeouts")
-            logger.warning(
-                "model calls are still in flight after %s s and will be aborted; raise drain_timeout_s if answers take "
-                "longer",
-                self.settings.drain_timeout_s,
-            )
+            text = "calls in flight after drain_timeout_s = %s will be aborted; raise it if answers take longer"
+            logger.warning(text, self.settings.drain_timeout_s)
 
     async def publish(self, version: int) -> None:
         """Publishes the resources for new rollouts, and lets calls continue with the new weights."""
@@ -181,7 +200,7 @@ class RolloutController:
         stats = RolloutStats(
             reward=settings.failed_reward if reward is None else reward,
             source=_find_source(rollout.input),
-            turns=[_measure_turn(triplet) for triplet in triplets],
+            calls=triplets,
             has_reward=reward is not None,
             error=error,
             built=built,
@@ -196,15 +215,9 @@ class RolloutController:
         self.metrics.add(mode, stats)
         if built.mismatches and self.metrics.is_first(mode, "mismatch"):
             found = built.mismatches[0]
-            logger.info(
-                "%s: call %s continues call %s, but %s; %d of the rollout's %d calls begin a row of their own",
-                rollout.rollout_id,
-                found.response_id,
-                found.previous_response_id,
-                found.explanation,
-                len(built.mismatches),
-                built.calls,
-            )
+            text = "%s: call %s continues call %s, but %s; %d of the rollout's %d calls begin a row of their own"
+            ids = rollout.rollout_id, found.response_id, found.previous_response_id
+            logger.info(text, *ids, found.explanation, len(built.mismatches), built.calls)
         outcome = {
             "rollout_id": rollout.rollout_id,
             "attempt_id": "" if attempt is None else attempt.attempt_id,
@@ -226,14 +239,6 @@ def _find_source(task: Any) -> str | None:
     return None if found is None else str(found)
 
 
-def _measure_turn(triplet: Triplet) -> CallLengths:
-    return CallLengths(
-        len(triplet.prompt.get("token_ids") or ()),
-        len(triplet.response.get("token_ids") or ()),
-        triplet.metadata.get("finish_reason") == "length",
-    )
-
-
 async def cancel_open(store: LightningStore) -> None:
     """Cancels the open rollouts of a run that is resumed: the steps since its checkpoint are repeated."""
     left = await store.query_rollouts(status_in=_OPEN_STATUSES)
@@ -243,9 +248,6 @@ async def cancel_open(store: LightningStore) -> None:
 async def _fetch_model_name(address: str) -> str:
     """Returns the name under which an inference server serves its model; waits until the server answers."""
     timeout = aiohttp.ClientTimeout(total=_READY_S)
-    async with (
-        aiohttp.ClientSession(timeout=timeout) as session,
-        session.get(f"http://{address}/v1/models") as answer,
-    ):
+    async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"http://{address}/v1/models") as answer:
         answer.raise_for_status()
         return str((await answer.json())["data"][0]["id"])

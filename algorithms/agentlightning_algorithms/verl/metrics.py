@@ -1,28 +1,23 @@
-"""Metrics of the rollouts of a step."""
+"""Metrics of the rollouts of a step, and of the machine's GPUs."""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import statistics
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
+from agentlightning.types import Triplet
 from agentlightning_algorithms.shared.rollout_result import RewardCheck
-from agentlightning_algorithms.verl.rollout.batch_row import BuiltRows
+from agentlightning_algorithms.verl.batch_row import BuiltRows
 
 _MAX_TURNS: Final = 8
 """Number of turns with separate metrics; later turns count as the last of them."""
-
-
-class CallLengths(NamedTuple):
-    """The numbers of one model call of a rollout."""
-
-    prompt_length: int
-    """Length of the prompt in tokens."""
-    response_length: int
-    is_cut_off: bool
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class RolloutStats:
     run_s: float = 0.0
     call_s: Sequence[float] = ()
     """Duration of each call at the gateway, pauses for new weights included."""
-    turns: Sequence[CallLengths] = ()
+    calls: Sequence[Triplet] = ()
     """The rollout's model calls, in order."""
     source: str | None = None
     """The data source of the rollout's task."""
@@ -51,7 +46,6 @@ class RolloutMetrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stats: dict[str, list[RolloutStats]] = {}
-        self._counts: Counter[str] = Counter()
         self._reward_check = RewardCheck()
         self._seen: set[tuple[str, str]] = set()
 
@@ -67,25 +61,15 @@ class RolloutMetrics:
             self._seen.add((mode, event))
             return is_first
 
-    def count(self, name: str) -> None:
-        """Counts an event by its name."""
-        with self._lock:
-            self._counts[name] += 1
-
     def take(self, mode: str) -> dict[str, float]:
-        """Returns the metrics of a mode's rollouts, and the counts of events, since the last call.
-
-        Raises:
-            LightningError: none of the run's rollouts has a reward; see ``RewardCheck``.
-        """
+        """Returns the metrics of a mode's rollouts since the last call."""
         with self._lock:
             stats = self._stats.pop(mode, [])
-            counts, self._counts = self._counts, Counter()
             self._seen = {seen for seen in self._seen if seen[0] != mode}
         if stats:
             outcomes = [(each.reward if each.has_reward else None, each.error or None) for each in stats]
             self._reward_check.add(outcomes)
-        return {**summarize(stats), **{name: float(count) for name, count in counts.items()}}
+        return summarize(stats)
 
 
 def summarize(stats: Sequence[RolloutStats]) -> dict[str, float]:
@@ -95,7 +79,6 @@ def summarize(stats: Sequence[RolloutStats]) -> dict[str, float]:
     rewards = [each.reward for each in stats]
     calls = [each.built.calls for each in stats]
     rows = [len(each.built.rows) for each in stats]
-    queue_s, run_s = [each.queue_s for each in stats], [each.run_s for each in stats]
     numbers: dict[str, float] = {
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
@@ -111,15 +94,14 @@ def summarize(stats: Sequence[RolloutStats]) -> dict[str, float]:
         "sampled_tokens": sum(sum(row.response_mask) for each in stats for row in each.built.rows),
         "calls_per_rollout": statistics.fmean(calls),
         "calls_per_rollout_max": max(calls),
-        "queue_s": statistics.fmean(queue_s),
-        "queue_s_max": max(queue_s),
-        "run_s": statistics.fmean(run_s),
-        "run_s_max": max(run_s),
+        "queue_s": statistics.fmean(each.queue_s for each in stats),
+        "queue_s_max": max(each.queue_s for each in stats),
+        "run_s": statistics.fmean(each.run_s for each in stats),
+        "run_s_max": max(each.run_s for each in stats),
     }
     call_s = [seconds for each in stats for seconds in each.call_s]
     if call_s:
-        numbers["call_s"] = statistics.fmean(call_s)
-        numbers["call_s_median"] = statistics.median(call_s)
+        numbers |= {"call_s": statistics.fmean(call_s), "call_s_median": statistics.median(call_s)}
         numbers["call_s_max"] = max(call_s)
     sources: dict[str, list[float]] = {}
     for each in stats:
@@ -138,16 +120,56 @@ def summarize(stats: Sequence[RolloutStats]) -> dict[str, float]:
 
 def _describe_turns(stats: Sequence[RolloutStats]) -> dict[str, float]:
     """Returns calls, lengths and the share of cut-off answers by turn, counted from 1."""
-    by_turn: dict[int, list[CallLengths]] = {}
+    by_turn: dict[int, list[Triplet]] = {}
     for each in stats:
-        for place, turn in enumerate(each.turns, 1):
-            by_turn.setdefault(min(place, _MAX_TURNS), []).append(turn)
+        for place, call in enumerate(each.calls, 1):
+            by_turn.setdefault(min(place, _MAX_TURNS), []).append(call)
     numbers: dict[str, float] = {}
-    for place, turns in sorted(by_turn.items()):
+    for place, calls in sorted(by_turn.items()):
         numbers |= {
-            f"turn/{place}/calls": len(turns),
-            f"turn/{place}/prompt_length": statistics.fmean(turn.prompt_length for turn in turns),
-            f"turn/{place}/response_length": statistics.fmean(turn.response_length for turn in turns),
-            f"turn/{place}/cut_off": statistics.fmean(turn.is_cut_off for turn in turns),
+            f"turn/{place}/calls": len(calls),
+            f"turn/{place}/prompt_length": statistics.fmean(len(call.prompt.get("token_ids") or ()) for call in calls),
+            f"turn/{place}/response_length": statistics.fmean(
+                len(call.response.get("token_ids") or ()) for call in calls
+            ),
+            f"turn/{place}/cut_off": statistics.fmean(call.metadata.get("finish_reason") == "length" for call in calls),
         }
     return numbers
+
+
+class GPUMonitor:
+    """Samples this machine's GPUs until :meth:`stop`; without ``nvidia-smi`` it reports nothing."""
+
+    def __init__(self) -> None:
+        """Starts to sample every two seconds."""
+        self._samples: list[tuple[float, float]] = []
+        """Utilization in percent, and memory in MiB."""
+        self._process: subprocess.Popen[str] | None = None
+        tool = shutil.which("nvidia-smi")
+        if tool is not None:
+            query = "--query-gpu=utilization.gpu,memory.used"
+            command = [tool, query, "--format=csv,noheader,nounits", "--loop=2"]
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            threading.Thread(target=self._read, args=(self._process,), name="agl-gpu", daemon=True).start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                busy, _, used = line.partition(",")
+                with contextlib.suppress(ValueError):  # a GPU may not report a value
+                    self._samples.append((float(busy), float(used)))
+
+    def take(self) -> dict[str, float]:
+        """Returns the mean utilization and the largest memory use of a GPU since the last call."""
+        samples, self._samples = self._samples, []
+        if not samples:
+            return {}
+        busy, used = zip(*samples, strict=True)
+        return {"gpu_utilization": statistics.fmean(busy) / 100, "gpu_memory_gb_max": max(used) * 2**20 / 1e9}
+
+    def stop(self) -> None:
+        """Stops; may be called at any time."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()

@@ -1,1 +1,0 @@
-"""The models that runs have trained, their checkpoints, and serving them."""

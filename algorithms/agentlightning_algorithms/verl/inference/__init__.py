@@ -1,1 +1,0 @@
-"""The rollout backend ``transformers``: verl's inference replicas on policy servers."""

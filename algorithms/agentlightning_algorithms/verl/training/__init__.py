@@ -1,1 +1,0 @@
-"""verl's trainers, adapted to rollouts of agents."""

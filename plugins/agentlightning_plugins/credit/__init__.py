@@ -1,1 +1,0 @@
-"""Credit rules: how rewards are assigned to model calls."""

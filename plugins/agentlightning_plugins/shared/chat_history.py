@@ -1,0 +1,222 @@
+"""Chat histories of model calls: which call continues which, ``TraceToMessages``, and examples for fine-tuning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Final, NotRequired, TypedDict
+
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+
+from agentlightning import semconv
+from agentlightning.adapter.adapter import TraceAdapter, reading
+from agentlightning.adapter.call import find_calls
+from agentlightning.adapter.tree import build_tree
+from agentlightning.frozen import thaw
+from agentlightning.reward import read_final_reward
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Rollout, Span, Triplet
+
+logger = logging.getLogger("agentlightning")
+_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
+"""Fields of messages that fine-tuning APIs accept."""
+
+
+def link_calls(triplets: Sequence[Triplet]) -> list[int | None]:
+    """Finds, for each triplet, the latest earlier triplet whose prompt and answer are a prefix of its prompt.
+
+    Takes time linear in the messages. Ignores ids of tool calls and the model's reasoning: clients drop or change them.
+    """
+    by_answer: dict[tuple[int, str], list[int]] = {}
+    previous: list[int | None] = []
+    for position, triplet in enumerate(triplets):
+        messages = read_messages(triplet)
+        previous.append(_find_previous(messages, triplets, by_answer))
+        answer = read_answer(triplet)
+        if messages and answer is not None:
+            by_answer.setdefault((len(messages), _signature(answer)), []).append(position)
+    return previous
+
+
+def read_messages(triplet: Triplet) -> Sequence[semconv.Message]:
+    """Returns the messages of the prompt; empty if they were not recorded."""
+    content = triplet.prompt.get("raw_content") if isinstance(triplet.prompt, Mapping) else None
+    return content if isinstance(content, list) else ()
+
+
+def read_answer(triplet: Triplet) -> semconv.Message | None:
+    """Returns the model's answer, if it was recorded."""
+    content = triplet.response.get("raw_content") if isinstance(triplet.response, Mapping) else None
+    return content[0] if isinstance(content, list) and content else None
+
+
+def find_first_edit(earlier: Sequence[semconv.Message], later: Sequence[semconv.Message]) -> int | None:
+    """Returns the position of the first message that differs in the later history; None if messages were only added."""
+    for position, message in enumerate(earlier):
+        if position >= len(later) or _signature(message) != _signature(later[position]):
+            return position
+    return None
+
+
+def _find_previous(
+    messages: Sequence[semconv.Message], triplets: Sequence[Triplet], by_answer: Mapping[tuple[int, str], Sequence[int]]
+) -> int | None:
+    for length in range(len(messages) - 1, 0, -1):
+        if messages[length].get("role") != "assistant":
+            continue
+        for position in reversed(by_answer.get((length, _signature(messages[length])), ())):
+            if find_first_edit(read_messages(triplets[position]), messages[:length]) is None:
+                return position
+    return None
+
+
+def _signature(message: semconv.Message) -> str:
+    """Returns the parts of a message that are equal in all of its copies."""
+    content: Any = message.get("content") or ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(part["text"] for part in content)
+    calls = [
+        (call.get("function", {}).get("name"), call.get("function", {}).get("arguments"))
+        for call in message.get("tool_calls") or ()
+    ]
+    return repr((message.get("role"), content, calls))
+
+
+class ChatHistory(TypedDict):
+    """One model call in the format of fine-tuning APIs."""
+
+    messages: list[semconv.Message]
+    """The input messages, followed by the (first) answer."""
+    tools: NotRequired[list[semconv.Message]]
+    """The tools that the model could call."""
+
+
+def drop_prefixes(histories: Sequence[ChatHistory]) -> list[ChatHistory]:
+    """Removes histories that are a prefix of another one, and duplicates.
+
+    Each call of a conversation records the conversation so far; only the last record is complete.
+    """
+
+    def continues(earlier: ChatHistory, later: ChatHistory) -> bool:
+        return find_first_edit(earlier["messages"], later["messages"]) is None
+
+    return [
+        history
+        for position, history in enumerate(histories)
+        if not any(
+            continues(history, other) and (len(other["messages"]) > len(history["messages"]) or place > position)
+            for place, other in enumerate(histories)
+            if place != position
+        )
+    ]
+
+
+class TraceToMessages(TraceAdapter[list[ChatHistory]]):
+    """Returns the chat history of each answered model call, in the order of the calls."""
+
+    def adapt(self, source: Sequence[Span], /) -> list[ChatHistory]:
+        """Converts the spans of one attempt; raises AdapterError if they are of several or cannot be read."""
+        histories: list[ChatHistory] = []
+        with reading(source):
+            for call in find_calls(build_tree(source, repair=True), semconv.is_llm_call):
+                answers = call.read_answers()
+                if not answers or not call.is_complete:
+                    continue
+                spans = [node.span for node in reversed(call.nodes)]  # the gateway's, the most complete one, first
+                messages = next(filter(None, map(semconv.read_input_messages, spans)), [])
+                history: ChatHistory = {"messages": [*messages, answers[0]]}
+                tools = next(filter(None, map(semconv.read_tools, spans)), None)
+                if tools is not None:
+                    history["tools"] = tools
+                histories.append(history)
+        return histories
+
+
+class FineTuningExample(BaseModel):
+    """One conversation: a line of a fine-tuning file."""
+
+    messages: list[dict[str, Any]]
+    """The last message is the one to learn."""
+    tools: list[dict[str, Any]] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None}
+
+
+class PreferencePair(BaseModel):
+    """The conversations of two rollouts of one task; the chosen one has the higher reward."""
+
+    chosen: list[FineTuningExample]
+    rejected: list[FineTuningExample]
+
+
+async def select_examples(
+    store: LightningStore, min_reward: float | None = None, best_of: int | None = None
+) -> AsyncIterator[FineTuningExample]:
+    """Yields the conversations of the best rollouts that succeeded (rejection sampling).
+
+    A conversation of several model calls is one example. Rollouts without a reward or with one below ``min_reward``,
+    with lost spans, and of validation and test (``mode``) are excluded; ``best_of`` of each task are kept.
+    """
+    for rollouts in await _rank_rollouts(store, min_reward):
+        for _, rollout in rollouts[:best_of]:
+            for example in await _read_conversations(store, rollout):
+                yield example
+
+
+async def select_pairs(
+    store: LightningStore, min_gap: float = 0.0, pairs_per_task: int | None = 1
+) -> AsyncIterator[PreferencePair]:
+    """Yields pairs of rollouts of one task: the best with the worst, the second best with the second worst, and so on.
+
+    Only rollouts that succeeded are used, without those that lost spans and those of validation and test (``mode``).
+    The rewards of a pair differ by at least ``min_gap``, and by more than 0; ``pairs_per_task`` None means no limit.
+    """
+    for rollouts in await _rank_rollouts(store, None):
+        for (more, chosen), (less, rejected) in list(zip(rollouts, reversed(rollouts), strict=True))[:pairs_per_task]:
+            if more > less and more - less >= min_gap:
+                yield PreferencePair(
+                    chosen=await _read_conversations(store, chosen), rejected=await _read_conversations(store, rejected)
+                )
+
+
+async def _rank_rollouts(store: LightningStore, min_reward: float | None) -> list[list[tuple[float, Rollout]]]:
+    """Returns the rollouts of each task to learn from, with their rewards, the highest first."""
+    succeeded = (await store.query_rollouts(status_in=["succeeded"])).items
+    candidates = [rollout for rollout in succeeded if rollout.mode not in ("val", "test")]
+    if len(candidates) < len(succeeded):
+        logger.warning(
+            "%d of %d rollouts are excluded, because they belong to validation or test",
+            len(succeeded) - len(candidates),
+            len(succeeded),
+        )
+    by_task: dict[str, list[tuple[float, Rollout]]] = {}
+    for rollout in candidates:
+        reward = await read_final_reward(store, rollout)
+        if reward is None or (min_reward is not None and reward < min_reward):
+            continue
+        if isinstance(rollout, AttemptedRollout) and rollout.attempt.spans_dropped:
+            logger.warning("rollout %s lost spans and is excluded", rollout.rollout_id)
+            continue
+        by_task.setdefault(repr(rollout.input), []).append((reward, rollout))
+    return [sorted(rollouts, key=lambda each: -each[0]) for rollouts in by_task.values()]
+
+
+async def _read_conversations(store: LightningStore, rollout: Rollout) -> list[FineTuningExample]:
+    spans = (await store.query_spans(rollout.rollout_id, "latest")).items
+    return [
+        FineTuningExample(
+            messages=[_clean(message) for message in history["messages"]],
+            tools=thaw([dict(tool) for tool in history.get("tools") or ()]) or None,
+        )
+        for history in drop_prefixes(TraceToMessages().adapt(spans))
+    ]
+
+
+def _clean(message: dict[str, Any]) -> dict[str, Any]:
+    """Keeps the fields that the API accepts. Content may be missing only in messages with tool calls."""
+    kept = {name: thaw(message[name]) for name in _FIELDS if message.get(name) is not None}
+    if "content" not in kept and "tool_calls" not in kept:
+        kept["content"] = ""
+    return kept

@@ -1,1 +1,0 @@
-"""The chat histories of model calls, and which call continues which conversation."""

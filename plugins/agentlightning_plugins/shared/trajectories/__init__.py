@@ -1,1 +1,0 @@
-"""Trajectories of tokens, built from consecutive model calls."""
