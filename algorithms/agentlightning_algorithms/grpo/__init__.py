@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import click
 
 
-_UPDATE = "agentlightning_algorithms.shared.policy.update"
+_POLICY = "agentlightning_algorithms.shared.policy"
 _LOSSES = {
     "ppo": "clipped ratios of tokens",
     "gspo": "one clipped ratio for a row",
@@ -28,7 +28,7 @@ _ESTIMATORS = {
 _PARTS: Sequence[tuple[str, str, Mapping[str, str]]] = (
     (
         "aggregation",
-        f"{_UPDATE}.loss",
+        f"{_POLICY}.loss",
         {
             "token-mean": "mean over all tokens of the batch",
             "token-sum": "sum over all tokens",
@@ -40,7 +40,7 @@ _PARTS: Sequence[tuple[str, str, Mapping[str, str]]] = (
     ),
     (
         "schedule",
-        f"{_UPDATE}.schedule",
+        f"{_POLICY}.settings",
         {
             "constant": "constant learning rate",
             "linear": "linear decay of the learning rate",
@@ -49,22 +49,22 @@ _PARTS: Sequence[tuple[str, str, Mapping[str, str]]] = (
     ),
     (
         "task_sampler",
-        f"{__name__}.choice",
+        f"{__name__}.episode",
         {"shuffled": "epochs in random order", "undecided": "tasks whose mean reward is nearest to 0.5"},
     ),
     (
         "rollout_filter",
-        f"{__name__}.choice",
+        f"{__name__}.episode",
         {"finished": "rollouts that neither failed nor were cut off"},
     ),
     (
         "reward_shaping",
-        f"{__name__}.choice",
+        f"{__name__}.episode",
         {"soft_overlong": "less reward for answers near the token limit"},
     ),
     (
         "training_metrics",
-        f"{__name__}.choice",
+        f"{__name__}.episode",
         {"pass_at_k": "chance that at least one of k rollouts of a task succeeds"},
     ),
 )
@@ -96,18 +96,18 @@ def components() -> Iterable[Component]:
         Component(
             "policy_backend",
             "transformers",
-            f"{__name__}.backend.transformers:TransformersBackend",
+            f"{__name__}.transformers_backend:TransformersBackend",
             "grpo",
             "samples the policy in a child process, on CPU or one GPU",
         ),
         Component(
             "policy_backend",
             "vllm",
-            f"{__name__}.backend.vllm:VLLMBackend",
+            f"{__name__}.vllm_backend:VLLMBackend",
             summary="samples on a running vLLM server",
         ),
         *(
-            Component("policy_loss", name, f"{_UPDATE}.loss:{name}", "grpo", summary)
+            Component("policy_loss", name, f"{_POLICY}.loss:{name}", "grpo", summary)
             for name, summary in _LOSSES.items()
         ),
         *(

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from agentlightning.types import AttemptedRollout, Dataset
 from agentlightning_algorithms.grpo.collector import BACKEND_CHECK_S, RolloutBatch, RolloutCollector
-from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.learning.experience import find_flat_groups, score_episodes
+from agentlightning_algorithms.grpo.episode import Episode
+from agentlightning_algorithms.grpo.experience import find_flat_groups, score_episodes
 from agentlightning_algorithms.shared.rollout_result import cancel_rollouts
 from agentlightning_plugins.shared.training_records.record import LedgerEntry, Outcome
 

@@ -21,22 +21,18 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.grpo.batches import make_batches
-from agentlightning_algorithms.grpo.checkpoints.clock import CheckpointClock
-from agentlightning_algorithms.grpo.checkpoints.writer import CheckpointWriter
-from agentlightning_algorithms.grpo.choice import pass_at_k
 from agentlightning_algorithms.grpo.collector import RolloutCollector, model_entries
-from agentlightning_algorithms.grpo.learning.episode import Episode, count_staleness, describe_episodes
-from agentlightning_algorithms.grpo.learning.experience import transition_rows
-from agentlightning_algorithms.grpo.learning.record import training_spans
-from agentlightning_algorithms.grpo.learning.teacher import Teacher
-from agentlightning_algorithms.grpo.sample import Sample, sample_answers
-from agentlightning_algorithms.grpo.sampling import flatten
+from agentlightning_algorithms.grpo.episode import Episode, count_staleness, describe_episodes, pass_at_k
+from agentlightning_algorithms.grpo.experience import transition_rows
+from agentlightning_algorithms.grpo.record import training_spans
+from agentlightning_algorithms.grpo.sampling import Sample, flatten, sample_answers
 from agentlightning_algorithms.grpo.settings import GRPOSettings
-from agentlightning_algorithms.grpo.trained_policy import MODEL_NAMES, PolicySet, join_experience
-from agentlightning_algorithms.shared.policy.model.checkpoint import atomic_directory, recover_directory
+from agentlightning_algorithms.grpo.teacher import Teacher
+from agentlightning_algorithms.grpo.trained_policy import MODEL_NAMES, CheckpointWriter, PolicySet, join_experience
+from agentlightning_algorithms.shared.policy.checkpoint import atomic_directory, recover_directory
+from agentlightning_algorithms.shared.policy.metrics import join_metrics, measure_memory
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_algorithms.shared.policy.update.metrics import join_metrics, measure_memory
-from agentlightning_algorithms.shared.policy.update.updater import Objective
+from agentlightning_algorithms.shared.policy.updater import Objective
 from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup, serve_models
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry
 
@@ -178,7 +174,7 @@ class TrainingSession:
         """
         settings = self.settings
         await self.publish()
-        reached, clock = False, CheckpointClock(settings.checkpoints.every)
+        reached = False
         if self.step == 0:
             self.log({**await self.evaluate(), **await self._test()})
             await self._report()
@@ -205,7 +201,7 @@ class TrainingSession:
                 self.log(await self._test())
             self.log({"progress": 1.0 if reached else self.step / settings.steps})
             await self._report()
-            is_due = clock.is_due(self.step) or is_last or reached
+            is_due = self.step % settings.checkpoints.every == 0 or is_last or reached
             await self._writer.begin(self.state() if is_due else None, self.step)
 
     def log(self, metrics: Mapping[str, float]) -> None:

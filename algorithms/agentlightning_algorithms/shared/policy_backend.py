@@ -6,13 +6,17 @@ settings that users write after its name.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from agentlightning.algorithm.context import Gateway
 from agentlightning.errors import ConfigError, LightningError
+
+API_KEY_VARIABLE: Final = "AGL_POLICY_API_KEY"
+"""The environment variable with the key that the policy server requires for completions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,3 +173,15 @@ async def _load(backend: PolicyBackend, weights: Path | Mapping[str, Path], vers
     adapters = dict(weights)
     for name, path in adapters.items():
         await load_adapter(backend, name, path, version)
+
+
+def digest_weights(directory: Path) -> str:
+    """Returns the digest of all ``*.safetensors`` in a directory: their names and contents.
+
+    By it, trainer and policy server check that they use the same weights.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\0".encode())
+    return digest.hexdigest()

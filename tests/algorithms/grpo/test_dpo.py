@@ -14,11 +14,11 @@ import torch
 
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.dpo.algorithm import DPO, LossName
-from agentlightning_algorithms.shared.policy.example import make_rows, open_source
-from agentlightning_algorithms.shared.policy.model.policy import Policy, collate, load_policy
+from agentlightning_algorithms.offline.dpo import DPO, LossName
+from agentlightning_algorithms.offline.training import make_rows, open_source
+from agentlightning_algorithms.shared.policy.model import Policy, collate, load_policy
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_algorithms.shared.policy.update.updater import Updater
+from agentlightning_algorithms.shared.policy.updater import Updater
 from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample, PreferencePair, select_pairs
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.grpo.test_sft import QUESTION, conversation, likelihood, tune, unused_agent

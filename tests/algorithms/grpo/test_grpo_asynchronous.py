@@ -15,11 +15,11 @@ from openai import AsyncOpenAI
 import agentlightning as agl
 from agentlightning_algorithms.grpo.batches import GroupPool
 from agentlightning_algorithms.grpo.collector import RolloutBatch
-from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.learning.experience import Experience
-from agentlightning_algorithms.grpo.learning.record import training_spans
-from agentlightning_algorithms.shared.policy.model.policy import Policy
-from agentlightning_algorithms.shared.policy.sampling.draw import Generation, Token
+from agentlightning_algorithms.grpo.episode import Episode
+from agentlightning_algorithms.grpo.experience import Experience
+from agentlightning_algorithms.grpo.record import training_spans
+from agentlightning_algorithms.shared.policy.draw import Generation, Token
+from agentlightning_algorithms.shared.policy.model import Policy
 from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer, PolicyCompletions
 from agentlightning_algorithms.shared.policy.server.conversation import Prompt
 from agentlightning_algorithms.shared.policy.server.request import ChatRequest, parse_request

@@ -1,18 +1,16 @@
-"""Checkpoints: when they are due, how they are written, and which weights are kept."""
+"""Checkpoints: how they are written, and which weights are kept."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from agentlightning_algorithms.grpo.checkpoints.clock import CheckpointClock
-from agentlightning_algorithms.grpo.checkpoints.writer import CheckpointWriter
-from agentlightning_algorithms.shared.policy.model.checkpoint import atomic_directory
+from agentlightning_algorithms.grpo.trained_policy import CheckpointWriter
+from agentlightning_algorithms.shared.policy.checkpoint import atomic_directory
 from tests.waiting import LIMIT_S
 
 
@@ -29,22 +27,6 @@ class Policies:
         with atomic_directory(directory) as scratch:
             assert self.may_write.wait(LIMIT_S)
             (scratch / "state").write_text(str(state["step"]))
-
-
-@pytest.mark.parametrize(("every", "due"), [(2, [2, 4]), ("3", [3]), ("1h", []), ("2m", [2, 4]), ("90 s", [2, 4])])
-def test_checkpoints_are_due_by_steps_or_by_time(
-    monkeypatch: pytest.MonkeyPatch, every: int | str, due: list[int]
-) -> None:
-    """A step takes a minute."""
-    now = [0.0]
-    clock_module = "agentlightning_algorithms.grpo.checkpoints.clock"
-    monkeypatch.setattr(f"{clock_module}.time", SimpleNamespace(monotonic=lambda: now[0]))
-    clock, found = CheckpointClock(every), []
-    for step in range(1, 5):
-        now[0] = 60.0 * step
-        if clock.is_due(step):
-            found.append(step)
-    assert found == due
 
 
 def test_a_checkpoint_is_written_in_the_background_and_awaited_before_the_weights_change(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from agentlightning_algorithms.shared.policy.model.policy import Policy
-from agentlightning_algorithms.shared.policy.sampling.draw import Generation, Token
+from agentlightning_algorithms.shared.policy.draw import Generation, Token
+from agentlightning_algorithms.shared.policy.model import Policy
 from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer, PolicyCompletions
 from agentlightning_algorithms.shared.policy.server.conversation import Prompt
 from agentlightning_algorithms.shared.policy.server.reply import ParsedToolCall, ToolCallReader

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agentlightning_algorithms.shared.policy.model.policy import Policy
+from agentlightning_algorithms.shared.policy.model import Policy
 from agentlightning_algorithms.shared.policy.server.conversation import Conversations, Prompt
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

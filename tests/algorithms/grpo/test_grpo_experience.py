@@ -13,14 +13,23 @@ from agentlightning.plugin.settings import bind_settings
 from agentlightning.types import Attempt, AttemptFailure
 from agentlightning_algorithms.grpo import training_session
 from agentlightning_algorithms.grpo.algorithm import GRPO
-from agentlightning_algorithms.grpo.choice import finished, pass_at_k, shuffled, soft_overlong, undecided
-from agentlightning_algorithms.grpo.learning.episode import Episode, count_staleness, describe_episodes, read_episode
-from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
-from agentlightning_algorithms.grpo.learning.record import training_spans
+from agentlightning_algorithms.grpo.episode import (
+    Episode,
+    count_staleness,
+    describe_episodes,
+    finished,
+    pass_at_k,
+    read_episode,
+    shuffled,
+    soft_overlong,
+    undecided,
+)
+from agentlightning_algorithms.grpo.experience import Experience, build_experience
+from agentlightning_algorithms.grpo.record import training_spans
 from agentlightning_algorithms.grpo.sampling import distribution
 from agentlightning_algorithms.grpo.settings import CheckpointSettings, ExperienceSettings
+from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
-from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
 
 
 def rollout(group: str, index: int, **attempt: Any) -> agl.AttemptedRollout:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentlightning_algorithms.shared.advantage import Estimator, Scored, compute_advantages, flat_groups
-from agentlightning_algorithms.shared.policy.update.loss import (
+from agentlightning_algorithms.shared.policy.loss import (
     aggregate,
     clipped_surrogate,
     clipped_weight_surrogate,
@@ -20,8 +20,8 @@ from agentlightning_algorithms.shared.policy.update.loss import (
     loss_normalizer,
     sequence_surrogate,
 )
-from agentlightning_algorithms.shared.policy.update.prepared_row import importance_weights, trusted_tokens
-from agentlightning_algorithms.shared.policy.update.settings import Aggregation, KlEstimator, MaskLevel, WeightLevel
+from agentlightning_algorithms.shared.policy.prepared_row import importance_weights, trusted_tokens
+from agentlightning_algorithms.shared.policy.settings import Aggregation, KlEstimator, MaskLevel, WeightLevel
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "verl_golden.json").read_text())
 VERL = GOLDEN["verl_0.9.1"]

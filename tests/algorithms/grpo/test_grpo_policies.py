@@ -18,18 +18,17 @@ from openai import AsyncOpenAI, OpenAI
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.types import Metrics, Rollout, Triplet
-from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
-from agentlightning_algorithms.grpo.backend.vllm import VLLMBackend
 from agentlightning_algorithms.grpo.collector import model_entries
 from agentlightning_algorithms.grpo.command import export, export_model, serve
-from agentlightning_algorithms.grpo.learning.episode import Episode
+from agentlightning_algorithms.grpo.episode import Episode
 from agentlightning_algorithms.grpo.settings import GRPOSettings, PolicySettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
-from agentlightning_algorithms.shared.policy.model.lora_settings import LoraSettings
-from agentlightning_algorithms.shared.policy.model.policy import Policy
+from agentlightning_algorithms.grpo.transformers_backend import TransformersBackend
+from agentlightning_algorithms.grpo.vllm_backend import VLLMBackend
+from agentlightning_algorithms.shared.policy.metrics import join_metrics
+from agentlightning_algorithms.shared.policy.model import Policy
+from agentlightning_algorithms.shared.policy.settings import LoraSettings, UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
-from agentlightning_algorithms.shared.policy.update.metrics import join_metrics
-from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
 from agentlightning_algorithms.shared.policy_backend import PolicySetup, load_adapter, publish_weights
 from agentlightning_algorithms.shared.trained_model.serving import serve_model
 from agentlightning_plugins.demo.agent import CLIENT, calculator_agent

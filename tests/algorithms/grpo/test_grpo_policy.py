@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.shared.policy.model.checkpoint import atomic_directory, recover_directory
-from agentlightning_algorithms.shared.policy.model.policy import Policy, batch_by_tokens, collate, load_policy
-from agentlightning_algorithms.shared.policy.sampling.draw import SamplingParams
-from agentlightning_algorithms.shared.policy.sampling.sampler import Sampler
+from agentlightning_algorithms.shared.policy.checkpoint import atomic_directory, recover_directory
+from agentlightning_algorithms.shared.policy.draw import SamplingParams
+from agentlightning_algorithms.shared.policy.model import Policy, batch_by_tokens, collate, load_policy
+from agentlightning_algorithms.shared.policy.sampler import Sampler
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
 from tests.source import run_python
 
@@ -131,7 +131,7 @@ def test_scoring_a_few_tokens_at_a_time_gives_the_same_gradient(
 
     whole = gradient()
     assert whole.isfinite().all()
-    monkeypatch.setattr("agentlightning_algorithms.shared.policy.model.policy._CHUNK_ELEMENTS", 7 * 259)
+    monkeypatch.setattr("agentlightning_algorithms.shared.policy.model._CHUNK_ELEMENTS", 7 * 259)
     torch.testing.assert_close(gradient(), whole, atol=1e-6 * float(whole.abs().max()), rtol=1e-6)
 
 
@@ -141,7 +141,7 @@ def test_logits_are_made_for_a_few_tokens_at_a_time_and_made_again_for_the_gradi
     made: list[int] = []
     read_out = tiny_policy._read_out
     monkeypatch.setattr(tiny_policy, "_read_out", lambda states: (made.append(len(states)), read_out(states))[1])
-    monkeypatch.setattr("agentlightning_algorithms.shared.policy.model.policy._CHUNK_ELEMENTS", 7 * 259)
+    monkeypatch.setattr("agentlightning_algorithms.shared.policy.model._CHUNK_ELEMENTS", 7 * 259)
     tiny_policy.token_logprobs(collate([TrainingRow([1], [2] * 35, [0.0] * 35, 1.0)] * 2))[0].mean().backward()
     assert made == [7] * 20
 
@@ -153,7 +153,7 @@ def test_an_update_at_a_large_vocabulary_keeps_few_logits_in_memory() -> None:
         import resource, torch
         from types import SimpleNamespace
         from transformers import Qwen2Config, Qwen2ForCausalLM
-        from agentlightning_algorithms.shared.policy.model.policy import Policy, collate
+        from agentlightning_algorithms.shared.policy.model import Policy, collate
         from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 
         size = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentlightning_algorithms.shared.policy.model.policy import Policy
+from agentlightning_algorithms.shared.policy.model import Policy
 from agentlightning_algorithms.shared.policy.server.completion import PolicyCompletions
 from agentlightning_algorithms.shared.policy.server.request import (
     ChatRequest,

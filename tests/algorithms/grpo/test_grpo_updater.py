@@ -25,12 +25,11 @@ from agentlightning.plugin.settings import bind_settings
 from agentlightning_algorithms.grpo.algorithm import GRPO
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.advantage import Scored
-from agentlightning_algorithms.shared.policy.model.lora import add_lora
-from agentlightning_algorithms.shared.policy.model.lora_settings import LoraSettings
-from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
+from agentlightning_algorithms.shared.policy.lora import add_lora
+from agentlightning_algorithms.shared.policy.model import Policy, load_policy
+from agentlightning_algorithms.shared.policy.settings import Aggregation, LoraSettings, UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_algorithms.shared.policy.update.settings import Aggregation, UpdateSettings
-from agentlightning_algorithms.shared.policy.update.updater import Updater
+from agentlightning_algorithms.shared.policy.updater import Updater
 
 
 def make_rows(policy: Policy, count: int, seed: int = 0) -> list[TrainingRow]:
@@ -312,7 +311,7 @@ def test_lora_trains_only_its_adapters_and_resumes_bit_identically(tiny_model: P
 def test_large_models_recompute_activations_by_default(
     tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch, size: int, expected: bool
 ) -> None:
-    monkeypatch.setattr("agentlightning_algorithms.shared.policy.update.updater._LARGE", size)
+    monkeypatch.setattr("agentlightning_algorithms.shared.policy.updater._LARGE", size)
     Updater(tiny_policy)
     layers = [m for m in tiny_policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
     assert layers

@@ -12,10 +12,10 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
+from agentlightning_algorithms.offline.training import make_rows, read_examples
 from agentlightning_algorithms.shared.policy import example
-from agentlightning_algorithms.shared.policy.example import make_rows, read_examples
-from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
-from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
+from agentlightning_algorithms.shared.policy.model import Policy, load_policy
+from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 from agentlightning_plugins.demo.agent import calculate, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT

@@ -17,10 +17,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ConfigDict
 
-from agentlightning_algorithms.shared.policy.model.digest import digest_weights
-from agentlightning_algorithms.shared.policy.model.policy import Policy, open_adapter
-from agentlightning_algorithms.shared.policy.sampling.draw import SamplingParams, Token
-from agentlightning_algorithms.shared.policy.sampling.sampler import Sampler
+from agentlightning_algorithms.shared.policy.draw import SamplingParams, Token
+from agentlightning_algorithms.shared.policy.model import Policy, open_adapter
+from agentlightning_algorithms.shared.policy.sampler import Sampler
 from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer, PolicyCompletions
 from agentlightning_algorithms.shared.policy.server.conversation import Prompt
 from agentlightning_algorithms.shared.policy.server.reply import Json
@@ -32,6 +31,7 @@ from agentlightning_algorithms.shared.policy.server.request import (
     parse_request,
 )
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
+from agentlightning_algorithms.shared.policy_backend import digest_weights
 from agentlightning_plugins.shared.web.access import check_local, is_among
 from agentlightning_plugins.shared.web.body import RequestRefused, parse_json, read_body
 from agentlightning_plugins.shared.web.server import WebServer, answer_expect

@@ -18,8 +18,8 @@ from functools import lru_cache
 
 from jinja2 import TemplateError
 
-from agentlightning_algorithms.shared.policy.model.policy import Policy
-from agentlightning_algorithms.shared.policy.sampling.draw import Generation, SamplingParams, Token
+from agentlightning_algorithms.shared.policy.draw import Generation, SamplingParams, Token
+from agentlightning_algorithms.shared.policy.model import Policy
 from agentlightning_algorithms.shared.policy.server.conversation import Conversations, Prompt
 from agentlightning_algorithms.shared.policy.server.reply import Json, ReplyReader
 from agentlightning_algorithms.shared.policy.server.request import (

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,23 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.shared.policy.model.checkpoint import (
+from agentlightning_algorithms.shared.policy.checkpoint import (
     atomic_directory,
     random_state,
     recover_directory,
     restore_random_state,
 )
-from agentlightning_algorithms.shared.policy.model.policy import Policy, batch_by_tokens, collate
-from agentlightning_algorithms.shared.policy.model.reference import Reference
-from agentlightning_algorithms.shared.policy.training_row import TrainingRow, check_rows
-from agentlightning_algorithms.shared.policy.update.loss import Surrogate, aggregate, kl_penalty, loss_normalizer
-from agentlightning_algorithms.shared.policy.update.metrics import StepMetrics, UpdateMetrics
-from agentlightning_algorithms.shared.policy.update.prepared_row import (
+from agentlightning_algorithms.shared.policy.loss import Surrogate, aggregate, kl_penalty, loss_normalizer
+from agentlightning_algorithms.shared.policy.metrics import StepMetrics, UpdateMetrics
+from agentlightning_algorithms.shared.policy.model import Policy, batch_by_tokens, collate
+from agentlightning_algorithms.shared.policy.prepared_row import (
     PreparedRow,
     RowUse,
     describe_correction,
     prepare_rows,
 )
-from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
+from agentlightning_algorithms.shared.policy.settings import UpdateSettings
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow, check_rows
 
 logger = logging.getLogger("agentlightning")
 
@@ -403,3 +402,51 @@ def _enable_gradient_checkpointing(policy: Policy) -> None:
         raise ConfigError(f"gradient_checkpointing: {type(policy.model).__name__} has no layers that support it.")
     for layer in layers:
         layer.training = True  # only this module: its submodules stay in eval mode
+
+
+class Reference:
+    """Earlier values of the trained parameters, swapped in while the reference is evaluated.
+
+    The reference needs memory for one copy of the trained parameters; with LoRA that is little.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], decay: float | None = None) -> None:
+        """Copies the parameters.
+
+        After each update the reference becomes decay * reference + (1 - decay) * parameters, as the teacher of
+        Tarvainen and Valpola 2017, arXiv:1703.01780; without ``decay`` it does not change.
+        """
+        self._parameters = parameters
+        self._decay = decay
+        self._values = [parameter.detach().clone() for parameter in parameters]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Gives the model the reference's weights until the block ends."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def follow(self) -> None:
+        """Updates a moving average after an update of the parameters."""
+        if self._decay is not None:
+            with torch.no_grad():
+                for value, parameter in zip(self._values, self._parameters, strict=True):
+                    value.lerp_(parameter, 1.0 - self._decay)
+
+    def state(self) -> list[Tensor]:
+        """Returns the tensors that a checkpoint stores."""
+        return self._values
+
+    def restore(self, values: Sequence[Tensor]) -> None:
+        """Restores what :meth:`state` returned; raises a ConfigError if the tensors are of another model."""
+        if [v.shape for v in values] != [v.shape for v in self._values]:
+            raise ConfigError("the checkpoint's reference is of another model; resume with the original settings.")
+        for own, value in zip(self._values, values, strict=True):
+            own.copy_(value)
+
+    def _swap(self) -> None:
+        for i, parameter in enumerate(self._parameters):
+            parameter.data, self._values[i] = self._values[i], parameter.data

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.shared.policy.sampling.draw import filter_logits
+from agentlightning_algorithms.shared.policy.draw import filter_logits
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 
 _LOADING = threading.Lock()
@@ -161,7 +161,7 @@ class Policy:
         """Writes model and tokenizer for ``from_pretrained``; with LoRA, merged weights or only the adapters."""
         model, state = self.model, None
         if self.has_lora and merge:
-            from agentlightning_algorithms.shared.policy.model.lora import (
+            from agentlightning_algorithms.shared.policy.lora import (
                 merge_state,  # peft, which the server does not need
             )
 
@@ -180,7 +180,7 @@ class Policy:
             ConfigError: the directory has no safetensors, or those of another model or of other LoRA settings.
         """
         if self.has_lora:
-            from agentlightning_algorithms.shared.policy.model.lora import read_adapter  # as above
+            from agentlightning_algorithms.shared.policy.lora import read_adapter  # as above
 
             return read_adapter(self.model, directory)
         files = sorted(directory.glob("*.safetensors"))
@@ -207,7 +207,7 @@ class Policy:
     def copy_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replaces the weights with those that :meth:`read_weights` returned."""
         if self.has_lora:
-            from agentlightning_algorithms.shared.policy.model.lora import copy_adapter  # as above
+            from agentlightning_algorithms.shared.policy.lora import copy_adapter  # as above
 
             copy_adapter(self.model, weights)
             return
@@ -229,7 +229,7 @@ def open_adapter(base: Policy, directory: Path) -> Policy:
     Raises:
         ConfigError: the directory has no adapters, or those of another model.
     """
-    from agentlightning_algorithms.shared.policy.model.lora import add_saved_adapter, share_weights  # peft
+    from agentlightning_algorithms.shared.policy.lora import add_saved_adapter, share_weights  # peft
 
     model = share_weights(base.model)
     add_saved_adapter(model, directory)

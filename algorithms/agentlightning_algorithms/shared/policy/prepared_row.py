@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from agentlightning_algorithms.shared.policy.settings import MaskLevel, UpdateSettings, WeightLevel
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_algorithms.shared.policy.update.settings import MaskLevel, UpdateSettings, WeightLevel
 from agentlightning_plugins.shared.training_records.record import Outcome
 
 _MAX_LOG_RATIO = 20.0

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from agentlightning_algorithms.shared.policy.sampling.slot_cache import BLOCK, SlotCache
+from agentlightning_algorithms.shared.policy.slot_cache import BLOCK, SlotCache
 
 S = TypeVar("S", bound=Sequence[int])
 _WORTH_WAITING = 256

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.shared.policy.update.settings import KlEstimator, UpdateSettings
+from agentlightning_algorithms.shared.policy.settings import KlEstimator, UpdateSettings
 
 # Bounds on log-ratios and on k3 that keep exp() finite; verl's values.
 _MAX_LOG_RATIO = 20.0

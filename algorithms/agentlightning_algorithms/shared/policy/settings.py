@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -37,7 +38,7 @@ class UpdateSettings:
             for models of at least 500 million weights that support it.
         objective: a component of the kind ``policy_loss``: ``ppo``, ``gspo``, ``cispo``, or that of a plugin; see
             ``clipped_surrogate``, ``sequence_surrogate`` and ``clipped_weight_surrogate`` in
-            :mod:`~agentlightning_algorithms.shared.policy.update.loss`.
+            :mod:`~agentlightning_algorithms.shared.policy.loss`.
         clip_low: the ratio is clipped at ``1 - clip_low``. GSPO needs a thousandth of PPO's value.
         clip_high: the ratio is clipped at ``1 + clip_high``.
         dual_clip: bound on the loss of a token with negative advantage, in units of the advantage; ``ppo`` only.
@@ -141,3 +142,38 @@ class UpdateSettings:
         progress = min(1.0, (update - self.warmup_updates) / decaying)
         share = float(get_manager().get("schedule", self.schedule)(progress))
         return self.lr * (self.final_lr_fraction + (1.0 - self.final_lr_fraction) * share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters, trained instead of the weights (Hu et al. 2021, arXiv:2106.09685).
+
+    Attributes:
+        rank: rank of the adapters.
+        alpha: adapters are scaled by alpha / rank; a learning rate about ten times that of full training is usual.
+        target_modules: names of the linear layers to adapt; ``all-linear``: all but the output layer.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    rank: int = 16
+    alpha: float = 32.0
+    target_modules: str | list[str] = "all-linear"
+
+    def __post_init__(self) -> None:
+        require_least(1, rank=self.rank)
+
+
+def constant(progress: float) -> float:
+    """The component ``constant``."""
+    return 1.0
+
+
+def linear(progress: float) -> float:
+    """The component ``linear``."""
+    return 1.0 - progress
+
+
+def cosine(progress: float) -> float:
+    """The component ``cosine``: half a period."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.shared.policy.model.policy import Policy
+from agentlightning_algorithms.shared.policy.model import Policy
 
 BLOCK = 16
 """Tokens of a block; widths are multiples of it, so that a slot consists of whole blocks."""

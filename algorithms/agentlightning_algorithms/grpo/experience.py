@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Triplet
-from agentlightning_algorithms.grpo.learning.episode import Episode
+from agentlightning_algorithms.grpo.episode import Episode
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.advantage import Scored, flat_groups, read_credit
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow

@@ -14,12 +14,11 @@ from pydantic import BaseModel
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import require_least
 from agentlightning.store.url import hide_password
-from agentlightning_algorithms.shared.policy.example import make_rows, open_source, read_lines
-from agentlightning_algorithms.shared.policy.model.policy import Policy
-from agentlightning_algorithms.shared.policy.offline import OfflineTraining, mean_metrics
+from agentlightning_algorithms.offline.training import OfflineTraining, make_rows, mean_metrics, open_source, read_lines
+from agentlightning_algorithms.shared.policy.model import Policy
+from agentlightning_algorithms.shared.policy.settings import Aggregation
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_algorithms.shared.policy.update.settings import Aggregation
-from agentlightning_algorithms.shared.policy.update.updater import Updater
+from agentlightning_algorithms.shared.policy.updater import Updater
 from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample, PreferencePair, select_pairs
 
 _FORM: Final = '{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}'

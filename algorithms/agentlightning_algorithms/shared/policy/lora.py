@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.shared.policy.model.lora_settings import LoraSettings
+from agentlightning_algorithms.shared.policy.settings import LoraSettings
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
