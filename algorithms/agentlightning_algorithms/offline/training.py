@@ -26,7 +26,7 @@ from agentlightning.store.url import hide_password
 from agentlightning.types import Dataset
 from agentlightning_algorithms.shared.policy.checkpoint import recover_directory
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
-from agentlightning_algorithms.shared.policy.server.reply import restore_arguments
+from agentlightning_algorithms.shared.policy.server.request import restore_arguments
 from agentlightning_algorithms.shared.policy.settings import Aggregation, LoraSettings, UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Updater

@@ -12,8 +12,8 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
+from agentlightning_algorithms.offline import training
 from agentlightning_algorithms.offline.training import make_rows, read_examples
-from agentlightning_algorithms.shared.policy import example
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 from agentlightning_plugins.demo.agent import calculate, calculator_agent
@@ -215,7 +215,7 @@ def test_an_invalid_source_is_refused(
 def test_the_error_about_a_source_without_usable_rollouts_hides_the_password(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(example, "create_store", lambda url: agl.create_store("memory://"))
+    monkeypatch.setattr(training, "create_store", lambda url: agl.create_store("memory://"))
     source = "postgresql://me:hunter2@host/agl"
     for name in ("sft", "dpo"):
         algorithm = get_manager().create("algorithm", {"name": name, "model": str(tiny_model), "source": source})

@@ -20,12 +20,12 @@ from pydantic import BaseModel, ConfigDict
 from agentlightning_algorithms.shared.policy.draw import SamplingParams, Token
 from agentlightning_algorithms.shared.policy.model import Policy, open_adapter
 from agentlightning_algorithms.shared.policy.sampler import Sampler
-from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer, PolicyCompletions
-from agentlightning_algorithms.shared.policy.server.conversation import Prompt
-from agentlightning_algorithms.shared.policy.server.reply import Json
+from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer
+from agentlightning_algorithms.shared.policy.server.conversation import Json, Prompt
 from agentlightning_algorithms.shared.policy.server.request import (
     ChatRequest,
     CompletionError,
+    PolicyCompletions,
     TextRequest,
     parse_body,
     parse_request,
