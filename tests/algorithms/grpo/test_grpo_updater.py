@@ -223,7 +223,7 @@ def test_a_reference_with_decay_follows_the_policy_and_one_without_stays_frozen(
         updater = Updater(tiny_policy, UpdateSettings(lr=1e-2, kl_coefficient=0.1, reference_decay=decay))
         updater.update(make_rows(tiny_policy, 4))
         assert updater.reference is not None
-        for own, value, now in zip(updater.reference.state(), start, tiny_policy.model.parameters(), strict=True):
+        for own, value, now in zip(updater.reference.values, start, tiny_policy.model.parameters(), strict=True):
             torch.testing.assert_close(own, value + share * (now.detach() - value))
 
 

@@ -107,7 +107,9 @@ class Updater:
         for epoch in range(settings.epochs):
             for k, minibatch in enumerate(self._split(prepared)):
                 fresh = epoch == 0 and k == 0 and settings.old_logprobs == "sampler"
-                self._step(minibatch, metrics, measure_gap=fresh)
+                step = StepMetrics()
+                self._add_gradient(minibatch, step, self._objective, measure_gap=fresh)
+                self._apply_gradient(minibatch, step, metrics)
                 if epoch == 0:
                     for row in minibatch:
                         row.minibatch = 0 if settings.old_logprobs == "trainer" else k
@@ -150,7 +152,7 @@ class Updater:
             "updates": self.updates,
             "optimizer": self._optimizer.state_dict(),
             "order": self._order.get_state(),
-            "reference": None if self.reference is None else self.reference.state(),
+            "reference": None if self.reference is None else self.reference.values,
             "random": random_state(),
             "caller": dict(caller or {}),
         }
@@ -238,12 +240,6 @@ class Updater:
         if self.reference is not None:
             self.reference.follow()
         return {**metrics.report(time.perf_counter() - start), "lr": lr, "rows": float(len(rows))}
-
-    def _step(self, rows: Sequence[PreparedRow], metrics: UpdateMetrics, *, measure_gap: bool) -> None:
-        """Makes an optimizer step on one minibatch."""
-        step = StepMetrics()
-        self._add_gradient(rows, step, self._objective, measure_gap=measure_gap)
-        self._apply_gradient(rows, step, metrics)
 
     def _add_gradient(
         self, rows: Sequence[PreparedRow], step: StepMetrics, objective: Objective, *, measure_gap: bool = False
@@ -405,10 +401,7 @@ def _enable_gradient_checkpointing(policy: Policy) -> None:
 
 
 class Reference:
-    """Earlier values of the trained parameters, swapped in while the reference is evaluated.
-
-    The reference needs memory for one copy of the trained parameters; with LoRA that is little.
-    """
+    """The weights that the KL penalty compares with: a copy of the trained parameters from before the training."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float | None = None) -> None:
         """Copies the parameters.
@@ -418,7 +411,7 @@ class Reference:
         """
         self._parameters = parameters
         self._decay = decay
-        self._values = [parameter.detach().clone() for parameter in parameters]
+        self.values = [parameter.detach().clone() for parameter in parameters]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -433,20 +426,16 @@ class Reference:
         """Updates a moving average after an update of the parameters."""
         if self._decay is not None:
             with torch.no_grad():
-                for value, parameter in zip(self._values, self._parameters, strict=True):
+                for value, parameter in zip(self.values, self._parameters, strict=True):
                     value.lerp_(parameter, 1.0 - self._decay)
 
-    def state(self) -> list[Tensor]:
-        """Returns the tensors that a checkpoint stores."""
-        return self._values
-
     def restore(self, values: Sequence[Tensor]) -> None:
-        """Restores what :meth:`state` returned; raises a ConfigError if the tensors are of another model."""
-        if [v.shape for v in values] != [v.shape for v in self._values]:
+        """Takes the values from a checkpoint; raises a ConfigError if they are of another model."""
+        if [v.shape for v in values] != [v.shape for v in self.values]:
             raise ConfigError("the checkpoint's reference is of another model; resume with the original settings.")
-        for own, value in zip(self._values, values, strict=True):
+        for own, value in zip(self.values, values, strict=True):
             own.copy_(value)
 
     def _swap(self) -> None:
         for i, parameter in enumerate(self._parameters):
-            parameter.data, self._values[i] = self._values[i], parameter.data
+            parameter.data, self.values[i] = self.values[i], parameter.data
