@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import aiohttp
 import orjson
@@ -165,23 +165,10 @@ _MAX_GAP = 10.0
 """Bound on log(teacher / policy) of a token, in nats, so that one token cannot dominate a batch."""
 
 
-class Scorer(Protocol):
-    """Source of log-probabilities of tokens: a :class:`Policy`, or a server's model."""
-
-    max_length: int
-    """Maximum number of tokens of a row."""
-
-    def score(
-        self, rows: Sequence[TrainingRow], temperature: float = 1.0, *, max_tokens: int = 8192
-    ) -> list[list[float]]:
-        """Returns the log-probability of every response token; 0 where the token was given."""
-        ...
-
-
 class Teacher:
     """A model whose distribution the policy is trained towards."""
 
-    def __init__(self, scorer: Scorer, settings: TeacherSettings) -> None:
+    def __init__(self, scorer: Policy | ServedTeacher, settings: TeacherSettings) -> None:
         self.scorer = scorer
         self.settings = settings
 

@@ -415,10 +415,9 @@ async def test_the_seed_of_the_run_is_used_unless_the_algorithm_has_one(
     assert opened_with == [expected]
 
 
-@pytest.mark.parametrize("every", ["5 days", 0, 2.5, True], ids=str)
-def test_a_wrong_interval_of_checkpoints_is_refused(every: Any) -> None:
-    with pytest.raises(agl.ConfigError, match=re.escape(f"checkpoints: every = {every!r}")):
-        CheckpointSettings(every=every)
+def test_a_wrong_interval_of_checkpoints_is_refused() -> None:
+    with pytest.raises(agl.ConfigError, match="every = 0: at least 1 is needed"):
+        CheckpointSettings(every=0)
 
 
 @pytest.mark.parametrize(

@@ -644,8 +644,8 @@ def test_settings_from_a_file_are_checked_by_key_and_value() -> None:
         (TrainingRow([1] * 512, [1], [0.0], 1.0), "513 tokens; the model has 512 positions"),
         (TrainingRow([1], [1], [0.0], math.nan), "advantage nan"),
         (TrainingRow([1], [1], [0.0], 1.0, weight=-1.0), "weight -1.0"),
-        (TrainingRow([1], [1, 2], [0.0, 0.0], 1.0, mask=[1]), "a mask of 1, 1 of them sampled"),
-        (TrainingRow([1], [1, 2], [0.0, 0.0], 1.0, mask=[0, 0]), "a mask of 2, 0 of them sampled"),
+        (TrainingRow([1], [1, 2], [0.0, 0.0], 1.0, mask=[1]), "2 response tokens but 1 mask entries"),
+        (TrainingRow([1], [1, 2], [0.0, 0.0], 1.0, mask=[0, 0]), "a mask without a sampled token"),
         (TrainingRow([1], [1, 2], [0.0, 0.0], [1.0]), "2 response tokens but 1 advantages"),
     ],
 )

@@ -21,9 +21,8 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     An existing ``target`` is first moved to ``<target>.old``; if the process is killed before the replacement,
     :func:`recover_directory` restores it.
     """
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    _remove_stale_scratch(target)
+    scratch = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
     scratch.mkdir(parents=True)
     try:
         yield scratch
@@ -46,18 +45,6 @@ def recover_directory(target: Path) -> Path:
     if old.exists() and not target.exists():
         old.rename(target)
     return target
-
-
-def _remove_stale_scratch(target: Path) -> None:
-    """Removes the scratch directories of processes that were killed."""
-    for path in target.parent.glob(f".{target.name}.*.tmp"):
-        pid = path.name.removesuffix(".tmp").rpartition(".")[2]
-        try:
-            os.kill(int(pid), 0)
-        except (ProcessLookupError, ValueError):
-            shutil.rmtree(path, ignore_errors=True)
-        except PermissionError:  # another user's running process
-            continue
 
 
 def _fsync(path: Path) -> None:
