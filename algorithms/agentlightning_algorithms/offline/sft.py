@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import require_least
+from agentlightning.store.protocol import LightningStore
 from agentlightning.store.url import hide_password
-from agentlightning_algorithms.offline.training import OfflineTraining, make_rows, mean_metrics, read_examples
+from agentlightning_algorithms.offline.training import OfflineTraining, make_rows, mean_metrics
 from agentlightning_algorithms.shared.policy.model import Policy
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Updater
-from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample
+from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample, select_examples
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -28,6 +29,7 @@ class SFT(OfflineTraining):
     """
 
     name: ClassVar[str] = "sft"
+    form: ClassVar[str] = '{"messages": [{"role": "user", "content": "..."}, ...]}'
 
     best_of: int | None = None
     """Number of rollouts of each task to learn from, highest rewards first; None: all."""
@@ -35,12 +37,26 @@ class SFT(OfflineTraining):
     """Minimum reward of a rollout to learn from."""
 
     def __post_init__(self) -> None:
-        require_least(1, best_of=self.best_of or 1)
+        require_least(1, best_of=self.best_of)
+        if self.source.endswith(".jsonl") and (self.min_reward is not None or self.best_of is not None):
+            raise ConfigError(
+                f"min_reward and best_of select rollouts, but source = {self.source!r} is a file; leave them out"
+            )
         super().__post_init__()
         self._n_examples = 0
 
-    async def read_examples(self) -> Sequence[FineTuningExample]:
-        return await read_examples(self.source, self.min_reward, self.best_of)
+    def parse_line(self, line: Any) -> FineTuningExample:
+        return FineTuningExample.model_validate(line)
+
+    def select(self, store: LightningStore) -> AsyncIterator[FineTuningExample]:
+        return select_examples(store, self.min_reward, self.best_of)
+
+    @property
+    def missing(self) -> str:
+        return (
+            "conversation to learn from; a rollout counts if it succeeded, has a reward of at least min_reward = "
+            f"{self.min_reward}, called a model, and is not one of validation or test"
+        )
 
     def prepare(self, policy: Policy, examples: Sequence[FineTuningExample]) -> list[TrainingRow]:
         self._n_examples = len(examples)

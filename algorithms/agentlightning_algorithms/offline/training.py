@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import statistics
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.errors import ConfigError
@@ -32,7 +30,8 @@ from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Updater
 from agentlightning_algorithms.shared.trained_model.checkpoint import find_model
 from agentlightning_algorithms.shared.trained_model.record import TrainingRecord
-from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample, select_examples
+from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample
+from agentlightning_plugins.shared.configuration.dataset import load_dataset
 
 logger = logging.getLogger("agentlightning")
 
@@ -77,9 +76,21 @@ class OfflineTraining(Algorithm):
         self._updater: Updater | None = None
         self._resume_from: Path | None = None
 
+    form: ClassVar[str]
+    """What a line of a file looks like."""
+
     @abstractmethod
-    async def read_examples(self) -> Sequence[Any]:
-        """Returns the examples of ``source``; raises ConfigError if there are none."""
+    def parse_line(self, line: Any) -> Any:
+        """Returns the example on a line of a file, or raises a ValidationError."""
+
+    @abstractmethod
+    def select(self, store: LightningStore) -> AsyncIterator[Any]:
+        """Yields examples from the rollouts of a run or store."""
+
+    @property
+    @abstractmethod
+    def missing(self) -> str:
+        """Says what a source without examples lacks."""
 
     @abstractmethod
     def prepare(self, policy: Policy, examples: Sequence[Any]) -> list[Any]:
@@ -92,6 +103,30 @@ class OfflineTraining(Algorithm):
     @abstractmethod
     def describe_epoch(self, steps: Sequence[Mapping[str, float]], n_items: int) -> dict[str, float]:
         """Returns the metrics of an epoch, given those of its steps."""
+
+    async def read_examples(self) -> list[Any]:
+        """Returns the examples of ``source``.
+
+        Raises:
+            ConfigError: there is no such source, a line is not of this form, or no rollout can be learned from.
+        """
+        found = []
+        if self.source.endswith(".jsonl"):
+            lines = load_dataset(self.source)
+            for number in range(len(lines)):
+                try:
+                    found.append(self.parse_line(lines[number]))
+                except ValidationError as error:
+                    raise ConfigError(f"{self.source}:{number + 1} is not of the form {self.form}: {error}") from error
+        else:
+            store = create_store(self.source)
+            try:
+                found = [example async for example in self.select(store)]
+            finally:
+                await store.close()
+        if not found:
+            raise ConfigError(f"source = {hide_password(self.source)!r} has no {self.missing}")
+        return found
 
     @property
     def order_seed(self) -> int:
@@ -187,73 +222,6 @@ def mean_metrics(steps: Sequence[Mapping[str, float]], names: Sequence[str]) -> 
     """Returns the means of metrics over the steps that have them; skipped steps lack some."""
     found = {name: [step[name] for step in steps if name in step] for name in names}
     return {name: statistics.fmean(values) for name, values in found.items() if values}
-
-
-Line = TypeVar("Line", bound=BaseModel)
-
-
-async def read_examples(source: str, min_reward: float | None, best_of: int | None) -> list[FineTuningExample]:
-    """Reads conversations from a .jsonl file, or selects them from the rollouts of a run or store.
-
-    Raises:
-        ConfigError: there is no such source, a line is not a conversation, or no rollout is good enough.
-    """
-    if source.endswith(".jsonl"):
-        if min_reward is not None or best_of is not None:
-            raise ConfigError(
-                f"min_reward and best_of select rollouts, but source = {source!r} is a file; leave them out"
-            )
-        found = read_lines(source, FineTuningExample, '{"messages": [{"role": "user", "content": "..."}, ...]}')
-    else:
-        async with open_source(source) as store:
-            found = [example async for example in select_examples(store, min_reward, best_of)]
-    if not found:
-        raise ConfigError(
-            f"source = {hide_password(source)!r} has no conversation to learn from; a rollout counts if it succeeded, "
-            f"has a reward of at least min_reward = {min_reward}, called a model, and is not one of validation or test"
-        )
-    return found
-
-
-@asynccontextmanager
-async def open_source(source: str) -> AsyncIterator[LightningStore]:
-    """Opens the store of a run's directory, or of a URL.
-
-    Raises:
-        ConfigError: the directory has no store.
-    """
-    url = source
-    if "://" not in source:
-        file = Path(source) / "store.db"
-        if not file.is_file():
-            raise ConfigError(f"source = {source!r}: give a .jsonl file, the directory of a run, or a store's URL")
-        url = f"sqlite:///{file}"
-    store = create_store(url)
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
-def read_lines(source: str, kind: type[Line], form: str) -> list[Line]:
-    """Reads a .jsonl file.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is not of this form.
-    """
-    found = []
-    try:
-        # Not splitlines(): a JSON string may contain other line separators, such as U+2028.
-        for number, line in enumerate(Path(source).read_text(encoding="utf-8").split("\n"), 1):
-            if line.strip():
-                try:
-                    found.append(kind.model_validate(json.loads(line)))
-                except (ValueError, ValidationError) as error:
-                    raise ConfigError(f"{source}:{number} is not of the form {form}: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"source = {source!r} cannot be read: {why or error}") from error
-    return found
 
 
 def make_rows(policy: Policy, examples: Sequence[FineTuningExample]) -> tuple[list[TrainingRow], int]:
