@@ -5,10 +5,9 @@ R   rollouts of a batch
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentlightning.plugin.registry import get_manager
@@ -19,8 +18,6 @@ from agentlightning_algorithms.shared.advantage import Scored, flat_groups, read
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
 from agentlightning_plugins.shared.training_records.record import Outcome
 from agentlightning_plugins.shared.trajectories.trajectory import Decode, Turn, build_trajectories
-
-Penalty = Callable[[Sequence[TrainingRow]], Sequence[Sequence[float]]]
 
 _UNUSABLE = frozenset({"SpansDropped", "AdapterError"})
 _COUNTS = (
@@ -51,8 +48,6 @@ class _Draft:
     row: TrainingRow
     turns: Sequence[Turn]
     """Calls of the row; their positions are indices into ``row.response_ids``."""
-    penalties: Sequence[float] = ()
-    """Penalty of each response token."""
 
 
 def build_experience(
@@ -61,7 +56,6 @@ def build_experience(
     *,
     max_length: int,
     decode: Decode | None = None,
-    penalty: Penalty | None = None,
     oldest_version: int = 0,
     distribution: Distribution | None = None,
 ) -> Experience:
@@ -76,7 +70,6 @@ def build_experience(
         settings: which calls become rows.
         max_length: maximum tokens of a row, prompt and response.
         decode: the tokenizer's ``decode``; classifies why a call's tokens do not extend those of the previous call.
-        penalty: computes, for every response token of rows, what to subtract from the reward of its rollout.
         oldest_version: calls sampled by weights older than this version are dropped.
         distribution: distribution that tokens should be drawn from; calls recorded with another one are counted. None:
             a row has the distribution of its calls.
@@ -94,10 +87,8 @@ def build_experience(
     flat = find_flat_groups(scored_R)
     kept_groups = {episode.group for episode, _ in scored_R} - (set() if settings.keep_flat_groups else flat)
     drafts = [draft for draft in drafts if scored_R[draft.index][0].group in kept_groups]
-    if penalty is not None:
-        _find_penalties(drafts, max_length, penalty)
     kept_R = [(episode, reward) for episode, reward in scored_R if episode.group in kept_groups]
-    advantages = _find_advantages(kept_R, drafts, settings)
+    advantages = _find_advantages(kept_R, settings)
     experience = Experience()
     for episode, _ in scored_R:
         if episode.group not in kept_groups:
@@ -121,9 +112,6 @@ def build_experience(
         **{name: float(counts[name]) for name in _COUNTS},
         **_describe_advantages(experience.rows),
     }
-    if penalty is not None:
-        total = math.fsum(value for draft in drafts for value in draft.penalties)
-        experience.metrics["reward_penalty"] = total / len(scored_R) if scored_R else 0.0
     return experience
 
 
@@ -157,21 +145,13 @@ def _score_calls(scored_R: Sequence[tuple[Episode, float]]) -> list[tuple[Scored
     return [(item, calls) for item, calls in items if calls or item.group not in by_turn]
 
 
-def _find_advantages(
-    scored_R: Sequence[tuple[Episode, float]], drafts: Sequence[_Draft], settings: ExperienceSettings
-) -> dict[int, float]:
+def _find_advantages(scored_R: Sequence[tuple[Episode, float]], settings: ExperienceSettings) -> dict[int, float]:
     """Returns the advantage of each call, by the ``id`` of its triplet."""
-    penalties = {
-        id(turn.triplet): math.fsum(draft.penalties[turn.start : turn.end]) for draft in drafts for turn in draft.turns
-    }
     items = _score_calls(scored_R)
     if not items:
         return {}
-    compared = [
-        item._replace(value=item.value - math.fsum(penalties.get(id(call), 0.0) for call in calls))
-        for item, calls in items
-    ]
-    advantages = get_manager().get("advantage", settings.estimator)(compared, std_floor=settings.std_floor)
+    estimate = get_manager().get("advantage", settings.estimator)
+    advantages = estimate([item for item, _ in items], std_floor=settings.std_floor)
     return {id(call): value for value, (_, calls) in zip(advantages, items, strict=True) for call in calls}
 
 
@@ -230,13 +210,6 @@ def _call_row(call: Triplet, rollout: str, advantage: float, drawn: Distribution
     prompt_ids, response = call.prompt["token_ids"], call.response
     logprobs = response["logprobs"]
     return TrainingRow(prompt_ids, response["token_ids"], logprobs, advantage, rollout=rollout, distribution=drawn)
-
-
-def _find_penalties(drafts: Sequence[_Draft], max_length: int, penalty: Penalty) -> None:
-    """Sets the penalties of the drafts whose rows are not too long."""
-    fitting = [d for d in drafts if d.row.n_tokens <= max_length]
-    for draft, values in zip(fitting, penalty([draft.row for draft in fitting]), strict=True):
-        draft.penalties = values
 
 
 def _keep_calls(

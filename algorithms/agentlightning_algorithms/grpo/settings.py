@@ -139,18 +139,16 @@ class CheckpointSettings:
     Attributes:
         every: steps between checkpoints, which are written while the next rollouts run.
         keep_every: steps between weights that are kept in ``steps/<step>``; 0: none.
-        keep_last: number of newest checkpoints whose weights are kept there, too.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     every: int = 1
     keep_every: int = 0
-    keep_last: int = 0
 
     def __post_init__(self) -> None:
         require_least(1, every=self.every)
-        require_least(0, keep_every=self.keep_every, keep_last=self.keep_last)
+        require_least(0, keep_every=self.keep_every)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

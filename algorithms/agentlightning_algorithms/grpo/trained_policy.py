@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from agentlightning_algorithms.shared.policy.checkpoint import atomic_directory
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.prepared_row import RowUse
 from agentlightning_algorithms.shared.policy.settings import UpdateSettings
-from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Updater
 from agentlightning_algorithms.shared.trained_model.checkpoint import STEPS
 
@@ -70,7 +68,6 @@ class TrainedPolicy:
             settings.experience,
             max_length=updater.policy.max_length,
             decode=self.decode,
-            penalty=self._kl_penalty if updater.reference is not None and update.kl_in == "reward" else None,
             oldest_version=oldest_version,
             distribution=settings.distribution,
         )
@@ -96,10 +93,6 @@ class TrainedPolicy:
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of tokens."""
         return str(self.updater.policy.tokenizer.decode(list(ids)))
-
-    def _kl_penalty(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
-        coefficient = self.updater.settings.kl_coefficient
-        return [[coefficient * value for value in values] for values in self.updater.reference_kl(rows)]
 
     def _warn_without_calls(self, episodes: Sequence[Episode]) -> None:
         if not self.has_warned and episodes and not any(episode.triplets for episode in episodes):
@@ -221,15 +214,11 @@ def _select(episodes: Sequence[Episode], policies: Sequence[TrainedPolicy]) -> l
 class CheckpointWriter:
     """Writes one checkpoint at a time in a thread; the weights may change only after :meth:`wait`."""
 
-    def __init__(self, policies: PolicySet, directory: Path | None, *, keep_every: int, keep_last: int) -> None:
-        """Keeps the weights of every ``keep_every``-th step, and those of the ``keep_last`` newest checkpoints.
-
-        Without a directory it writes nothing.
-        """
+    def __init__(self, policies: PolicySet, directory: Path | None, keep_every: int) -> None:
+        """Keeps the weights of every ``keep_every``-th step; without a directory it writes nothing."""
         self._policies = policies
         self._directory = directory
         self._keep_every = keep_every
-        self._keep_last = keep_last
         self._writing: asyncio.Task[float] | None = None
         self.seconds: float | None = None
         """Duration of the last checkpoint."""
@@ -237,7 +226,7 @@ class CheckpointWriter:
     async def begin(self, state: Mapping[str, Mapping[str, Any]] | None, step: int) -> None:
         """Begins to write ``state``, if it is given, and the weights of ``step`` if they are to be kept."""
         await self.wait()
-        keeps = bool(self._keep_every and step % self._keep_every == 0) or bool(state is not None and self._keep_last)
+        keeps = bool(self._keep_every) and step % self._keep_every == 0
         if self._directory is not None and (state is not None or keeps):
             self._writing = asyncio.create_task(asyncio.to_thread(self._write, self._directory, state, step, keeps))
 
@@ -258,13 +247,4 @@ class CheckpointWriter:
         if keeps:
             with atomic_directory(directory / STEPS / str(step)) as scratch:
                 self._policies.save(scratch)
-            self._prune(directory / STEPS)
         return time.monotonic() - started
-
-    def _prune(self, folder: Path) -> None:
-        """Deletes the weights of steps that are neither among the newest nor kept permanently."""
-        if self._keep_last:
-            kept = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
-            for step in kept[: -self._keep_last]:
-                if not self._keep_every or step % self._keep_every:
-                    shutil.rmtree(folder / str(step))

@@ -76,10 +76,7 @@ class TrainingSession:
         self._batches = make_batches(collector, train) if train is not None and len(train) else None
         self._position = collector.position
         self._writer = CheckpointWriter(
-            self.policies,
-            collector.context.directory,
-            keep_every=self.settings.checkpoints.keep_every,
-            keep_last=self.settings.checkpoints.keep_last,
+            self.policies, collector.context.directory, self.settings.checkpoints.keep_every
         )
         self._best_reward = best_reward
         """Best reward on the validation set so far."""

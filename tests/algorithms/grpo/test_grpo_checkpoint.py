@@ -33,7 +33,7 @@ def test_a_checkpoint_is_written_in_the_background_and_awaited_before_the_weight
     policies = Policies()
 
     async def check() -> None:
-        writer = CheckpointWriter(cast(Any, policies), tmp_path, keep_every=0, keep_last=0)
+        writer = CheckpointWriter(cast(Any, policies), tmp_path, 0)
         policies.may_write.set()
         await writer.begin({"step": 1}, 1)
         await writer.wait()
@@ -57,7 +57,7 @@ def test_an_error_while_writing_a_checkpoint_ends_the_training(tmp_path: Path) -
     (tmp_path / "file").touch()
 
     async def check() -> None:
-        writer = CheckpointWriter(cast(Any, policies), tmp_path / "file", keep_every=0, keep_last=0)
+        writer = CheckpointWriter(cast(Any, policies), tmp_path / "file", 0)
         await writer.begin({"step": 1}, 1)
         with pytest.raises(OSError, match="file"):
             await writer.wait()
@@ -65,18 +65,13 @@ def test_an_error_while_writing_a_checkpoint_ends_the_training(tmp_path: Path) -
     asyncio.run(check())
 
 
-@pytest.mark.parametrize(
-    ("every", "last", "kept"),
-    [(0, 0, []), (3, 0, ["3", "6"]), (0, 2, ["6", "8"]), (3, 2, ["3", "6", "8"])],
-)
-def test_weights_of_every_nth_step_and_of_the_last_checkpoints_are_kept(
-    tmp_path: Path, every: int, last: int, kept: list[str]
-) -> None:
+@pytest.mark.parametrize(("every", "kept"), [(0, []), (3, ["3", "6"])])
+def test_weights_of_every_nth_step_are_kept(tmp_path: Path, every: int, kept: list[str]) -> None:
     policies = Policies()
     policies.may_write.set()
 
     async def check() -> None:
-        writer = CheckpointWriter(cast(Any, policies), tmp_path, keep_every=every, keep_last=last)
+        writer = CheckpointWriter(cast(Any, policies), tmp_path, every)
         for step in range(1, 9):
             await writer.begin({"step": step} if step % 2 == 0 else None, step)
         await writer.wait()

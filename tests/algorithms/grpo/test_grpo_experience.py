@@ -211,18 +211,6 @@ def test_cut_off_and_stale_answers_are_dropped_after_advantages_are_computed() -
     assert describe_episodes([whole, cut_off])["responses_cut_off"] == 0.5
 
 
-def test_a_penalty_is_subtracted_from_a_reward_before_rewards_are_compared() -> None:
-    batch = episodes("a", [1.0, 0.0])
-    experience = build(
-        batch,
-        ExperienceSettings(estimator="dr_grpo"),
-        penalty=lambda rows: [[0.1] * len(row.response_ids) if i < 2 else [0.0, 0.0] for i, row in enumerate(rows)],
-    )
-    # The first rollout's two calls of two tokens cost 0.4 in all: 0.6 against 0.
-    assert [row.advantage for row in experience.rows] == pytest.approx([0.3, 0.3, -0.3, -0.3])
-    assert experience.metrics["reward_penalty"] == pytest.approx(0.2)
-
-
 def test_a_row_has_the_sampling_distribution_of_its_calls_unless_one_is_forced() -> None:
     same, cold = Distribution(0.7), Distribution(0.1, 0.9, 3)
     batch = [
@@ -426,7 +414,7 @@ def test_a_wrong_interval_of_checkpoints_is_refused() -> None:
         ("rows", "experience.rows"),
         ("lr", "update.lr"),
         ("checkpoint_every", "checkpoints.every"),
-        ("keep_weights_last", "checkpoints.keep_last"),
+        ("keep_weights_every", "checkpoints.keep_every"),
         ("temprature_", None),
         ("stalenes", "staleness"),
     ],

@@ -82,7 +82,7 @@ same_policy = settings(
 
 
 EVERYTHING = [
-    {"objective": "ppo", "clip_high": 0.28, "kl_coefficient": 0.1, "reference_decay": 0.5},
+    {"objective": "ppo", "clip_high": 0.28, "kl_coefficient": 0.1},
     {"objective": "gspo", "clip_low": 0.01, "clip_high": 0.02, "entropy_coefficient": 0.1},
     {"objective": "cispo", "old_logprobs": "trainer", "importance_weights": "token", "trust_mask": "token"},
     {"objective": "ppo", "old_logprobs": "trainer", "importance_weights": "sequence", "importance_lower": 0.3},
@@ -214,19 +214,6 @@ def test_kl_and_entropy_terms_are_added_to_the_loss_with_their_coefficients(tiny
     assert metrics["reference_kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-3)
 
 
-def test_a_reference_with_decay_follows_the_policy_and_one_without_stays_frozen(tiny_policy: Policy) -> None:
-    start = [p.detach().clone() for p in tiny_policy.model.parameters()]
-    for decay, share in ((None, 0.0), (0.25, 0.75), (0.0, 1.0)):
-        with torch.no_grad():
-            for p, value in zip(tiny_policy.model.parameters(), start, strict=True):
-                p.copy_(value)
-        updater = Updater(tiny_policy, UpdateSettings(lr=1e-2, kl_coefficient=0.1, reference_decay=decay))
-        updater.update(make_rows(tiny_policy, 4))
-        assert updater.reference is not None
-        for own, value, now in zip(updater.reference.values, start, tiny_policy.model.parameters(), strict=True):
-            torch.testing.assert_close(own, value + share * (now.detach() - value))
-
-
 def test_tokens_on_which_sampler_and_trainer_disagree_are_weighted_and_masked(tiny_policy: Policy) -> None:
     rows = make_rows(tiny_policy, 6)
     exact = [replace(row, logprobs=score) for row, score in zip(rows, tiny_policy.score(rows), strict=True)]
@@ -275,7 +262,7 @@ def test_lora_trains_only_its_adapters_and_resumes_bit_identically(tiny_model: P
         add_lora(policy.model, LoraSettings(rank=4, alpha=8))
         return policy
 
-    options = UpdateSettings(lr=1e-2, minibatches=2, kl_coefficient=0.1, reference_decay=0.5)
+    options = UpdateSettings(lr=1e-2, minibatches=2, kl_coefficient=0.1)
     batches = [make_rows(load_policy(tiny_model), 6, seed) for seed in range(3)]
     straight = Updater(make(), options)
     for batch in batches[:2]:
@@ -607,8 +594,6 @@ def test_the_learning_rate_follows_its_schedule(options: dict[str, Any], expecte
         ({"importance_weights": "token"}, "importance_weights = 'token' compares sampler and trainer"),
         ({"objective": "gspo"}, "the paper uses 3e-4"),
         ({"old_logprobs": "trainer", "trust_mask": "token", "trust_lower": 3.0}, "trust_lower = 3.0, trust_upper = 2"),
-        ({"reference_decay": 1.5}, "reference_decay = 1.5"),
-        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "expected gradient of 0.*kl_in: reward.*k2 or k3"),
     ],
 )
 def test_invalid_update_settings_are_refused_with_their_name(options: dict[str, Any], message: str) -> None:

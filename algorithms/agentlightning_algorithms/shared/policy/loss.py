@@ -124,15 +124,12 @@ def kl_penalty(logprob_BT: Tensor, reference_logprob_BT: Tensor, estimator: KlEs
 
     With d = reference_logprob - logprob (Schulman 2020, "Approximating KL Divergence"):
 
-        k1 = -d              unbiased, can be negative; its expected gradient is 0
         k2 = d^2 / 2         biased, low variance; its expected gradient is that of KL(policy || reference)
         k3 = exp(d) - 1 - d  unbiased, never negative; its expected gradient is that of KL(reference || policy); what
                              GRPO uses (arXiv:2402.03300)
 
     The gradients are those of a loss, whose tokens are fixed. As in verl, d is clamped to 20 and k3 to 10.
     """
-    if estimator == "k1":
-        return logprob_BT - reference_logprob_BT
     if estimator == "k2":
         return 0.5 * (logprob_BT - reference_logprob_BT).square()
     difference_BT = (reference_logprob_BT - logprob_BT).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)

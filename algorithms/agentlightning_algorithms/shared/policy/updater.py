@@ -72,7 +72,7 @@ class Updater:
             _group_parameters(self._parameters, settings.weight_decay), lr=settings.lr, betas=settings.betas, fused=True
         )
         self._order = torch.Generator().manual_seed(settings.seed)
-        self.reference = Reference(self._parameters, settings.reference_decay) if settings.kl_coefficient else None
+        self._reference = [p.detach().clone() for p in self._parameters] if settings.kl_coefficient else None
         checkpointing = settings.gradient_checkpointing
         if checkpointing is None:
             checkpointing = policy.model.num_parameters() >= _LARGE and bool(_checkpointing_layers(policy))
@@ -115,8 +115,6 @@ class Updater:
                         row.minibatch = 0 if settings.old_logprobs == "trainer" else k
         self.updates += 1
         self.uses = [row.describe_use() for row in prepared]
-        if self.reference is not None:
-            self.reference.follow()
         return {
             **metrics.report(time.perf_counter() - start),
             **describe_correction(prepared, settings),
@@ -124,19 +122,6 @@ class Updater:
             "rows": float(len(rows)),
             "response_tokens": float(sum(row.n_sampled for row in rows)),
         }
-
-    def reference_kl(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
-        """Returns the divergence from the reference at every response token, from the sampler's log-probabilities.
-
-        The divergence is 0 at tokens that were given.
-        """
-        divergences = []
-        for row, reference in zip(rows, self._score_reference(rows), strict=True):
-            kl_T = kl_penalty(torch.tensor(row.logprobs), torch.tensor(reference), self.settings.kl_estimator)
-            if row.mask is not None:
-                kl_T = kl_T * torch.tensor(row.mask)
-            divergences.append(kl_T.tolist())
-        return divergences
 
     def save(self, directory: Path, caller: Mapping[str, Any] | None = None) -> None:
         """Writes a checkpoint of :meth:`state`, atomically."""
@@ -152,7 +137,7 @@ class Updater:
             "updates": self.updates,
             "optimizer": self._optimizer.state_dict(),
             "order": self._order.get_state(),
-            "reference": None if self.reference is None else self.reference.values,
+            "reference": self._reference,
             "random": random_state(),
             "caller": dict(caller or {}),
         }
@@ -174,8 +159,8 @@ class Updater:
             raise ConfigError(f"no checkpoint in {str(directory)!r}: {_STATE_FILE} is missing.")
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         self.policy.load_weights(directory)
-        if self.reference is not None and state.get("reference") is not None:
-            self.reference.restore(state["reference"])
+        if self._reference is not None and state["reference"] is not None:
+            self._reference = [value.to(self.policy.device) for value in state["reference"]]
         self._optimizer.load_state_dict(state["optimizer"])
         self._order.set_state(state["order"])
         self.updates = state["updates"]
@@ -187,8 +172,11 @@ class Updater:
         old: Sequence[Sequence[float]] = [row.logprobs for row in rows]
         if settings.old_logprobs == "trainer" and rows:
             old = self.score(rows)
-        with_reference = self.reference is not None and settings.kl_in == "loss"
-        return prepare_rows(rows, old, self._score_reference(rows) if with_reference else None, settings)
+        reference = None
+        if self._reference is not None:
+            with _swapped(self._parameters, self._reference):
+                reference = self.score(rows)
+        return prepare_rows(rows, old, reference, settings)
 
     def _split(self, rows: Sequence[PreparedRow]) -> list[list[PreparedRow]]:
         """Splits shuffled rows into minibatches; keeps rollouts whole where the loss is a mean over rollouts."""
@@ -237,8 +225,6 @@ class Updater:
         lr = self._set_lr()
         self._apply_gradient(rows, step, metrics)
         self.updates += 1
-        if self.reference is not None:
-            self.reference.follow()
         return {**metrics.report(time.perf_counter() - start), "lr": lr, "rows": float(len(rows))}
 
     def _add_gradient(
@@ -365,11 +351,6 @@ class Updater:
         with self._precision():
             return self.policy.score(rows, settings.temperature, max_tokens=settings.max_tokens_per_microbatch)
 
-    def _score_reference(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
-        assert self.reference is not None
-        with self.reference.in_place():
-            return self.score(rows)
-
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.policy.device.type, torch.bfloat16) if self._autocast else nullcontext()
 
@@ -400,42 +381,16 @@ def _enable_gradient_checkpointing(policy: Policy) -> None:
         layer.training = True  # only this module: its submodules stay in eval mode
 
 
-class Reference:
-    """The weights that the KL penalty compares with: a copy of the trained parameters from before the training."""
+@contextmanager
+def _swapped(parameters: Sequence[nn.Parameter], values: list[Tensor]) -> Iterator[None]:
+    """Gives the parameters other values until the block ends."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], decay: float | None = None) -> None:
-        """Copies the parameters.
+    def swap() -> None:
+        for i, parameter in enumerate(parameters):
+            parameter.data, values[i] = values[i], parameter.data
 
-        After each update the reference becomes decay * reference + (1 - decay) * parameters, as the teacher of
-        Tarvainen and Valpola 2017, arXiv:1703.01780; without ``decay`` it does not change.
-        """
-        self._parameters = parameters
-        self._decay = decay
-        self.values = [parameter.detach().clone() for parameter in parameters]
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Gives the model the reference's weights until the block ends."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    def follow(self) -> None:
-        """Updates a moving average after an update of the parameters."""
-        if self._decay is not None:
-            with torch.no_grad():
-                for value, parameter in zip(self.values, self._parameters, strict=True):
-                    value.lerp_(parameter, 1.0 - self._decay)
-
-    def restore(self, values: Sequence[Tensor]) -> None:
-        """Takes the values from a checkpoint; raises a ConfigError if they are of another model."""
-        if [v.shape for v in values] != [v.shape for v in self.values]:
-            raise ConfigError("the checkpoint's reference is of another model; resume with the original settings.")
-        for own, value in zip(self.values, values, strict=True):
-            own.copy_(value)
-
-    def _swap(self) -> None:
-        for i, parameter in enumerate(self._parameters):
-            parameter.data, self.values[i] = self.values[i], parameter.data
+    swap()
+    try:
+        yield
+    finally:
+        swap()
