@@ -23,6 +23,7 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.run.directory import RECORD_NAME
 from agentlightning_algorithms.shared.trained_model.checkpoint import (
+    atomic_directory,
     find_checkpoint,
     has_adapters,
     list_policies,
@@ -67,8 +68,6 @@ def export_model(run: Path, out: Path, *, merge: bool = False, checkpoint: str |
     Raises:
         ConfigError: the run has no such model, or ``out`` exists.
     """
-    from agentlightning_algorithms.shared.policy.checkpoint import atomic_directory  # torch
-
     name, source = find_checkpoint(run, checkpoint)
     if out.exists():
         raise ConfigError(f"{out} exists; give a directory that does not")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -18,15 +19,18 @@ from agentlightning_algorithms.grpo.experience import Experience, build_experien
 from agentlightning_algorithms.grpo.monitor import TrainingMonitor
 from agentlightning_algorithms.grpo.settings import GRPOSettings, PolicySettings
 from agentlightning_algorithms.grpo.teacher import Teacher
-from agentlightning_algorithms.shared.policy.checkpoint import atomic_directory
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.prepared_row import RowUse
 from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 from agentlightning_algorithms.shared.policy.updater import Updater
-from agentlightning_algorithms.shared.trained_model.checkpoint import STEPS
+from agentlightning_algorithms.shared.trained_model.checkpoint import STEPS, atomic_directory
 
 logger = logging.getLogger("agentlightning")
 
+_OF_ROLLOUTS: Final = ("groups", "rollouts_left_out", "rollouts_filled")
+"""Counts of rollouts and their groups, which are the same for each policy of a run."""
+_SUMMED: Final = ("calls", "drift/", "rows", "response_tokens", "optimizer_steps", "skipped_steps", "seconds")
+"""Prefixes of the metrics that are summed over policies."""
 MODEL_NAMES = {"train": "policy", "eval": "policy-val"}
 """Names under which agents call the trained model: the gateway forces other sampling parameters on each."""
 
@@ -192,6 +196,29 @@ def join_experience(parts: Sequence[tuple[Experience, Sequence[RowUse]]]) -> tup
         whole.sources += experience.sources
         whole.left_out |= experience.left_out
     return whole, [use for _, uses in parts for use in uses]
+
+
+def join_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the metrics of several policies, each updated once, as those of one update.
+
+    Counts and seconds are added and extremes kept. Other metrics are averaged, weighted by each policy's
+    response tokens, or by seconds for a speed.
+    """
+    joined = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        having = [part for part in parts if name in part]
+        values = [part[name] for part in having]
+        if name in _OF_ROLLOUTS or name.endswith("_max"):
+            joined[name] = max(values)
+        elif name.endswith("_min"):
+            joined[name] = min(values)
+        elif name.startswith(_SUMMED):
+            joined[name] = sum(values)
+        else:
+            weight = "seconds" if name.endswith("_per_s") else "response_tokens"
+            weights = [part.get(weight, 0.0) for part in having]
+            joined[name] = statistics.fmean(values, weights if any(weights) else None)
+    return joined
 
 
 def _select(episodes: Sequence[Episode], policies: Sequence[TrainedPolicy]) -> list[Episode]:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import math
+import resource
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -28,12 +30,17 @@ from agentlightning_algorithms.grpo.record import training_spans
 from agentlightning_algorithms.grpo.sampling import Sample, flatten, sample_answers
 from agentlightning_algorithms.grpo.settings import GRPOSettings
 from agentlightning_algorithms.grpo.teacher import Teacher
-from agentlightning_algorithms.grpo.trained_policy import MODEL_NAMES, CheckpointWriter, PolicySet, join_experience
-from agentlightning_algorithms.shared.policy.checkpoint import atomic_directory, recover_directory
-from agentlightning_algorithms.shared.policy.metrics import join_metrics, measure_memory
+from agentlightning_algorithms.grpo.trained_policy import (
+    MODEL_NAMES,
+    CheckpointWriter,
+    PolicySet,
+    join_experience,
+    join_metrics,
+)
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Objective
 from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup, serve_models
+from agentlightning_algorithms.shared.trained_model.checkpoint import atomic_directory, recover_directory
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry
 
 logger = logging.getLogger("agentlightning")
@@ -275,7 +282,7 @@ class TrainingSession:
                 "prepare_s": time.monotonic() - started - train_s - record_s,
                 "record_s": record_s,
                 **{f"outcome/{name}": float(count) for name, count in outcomes.items()},
-                **measure_memory(settings.device),
+                **_measure_memory(settings.device),
             }
         )
 
@@ -403,3 +410,13 @@ class TrainingSession:
             logger.warning("step %d: %s", self.step, warning)
         active = sum(policy.monitor.active for policy in self.policies)
         await self.collector.store.add_metrics(self.step, {**metrics, "warnings": float(active)})
+
+
+def _measure_memory(device: str) -> dict[str, float]:
+    """Returns peak memory in GB: of this process, and of the GPU since the last step."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    memory = {"memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
+    if device.startswith("cuda"):
+        memory["gpu_memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+        torch.cuda.reset_peak_memory_stats(device)
+    return memory

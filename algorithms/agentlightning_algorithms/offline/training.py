@@ -1,4 +1,4 @@
-"""The base of ``sft`` and ``dpo``: settings, loading of the model, epochs and checkpoints."""
+"""The algorithm ``sft``, and its base, which ``dpo`` shares: settings, examples, epochs and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.url import hide_password
 from agentlightning.types import Dataset
-from agentlightning_algorithms.shared.policy.checkpoint import recover_directory
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.server.request import restore_arguments
 from agentlightning_algorithms.shared.policy.settings import Aggregation, LoraSettings, UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Updater
-from agentlightning_algorithms.shared.trained_model.checkpoint import find_model
+from agentlightning_algorithms.shared.trained_model.checkpoint import find_model, recover_directory
 from agentlightning_algorithms.shared.trained_model.record import TrainingRecord
-from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample
+from agentlightning_plugins.shared.chat_history.fine_tuning import FineTuningExample, select_examples
 from agentlightning_plugins.shared.configuration.dataset import load_dataset
 
 logger = logging.getLogger("agentlightning")
@@ -267,3 +266,64 @@ def _tokenize(policy: Policy, example: FineTuningExample) -> Iterator[tuple[list
         prompt_ids, response_ids = encode(prompt), response_ids[: ends[-1] + 1] if ends else response_ids
         if prompt_ids and response_ids:
             yield prompt_ids, response_ids
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SFT(OfflineTraining):
+    """Supervised fine-tuning: maximises the likelihood of the assistant's messages in conversations.
+
+    With the rollouts of a run as ``source`` this is rejection sampling, as in RFT (Yuan et al. 2023, arXiv:2308.01825).
+    The agent is not run.
+
+    Raises:
+        ConfigError: a value out of range, or a ``model`` that is a path without a model.
+    """
+
+    name: ClassVar[str] = "sft"
+    form: ClassVar[str] = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+
+    best_of: int | None = None
+    """Number of rollouts of each task to learn from, highest rewards first; None: all."""
+    min_reward: float | None = None
+    """Minimum reward of a rollout to learn from."""
+
+    def __post_init__(self) -> None:
+        require_least(1, best_of=self.best_of)
+        if self.source.endswith(".jsonl") and (self.min_reward is not None or self.best_of is not None):
+            raise ConfigError(
+                f"min_reward and best_of select rollouts, but source = {self.source!r} is a file; leave them out"
+            )
+        super().__post_init__()
+        self._n_examples = 0
+
+    def parse_line(self, line: Any) -> FineTuningExample:
+        return FineTuningExample.model_validate(line)
+
+    def select(self, store: LightningStore) -> AsyncIterator[FineTuningExample]:
+        return select_examples(store, self.min_reward, self.best_of)
+
+    @property
+    def missing(self) -> str:
+        return (
+            "conversation to learn from; a rollout counts if it succeeded, has a reward of at least min_reward = "
+            f"{self.min_reward}, called a model, and is not one of validation or test"
+        )
+
+    def prepare(self, policy: Policy, examples: Sequence[FineTuningExample]) -> list[TrainingRow]:
+        self._n_examples = len(examples)
+        rows, too_long = make_rows(policy, examples)
+        self.warn_too_long(too_long, "messages", policy)
+        if not rows:
+            source = hide_password(self.source)
+            raise ConfigError(f"source = {source!r} has no assistant message that fits the model")
+        return rows
+
+    def step(self, updater: Updater, rows: Sequence[TrainingRow]) -> dict[str, float]:
+        return updater.update(rows)
+
+    def describe_epoch(self, steps: Sequence[Mapping[str, float]], n_items: int) -> dict[str, float]:
+        return {
+            **mean_metrics(steps, ("loss", "grad_norm", "lr", "tokens_per_s")),
+            **{name: sum(step[name] for step in steps) for name in ("rows", "response_tokens", "skipped_steps")},
+            "conversations": float(self._n_examples),
+        }

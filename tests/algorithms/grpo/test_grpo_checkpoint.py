@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from agentlightning_algorithms.grpo.trained_policy import CheckpointWriter
-from agentlightning_algorithms.shared.policy.checkpoint import atomic_directory
+from agentlightning_algorithms.shared.trained_model.checkpoint import atomic_directory
 from tests.waiting import LIMIT_S
 
 

@@ -22,10 +22,9 @@ from agentlightning_algorithms.grpo.collector import model_entries
 from agentlightning_algorithms.grpo.command import export, export_model, serve
 from agentlightning_algorithms.grpo.episode import Episode
 from agentlightning_algorithms.grpo.settings import GRPOSettings, PolicySettings
-from agentlightning_algorithms.grpo.trained_policy import PolicySet
+from agentlightning_algorithms.grpo.trained_policy import PolicySet, join_metrics
 from agentlightning_algorithms.grpo.transformers_backend import TransformersBackend
 from agentlightning_algorithms.grpo.vllm_backend import VLLMBackend
-from agentlightning_algorithms.shared.policy.metrics import join_metrics
 from agentlightning_algorithms.shared.policy.model import Policy
 from agentlightning_algorithms.shared.policy.settings import LoraSettings, UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow

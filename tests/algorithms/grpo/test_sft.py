@@ -13,8 +13,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
 from agentlightning_algorithms.offline import training
-from agentlightning_algorithms.offline.sft import SFT
-from agentlightning_algorithms.offline.training import make_rows
+from agentlightning_algorithms.offline.training import SFT, make_rows
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 from agentlightning_plugins.demo.agent import calculate, calculator_agent

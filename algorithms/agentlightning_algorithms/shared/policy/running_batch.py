@@ -17,7 +17,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from agentlightning_algorithms.shared.policy.draw import Generation, SamplingParams, Token
-from agentlightning_algorithms.shared.policy.slot_cache import SPARE, SlotCache, whole_blocks
+from agentlightning_algorithms.shared.policy.kv_cache import SPARE, SlotCache, whole_blocks
 
 T = TypeVar("T")
 

@@ -35,15 +35,15 @@ from agentlightning_algorithms.shared.policy.draw import (
     Token,
     draw_tokens,
 )
-from agentlightning_algorithms.shared.policy.model import Policy, batch_by_tokens
-from agentlightning_algorithms.shared.policy.prefix_cache import PrefixCache
-from agentlightning_algorithms.shared.policy.running_batch import Bank, RunningBatch, SamplingRequest, Swap, settle
-from agentlightning_algorithms.shared.policy.slot_cache import (
+from agentlightning_algorithms.shared.policy.kv_cache import (
     BLOCK,
+    PrefixCache,
     SlotCache,
     check_attention,
     position_bytes,
 )
+from agentlightning_algorithms.shared.policy.model import Policy, batch_by_tokens
+from agentlightning_algorithms.shared.policy.running_batch import Bank, RunningBatch, SamplingRequest, Swap, settle
 
 logger = logging.getLogger("agentlightning")
 

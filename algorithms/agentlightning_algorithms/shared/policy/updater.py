@@ -8,35 +8,33 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.shared.policy.checkpoint import (
-    atomic_directory,
-    random_state,
-    recover_directory,
-    restore_random_state,
-)
 from agentlightning_algorithms.shared.policy.loss import Surrogate, aggregate, kl_penalty, loss_normalizer
-from agentlightning_algorithms.shared.policy.metrics import StepMetrics, UpdateMetrics
 from agentlightning_algorithms.shared.policy.model import Policy, batch_by_tokens, collate
 from agentlightning_algorithms.shared.policy.prepared_row import (
     PreparedRow,
     RowUse,
+    StepMetrics,
+    UpdateMetrics,
     describe_correction,
     prepare_rows,
 )
 from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow, check_rows
+from agentlightning_algorithms.shared.trained_model.checkpoint import atomic_directory, recover_directory
 
 logger = logging.getLogger("agentlightning")
 
@@ -138,7 +136,7 @@ class Updater:
             "optimizer": self._optimizer.state_dict(),
             "order": self._order.get_state(),
             "reference": self._reference,
-            "random": random_state(),
+            "random": _random_state(),
             "caller": dict(caller or {}),
         }
 
@@ -164,7 +162,7 @@ class Updater:
         self._optimizer.load_state_dict(state["optimizer"])
         self._order.set_state(state["order"])
         self.updates = state["updates"]
-        restore_random_state(state["random"])
+        _restore_random_state(state["random"])
         return dict(state["caller"])
 
     def _prepare(self, rows: Sequence[TrainingRow]) -> list[PreparedRow]:
@@ -394,3 +392,25 @@ def _swapped(parameters: Sequence[nn.Parameter], values: list[Tensor]) -> Iterat
         yield
     finally:
         swap()
+
+
+def _random_state() -> dict[str, Any]:
+    """Returns the state of Python's, numpy's and torch's generators, in types that a weights-only load accepts."""
+    name, keys, position, has_gauss, cached_gaussian = numpy.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached_gaussian)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    """Restores what :func:`_random_state` returned; CUDA's part only if the number of devices is the same."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached_gaussian = state["numpy"]
+    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached_gaussian))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,9 +1,10 @@
-"""Finds the models that a run saved, and reads them as directories of transformers."""
+"""Finds and reads the models that a run saved, and writes directories atomically."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -149,3 +150,44 @@ def _join_adapters(merged: Path) -> Path:
     config["base_model_name_or_path"] = str(merged)
     (adapters / _ADAPTER).write_text(json.dumps(config), encoding="utf-8")
     return adapters
+
+
+@contextlib.contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """Yields an empty directory that replaces ``target``, durably, when the block ends without an error.
+
+    An existing ``target`` is first moved to ``<target>.old``; if the process is killed before the replacement,
+    :func:`recover_directory` restores it.
+    """
+    scratch = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+        for path in [*scratch.rglob("*"), scratch]:
+            _fsync(path)
+        old = target.with_name(f"{target.name}.old")
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+        scratch.rename(target)
+        _fsync(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def recover_directory(target: Path) -> Path:
+    """Returns ``target``, after restoring its predecessor if the process was killed while replacing it."""
+    old = target.with_name(f"{target.name}.old")
+    if old.exists() and not target.exists():
+        old.rename(target)
+    return target
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
