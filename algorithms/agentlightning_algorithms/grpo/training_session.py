@@ -25,8 +25,7 @@ from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.grpo.batches import make_batches
 from agentlightning_algorithms.grpo.collector import RolloutCollector, model_entries
 from agentlightning_algorithms.grpo.episode import Episode, count_staleness, describe_episodes, pass_at_k
-from agentlightning_algorithms.grpo.experience import transition_rows
-from agentlightning_algorithms.grpo.record import training_spans
+from agentlightning_algorithms.grpo.experience import training_spans, transition_rows
 from agentlightning_algorithms.grpo.sampling import Sample, flatten, sample_answers
 from agentlightning_algorithms.grpo.settings import GRPOSettings
 from agentlightning_algorithms.grpo.teacher import Teacher

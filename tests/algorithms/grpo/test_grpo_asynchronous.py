@@ -16,8 +16,7 @@ import agentlightning as agl
 from agentlightning_algorithms.grpo.batches import GroupPool
 from agentlightning_algorithms.grpo.collector import RolloutBatch
 from agentlightning_algorithms.grpo.episode import Episode
-from agentlightning_algorithms.grpo.experience import Experience
-from agentlightning_algorithms.grpo.record import training_spans
+from agentlightning_algorithms.grpo.experience import Experience, training_spans
 from agentlightning_algorithms.shared.policy.draw import Generation, Token
 from agentlightning_algorithms.shared.policy.model import Policy
 from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer, PolicyCompletions

@@ -24,8 +24,7 @@ from agentlightning_algorithms.grpo.episode import (
     soft_overlong,
     undecided,
 )
-from agentlightning_algorithms.grpo.experience import Experience, build_experience
-from agentlightning_algorithms.grpo.record import training_spans
+from agentlightning_algorithms.grpo.experience import Experience, build_experience, training_spans
 from agentlightning_algorithms.grpo.sampling import distribution
 from agentlightning_algorithms.grpo.settings import CheckpointSettings, ExperienceSettings
 from agentlightning_algorithms.shared.policy.settings import UpdateSettings
