@@ -167,8 +167,8 @@ class FakeCollector:
         self.begun.append(number)
         return [SimpleNamespace(rollout_id=f"{number}/{repetition}") for repetition in range(2)]
 
-    async def enqueue(self, requests: Any, mode: str, resources_id: str) -> None:
-        assert requests
+    async def enqueue(self, requests: Any, mode: str, resources_id: str) -> list[str]:
+        return [request.rollout_id for request in requests]
 
     async def gather(self, rollout_ids: list[str]) -> list[Episode]:
         number = int(rollout_ids[0].partition("/")[0])
@@ -182,9 +182,6 @@ class FakeCollector:
 
     async def get_rollout_by_id(self, rollout_id: str) -> None:
         """Returns no attempt, so the ledger gets no entry for the rollout."""
-
-    async def add_many_spans(self, spans: list[Any]) -> None:
-        assert not spans
 
     async def sampler_metrics(self) -> dict[str, float]:
         return {}
