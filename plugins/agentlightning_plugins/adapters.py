@@ -81,8 +81,8 @@ def triplets_to_transitions(triplets: Sequence[Triplet]) -> list[Transition]:
 @hookimpl
 def components() -> list[Component]:
     triplets = "agentlightning.adapter.triplet:TraceToTriplet"
-    messages = "agentlightning_plugins.shared.chat_history.adapter:TraceToMessages"
-    trajectories = "agentlightning_plugins.shared.trajectories.trajectory:TraceToTrajectories"
+    messages = "agentlightning_plugins.shared.chat_history:TraceToMessages"
+    trajectories = "agentlightning_plugins.shared.trajectories:TraceToTrajectories"
     return [
         Component("adapter", "messages", messages, summary="chat histories with tools"),
         Component("adapter", "trajectory", trajectories, summary="tokens with masks, calls joined"),

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentlightning import semconv
 from agentlightning.adapter.call import TracedCall
-from agentlightning.adapter.tree import Node
+from agentlightning.adapter.call import Node
 from agentlightning.adapter.triplet import load_credit_rule
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.plugin.hookspecs import Component, hookimpl

@@ -11,7 +11,7 @@ import pytest
 from tests.algorithms.tiny_model import save_tiny_model
 
 if TYPE_CHECKING:
-    from agentlightning_algorithms.shared.policy.model.policy import Policy
+    from agentlightning_algorithms.shared.policy.model import Policy
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def tiny_policy(tiny_model: Path) -> Policy:
     """A fresh policy over :func:`tiny_model`."""
     import torch
 
-    from agentlightning_algorithms.shared.policy.model.policy import load_policy
+    from agentlightning_algorithms.shared.policy.model import load_policy
 
     torch.set_num_threads(1)
     return load_policy(tiny_model)

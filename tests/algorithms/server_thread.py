@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.grpo.backend import transformers
-from agentlightning_algorithms.shared.policy.server import API_KEY_VARIABLE
+from agentlightning_algorithms.grpo import transformers_backend
 from agentlightning_algorithms.shared.policy.server.__main__ import make_parser, open_app, serve
+from agentlightning_algorithms.shared.policy_backend import API_KEY_VARIABLE
 from tests.waiting import LIMIT_S
 
 
@@ -82,5 +82,7 @@ class ServerThread(threading.Thread):
 def threads_for_servers() -> Iterator[None]:
     """Makes a thread of each policy server that is started in the block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": ServerThread}))
+        patch.setattr(
+            transformers_backend, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": ServerThread})
+        )
         yield

@@ -25,10 +25,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from agentlightning_algorithms.shared.policy.model.policy import Policy
+from agentlightning_algorithms.shared.policy.model import Policy
+from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
-from agentlightning_algorithms.shared.policy.update.updater import Updater
+from agentlightning_algorithms.shared.policy.updater import Updater
 
 VOCABULARY = 8192
 

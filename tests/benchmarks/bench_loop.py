@@ -33,9 +33,9 @@ import torch
 
 import agentlightning as agl
 from agentlightning.event import Event, StepFinished
-from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
-from agentlightning_algorithms.shared.policy.sampling.draw import SamplingParams
-from agentlightning_algorithms.shared.policy.sampling.sampler import Sampler
+from agentlightning_algorithms.shared.policy.draw import SamplingParams
+from agentlightning_algorithms.shared.policy.model import Policy, load_policy
+from agentlightning_algorithms.shared.policy.sampler import Sampler
 from agentlightning_plugins.demo.agent import CALCULATOR, SYSTEM_PROMPT, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT, GRPO_SETTINGS

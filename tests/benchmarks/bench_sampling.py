@@ -34,10 +34,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
-from agentlightning_algorithms.shared.policy.model.policy import load_policy
-from agentlightning_algorithms.shared.policy.sampling.draw import SamplingParams
-from agentlightning_algorithms.shared.policy.sampling.sampler import Sampler
+from agentlightning_algorithms.grpo.transformers_backend import TransformersBackend
+from agentlightning_algorithms.shared.policy.draw import SamplingParams
+from agentlightning_algorithms.shared.policy.model import load_policy
+from agentlightning_algorithms.shared.policy.sampler import Sampler
 from agentlightning_algorithms.shared.policy_backend import PolicySetup
 
 REPLY_TOKENS = 64

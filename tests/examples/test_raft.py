@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
 from agentlightning_algorithms.grpo.training_session import Sample, TrainingSession
+from agentlightning_algorithms.shared.policy.loss import Surrogate
 from agentlightning_algorithms.shared.policy.training_row import Distribution
-from agentlightning_algorithms.shared.policy.update.loss import Surrogate
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from tests.algorithms.server_thread import threads_for_servers

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from agentlightning_algorithms.grpo.algorithm import write_record
-from agentlightning_algorithms.grpo.checkpoints.model_card import write_model_card
+from agentlightning_algorithms.grpo.command import write_model_card
 from agentlightning_algorithms.grpo.settings import GRPOSettings, TeacherSettings
-from agentlightning_algorithms.sft.algorithm import SFT
+from agentlightning_algorithms.offline.training import SFT
 from agentlightning_algorithms.shared.trained_model import TrainingRecord
 from agentlightning_plugins.demo.training import CHECKPOINT
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import agentlightning as agl
-from agentlightning_algorithms.grpo.backend.vllm import VLLMBackend
-from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
+from agentlightning_algorithms.grpo.vllm_backend import VLLMBackend
+from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy_backend import PolicySetup
 from tests.algorithms.tiny_model import save_tiny_model
 from tests.port import reserve_port

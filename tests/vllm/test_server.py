@@ -16,10 +16,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import agentlightning as agl
-from agentlightning_algorithms.grpo.backend.vllm import VLLMBackend
-from agentlightning_algorithms.grpo.learning.served_teacher import ServedTeacher
 from agentlightning_algorithms.grpo.settings import TeacherSettings
-from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy, open_adapter
+from agentlightning_algorithms.grpo.teacher import ServedTeacher
+from agentlightning_algorithms.grpo.vllm_backend import VLLMBackend
+from agentlightning_algorithms.shared.policy.model import Policy, load_policy, open_adapter
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 
 MESSAGES: Any = [{"role": "user", "content": "Add 2 and 3."}]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from agentlightning.plugin.hookspecs import Component, Kind, hookimpl
@@ -11,64 +11,43 @@ if TYPE_CHECKING:
     import click
 
 
-_UPDATE = "agentlightning_algorithms.shared.policy.update"
-_LOSSES = {
-    "ppo": "clipped ratios of tokens",
-    "gspo": "one clipped ratio for a row",
-    "cispo": "clipped ratios as weights",
-    "cross_entropy": "likelihood of the tokens",
+_SHARED = "agentlightning_algorithms.shared"
+_MODULES = {
+    "advantage": f"{_SHARED}.advantage",
+    "aggregation": f"{_SHARED}.policy.loss",
+    "policy_loss": f"{_SHARED}.policy.loss",
+    "reward_shaping": f"{__name__}.episode",
+    "rollout_filter": f"{__name__}.episode",
+    "schedule": f"{_SHARED}.policy.settings",
+    "task_sampler": f"{__name__}.episode",
+    "training_metrics": f"{__name__}.episode",
 }
-_ESTIMATORS = {
-    "grpo": "difference from the mean of the group, divided by its spread",
-    "dr_grpo": "difference from the mean of the group",
-    "rloo": "difference from the mean of the group's other rollouts",
-    "reinforce_plus_plus_baseline": "difference from the mean of the group, whitened over the batch",
-    "opo": "difference from the length-weighted mean of the group",
-}
-_PARTS: Sequence[tuple[str, str, Mapping[str, str]]] = (
-    (
-        "aggregation",
-        f"{_UPDATE}.loss",
-        {
-            "token-mean": "mean over all tokens of the batch",
-            "token-sum": "sum over all tokens",
-            "seq-mean-token-sum": "mean over rows of their sums",
-            "seq-mean-token-sum-norm": "mean over rows of their sums, divided by the constant `horizon`",
-            "seq-mean-token-mean": "mean over rows of their means",
-            "rollout-mean": "mean over rollouts of the means of their tokens",
-        },
-    ),
-    (
-        "schedule",
-        f"{_UPDATE}.schedule",
-        {
-            "constant": "constant learning rate",
-            "linear": "linear decay of the learning rate",
-            "cosine": "cosine decay of the learning rate",
-        },
-    ),
-    (
-        "task_sampler",
-        f"{__name__}.choice",
-        {"shuffled": "epochs in random order", "undecided": "tasks whose mean reward is nearest to 0.5"},
-    ),
-    (
-        "rollout_filter",
-        f"{__name__}.choice",
-        {"finished": "rollouts that neither failed nor were cut off"},
-    ),
-    (
-        "reward_shaping",
-        f"{__name__}.choice",
-        {"soft_overlong": "less reward for answers near the token limit"},
-    ),
-    (
-        "training_metrics",
-        f"{__name__}.choice",
-        {"pass_at_k": "chance that at least one of k rollouts of a task succeeds"},
-    ),
+_PARTS = (
+    ("advantage", "grpo", "difference from the mean of the group, divided by its spread"),
+    ("advantage", "dr_grpo", "difference from the mean of the group"),
+    ("advantage", "rloo", "difference from the mean of the group's other rollouts"),
+    ("advantage", "reinforce_plus_plus_baseline", "difference from the mean of the group, whitened over the batch"),
+    ("advantage", "opo", "difference from the length-weighted mean of the group"),
+    ("aggregation", "token-mean", "mean over all tokens of the batch"),
+    ("aggregation", "token-sum", "sum over all tokens"),
+    ("aggregation", "seq-mean-token-sum", "mean over rows of their sums"),
+    ("aggregation", "seq-mean-token-sum-norm", "mean over rows of their sums, divided by the constant `horizon`"),
+    ("aggregation", "seq-mean-token-mean", "mean over rows of their means"),
+    ("aggregation", "rollout-mean", "mean over rollouts of the means of their tokens"),
+    ("policy_loss", "ppo", "clipped ratios of tokens"),
+    ("policy_loss", "gspo", "one clipped ratio for a row"),
+    ("policy_loss", "cispo", "clipped ratios as weights"),
+    ("policy_loss", "cross_entropy", "likelihood of the tokens"),
+    ("reward_shaping", "soft_overlong", "less reward for answers near the token limit"),
+    ("rollout_filter", "finished", "rollouts that neither failed nor were cut off"),
+    ("schedule", "constant", "constant learning rate"),
+    ("schedule", "linear", "linear decay of the learning rate"),
+    ("schedule", "cosine", "cosine decay of the learning rate"),
+    ("task_sampler", "shuffled", "epochs in random order"),
+    ("task_sampler", "undecided", "tasks whose mean reward is nearest to 0.5"),
+    ("training_metrics", "pass_at_k", "chance that at least one of k rollouts of a task succeeds"),
 )
-"""Other components of a training: their kind, their module, and a summary of each by name."""
+"""Functions that a training uses: kind, name and summary."""
 
 
 @hookimpl
@@ -91,33 +70,21 @@ def kinds() -> list[Kind]:
 
 @hookimpl
 def components() -> Iterable[Component]:
+    server, vllm = f"{__name__}.transformers_backend:TransformersBackend", f"{__name__}.vllm_backend:VLLMBackend"
+    summary = "samples the policy in a child process, on CPU or one GPU"
     return [
         Component("algorithm", "grpo", f"{__name__}.algorithm:GRPO", "grpo", "trains weights on one machine"),
-        Component(
-            "policy_backend",
-            "transformers",
-            f"{__name__}.backend.transformers:TransformersBackend",
-            "grpo",
-            "samples the policy in a child process, on CPU or one GPU",
-        ),
-        Component(
-            "policy_backend",
-            "vllm",
-            f"{__name__}.backend.vllm:VLLMBackend",
-            summary="samples on a running vLLM server",
-        ),
+        Component("policy_backend", "transformers", server, "grpo", summary),
+        Component("policy_backend", "vllm", vllm, summary="samples on a running vLLM server"),
         *(
-            Component("policy_loss", name, f"{_UPDATE}.loss:{name}", "grpo", summary)
-            for name, summary in _LOSSES.items()
-        ),
-        *(
-            Component("advantage", name, f"agentlightning_algorithms.shared.advantage:{name}", summary=summary)
-            for name, summary in _ESTIMATORS.items()
-        ),
-        *(
-            Component(kind, name, f"{module}:{name.replace('-', '_')}", "grpo", summary)
-            for kind, module, summaries in _PARTS
-            for name, summary in summaries.items()
+            Component(
+                kind,
+                name,
+                f"{_MODULES[kind]}:{name.replace('-', '_')}",
+                None if kind == "advantage" else "grpo",
+                summary,
+            )
+            for kind, name, summary in _PARTS
         ),
     ]
 

@@ -4,39 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from agentlightning.types import AttemptedRollout, Dataset
 from agentlightning_algorithms.grpo.collector import BACKEND_CHECK_S, RolloutBatch, RolloutCollector
-from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.learning.experience import find_flat_groups, score_episodes
+from agentlightning_algorithms.grpo.episode import Episode
+from agentlightning_algorithms.grpo.experience import find_flat_groups, score_episodes
 from agentlightning_algorithms.shared.rollout_result import cancel_rollouts
 from agentlightning_plugins.shared.training_records.record import LedgerEntry, Outcome
 
 
-class Batches(Protocol):
-    """Rolls out tasks for one step after another."""
-
-    async def take(self) -> RolloutBatch:
-        """Returns the finished rollouts of the next step, or further rollouts of the same step."""
-        ...
-
-    async def begin_next(self) -> None:
-        """Begins rollouts that run while the batch of this step, if one was taken, is trained on."""
-        ...
-
-    async def settle(self) -> None:
-        """Waits for the rollouts that must end before the weights change."""
-        ...
-
-    async def close(self, *, has_ended: bool) -> None:
-        """Stops waiting for rollouts; if the training has ended, cancels the remaining ones."""
-        ...
-
-
-def make_batches(collector: RolloutCollector, train: Dataset[Any]) -> Batches:
+def make_batches(collector: RolloutCollector, train: Dataset[Any]) -> StepBatches | GroupPool:
     """Returns the batches that the setting ``staleness`` requires."""
     return GroupPool(collector, train) if collector.settings.is_asynchronous else StepBatches(collector, train)
 
@@ -53,6 +33,7 @@ class StepBatches:
         """Rounds of rollouts in the current step, refills included."""
 
     async def take(self) -> RolloutBatch:
+        """Returns the finished rollouts of the next step, or further rollouts of the same step."""
         collector, prefetched = self._collector, self._next
         self._next = None
         batch = await (
@@ -63,16 +44,19 @@ class StepBatches:
         return batch
 
     async def begin_next(self) -> None:
+        """Begins rollouts that run while the batch of this step, if one was taken, is trained on."""
         collector, has_taken = self._collector, self._rounds > 0
         self._rounds = 0
         if has_taken and collector.settings.staleness and collector.step + 1 < collector.settings.steps:
             self._next = asyncio.create_task(collector.collect(self._train, collector.step + 1, self._position))
 
     async def settle(self) -> None:
+        """Waits for the rollouts that must end before the weights change."""
         if self._next is not None:
             await asyncio.wait([self._next])
 
     async def close(self, *, has_ended: bool) -> None:
+        """Stops waiting for rollouts; a pool whose training ``has_ended`` cancels them, too."""
         if self._next is not None:
             self._next.cancel()
             await asyncio.gather(self._next, return_exceptions=True)
@@ -89,6 +73,7 @@ class _Group:
     """Step in which the group was begun."""
     rollout_ids: list[str] = field(default_factory=list)
     gathering: asyncio.Task[list[Episode]] | None = None
+    """None for a group that an interrupted run left open, until its rollouts are queued again."""
 
     @property
     def episodes(self) -> list[Episode] | None:
@@ -121,10 +106,10 @@ class GroupPool:
         useful = flat = 0
         dropped = await self._drop_stale()
         while True:
-            for group in [group for group in self._open if group.episodes is not None]:
-                if useful == size:
-                    break
-                episodes = group.episodes or []
+            for group in [*self._open]:
+                episodes = group.episodes
+                if episodes is None or useful == size:
+                    continue
                 self._open.remove(group)
                 if any(episode.rollout.status == "cancelled" for episode in episodes):
                     # Cancelled by the user, or as stale by the interrupted run after its last checkpoint.
@@ -183,15 +168,11 @@ class GroupPool:
         tasks = collector.choose_tasks(self._train, count, self._next_number) if count else []
         self._open += [_Group(self._next_number + i, index, collector.step) for i, (index, _) in enumerate(tasks)]
         self._next_number += count
-        begun = [group for group in self._open if group.gathering is None]
-        requests = [
-            collector.group_requests(group.task, self._train[group.task], group.step, group.number) for group in begun
-        ]
-        if begun:
-            await collector.enqueue([each for group in requests for each in group], "train", collector.train_resources)
-        for group, own in zip(begun, requests, strict=True):
-            group.rollout_ids = [str(request.rollout_id) for request in own]
-            group.gathering = asyncio.create_task(collector.gather(group.rollout_ids))
+        for group in self._open:
+            if group.gathering is None:
+                requests = collector.group_requests(group.task, self._train[group.task], group.step, group.number)
+                group.rollout_ids = await collector.enqueue(requests, "train", collector.train_resources)
+                group.gathering = asyncio.create_task(collector.gather(group.rollout_ids))
         self._remember_open()
 
     async def _drop_stale(self) -> int:
@@ -225,23 +206,19 @@ class GroupPool:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         if has_ended:
-            await cancel_rollouts(self._collector.store, list(_ids(groups)))
+            await cancel_rollouts(self._collector.store, [each for group in groups for each in group.rollout_ids])
 
     async def _record(self, groups: Sequence[_Group], outcome: Outcome) -> None:
         """Records the rollouts of dropped groups in the ledger."""
         collector = self._collector
-        collector.count_rollouts(list(_ids(groups)))
-        spans = []
-        for rollout_id in _ids(groups):
-            rollout = await collector.store.get_rollout_by_id(rollout_id)
-            if isinstance(rollout, AttemptedRollout):
-                key = str((rollout.metadata or {}).get("group"))
-                spans.append(LedgerEntry(rollout_id, rollout.attempt.attempt_id, collector.step + 1, key, outcome))
-        await collector.store.add_many_spans([entry.to_span() for entry in spans])
+        for group in groups:
+            collector.count_rollouts(group.rollout_ids)
+            for rollout_id in group.rollout_ids:
+                rollout = await collector.store.get_rollout_by_id(rollout_id)
+                if isinstance(rollout, AttemptedRollout):
+                    key, attempt_id = str((rollout.metadata or {}).get("group")), rollout.attempt.attempt_id
+                    entry = LedgerEntry(rollout_id, attempt_id, collector.step + 1, key, outcome)
+                    await collector.store.add_span(entry.to_span())
 
     def _remember_open(self) -> None:
         self._collector.open_groups = [(group.number, group.task, group.step) for group in self._open]
-
-
-def _ids(groups: Iterable[_Group]) -> Iterable[str]:
-    return (rollout_id for group in groups for rollout_id in group.rollout_ids)

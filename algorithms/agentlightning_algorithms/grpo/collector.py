@@ -16,8 +16,8 @@ from agentlightning.algorithm.algorithm import Gateway, RunContext
 from agentlightning.plugin.registry import get_manager
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutConfig, RolloutMode, Triplet
-from agentlightning_algorithms.grpo.learning.episode import Episode, gather_episodes
-from agentlightning_algorithms.grpo.learning.experience import find_flat_groups, score_episodes
+from agentlightning_algorithms.grpo.episode import Episode, gather_episodes
+from agentlightning_algorithms.grpo.experience import find_flat_groups, score_episodes
 from agentlightning_algorithms.grpo.sampling import PENALTIES, agent_sampling, distribution
 from agentlightning_algorithms.grpo.settings import GRPOSettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet

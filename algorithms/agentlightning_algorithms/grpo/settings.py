@@ -11,7 +11,6 @@ from pydantic import ConfigDict
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
-from agentlightning_algorithms.grpo.checkpoints.clock import CheckpointClock
 from agentlightning_algorithms.grpo.sampling import (
     check_sampling,
     check_training_sampling,
@@ -20,9 +19,8 @@ from agentlightning_algorithms.grpo.sampling import (
     unnest_temperature,
 )
 from agentlightning_algorithms.shared.advantage import STD_FLOOR
-from agentlightning_algorithms.shared.policy.model.lora_settings import LoraSettings
+from agentlightning_algorithms.shared.policy.settings import LoraSettings, UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import Distribution
-from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
 from agentlightning_algorithms.shared.trained_model import find_model
 
 __all__ = [
@@ -54,7 +52,7 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSettings:
-    """On-policy distillation from a second model (:class:`~agentlightning_algorithms.grpo.learning.teacher.Teacher`).
+    """On-policy distillation from a second model (:class:`~agentlightning_algorithms.grpo.teacher.Teacher`).
 
     Attributes:
         model: the teacher, which must have the policy's tokenizer: a directory, a hub name, or the directory of a run
@@ -139,20 +137,18 @@ class CheckpointSettings:
     """Settings of the checkpoints and weights that are kept in the run's directory.
 
     Attributes:
-        every: steps between checkpoints, or a time such as ``5m``. They are written while the next rollouts run.
+        every: steps between checkpoints, which are written while the next rollouts run.
         keep_every: steps between weights that are kept in ``steps/<step>``; 0: none.
-        keep_last: number of newest checkpoints whose weights are kept there, too.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    every: int | str = 1
+    every: int = 1
     keep_every: int = 0
-    keep_last: int = 0
 
     def __post_init__(self) -> None:
-        CheckpointClock(self.every)
-        require_least(0, keep_every=self.keep_every, keep_last=self.keep_last)
+        require_least(1, every=self.every)
+        require_least(0, keep_every=self.keep_every)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

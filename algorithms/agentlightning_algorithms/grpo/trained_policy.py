@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from agentlightning.types import Triplet
-from agentlightning_algorithms.grpo.learning.episode import Episode, describe_calls
-from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
-from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
-from agentlightning_algorithms.grpo.learning.teacher import Teacher
+from agentlightning_algorithms.grpo.episode import Episode, describe_calls
+from agentlightning_algorithms.grpo.experience import Experience, build_experience
+from agentlightning_algorithms.grpo.monitor import TrainingMonitor
 from agentlightning_algorithms.grpo.settings import GRPOSettings, PolicySettings
-from agentlightning_algorithms.shared.policy.model.checkpoint import atomic_directory
-from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
-from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_algorithms.shared.policy.update.prepared_row import RowUse
-from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
-from agentlightning_algorithms.shared.policy.update.updater import Updater
+from agentlightning_algorithms.grpo.teacher import Teacher
+from agentlightning_algorithms.shared.policy.model import Policy, load_policy
+from agentlightning_algorithms.shared.policy.prepared_row import RowUse
+from agentlightning_algorithms.shared.policy.settings import UpdateSettings
+from agentlightning_algorithms.shared.policy.updater import Updater
+from agentlightning_algorithms.shared.trained_model import STEPS, atomic_directory
 
 logger = logging.getLogger("agentlightning")
 
+_OF_ROLLOUTS: Final = ("groups", "rollouts_left_out", "rollouts_filled")
+"""Counts of rollouts and their groups, which are the same for each policy of a run."""
+_SUMMED: Final = ("calls", "drift/", "rows", "response_tokens", "optimizer_steps", "skipped_steps", "seconds")
+"""Prefixes of the metrics that are summed over policies."""
 MODEL_NAMES = {"train": "policy", "eval": "policy-val"}
 """Names under which agents call the trained model: the gateway forces other sampling parameters on each."""
 
@@ -66,7 +72,6 @@ class TrainedPolicy:
             settings.experience,
             max_length=updater.policy.max_length,
             decode=self.decode,
-            penalty=self._kl_penalty if updater.reference is not None and update.kl_in == "reward" else None,
             oldest_version=oldest_version,
             distribution=settings.distribution,
         )
@@ -92,10 +97,6 @@ class TrainedPolicy:
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of tokens."""
         return str(self.updater.policy.tokenizer.decode(list(ids)))
-
-    def _kl_penalty(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
-        coefficient = self.updater.settings.kl_coefficient
-        return [[coefficient * value for value in values] for values in self.updater.reference_kl(rows)]
 
     def _warn_without_calls(self, episodes: Sequence[Episode]) -> None:
         if not self.has_warned and episodes and not any(episode.triplets for episode in episodes):
@@ -124,7 +125,7 @@ class PolicySet:
             assert own.update is not None, "set by GRPOSettings"
             policy = base
             if own.lora is not None:
-                from agentlightning_algorithms.shared.policy.model.lora import (  # peft takes seconds
+                from agentlightning_algorithms.shared.policy.lora import (  # peft takes seconds
                     add_lora,
                     share_weights,
                 )
@@ -197,6 +198,29 @@ def join_experience(parts: Sequence[tuple[Experience, Sequence[RowUse]]]) -> tup
     return whole, [use for _, uses in parts for use in uses]
 
 
+def join_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the metrics of several policies, each updated once, as those of one update.
+
+    Counts and seconds are added and extremes kept. Other metrics are averaged, weighted by each policy's
+    response tokens, or by seconds for a speed.
+    """
+    joined = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        having = [part for part in parts if name in part]
+        values = [part[name] for part in having]
+        if name in _OF_ROLLOUTS or name.endswith("_max"):
+            joined[name] = max(values)
+        elif name.endswith("_min"):
+            joined[name] = min(values)
+        elif name.startswith(_SUMMED):
+            joined[name] = sum(values)
+        else:
+            weight = "seconds" if name.endswith("_per_s") else "response_tokens"
+            weights = [part.get(weight, 0.0) for part in having]
+            joined[name] = statistics.fmean(values, weights if any(weights) else None)
+    return joined
+
+
 def _select(episodes: Sequence[Episode], policies: Sequence[TrainedPolicy]) -> list[Episode]:
     """Returns the episodes without the calls of other models.
 
@@ -212,3 +236,42 @@ def _select(episodes: Sequence[Episode], policies: Sequence[TrainedPolicy]) -> l
         return asked in names
 
     return [replace(episode, triplets=list(filter(is_own, episode.triplets))) for episode in episodes]
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time in a thread; the weights may change only after :meth:`wait`."""
+
+    def __init__(self, policies: PolicySet, directory: Path | None, keep_every: int) -> None:
+        """Keeps the weights of every ``keep_every``-th step; without a directory it writes nothing."""
+        self._policies = policies
+        self._directory = directory
+        self._keep_every = keep_every
+        self._writing: asyncio.Task[float] | None = None
+        self.seconds: float | None = None
+        """Duration of the last checkpoint."""
+
+    async def begin(self, state: Mapping[str, Mapping[str, Any]] | None, step: int) -> None:
+        """Begins to write ``state``, if it is given, and the weights of ``step`` if they are to be kept."""
+        await self.wait()
+        keeps = bool(self._keep_every) and step % self._keep_every == 0
+        if self._directory is not None and (state is not None or keeps):
+            self._writing = asyncio.create_task(asyncio.to_thread(self._write, self._directory, state, step, keeps))
+
+    async def wait(self) -> None:
+        """Returns when everything is written.
+
+        Raises:
+            OSError: the checkpoint could not be written.
+        """
+        if self._writing is not None:
+            self.seconds = await asyncio.shield(self._writing)
+            self._writing = None
+
+    def _write(self, directory: Path, state: Mapping[str, Mapping[str, Any]] | None, step: int, keeps: bool) -> float:
+        started = time.monotonic()
+        if state is not None:
+            self._policies.write(directory / "checkpoint", state)
+        if keeps:
+            with atomic_directory(directory / STEPS / str(step)) as scratch:
+                self._policies.save(scratch)
+        return time.monotonic() - started

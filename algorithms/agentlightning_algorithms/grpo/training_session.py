@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import math
+import resource
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -21,23 +23,23 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.grpo.batches import make_batches
-from agentlightning_algorithms.grpo.checkpoints.clock import CheckpointClock
-from agentlightning_algorithms.grpo.checkpoints.writer import CheckpointWriter
-from agentlightning_algorithms.grpo.choice import pass_at_k
 from agentlightning_algorithms.grpo.collector import RolloutCollector, model_entries
-from agentlightning_algorithms.grpo.learning.episode import Episode, count_staleness, describe_episodes
-from agentlightning_algorithms.grpo.learning.experience import transition_rows
-from agentlightning_algorithms.grpo.learning.record import training_spans
-from agentlightning_algorithms.grpo.learning.teacher import Teacher
-from agentlightning_algorithms.grpo.sample import Sample, sample_answers
-from agentlightning_algorithms.grpo.sampling import flatten
+from agentlightning_algorithms.grpo.episode import Episode, count_staleness, describe_episodes, pass_at_k
+from agentlightning_algorithms.grpo.experience import training_spans, transition_rows
+from agentlightning_algorithms.grpo.sampling import Sample, flatten, sample_answers
 from agentlightning_algorithms.grpo.settings import GRPOSettings
-from agentlightning_algorithms.grpo.trained_policy import MODEL_NAMES, PolicySet, join_experience
-from agentlightning_algorithms.shared.policy.model.checkpoint import atomic_directory, recover_directory
+from agentlightning_algorithms.grpo.teacher import Teacher
+from agentlightning_algorithms.grpo.trained_policy import (
+    MODEL_NAMES,
+    CheckpointWriter,
+    PolicySet,
+    join_experience,
+    join_metrics,
+)
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_algorithms.shared.policy.update.metrics import join_metrics, measure_memory
-from agentlightning_algorithms.shared.policy.update.updater import Objective
+from agentlightning_algorithms.shared.policy.updater import Objective
 from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup, serve_models
+from agentlightning_algorithms.shared.trained_model import atomic_directory, recover_directory
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry
 
 logger = logging.getLogger("agentlightning")
@@ -80,10 +82,7 @@ class TrainingSession:
         self._batches = make_batches(collector, train) if train is not None and len(train) else None
         self._position = collector.position
         self._writer = CheckpointWriter(
-            self.policies,
-            collector.context.directory,
-            keep_every=self.settings.checkpoints.keep_every,
-            keep_last=self.settings.checkpoints.keep_last,
+            self.policies, collector.context.directory, self.settings.checkpoints.keep_every
         )
         self._best_reward = best_reward
         """Best reward on the validation set so far."""
@@ -178,7 +177,7 @@ class TrainingSession:
         """
         settings = self.settings
         await self.publish()
-        reached, clock = False, CheckpointClock(settings.checkpoints.every)
+        reached = False
         if self.step == 0:
             self.log({**await self.evaluate(), **await self._test()})
             await self._report()
@@ -205,7 +204,7 @@ class TrainingSession:
                 self.log(await self._test())
             self.log({"progress": 1.0 if reached else self.step / settings.steps})
             await self._report()
-            is_due = clock.is_due(self.step) or is_last or reached
+            is_due = self.step % settings.checkpoints.every == 0 or is_last or reached
             await self._writer.begin(self.state() if is_due else None, self.step)
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -282,7 +281,7 @@ class TrainingSession:
                 "prepare_s": time.monotonic() - started - train_s - record_s,
                 "record_s": record_s,
                 **{f"outcome/{name}": float(count) for name, count in outcomes.items()},
-                **measure_memory(settings.device),
+                **_measure_memory(settings.device),
             }
         )
 
@@ -410,3 +409,13 @@ class TrainingSession:
             logger.warning("step %d: %s", self.step, warning)
         active = sum(policy.monitor.active for policy in self.policies)
         await self.collector.store.add_metrics(self.step, {**metrics, "warnings": float(active)})
+
+
+def _measure_memory(device: str) -> dict[str, float]:
+    """Returns peak memory in GB: of this process, and of the GPU since the last step."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    memory = {"memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
+    if device.startswith("cuda"):
+        memory["gpu_memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+        torch.cuda.reset_peak_memory_stats(device)
+    return memory

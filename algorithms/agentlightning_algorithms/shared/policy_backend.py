@@ -5,13 +5,17 @@ A component of the kind ``policy_backend`` implements :class:`PolicyBackend`; it
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from agentlightning.algorithm.algorithm import Gateway
 from agentlightning.errors import LightningError
+
+API_KEY_VARIABLE: Final = "AGL_POLICY_API_KEY"
+"""The environment variable with the key that the policy server requires for completions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,3 +150,15 @@ async def _load(backend: PolicyBackend, weights: Path | Mapping[str, Path], vers
     else:
         for name, path in dict(weights).items():
             await backend.load_adapter(name, path, version)
+
+
+def digest_weights(directory: Path) -> str:
+    """Returns the digest of all ``*.safetensors`` in a directory: their names and contents.
+
+    By it, trainer and policy server check that they use the same weights.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\0".encode())
+    return digest.hexdigest()

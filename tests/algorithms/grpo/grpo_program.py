@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import agentlightning as agl
 from agentlightning_algorithms.grpo import algorithm as _algorithm  # noqa: F401 # loads the heavy packages before a fork
-from agentlightning_algorithms.shared.policy.model import checkpoint
+from agentlightning_algorithms.shared.trained_model import checkpoint
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT

@@ -14,12 +14,12 @@ import torch
 
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.dpo.algorithm import DPO, LossName
-from agentlightning_algorithms.shared.policy.example import make_rows, open_source
-from agentlightning_algorithms.shared.policy.model.policy import Policy, collate, load_policy
+from agentlightning_algorithms.offline.dpo import DPO, LossName
+from agentlightning_algorithms.offline.training import make_rows
+from agentlightning_algorithms.shared.policy.model import Policy, collate, load_policy
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_algorithms.shared.policy.update.updater import Updater
-from agentlightning_plugins.shared.chat_history import FineTuningExample, PreferencePair, select_pairs
+from agentlightning_algorithms.shared.policy.updater import Updater
+from agentlightning_plugins.shared.chat_history import FineTuningExample, PreferencePair
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.grpo.test_sft import QUESTION, conversation, likelihood, tune, unused_agent
 from tests.algorithms.prompt_lab import Server
@@ -193,16 +193,13 @@ def test_pairs_are_the_best_and_the_worst_rollouts_of_a_task(tmp_path: Path, tin
         )  # fmt: skip
         trainer.fit(agent, tasks, [{"name": "three"}] * 2)
 
-    async def chosen(*conditions: Any) -> set[tuple[str, str]]:
-        async with open_source(str(recorded)) as store:
-            return {
-                (pair.chosen[0].messages[-1]["content"], pair.rejected[0].messages[-1]["content"])
-                async for pair in select_pairs(store, *conditions)
-            }
+    def chosen(**conditions: Any) -> set[tuple[str, str]]:
+        pairs = asyncio.run(DPO(model=str(tiny_model), source=str(recorded), **conditions).read_examples())
+        return {(pair.chosen[0].messages[-1]["content"], pair.rejected[0].messages[-1]["content"]) for pair in pairs}
 
-    assert asyncio.run(chosen()) == {("aaa", "ccc"), ("ggg", "fff")}, "equal rewards make no pair"
-    assert asyncio.run(chosen(0.5)) == {("aaa", "ccc")}
-    assert asyncio.run(chosen(0.0, None)) == {("aaa", "ccc"), ("ggg", "fff")}
+    assert chosen() == {("aaa", "ccc"), ("ggg", "fff")}, "equal rewards make no pair"
+    assert chosen(min_gap=0.5) == {("aaa", "ccc")}
+    assert chosen(pairs_per_task=None) == {("aaa", "ccc"), ("ggg", "fff")}
     (epoch,) = tune(tmp_path / "dpo", tiny_model, recorded, name="dpo")
     assert epoch["pairs"] == 2.0
     algorithm = get_manager().create(

@@ -230,7 +230,6 @@ def test_lora_with_merged_rows_and_staleness_1_trains_and_exports(tmp_path: Path
             "old_logprobs": "trainer",
             "importance_weights": "token",
             "kl_coefficient": 0.01,
-            "kl_in": "reward",
             "gradient_checkpointing": True,
         },
     }
@@ -248,7 +247,7 @@ def test_lora_with_merged_rows_and_staleness_1_trains_and_exports(tmp_path: Path
             assert 0 < values["importance_weight"] <= values["importance_weight_max"] <= 2.0
             # A turn that continues the previous turn is merged into its row.
             assert values["rows"] < values["calls"] or values["rows"] == 0
-            assert {"reward", "success_rate", "reward_penalty", "advantage_std", "entropy", "clip_fraction", "ratio",
+            assert {"reward", "success_rate", "reference_kl", "advantage_std", "entropy", "clip_fraction", "ratio",
                     "response_length", "calls_per_rollout", "queue_wait_s", "sample_s", "train_s", "publish_s",
                     "tokens_per_s", "train_tokens_per_s", "memory_gb", "drift/retokenisation", "refills",
                     "wait_s", "group_reward_std", "groups_without_spread", "warnings"} <= values.keys()  # fmt: skip

@@ -15,11 +15,10 @@ from openai import AsyncOpenAI
 import agentlightning as agl
 from agentlightning_algorithms.grpo.batches import GroupPool
 from agentlightning_algorithms.grpo.collector import RolloutBatch
-from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.learning.experience import Experience
-from agentlightning_algorithms.grpo.learning.record import training_spans
-from agentlightning_algorithms.shared.policy.model.policy import Policy
-from agentlightning_algorithms.shared.policy.sampling.draw import Generation, Token
+from agentlightning_algorithms.grpo.episode import Episode
+from agentlightning_algorithms.grpo.experience import Experience, training_spans
+from agentlightning_algorithms.shared.policy.draw import Generation, Token
+from agentlightning_algorithms.shared.policy.model import Policy
 from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer, PolicyCompletions
 from agentlightning_algorithms.shared.policy.server.conversation import Prompt
 from agentlightning_algorithms.shared.policy.server.request import ChatRequest, parse_request
@@ -168,8 +167,8 @@ class FakeCollector:
         self.begun.append(number)
         return [SimpleNamespace(rollout_id=f"{number}/{repetition}") for repetition in range(2)]
 
-    async def enqueue(self, requests: Any, mode: str, resources_id: str) -> None:
-        assert requests
+    async def enqueue(self, requests: Any, mode: str, resources_id: str) -> list[str]:
+        return [request.rollout_id for request in requests]
 
     async def gather(self, rollout_ids: list[str]) -> list[Episode]:
         number = int(rollout_ids[0].partition("/")[0])
@@ -183,9 +182,6 @@ class FakeCollector:
 
     async def get_rollout_by_id(self, rollout_id: str) -> None:
         """Returns no attempt, so the ledger gets no entry for the rollout."""
-
-    async def add_many_spans(self, spans: list[Any]) -> None:
-        assert not spans
 
     async def sampler_metrics(self) -> dict[str, float]:
         return {}

@@ -13,8 +13,8 @@ from openai import AsyncOpenAI
 import agentlightning as agl
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.registry import PluginManager
-from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
-from agentlightning_algorithms.grpo.backend.vllm import VLLMBackend
+from agentlightning_algorithms.grpo.transformers_backend import TransformersBackend
+from agentlightning_algorithms.grpo.vllm_backend import VLLMBackend
 from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup, publish_weights, serve_models
 from tests.algorithms.vllm_server import WIRE, FakeVLLM
 from tests.http_site import serving

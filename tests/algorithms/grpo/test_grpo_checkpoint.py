@@ -1,18 +1,16 @@
-"""Checkpoints: when they are due, how they are written, and which weights are kept."""
+"""Checkpoints: how they are written, and which weights are kept."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from agentlightning_algorithms.grpo.checkpoints.clock import CheckpointClock
-from agentlightning_algorithms.grpo.checkpoints.writer import CheckpointWriter
-from agentlightning_algorithms.shared.policy.model.checkpoint import atomic_directory
+from agentlightning_algorithms.grpo.trained_policy import CheckpointWriter
+from agentlightning_algorithms.shared.trained_model import atomic_directory
 from tests.waiting import LIMIT_S
 
 
@@ -31,27 +29,11 @@ class Policies:
             (scratch / "state").write_text(str(state["step"]))
 
 
-@pytest.mark.parametrize(("every", "due"), [(2, [2, 4]), ("3", [3]), ("1h", []), ("2m", [2, 4]), ("90 s", [2, 4])])
-def test_checkpoints_are_due_by_steps_or_by_time(
-    monkeypatch: pytest.MonkeyPatch, every: int | str, due: list[int]
-) -> None:
-    """A step takes a minute."""
-    now = [0.0]
-    clock_module = "agentlightning_algorithms.grpo.checkpoints.clock"
-    monkeypatch.setattr(f"{clock_module}.time", SimpleNamespace(monotonic=lambda: now[0]))
-    clock, found = CheckpointClock(every), []
-    for step in range(1, 5):
-        now[0] = 60.0 * step
-        if clock.is_due(step):
-            found.append(step)
-    assert found == due
-
-
 def test_a_checkpoint_is_written_in_the_background_and_awaited_before_the_weights_change(tmp_path: Path) -> None:
     policies = Policies()
 
     async def check() -> None:
-        writer = CheckpointWriter(cast(Any, policies), tmp_path, keep_every=0, keep_last=0)
+        writer = CheckpointWriter(cast(Any, policies), tmp_path, 0)
         policies.may_write.set()
         await writer.begin({"step": 1}, 1)
         await writer.wait()
@@ -75,7 +57,7 @@ def test_an_error_while_writing_a_checkpoint_ends_the_training(tmp_path: Path) -
     (tmp_path / "file").touch()
 
     async def check() -> None:
-        writer = CheckpointWriter(cast(Any, policies), tmp_path / "file", keep_every=0, keep_last=0)
+        writer = CheckpointWriter(cast(Any, policies), tmp_path / "file", 0)
         await writer.begin({"step": 1}, 1)
         with pytest.raises(OSError, match="file"):
             await writer.wait()
@@ -83,18 +65,13 @@ def test_an_error_while_writing_a_checkpoint_ends_the_training(tmp_path: Path) -
     asyncio.run(check())
 
 
-@pytest.mark.parametrize(
-    ("every", "last", "kept"),
-    [(0, 0, []), (3, 0, ["3", "6"]), (0, 2, ["6", "8"]), (3, 2, ["3", "6", "8"])],
-)
-def test_weights_of_every_nth_step_and_of_the_last_checkpoints_are_kept(
-    tmp_path: Path, every: int, last: int, kept: list[str]
-) -> None:
+@pytest.mark.parametrize(("every", "kept"), [(0, []), (3, ["3", "6"])])
+def test_weights_of_every_nth_step_are_kept(tmp_path: Path, every: int, kept: list[str]) -> None:
     policies = Policies()
     policies.may_write.set()
 
     async def check() -> None:
-        writer = CheckpointWriter(cast(Any, policies), tmp_path, keep_every=every, keep_last=last)
+        writer = CheckpointWriter(cast(Any, policies), tmp_path, every)
         for step in range(1, 9):
             await writer.begin({"step": step} if step % 2 == 0 else None, step)
         await writer.wait()

@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 
-from agentlightning_algorithms.shared.policy.model.policy import Policy
-from agentlightning_algorithms.shared.policy.sampling.draw import Generation, Token
-from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer, PolicyCompletions
+from agentlightning_algorithms.shared.policy.draw import Generation, Token
+from agentlightning_algorithms.shared.policy.model import Policy
+from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer, ReplyReader, split_calls
 from agentlightning_algorithms.shared.policy.server.conversation import Prompt
-from agentlightning_algorithms.shared.policy.server.reply import ParsedToolCall, ToolCallReader
-from agentlightning_algorithms.shared.policy.server.request import ChatRequest, TextRequest, parse_request
+from agentlightning_algorithms.shared.policy.server.request import (
+    ChatRequest,
+    PolicyCompletions,
+    TextRequest,
+    parse_request,
+)
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -50,13 +54,6 @@ def streamed(
 # Tool calls
 
 
-def parse_tool_calls(text: str) -> tuple[str, list[ParsedToolCall]]:
-    """Returns a complete text without its tool calls, and the calls in order."""
-    reader = ToolCallReader()
-    said, calls = reader.feed(text)
-    return said + reader.finish(), calls
-
-
 @pytest.mark.parametrize(
     ("text", "rest", "calls"),
     [
@@ -69,9 +66,9 @@ def parse_tool_calls(text: str) -> tuple[str, list[ParsedToolCall]]:
     ],
 )
 def test_tool_calls_are_removed_from_the_text(text: str, rest: str, calls: list[tuple[str, Any]]) -> None:
-    left, found = parse_tool_calls(text)
+    left, found = split_calls(text)
     assert left == rest
-    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
 @pytest.mark.parametrize(
@@ -90,15 +87,15 @@ def test_tool_calls_are_removed_from_the_text(text: str, rest: str, calls: list[
 )
 def test_invalid_tool_calls_stay_in_the_text(block: str) -> None:
     text = f"<tool_call>{block}</tool_call>"
-    assert parse_tool_calls(text) == (text, [])
-    left, found = parse_tool_calls(text + CALL)
+    assert split_calls(text) == (text, [])
+    left, found = split_calls(text + CALL)
     assert left == text
     assert len(found) == 1
 
 
 def test_an_unclosed_tool_call_stays_in_the_text() -> None:
     text = '<tool_call>\n{"name": "add", "arguments": {}}'
-    assert parse_tool_calls(text) == (text, [])
+    assert split_calls(text) == (text, [])
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 50])
@@ -106,11 +103,13 @@ def test_an_unclosed_tool_call_stays_in_the_text() -> None:
     "text",
     [f"I add.\n{CALL}\n{CALL} so ", "<tool_call>no</tool_call>  <tool_call", f"a < b <tool {CALL}", " \n x \n"],
 )
-def test_tool_calls_are_found_however_the_text_is_split(text: str, step: int) -> None:
-    reader = ToolCallReader()
-    pieces = [reader.feed(text[at : at + step]) for at in range(0, len(text), step)]
-    said = "".join(said for said, _ in pieces) + reader.finish()
-    assert (said, [call for _, calls in pieces for call in calls]) == parse_tool_calls(text)
+def test_tool_calls_are_found_however_the_text_is_split(completions: PolicyCompletions, text: str, step: int) -> None:
+    reader, tokens = ReplyReader(completions.tokenizer, (), 8), generation(completions, text).token_ids
+    pieces = [reader.feed(tokens[at : at + step]) for at in range(0, len(tokens), step)]
+    said, calls = split_calls(text)
+    assert ("".join(pieces) + reader.finish(), reader.text) == (said, said)
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in reader.calls] == calls
+    assert said.startswith("".join(pieces))
 
 
 # Answers

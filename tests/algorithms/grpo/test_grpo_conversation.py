@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agentlightning_algorithms.shared.policy.model.policy import Policy
+from agentlightning_algorithms.shared.policy.model import Policy
 from agentlightning_algorithms.shared.policy.server.conversation import Conversations, Prompt
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -164,7 +164,7 @@ def test_a_prompt_with_other_tools_does_not_continue_a_conversation(conversation
 
 
 def test_memory_is_bounded_by_evicting_the_least_recently_used(tiny_policy: Policy) -> None:
-    conversations = Conversations(tiny_policy.tokenizer, tiny_policy.stop_ids, max_bytes=3000)
+    conversations = Conversations(tiny_policy.tokenizer, tiny_policy.stop_ids, max_tokens=200)
     message = {"role": "assistant", "content": "x" * 20}
     questions = [{"role": "user", "content": f"{i}"} for i in range(10)]
     for question in questions:
@@ -200,30 +200,6 @@ def test_the_fields_of_a_tool_are_rendered_in_the_order_of_the_request(conversat
     first, second = (conversations.prompt([ASK], [tool]).text for tool in (TOOL, turned))
     assert json.dumps(function) in first
     assert json.dumps(turned["function"]) in second
-
-
-def test_conversations_that_differ_only_in_the_ids_of_their_calls_are_rendered_once(
-    conversations: Conversations, tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    render, rendered = tiny_policy.tokenizer.apply_chat_template, []
-
-    def count(*args: Any, **settings: Any) -> Any:
-        rendered.append(args)
-        return render(*args, **settings)
-
-    monkeypatch.setattr(tiny_policy.tokenizer, "apply_chat_template", count)
-    first = conversations.prompt([ASK], [TOOL])
-    said = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    prompts = []
-    for number in range(8):
-        message = call('{"a":1}')
-        message["tool_calls"][0]["id"] = f"call_{number}"
-        answer(conversations, first, message, said)
-        result = {"role": "tool", "tool_call_id": f"call_{number}", "content": "3"}
-        prompts.append(conversations.prompt([ASK, sent(message), result], [TOOL]))
-    assert len(rendered) == 3  # the first prompt; the second, up to the answer and as a whole
-    assert len({prompt.text for prompt in prompts}) == 1
-    assert conversations.counts["prompts_continued"] == 8
 
 
 def test_a_template_that_writes_ids_of_tool_calls_gets_the_ids_from_the_agent(

@@ -15,8 +15,8 @@ import agentlightning as agl
 from agentlightning.adapter import CreditRule, Step
 from agentlightning.plugin.registry import get_manager
 from agentlightning_algorithms.grpo.algorithm import GRPO
-from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
+from agentlightning_algorithms.grpo.episode import Episode
+from agentlightning_algorithms.grpo.experience import Experience, build_experience
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.advantage import Scored, compute_advantages, flat_groups
 from agentlightning_plugins.credit import DiscountedCredit, IdenticalCredit, IntermediateCredit, NearestCredit
@@ -190,9 +190,9 @@ def _learn(model: Path, rule: CreditRule, seed: int, steps: int) -> list[float]:
     """Trains on the game and returns the share of right answers at each step."""
     import torch
 
-    from agentlightning_algorithms.shared.policy.model.policy import load_policy
-    from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
-    from agentlightning_algorithms.shared.policy.update.updater import Updater
+    from agentlightning_algorithms.shared.policy.model import load_policy
+    from agentlightning_algorithms.shared.policy.settings import UpdateSettings
+    from agentlightning_algorithms.shared.policy.updater import Updater
 
     torch.manual_seed(seed)
     policy = load_policy(model)

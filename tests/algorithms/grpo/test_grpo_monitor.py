@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
+from agentlightning_algorithms.grpo.monitor import TrainingMonitor
 
 HEALTHY = {
     "entropy": 1.0, "response_length": 50.0, "reward": 0.3, "success_rate": 0.3, "groups_without_spread": 0.2,

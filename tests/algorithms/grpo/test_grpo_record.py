@@ -15,11 +15,10 @@ import agentlightning as agl
 from agentlightning.cli import cli
 from agentlightning.plugin.registry import PluginManager
 from agentlightning.types import Attempt
-from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.learning.experience import build_experience
-from agentlightning_algorithms.grpo.learning.record import training_spans
+from agentlightning_algorithms.grpo.episode import Episode
+from agentlightning_algorithms.grpo.experience import build_experience, training_spans
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
-from agentlightning_algorithms.shared.policy.update.prepared_row import RowUse
+from agentlightning_algorithms.shared.policy.prepared_row import RowUse
 from agentlightning_plugins.shared.training_records.query import count_outcomes, read_ledger, read_rows
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry, TrainedRow
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from agentlightning_algorithms.shared.policy.model.policy import Policy
-from agentlightning_algorithms.shared.policy.server.completion import PolicyCompletions
+from agentlightning_algorithms.shared.policy.model import Policy
 from agentlightning_algorithms.shared.policy.server.request import (
     ChatRequest,
     CompletionError,
+    PolicyCompletions,
     TextRequest,
     parse_request,
 )
@@ -136,7 +136,7 @@ def test_fields_of_vllm_are_accepted_with_values_that_have_no_effect(completions
 
 
 def test_fields_of_the_chat_template_have_no_effect_on_a_text_completion(completions: PolicyCompletions) -> None:
-    fields = {"chat_template": "x", "documents": [{}], "add_generation_prompt": False, "reasoning_effort": "low"}
+    fields = {"messages": [], "chat_template_kwargs": {"tools": []}, "reasoning_effort": "low"}
     parse_request(TextRequest, {"prompt": "x", **fields}, ["policy"])
     with pytest.raises(CompletionError, match="truncate_prompt_tokens = 1 is not supported"):
         parse_request(TextRequest, {"prompt": "x", "truncate_prompt_tokens": 1}, ["policy"])
@@ -184,11 +184,11 @@ def test_chat_template_kwargs_reach_the_chat_template(completions: PolicyComplet
         (EFFORT + THINKING, "none", None, "[none][False]"),
         (EFFORT + THINKING, "none", {"enable_thinking": True}, "[none][True]"),
         (THINKING, None, None, ""),
+        ("", "low", None, ""),
     ],
 )
 def test_reasoning_effort_reaches_a_chat_template_that_reads_it(
     completions: PolicyCompletions,
-    caplog: pytest.LogCaptureFixture,
     template: str,
     effort: str | None,
     arguments: dict[str, Any] | None,
@@ -198,24 +198,6 @@ def test_reasoning_effort_reaches_a_chat_template_that_reads_it(
     completions.tokenizer.chat_template += template
     request = chat(reasoning_effort=effort, chat_template_kwargs=arguments)
     assert completions.prompt(request).text == plain + rendered
-    assert caplog.text == ""
-
-
-@pytest.mark.parametrize(
-    ("template", "rendered", "said"),
-    [("", "", "the server ignores this field"), (THINKING, "[True]", "the server passes enable_thinking instead")],
-)
-def test_a_chat_template_that_ignores_reasoning_effort_is_logged_once(
-    completions: PolicyCompletions, caplog: pytest.LogCaptureFixture, template: str, rendered: str, said: str
-) -> None:
-    plain = completions.prompt(chat())
-    completions.tokenizer.chat_template += template
-    for effort in ("low", "high"):
-        prompt = completions.prompt(chat(reasoning_effort=effort))
-        assert prompt.text == plain.text + rendered
-    (record,) = caplog.records
-    assert f"of 'policy' does not read reasoning_effort, so {said}" in record.getMessage()
-    assert (prompt.digest == plain.digest) == (not template), "an ignored field does not separate conversations"
 
 
 def test_an_error_of_a_chat_template_names_the_request_fields_passed_to_it(completions: PolicyCompletions) -> None:

@@ -109,7 +109,7 @@ def test_a_training_killed_twice_ends_like_an_uninterrupted_one(forks: Any, tmp_
     assert torch.load(checkpoint, weights_only=True)["updates"] == 1
     train_until_killed(forks, directory, 0, "checkpoint")
     assert torch.load(checkpoint, weights_only=True)["updates"] == 1
-    assert list(directory.glob(".checkpoint.*.tmp")), "the second kill was while a checkpoint was written"
+    assert list(directory.glob(".checkpoint.tmp")), "the second kill was while a checkpoint was written"
     grpo_program.main(directory, STEPS)
     state = torch.load(checkpoint, weights_only=True)
     assert state["updates"] == state["caller"]["step"] == STEPS

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
-from agentlightning_algorithms.shared.policy.sampling.draw import Generation, SamplingParams, Token, draw_tokens
-from agentlightning_algorithms.shared.policy.sampling.prefix_cache import PrefixCache
-from agentlightning_algorithms.shared.policy.sampling.sampler import Sampler
-from agentlightning_algorithms.shared.policy.sampling.slot_cache import BLOCK
+from agentlightning_algorithms.shared.policy.draw import Generation, SamplingParams, Token, draw_tokens
+from agentlightning_algorithms.shared.policy.kv_cache import BLOCK, PrefixCache
+from agentlightning_algorithms.shared.policy.model import Policy, load_policy
+from agentlightning_algorithms.shared.policy.sampler import Sampler
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from tests.waiting import LIMIT_S, blocking_until
 

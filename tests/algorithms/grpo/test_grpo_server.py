@@ -12,11 +12,10 @@ import torch
 from openai import AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError
 
 from agentlightning.errors import ConfigError, LightningError
-from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
-from agentlightning_algorithms.shared.policy.model.digest import digest_weights
-from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
+from agentlightning_algorithms.grpo.transformers_backend import TransformersBackend
+from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_algorithms.shared.policy_backend import PolicySetup
+from agentlightning_algorithms.shared.policy_backend import PolicySetup, digest_weights
 from tests.algorithms.server_thread import threads_for_servers
 from tests.waiting import until
 

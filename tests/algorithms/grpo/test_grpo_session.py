@@ -13,11 +13,11 @@ import agentlightning as agl
 from agentlightning.types import Attempt, AttemptedRollout, Rollout, Span, Triplet
 from agentlightning_algorithms.grpo import training_session
 from agentlightning_algorithms.grpo.collector import RolloutCollector, model_entries
-from agentlightning_algorithms.grpo.learning.episode import Episode
+from agentlightning_algorithms.grpo.episode import Episode
 from agentlightning_algorithms.grpo.settings import ExperienceSettings, GRPOSettings, PolicySettings, TeacherSettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
 from agentlightning_algorithms.grpo.training_session import TrainingSession
-from agentlightning_algorithms.shared.policy.model.lora_settings import LoraSettings
+from agentlightning_algorithms.shared.policy.settings import LoraSettings
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
 from tests.algorithms.vllm_server import FakeVLLM

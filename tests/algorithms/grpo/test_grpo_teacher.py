@@ -16,14 +16,13 @@ import torch
 from openai import BadRequestError, OpenAI
 
 import agentlightning as agl
-from agentlightning_algorithms.grpo.learning import served_teacher
-from agentlightning_algorithms.grpo.learning.served_teacher import ServedTeacher
-from agentlightning_algorithms.grpo.learning.teacher import Teacher
+from agentlightning_algorithms.grpo import teacher as teacher_module
 from agentlightning_algorithms.grpo.settings import TeacherSettings
-from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
+from agentlightning_algorithms.grpo.teacher import ServedTeacher, Teacher
+from agentlightning_algorithms.shared.policy.model import Policy, load_policy
+from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
-from agentlightning_algorithms.shared.policy.update.updater import Updater
+from agentlightning_algorithms.shared.policy.updater import Updater
 from agentlightning_algorithms.shared.trained_model import serve_model
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
@@ -210,7 +209,7 @@ def scoring_server(statuses: list[int]) -> Iterator[TeacherSettings]:
 
 
 def test_failed_requests_to_a_served_teacher_are_repeated(tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_teacher, "_DELAYS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(teacher_module, "_DELAYS_S", (0.0, 0.0, 0.0))
     rows = [TrainingRow([1, 2], [3, 4], [-1.0, -1.0], 0.0)]
     with scoring_server([200, 503, 0, 429, 200]) as settings:
         assert ServedTeacher.connect(settings, tiny_policy).score(rows) == [[-0.5, -0.5]]
@@ -225,7 +224,7 @@ def test_failed_requests_to_a_served_teacher_are_repeated(tiny_policy: Policy, m
 def test_each_repetition_of_a_request_to_a_teacher_is_logged_without_the_password(
     tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(served_teacher, "_DELAYS_S", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(teacher_module, "_DELAYS_S", (0.01, 0.02, 0.03))
     rows = [TrainingRow([1, 2], [3, 4], [-1.0, -1.0], 0.0)]
     with scoring_server([200, 503, 0, 429, 500]) as settings:
         assert settings.endpoint is not None
@@ -245,7 +244,7 @@ def test_each_repetition_of_a_request_to_a_teacher_is_logged_without_the_passwor
 def test_a_request_to_a_teacher_that_timed_out_is_not_repeated(
     tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served_teacher, "_DELAYS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(teacher_module, "_DELAYS_S", (0.0, 0.0, 0.0))
     with scoring_server([200, -1, 200]) as settings:
         teacher = ServedTeacher.connect(settings, tiny_policy)
         teacher._settings = replace(settings, timeout_s=0.2)
@@ -256,6 +255,6 @@ def test_a_request_to_a_teacher_that_timed_out_is_not_repeated(
 def test_a_teacher_whose_first_answer_is_an_error_is_refused_without_a_retry(
     tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served_teacher, "_DELAYS_S", (1000.0,))
+    monkeypatch.setattr(teacher_module, "_DELAYS_S", (1000.0,))
     with scoring_server([503]) as settings, pytest.raises(agl.ConfigError, match="answered 503"):
         ServedTeacher.connect(settings, tiny_policy)

@@ -12,10 +12,10 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.shared.policy import example
-from agentlightning_algorithms.shared.policy.example import make_rows, read_examples
-from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
-from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
+from agentlightning_algorithms.offline import training
+from agentlightning_algorithms.offline.training import SFT, make_rows
+from agentlightning_algorithms.shared.policy.model import Policy, load_policy
+from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 from agentlightning_plugins.demo.agent import calculate, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
@@ -97,8 +97,8 @@ def test_sft_learns_from_the_best_rollouts_of_each_task(tmp_path: Path, tiny_mod
         trainer.fit(agent, tasks, [])
 
     def chosen(**conditions: Any) -> set[str]:
-        conditions = {"min_reward": None, "best_of": None, **conditions}
-        return {each.messages[-1]["content"] for each in asyncio.run(read_examples(str(recorded), **conditions))}
+        algorithm = SFT(model=str(tiny_model), source=str(recorded), **conditions)
+        return {each.messages[-1]["content"] for each in asyncio.run(algorithm.read_examples())}
 
     assert chosen() == {"aaa", "bbb", "ccc", "ddd", "eee", "fff"}
     assert chosen(best_of=1) == {"aaa", "ddd", "fff"}
@@ -181,22 +181,22 @@ def test_the_learning_rate_decays_over_the_steps_of_all_epochs(tmp_path: Path, t
     assert len(tune(run, tiny_model, file, epochs=3, **settings)) == 3, "a resumed run does the remaining epochs"
 
 
-def test_a_line_may_contain_any_character_that_json_allows(tmp_path: Path) -> None:
+def test_a_line_may_contain_any_character_that_json_allows(tmp_path: Path, tiny_model: Path) -> None:
     file = tmp_path / "good.jsonl"
     text = "a\u2028b\u0085c"
     file.write_text(json.dumps(conversation(text), ensure_ascii=False) + "\r\n", encoding="utf-8")
-    (found,) = asyncio.run(read_examples(str(file), None, None))
+    (found,) = asyncio.run(SFT(model=str(tiny_model), source=str(file)).read_examples())
     assert found.messages[1]["content"] == text
 
 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"source": "nowhere"}, "give a .jsonl file, the directory of a run, or a store's URL"),
+        ({"source": "nowhere"}, "neither a URL nor a directory with a store.db"),
         ({"source": "good.jsonl", "best_of": 2}, "min_reward and best_of select rollouts"),
-        ({"source": "missing.jsonl"}, "missing.jsonl' cannot be read"),
+        ({"source": "missing.jsonl"}, "missing.jsonl does not exist"),
         ({"source": "bad.jsonl"}, "bad.jsonl:1 is not of the form"),
-        ({"source": "latin.jsonl"}, "latin.jsonl' cannot be read: it is not UTF-8"),
+        ({"source": "latin.jsonl"}, "latin.jsonl cannot be read: .*utf-8"),
     ],
 )
 def test_an_invalid_source_is_refused(
@@ -206,16 +206,14 @@ def test_an_invalid_source_is_refused(
     Path("good.jsonl").write_text(json.dumps(conversation("a")))
     Path("bad.jsonl").write_text('{"message": "a"}')
     Path("latin.jsonl").write_text('{"messages": "caf\xe9"}', encoding="latin-1")
-    algorithm = get_manager().create("algorithm", {"name": "sft", "model": str(tiny_model), **settings})
-    algorithm.context = agl.RunContext(store=agl.create_store("memory://"))
     with pytest.raises(agl.ConfigError, match=complaint):
-        asyncio.run(algorithm.run())
+        asyncio.run(SFT(model=str(tiny_model), **settings).read_examples())
 
 
 def test_the_error_about_a_source_without_usable_rollouts_hides_the_password(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(example, "create_store", lambda url: agl.create_store("memory://"))
+    monkeypatch.setattr(training, "create_store", lambda url: agl.create_store("memory://"))
     source = "postgresql://me:hunter2@host/agl"
     for name in ("sft", "dpo"):
         algorithm = get_manager().create("algorithm", {"name": name, "model": str(tiny_model), "source": source})

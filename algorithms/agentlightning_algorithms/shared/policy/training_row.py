@@ -79,15 +79,12 @@ def check_rows(rows: Sequence[TrainingRow], max_length: int) -> None:
         n_prompt, n_response = len(row.prompt_ids), len(row.response_ids)
         if not n_prompt or not n_response:
             raise ValueError(f"row {i} has {n_prompt} prompt and {n_response} response tokens; both need at least one.")
-        if len(row.logprobs) != n_response:
-            raise ValueError(f"row {i} has {n_response} response tokens but {len(row.logprobs)} log-probabilities.")
-        if row.mask is not None and (len(row.mask) != n_response or not any(row.mask)):
-            raise ValueError(
-                f"row {i} has {n_response} response tokens and a mask of {len(row.mask)}, {sum(map(bool, row.mask))} "
-                "of them sampled; the mask needs one entry per token and at least one sampled."
-            )
-        if isinstance(row.advantage, Sequence) and len(row.advantage) != n_response:
-            raise ValueError(f"row {i} has {n_response} response tokens but {len(row.advantage)} advantages.")
+        by_token = {"log-probabilities": row.logprobs, "mask entries": row.mask, "advantages": row.advantage}
+        for name, values in by_token.items():
+            if isinstance(values, Sequence) and len(values) != n_response:
+                raise ValueError(f"row {i} has {n_response} response tokens but {len(values)} {name}.")
+        if not row.n_sampled:
+            raise ValueError(f"row {i} has a mask without a sampled token.")
         if row.n_tokens > max_length:
             raise ValueError(f"row {i} has {row.n_tokens} tokens; the model has {max_length} positions.")
         if not (all(map(math.isfinite, row.advantages)) and math.isfinite(row.weight) and row.weight >= 0):

@@ -27,10 +27,10 @@ from typing import TextIO
 import torch
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.shared.policy.model.policy import Policy, load_policy
-from agentlightning_algorithms.shared.policy.sampling.sampler import Sampler
-from agentlightning_algorithms.shared.policy.server import API_KEY_VARIABLE
+from agentlightning_algorithms.shared.policy.model import Policy, load_policy
+from agentlightning_algorithms.shared.policy.sampler import Sampler
 from agentlightning_algorithms.shared.policy.server.app import PolicyApp
+from agentlightning_algorithms.shared.policy_backend import API_KEY_VARIABLE
 from agentlightning_plugins.shared.garbage_collection import relax_collector
 from agentlightning_plugins.shared.web.access import is_loopback
 from agentlightning_plugins.shared.web.server import WebServer, stop_on_signals

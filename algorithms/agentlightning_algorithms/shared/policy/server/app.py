@@ -10,28 +10,27 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ConfigDict
 
-from agentlightning_algorithms.shared.policy.model.digest import digest_weights
-from agentlightning_algorithms.shared.policy.model.policy import Policy, open_adapter
-from agentlightning_algorithms.shared.policy.sampling.draw import SamplingParams, Token
-from agentlightning_algorithms.shared.policy.sampling.sampler import Sampler
-from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer, PolicyCompletions
-from agentlightning_algorithms.shared.policy.server.conversation import Prompt
-from agentlightning_algorithms.shared.policy.server.reply import Json
+from agentlightning_algorithms.shared.policy.draw import Generation, SamplingParams, Token
+from agentlightning_algorithms.shared.policy.model import Policy, open_adapter
+from agentlightning_algorithms.shared.policy.sampler import Sampler
+from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer
+from agentlightning_algorithms.shared.policy.server.conversation import Json, Prompt
 from agentlightning_algorithms.shared.policy.server.request import (
     ChatRequest,
     CompletionError,
+    PolicyCompletions,
     TextRequest,
     parse_body,
     parse_request,
 )
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
+from agentlightning_algorithms.shared.policy_backend import digest_weights
 from agentlightning_plugins.shared.web.access import check_local, is_among
 from agentlightning_plugins.shared.web.body import RequestRefused, parse_json, read_body
 from agentlightning_plugins.shared.web.server import WebServer, answer_expect
@@ -169,53 +168,49 @@ class PolicyApp:
 
     async def _stream(
         self, sampler: Sampler, answer: CompletionAnswer, prompt: Prompt, params: Sequence[SamplingParams]
-    ) -> AsyncGenerator[list[Json]]:
+    ) -> AsyncGenerator[Json]:
         """Yields chunks as tokens are sampled; tokens sampled while a chunk is being sent share the next one."""
         loop = asyncio.get_running_loop()
-        sampled: list[list[Token]] = [[] for _ in params]
-        news = asyncio.Event()
+        news: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()  # None: the choice has ended
 
         def on_token(index: int, token: Token) -> None:
-            sampled[index].append(token)
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(news.set)
+                loop.call_soon_threadsafe(news.put_nowait, (index, token))
+
+        def on_end(index: int, ended: asyncio.Future[Generation]) -> None:
+            if not ended.cancelled():
+                ended.exception()  # else asyncio logs the error if the client disconnects
+            news.put_nowait((index, None))
 
         futures = [
             asyncio.wrap_future(sampler.submit(prompt.token_ids, p, partial(on_token, index)))
             for index, p in enumerate(params)
         ]
-        whole = asyncio.gather(*futures)
-
-        def on_end(ended: asyncio.Future[Any]) -> None:
-            news.set()
-            if not ended.cancelled():
-                ended.exception()  # else asyncio logs the error if the client disconnects
-
-        whole.add_done_callback(on_end)
-        begun = False
-        sent = [0] * len(params)
-        unfinished = set(range(len(params)))
+        for index, future in enumerate(futures):
+            future.add_done_callback(partial(on_end, index))
+        begun, unfinished = False, len(futures)
         try:
             while unfinished:
-                await news.wait()
-                news.clear()
-                if whole.done() and not begun:
-                    whole.result()  # raises an error from before the first token
-                for index in sorted(unfinished):
-                    done = futures[index].done()
-                    tokens = sampled[index][sent[index] :]
-                    sent[index] += len(tokens)
+                fresh: dict[int, list[Token | None]] = {}
+                while not fresh or not news.empty():
+                    index, token = await news.get()
+                    fresh.setdefault(index, []).append(token)
+                for index, found in sorted(fresh.items()):
+                    tokens = [token for token in found if token is not None]
+                    if tokens and not begun:
+                        begun = True
+                        for chunk in answer.begin(tokens[0].weight_version):
+                            yield chunk
                     if tokens:
-                        if not begun:
-                            begun = True
-                            yield [*answer.begin(tokens[0].weight_version)]
-                        yield [answer.feed(index, tokens)]
-                    if done and begun:
-                        yield [answer.end(index, futures[index].result())]
-                        unfinished.remove(index)
-            yield [*answer.close([future.result() for future in futures])]
+                        yield answer.feed(index, tokens)
+                    if None in found:
+                        yield answer.end(index, futures[index].result())
+                        unfinished -= 1
+            for chunk in answer.close([future.result() for future in futures]):
+                yield chunk
         finally:
-            whole.cancel()  # takes the rows out of the batch if the client has disconnected
+            for future in futures:
+                future.cancel()  # takes the rows out of the batch if the client has disconnected
 
     async def _models(self, _: web.Request) -> web.Response:
         about = {"object": "model", "created": 0, "owned_by": "agentlightning", "max_model_len": self._max_length}
@@ -280,20 +275,19 @@ class PolicyApp:
         return await handler(request)
 
 
-async def _send_stream(http: web.Request, stream: AsyncIterator[list[Json]]) -> web.StreamResponse:
+async def _send_stream(http: web.Request, stream: AsyncIterator[Json]) -> web.StreamResponse:
     """Sends chunks as server-sent events; the response begins with the first chunk, which has the weights' version."""
     response: web.StreamResponse | None = None
     try:
-        async for chunks in stream:
-            if response is None and chunks:
+        async for chunk in stream:
+            if response is None:
                 headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-                headers["x-weight-version"] = str(chunks[0]["weight_version"])
+                headers["x-weight-version"] = str(chunk["weight_version"])
                 response = web.StreamResponse(headers=headers)
                 await response.prepare(http)
-            if response is not None:
-                await _send(response, chunks)
+            await _send(response, orjson.dumps(chunk))
         assert response is not None
-        await response.write(b"data: [DONE]\n\n")
+        await _send(response, b"[DONE]")
     except ConnectionResetError:  # the client disconnected
         if response is None:
             raise
@@ -304,13 +298,13 @@ async def _send_stream(http: web.Request, stream: AsyncIterator[list[Json]]) -> 
             raise
         logger.exception("a stream failed")
         message = f"{type(error).__name__}: {error}"
-        await _send(response, [{"error": {"message": message, "type": "server_error"}}])
+        await _send(response, orjson.dumps({"error": {"message": message, "type": "server_error"}}))
     await response.write_eof()
     return response
 
 
-async def _send(response: web.StreamResponse, chunks: Sequence[Json]) -> None:
-    await response.write(b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks))
+async def _send(response: web.StreamResponse, data: bytes) -> None:
+    await response.write(b"data: " + data + b"\n\n")
 
 
 def _json(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

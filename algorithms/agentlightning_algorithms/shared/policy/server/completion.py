@@ -9,117 +9,163 @@ next to ``cached_tokens``: prompt tokens reused from an earlier answer and its p
 from __future__ import annotations
 
 import itertools
-import logging
+import json
 import math
+import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
-from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
-from agentlightning_algorithms.shared.policy.model.policy import Policy
-from agentlightning_algorithms.shared.policy.sampling.draw import Generation, SamplingParams, Token
-from agentlightning_algorithms.shared.policy.server.conversation import Conversations, Prompt
-from agentlightning_algorithms.shared.policy.server.reply import Json, ReplyReader
+from agentlightning_algorithms.shared.policy.draw import Generation, Token
+from agentlightning_algorithms.shared.policy.server.conversation import Json, Prompt
 from agentlightning_algorithms.shared.policy.server.request import (
     ChatRequest,
-    CompletionError,
+    PolicyCompletions,
     TextRequest,
-    read_message,
+    parse_object,
 )
-
-logger = logging.getLogger("agentlightning")
 
 # JSON has no infinity; OpenAI and vLLM report this for tokens of probability 0.
 _LOWEST = -9999.0
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-class PolicyCompletions:
-    """Turns requests into prompts and sampling parameters."""
+class TextReader:
+    """Decodes tokens incrementally, up to the first stop string.
 
-    def __init__(self, policy: Policy, model_name: str, max_length: int) -> None:
-        """Takes a policy, its name, and the maximum tokens of a prompt and its response together."""
-        self.model_name = model_name
-        self.max_length = max_length
-        self.conversations = Conversations(policy.tokenizer, policy.stop_ids)
-        self.tokenizer = policy.tokenizer
-        self._vocabulary = int(policy.model.config.vocab_size)
-        self._effort_logged = False
-        """Whether the log says that the chat template does not read ``reasoning_effort``."""
-        self.token_text = lru_cache(maxsize=None)(self._read_token)
+    Text is held back while it ends in an incomplete character or may be the beginning of a stop string.
+    """
 
-    def prompt(self, request: ChatRequest | TextRequest) -> Prompt:
-        """Tokenizes and checks a prompt; the model's chat template renders the messages of a chat."""
-        if isinstance(request, ChatRequest):
-            return self._chat_prompt(request)
-        if isinstance(request.prompt, str):
-            special_tokens = request.add_special_tokens is not False
-            return Prompt(self.conversations.encode(request.prompt, special_tokens=special_tokens))
-        for token in request.prompt:
-            if not 0 <= token < self._vocabulary:
-                raise CompletionError(f"token id {token} is not in 0 to {self._vocabulary - 1}.", param="prompt")
-        return Prompt(request.prompt)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._token_ids: list[int] = []
+        self._before = self._read = 0
+        self._held = ""
+        self._stopped = False
 
-    def _chat_prompt(self, request: ChatRequest) -> Prompt:
-        messages = [read_message(i, message) for i, message in enumerate(request.messages)]
-        own = request.chat_template_kwargs or {}
-        arguments = request.template_arguments(self._read_template(request))
-        try:
-            return self.conversations.prompt(messages, request.offered_tools, arguments or None)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            fields = [*(["chat_template_kwargs"] if own else []), *(["reasoning_effort"] if arguments != own else [])]
-            refused = " and ".join(["these messages", *fields])
-            param = fields[0] if fields else "messages"
-            raise CompletionError(f"the chat template refuses {refused}: {error}", param=param) from error
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Takes more tokens and returns the text that is final."""
+        self._token_ids.extend(token_ids)
+        fresh = self._decode()
+        if fresh.endswith(_UNFINISHED):
+            return ""
+        self._before, self._read = self._read, len(self._token_ids)
+        return self._cut(fresh)
 
-    def _read_template(self, request: ChatRequest) -> str:
-        """Returns the template, or all templates as one text; logs once that it does not read ``reasoning_effort``."""
-        template = str(self.tokenizer.chat_template)
-        if request.reasoning_effort is not None and "reasoning_effort" not in template and not self._effort_logged:
-            self._effort_logged = True
-            does = "passes enable_thinking instead" if "enable_thinking" in template else "ignores this field"
-            logger.warning(
-                "the chat template of %r does not read reasoning_effort, so the server %s", self.model_name, does
-            )
-        return template
+    def finish(self) -> str:
+        """Returns the text that was held back."""
+        text = self._cut(self._decode())
+        return text if self._stopped else text + self._held
 
-    def sampling_params(self, request: ChatRequest | TextRequest, prompt_length: int) -> list[SamplingParams]:
-        """Returns the sampling parameters of each of the ``n`` responses, and checks that they fit after the prompt."""
-        room = self.max_length - prompt_length
-        asked = request.max_tokens
-        if isinstance(request, ChatRequest):
-            asked = request.max_completion_tokens or asked
-            tops = (request.top_logprobs or 0) if request.logprobs else 0
-        else:
-            tops = request.logprobs or 0
-        if not prompt_length:
-            raise CompletionError("the prompt is empty.", param="prompt")
-        if room < (asked or 1):
-            raise CompletionError(
-                f"the prompt has {prompt_length} tokens and the answer may have {asked or 1}, but the model has room "
-                f"for {self.max_length} together; shorten the messages or lower max_tokens.",
-                param="messages" if isinstance(request, ChatRequest) else "prompt",
-                code="context_length_exceeded",
-            )
-        if "" in request.stops:
-            raise CompletionError("stop: an empty string would end every answer.", param="stop")
-        return [
-            SamplingParams(
-                max_tokens=asked or room,
-                temperature=1.0 if request.temperature is None else request.temperature,
-                top_p=request.top_p or 1.0,
-                top_k=max(0, request.top_k or 0),
-                stop=request.stops,
-                seed=None if request.seed is None else f"{request.seed}/{i}",
-                top_logprobs=tops,
-            )
-            for i in range(request.n or 1)
-        ]
+    def _decode(self) -> str:
+        if self._read == len(self._token_ids):
+            return ""
+        # Decoders treat the first token differently, so the tokens before the new ones are decoded with them.
+        known, both = (
+            str(self._tokenizer.decode(self._token_ids[self._before : end], skip_special_tokens=True))
+            if end > self._before
+            else ""
+            for end in (self._read, len(self._token_ids))
+        )
+        return both[len(known) :]
 
-    def _read_token(self, token: int) -> Json:
-        text = str(self.tokenizer.decode([token]))
-        return {"token": text, "bytes": list(text.encode())}
+    def _cut(self, fresh: str) -> str:
+        if self._stopped or not self._stop:
+            return "" if self._stopped else fresh
+        text = self._held + fresh
+        ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if ends:
+            self._stopped, self._held = True, ""
+            return text[: min(ends)]
+        longest = min(len(text), max(map(len, self._stop)) - 1)
+        hold = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+
+class ReplyReader:
+    """Reads one response: its text, and its tool calls where ``max_calls`` is not 0.
+
+    Attributes:
+        text: the text so far.
+        calls: the first ``max_calls`` tool calls, in OpenAI's format, once the response has ended.
+        dropped: the number of further tool calls.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], max_calls: float) -> None:
+        self.text = ""
+        self.calls: list[Json] = []
+        self.dropped = 0
+        self._max_calls = max_calls
+        self._reader = TextReader(tokenizer, stop)
+        self._held = ""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Takes more tokens and returns the text that is final; text from the first call on is held back."""
+        self._held += self._reader.feed(token_ids)
+        end = len(self._held)
+        if self._max_calls:
+            end = self._held.find(_OPEN)
+            if end < 0:  # its tag may have begun, and white space before it would be removed
+                tag = next(n for n in range(len(_OPEN) - 1, -1, -1) if self._held.endswith(_OPEN[:n]))
+                end = len(self._held) - tag
+            end = len(self._held[:end].rstrip())
+        fresh, self._held = self._held[:end], self._held[end:]
+        self.text += fresh
+        return fresh
+
+    def finish(self) -> str:
+        """Returns the text that was held back, without the calls."""
+        text = self.text + self._held + self._reader.finish()
+        calls: list[tuple[str, str]] = []
+        if self._max_calls:
+            text, calls = split_calls(text)
+        for name, arguments in calls:
+            if len(self.calls) < self._max_calls:
+                function = {"name": name, "arguments": arguments}
+                self.calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+        self.dropped = len(calls) - len(self.calls)
+        fresh, self.text = text[len(self.text) :], text
+        return fresh
+
+    def message(self) -> Json:
+        """Returns the response as a message."""
+        message: Json = {"role": "assistant", "content": self.text or (None if self.calls else "")}
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
+def split_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Returns a text without its tool calls, and the name and the arguments, as JSON, of each call.
+
+    Calls are in the format of the Hermes family, which the chat templates of Qwen 2.5 and 3 use, too:
+
+        <tool_call>
+        {"name": "add", "arguments": {"a": 1, "b": 2}}
+        </tool_call>
+
+    A block that is not such an object stays in the text. White space before a call is removed with it, and so is white
+    space after it unless it separates two texts.
+    """
+    calls: list[tuple[str, str]] = []
+    said, end = "", 0
+    for block in re.finditer(f"{_OPEN}(.*?){_CLOSE}", text, re.DOTALL):
+        call = parse_object(block[1]) or {}
+        name, arguments = call.get("name"), call.get("arguments")
+        if isinstance(name, str) and isinstance(arguments, dict):
+            before = text[end : block.start()].rstrip()
+            said += before if said or not calls else before.lstrip()
+            calls.append((name, json.dumps(arguments, ensure_ascii=False)))
+            end = block.end()
+    rest = text[end:]
+    if calls and not rest.strip():
+        return said, calls
+    return said + (rest if said or not calls else rest.lstrip()), calls
 
 
 class CompletionAnswer:
@@ -175,15 +221,15 @@ class CompletionAnswer:
 
     def feed(self, index: int, tokens: Sequence[Token]) -> Json:
         """Returns the chunk for further tokens of a choice; it has no text while the text is held back."""
-        text, calls = self._readers[index].feed([token.token_id for token in tokens])
-        return self._chunk([{**self._choice(index, tokens), **self._delta(index, text, calls)}])
+        text = self._readers[index].feed([token.token_id for token in tokens])
+        return self._chunk([{**self._choice(index, tokens), **self._delta(text, [])}])
 
     def end(self, index: int, generation: Generation) -> Json:
-        """Returns the last chunk of a choice, with the text that was held back and the finish reason."""
-        text, calls = self._readers[index].finish()
+        """Returns the last chunk of a choice, with the text that was held back, tool calls and the finish reason."""
+        text = self._readers[index].finish()
         choice: Json = {"index": index, "logprobs": None, "finish_reason": self._finish_reason(index, generation)}
         _add_versions(choice, generation)
-        return self._chunk([{**choice, **self._delta(index, text, calls)}])
+        return self._chunk([{**choice, **self._delta(text, self._readers[index].calls)}])
 
     def close(self, generations: Sequence[Generation]) -> Iterator[Json]:
         """Yields the chunk with the usage, if requested; call it after the last choice has ended."""
@@ -194,13 +240,12 @@ class CompletionAnswer:
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "choices": choices}
 
-    def _delta(self, index: int, text: str, calls: list[Json]) -> Json:
+    def _delta(self, text: str, calls: Sequence[Json]) -> Json:
         if not self._chat:
             return {"text": text}
         delta: Json = {"content": text} if text else {}
         if calls:
-            before = len(self._readers[index].calls) - len(calls)
-            delta["tool_calls"] = [{"index": before + i, **call} for i, call in enumerate(calls)]
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         return {"delta": delta}
 
     def _finish_reason(self, index: int, generation: Generation) -> str:

@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import sys
 import threading
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import orjson
 from transformers import PreTrainedTokenizerBase
 
-from agentlightning_algorithms.shared.policy.server.reply import Json
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-_ENTRY_BYTES: Final = 400
-"""Memory of an entry, without the contents of its key and value."""
+Json = dict[str, Any]
 
 COUNTS: Final = (
     "prompts_new", "prompts_continued", "prompts_unknown", "prompts_rewritten",
@@ -62,11 +57,7 @@ class _Answered(NamedTuple):
     n_prompt: int
 
 
-_DUMP: Final = orjson.OPT_NON_STR_KEYS
-_CALL: Final = "xQ7vK2"
-"""Prefix of the ids that replace those of tool calls: 9 letters and digits in all, as some templates require."""
-_TEXT_CACHE_BYTES: Final = 16 * 2**20
-"""Memory for rendered texts, and the same again for tokenized texts."""
+_CACHED_TEXTS: Final = 256
 
 
 class Conversations:
@@ -79,20 +70,18 @@ class Conversations:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], *, max_bytes: int = 32 * 2**20
+        self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], *, max_tokens: int = 4 * 2**20
     ) -> None:
-        """Takes the tokenizer, the tokens that end a response, and the memory for answers.
-
-        An answer takes about 8 bytes per token of its conversation.
-        """
+        """Takes the tokenizer, the tokens that end a response, and the number of tokens of remembered conversations."""
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._tokenizer = tokenizer
         self._stop_texts = {token: str(tokenizer.decode([token])) for token in sorted(stop_ids)}
-        self._answered: SizedCache[bytes, _Answered] = SizedCache(max_bytes)
-        self._rendered: SizedCache[bytes, str] = SizedCache(_TEXT_CACHE_BYTES)
-        self._writes_ids = False
-        """Whether the template has written the id of a tool call."""
-        self._encoded: SizedCache[tuple[str, bool], array[int]] = SizedCache(_TEXT_CACHE_BYTES)
+        self._max_tokens = max_tokens
+        self._n_tokens = 0
+        self._answered: dict[bytes, _Answered] = {}  # least recently used first
+        self._lock = threading.Lock()  # long prompts are tokenized in threads
+        self._render_cached = lru_cache(_CACHED_TEXTS)(self._render_dump)
+        self._encode_cached = lru_cache(_CACHED_TEXTS)(self._encode)
 
     def prompt(self, messages: Sequence[Json], tools: Sequence[Json] | None, arguments: Json | None = None) -> Prompt:
         """Tokenizes a conversation, reusing sampled tokens if it continues a known conversation.
@@ -104,7 +93,7 @@ class Conversations:
         digests = _digests(messages, tools, arguments)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         for i in reversed(answers):
-            known = self._answered.get(digests[i])
+            known = self._find(digests[i])
             if known is not None:
                 answered = self._render(messages[: i + 1], tools, arguments, generate=False)
                 token_ids = self._continue(known, answered, text)
@@ -120,19 +109,20 @@ class Conversations:
     def remember(self, prompt: Prompt, message: Json, response_ids: Sequence[int]) -> None:
         """Stores an answer: the message that the agent will send back, and its tokens."""
         key = _digest(prompt.digest, message)
-        token_ids = array("I", prompt.token_ids)
-        token_ids.extend(response_ids)
-        answered = _Answered(prompt.text, token_ids, len(prompt.token_ids))
-        self._answered.put(key, answered, sys.getsizeof(token_ids) + sys.getsizeof(prompt.text))
+        known = _Answered(prompt.text, array("I", [*prompt.token_ids, *response_ids]), len(prompt.token_ids))
+        with self._lock:
+            replaced = self._answered.pop(key, None)
+            self._answered[key] = known
+            self._n_tokens += len(known.token_ids) - (0 if replaced is None else len(replaced.token_ids))
+            while self._n_tokens > self._max_tokens:
+                self._n_tokens -= len(self._answered.pop(next(iter(self._answered))).token_ids)
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Tokenizes a text; ``special_tokens`` adds the tokens that the tokenizer puts around a plain text."""
-        key = text, special_tokens
-        known = self._encoded.get(key)
-        if known is None:
-            known = array("I", self._tokenizer.encode(text, add_special_tokens=special_tokens))
-            self._encoded.put(key, known, sys.getsizeof(text) + sys.getsizeof(known))
-        return list(known)
+        return list(self._encode_cached(text, special_tokens))
+
+    def _encode(self, text: str, special_tokens: bool) -> array[int]:
+        return array("I", self._tokenizer.encode(text, add_special_tokens=special_tokens))
 
     def _continue(self, known: _Answered, answered: str, text: str) -> list[int] | None:
         """Returns the known tokens and those of the remaining text, or None if the template rewrote the earlier part.
@@ -164,41 +154,24 @@ class Conversations:
     def _render(
         self, messages: Sequence[Json], tools: Sequence[Json] | None, arguments: Json | None, *, generate: bool
     ) -> str:
-        # Ids of tool calls are random, and most templates do not write them. Without them, equal conversations share
-        # one text.
-        plain = messages if self._writes_ids else _rename_calls(messages)
         # Not sorted by key: templates write tools and arguments in the client's order.
-        key = hashlib.blake2b(orjson.dumps([plain, tools, arguments, generate], option=_DUMP), digest_size=16).digest()
-        text = self._rendered.get(key)
-        if text is None:
-            tool_list: Any = list(tools) if tools else None
-            text = str(
-                self._tokenizer.apply_chat_template(
-                    list(plain), tools=tool_list, add_generation_prompt=generate, tokenize=False, **(arguments or {})
-                )
+        return str(self._render_cached(orjson.dumps([messages, tools, arguments or {}, generate])))
+
+    def _render_dump(self, dump: bytes) -> str:
+        messages, tools, arguments, generate = orjson.loads(dump)
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=generate, tokenize=False, **arguments
             )
-            if not self._writes_ids and _CALL in text:
-                self._writes_ids = True
-                return self._render(messages, tools, arguments, generate=generate)
-            self._rendered.put(key, text, sys.getsizeof(text))
-        return text
+        )
 
-
-def _rename_calls(messages: Sequence[Json]) -> Sequence[Json]:
-    """Returns messages whose tool calls have ids numbered in order; anything but a call with an id stays unchanged."""
-    names: dict[str, str] = {}
-    renamed = []
-    for message in messages:
-        calls, call_id = message.get("tool_calls"), message.get("tool_call_id")
-        if isinstance(calls, list):
-            ids = [call.get("id") if isinstance(call, dict) else None for call in calls]
-            names.update({each: f"{_CALL}{len(names) + i:03}" for i, each in enumerate(ids) if isinstance(each, str)})
-            pairs = zip(calls, ids, strict=True)
-            message = {**message, "tool_calls": [{**c, "id": names[i]} if isinstance(i, str) else c for c, i in pairs]}
-        if isinstance(call_id, str):
-            message = {**message, "tool_call_id": names.get(call_id, call_id)}
-        renamed.append(message)
-    return renamed
+    def _find(self, key: bytes) -> _Answered | None:
+        """Returns an answer, and makes it the most recently used."""
+        with self._lock:
+            known = self._answered.pop(key, None)
+            if known is not None:
+                self._answered[key] = known
+            return known
 
 
 def _digests(messages: Sequence[Json], tools: Sequence[Json] | None, arguments: Json | None) -> list[bytes]:
@@ -225,35 +198,4 @@ def _read_function(call: Json) -> list[Any]:
 
 
 def _dump(value: object) -> bytes:
-    return orjson.dumps(value, option=_DUMP | orjson.OPT_SORT_KEYS)
-
-
-class SizedCache(Generic[K, V]):
-    """Maps keys to values in at most ``max_bytes`` of memory; may be used from several threads."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._size = 0
-        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: K) -> V | None:
-        """Returns the value of a key, and makes its entry the most recently used."""
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return None
-            self._entries.move_to_end(key)
-            return entry[0]
-
-    def put(self, key: K, value: V, size: int) -> None:
-        """Adds or replaces an entry of ``size`` bytes; an entry that is larger than the cache is not kept."""
-        size += _ENTRY_BYTES
-        with self._lock:
-            self._size -= self._entries.pop(key, (value, 0))[1]
-            if size > self._max_bytes:
-                return
-            self._size += size
-            self._entries[key] = value, size
-            while self._size > self._max_bytes:
-                self._size -= self._entries.popitem(last=False)[1][1]
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)

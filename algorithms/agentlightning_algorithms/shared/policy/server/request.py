@@ -1,13 +1,18 @@
-"""Request bodies of OpenAI's chat and text completions, with vLLM's ``return_token_ids`` (0.10.2 and later)."""
+"""Requests of OpenAI's chat and text completions: their bodies, prompts and sampling parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Collection
+from functools import lru_cache
 from typing import Annotated, Any, Final, TypeVar
 
+from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentlightning_algorithms.shared.policy.server.reply import Json, restore_arguments
+from agentlightning_algorithms.shared.policy.draw import SamplingParams
+from agentlightning_algorithms.shared.policy.model import Policy
+from agentlightning_algorithms.shared.policy.server.conversation import Conversations, Json, Prompt
 
 
 class CompletionError(Exception):
@@ -34,17 +39,6 @@ class CompletionRequest(BaseModel):
     stream: bool | None = None
     stream_options: Json | None = None
     return_token_ids: bool | None = None
-    # Not supported, and refused because ignoring them would change the prompt, the distribution or the answer's form.
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: Json | None = None
-    min_p: float | None = None
-    skip_special_tokens: bool | None = None
-    thinking_token_budget: int | None = None
-    response_format: Json | None = None
-    repetition_penalty: float | None = None
-    typical_p: float | None = None
-    truncate_prompt_tokens: int | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -67,27 +61,22 @@ class ChatRequest(CompletionRequest):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Json | None = None
     reasoning_effort: str | None = None
-    # Not supported, and refused.
-    add_generation_prompt: bool | None = None
-    chat_template: str | None = None
-    documents: list[Json] | None = None
 
     @property
     def offered_tools(self) -> list[Json] | None:
         return self.tools if self.tools and self.tool_choice != "none" else None
 
-    def template_arguments(self, template: str) -> Json:
-        """Returns the arguments for a chat template: ``chat_template_kwargs``, and those from ``reasoning_effort``.
+    @property
+    def template_arguments(self) -> Json:
+        """Arguments of the chat template, which ignores those that it does not read.
 
-        As in vLLM, a template that reads ``reasoning_effort`` gets the field, and a template that reads
-        ``enable_thinking`` gets whether the field is other than "none", unless ``chat_template_kwargs`` sets it.
+        As in vLLM, ``reasoning_effort`` also sets ``enable_thinking``, unless ``chat_template_kwargs`` does.
         """
         arguments = self.chat_template_kwargs or {}
         if self.reasoning_effort is None:
             return arguments
-        given = {"enable_thinking": self.reasoning_effort != "none", **arguments}
-        given["reasoning_effort"] = self.reasoning_effort
-        return {name: value for name, value in given.items() if name in arguments or name in template}
+        thinks = self.reasoning_effort != "none"
+        return {"enable_thinking": thinks, **arguments, "reasoning_effort": self.reasoning_effort}
 
 
 class TextRequest(CompletionRequest):
@@ -97,44 +86,38 @@ class TextRequest(CompletionRequest):
     add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    echo: bool | None = None
-    best_of: int | None = None
-    suffix: str | None = None
 
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 RequestT = TypeVar("RequestT", bound=CompletionRequest)
 
-# Values at which an unsupported field has no effect.
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "min_p": (None, 0),
+_NOTHING: Final[tuple[object, ...]] = (None, False, 0, "", [], {})
+_UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
+    **dict.fromkeys(
+        (
+            "add_special_tokens", "allowed_token_ids", "bad_words", "chat_template", "continue_final_message",
+            "documents", "ebnf", "echo", "frequency_penalty", "grammar", "guided_choice", "guided_grammar",
+            "guided_json", "guided_regex", "guided_whitespace_pattern", "ignore_eos", "include_stop_str_in_output",
+            "json_schema", "logit_bias", "logits_processors", "min_p", "min_tokens", "presence_penalty",
+            "prompt_embeds", "regex", "repetition_detection", "stop_regex", "stop_token_ids", "structural_tag",
+            "structured_outputs", "suffix", "top_a", "use_beam_search", "watermarking",
+        ),
+        _NOTHING,
+    ),
+    "add_generation_prompt": (None, True),
+    "best_of": (*_NOTHING, 1),
     "repetition_penalty": (None, 1),
-    "typical_p": (None, 0, 1),
+    "response_format": (None, {"type": "text"}),
     "skip_special_tokens": (None, True),
     "thinking_token_budget": (None,),
+    "tool_choice": (None, "auto", "none"),
     # -1 would shorten only a prompt that leaves no room for the answer, and the server refuses such a prompt.
     "truncate_prompt_tokens": (None, -1),
-    "add_generation_prompt": (None, True),
-    "chat_template": (None, ""),
-    "documents": (None, []),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none"),
-    "echo": (None, False),
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-}
-_CONSTRAINTS: Final = (
-    "add_special_tokens", "allowed_token_ids", "bad_words", "continue_final_message", "ebnf", "echo", "grammar",
-    "guided_choice", "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "ignore_eos",
-    "include_stop_str_in_output", "json_schema", "logits_processors", "min_tokens", "prompt_embeds", "regex",
-    "repetition_detection", "stop_regex", "stop_token_ids", "structural_tag", "structured_outputs", "top_a",
-    "use_beam_search", "watermarking",
-)  # fmt: skip
-"""Further fields of vLLM and SGLang. They have no effect where they are empty, 0 or false; otherwise a request is
-refused, unless its class declares the field."""
+    "typical_p": (None, 0, 1),
+}  # fmt: skip
+"""Fields of OpenAI, vLLM and SGLang, with the values at which they have no effect.
+
+Other values are refused, because ignoring them would change the prompt, the distribution or the answer's form."""
 _TEMPLATE_ARGUMENTS: Final = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages", "tokenize", "tools",
 )  # fmt: skip
@@ -157,16 +140,87 @@ def parse_request(kind: type[RequestT], body: Any, models: Collection[str]) -> R
     if request.model is not None and request.model not in models:
         message = f"the model {request.model!r} does not exist; this server has {', '.join(map(repr, models))}."
         raise CompletionError(message, status=404, param="model", code="model_not_found")
-    given = {name: getattr(request, name, None) for name in _NEUTRAL}
-    unsupported = {name: value for name, value in given.items() if value not in _NEUTRAL[name]}
-    unsupported |= {name: body[name] for name in _CONSTRAINTS if body.get(name) and name not in kind.model_fields}
-    if unsupported:
-        name, value = next(iter(unsupported.items()))
-        raise CompletionError(f"{name} = {value!r:.200} is not supported by this server; leave it out.", param=name)
+    for name, value in body.items():
+        supports = kind is TextRequest and name == "add_special_tokens"
+        if not supports and value not in _UNSUPPORTED.get(name, (value,)):
+            raise CompletionError(f"{name} = {value!r:.200} is not supported by this server; leave it out.", param=name)
     for name in getattr(request, "chat_template_kwargs", None) or ():
         if name in _TEMPLATE_ARGUMENTS:
             raise CompletionError(f"chat_template_kwargs may not have {name}.", param="chat_template_kwargs")
     return request
+
+
+class PolicyCompletions:
+    """Turns requests into prompts and sampling parameters."""
+
+    def __init__(self, policy: Policy, model_name: str, max_length: int) -> None:
+        """Takes a policy, its name, and the maximum tokens of a prompt and its response together."""
+        self.model_name = model_name
+        self.max_length = max_length
+        self.conversations = Conversations(policy.tokenizer, policy.stop_ids)
+        self.tokenizer = policy.tokenizer
+        self._vocabulary = int(policy.model.config.vocab_size)
+        self.token_text = lru_cache(maxsize=None)(self._read_token)
+
+    def prompt(self, request: ChatRequest | TextRequest) -> Prompt:
+        """Tokenizes and checks a prompt; the model's chat template renders the messages of a chat."""
+        if isinstance(request, ChatRequest):
+            return self._chat_prompt(request)
+        if isinstance(request.prompt, str):
+            special_tokens = request.add_special_tokens is not False
+            return Prompt(self.conversations.encode(request.prompt, special_tokens=special_tokens))
+        for token in request.prompt:
+            if not 0 <= token < self._vocabulary:
+                raise CompletionError(f"token id {token} is not in 0 to {self._vocabulary - 1}.", param="prompt")
+        return Prompt(request.prompt)
+
+    def _chat_prompt(self, request: ChatRequest) -> Prompt:
+        messages = [read_message(i, message) for i, message in enumerate(request.messages)]
+        arguments = request.template_arguments
+        try:
+            return self.conversations.prompt(messages, request.offered_tools, arguments or None)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            fields = [name for name in ("chat_template_kwargs", "reasoning_effort") if getattr(request, name)]
+            refused = " and ".join(["these messages", *fields])
+            param = fields[0] if fields else "messages"
+            raise CompletionError(f"the chat template refuses {refused}: {error}", param=param) from error
+
+    def sampling_params(self, request: ChatRequest | TextRequest, prompt_length: int) -> list[SamplingParams]:
+        """Returns the sampling parameters of each of the ``n`` responses, and checks that they fit after the prompt."""
+        room = self.max_length - prompt_length
+        asked = request.max_tokens
+        if isinstance(request, ChatRequest):
+            asked = request.max_completion_tokens or asked
+            tops = (request.top_logprobs or 0) if request.logprobs else 0
+        else:
+            tops = request.logprobs or 0
+        if not prompt_length:
+            raise CompletionError("the prompt is empty.", param="prompt")
+        if room < (asked or 1):
+            raise CompletionError(
+                f"the prompt has {prompt_length} tokens and the answer may have {asked or 1}, but the model has room "
+                f"for {self.max_length} together; shorten the messages or lower max_tokens.",
+                param="messages" if isinstance(request, ChatRequest) else "prompt",
+                code="context_length_exceeded",
+            )
+        if "" in request.stops:
+            raise CompletionError("stop: an empty string would end every answer.", param="stop")
+        return [
+            SamplingParams(
+                max_tokens=asked or room,
+                temperature=1.0 if request.temperature is None else request.temperature,
+                top_p=request.top_p or 1.0,
+                top_k=max(0, request.top_k or 0),
+                stop=request.stops,
+                seed=None if request.seed is None else f"{request.seed}/{i}",
+                top_logprobs=tops,
+            )
+            for i in range(request.n or 1)
+        ]
+
+    def _read_token(self, token: int) -> Json:
+        text = str(self.tokenizer.decode([token]))
+        return {"token": text, "bytes": list(text.encode())}
 
 
 def read_message(index: int, message: Json) -> Json:
@@ -192,3 +246,32 @@ def _are_calls(calls: Any) -> bool:
     return isinstance(calls, list) and all(
         isinstance(call, dict) and isinstance(call.get("function", {}), dict) for call in calls
     )
+
+
+def restore_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message whose tool calls have arguments as objects, which chat templates expect."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    restored = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            arguments = parse_object(function["arguments"])
+            if arguments is not None:
+                call = {**call, "function": {**function, "arguments": arguments}}
+        restored.append(call)
+    return {**message, "tool_calls": restored}
+
+
+def parse_object(text: str) -> Json | None:
+    """Parses a JSON object; returns None for anything else."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")  # Python's parser accepts NaN and Infinity

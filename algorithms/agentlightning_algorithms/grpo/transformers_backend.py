@@ -16,9 +16,7 @@ import aiohttp
 
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.settings import require_least
-from agentlightning_algorithms.shared.policy.model.digest import digest_weights
-from agentlightning_algorithms.shared.policy.server import API_KEY_VARIABLE
-from agentlightning_algorithms.shared.policy_backend import PolicySetup
+from agentlightning_algorithms.shared.policy_backend import API_KEY_VARIABLE, PolicySetup, digest_weights
 from agentlightning_plugins.shared.web.access import is_loopback
 
 _LOG_TAIL_BYTES = 4000

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.shared.policy.sampling.draw import filter_logits
+from agentlightning_algorithms.shared.policy.draw import filter_logits
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 
 _LOADING = threading.Lock()
@@ -161,9 +161,7 @@ class Policy:
         """Writes model and tokenizer for ``from_pretrained``; with LoRA, merged weights or only the adapters."""
         model, state = self.model, None
         if self.has_lora and merge:
-            from agentlightning_algorithms.shared.policy.model.lora import (
-                merge_state,  # peft, which the server does not need
-            )
+            from agentlightning_algorithms.shared.policy.lora import merge_state  # peft takes seconds
 
             state = merge_state(model)
             with torch.device("meta"):  # only its class and configuration are used
@@ -179,20 +177,16 @@ class Policy:
         Raises:
             ConfigError: the directory has no safetensors, or those of another model or of other LoRA settings.
         """
-        if self.has_lora:
-            from agentlightning_algorithms.shared.policy.model.lora import read_adapter  # as above
-
-            return read_adapter(self.model, directory)
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"no *.safetensors in {str(directory)!r}; give a directory written by save_pretrained.")
         loaded: dict[str, Tensor] = {}
         for file in files:
             try:
-                loaded.update(load_file(file))
+                loaded |= {name.removeprefix("base_model.model."): value for name, value in load_file(file).items()}
             except SafetensorError as error:
                 raise ConfigError(f"{str(file)!r} is damaged: {error}.") from error
-        own = self.model.state_dict()
+        own = self._own_weights()
         # Tied weights share storage under several names, of which a file has only one.
         covered = {own[name].data_ptr() for name in loaded if name in own}
         wrong = [name for name in loaded if name not in own or own[name].shape != loaded[name].shape]
@@ -200,21 +194,23 @@ class Policy:
         if wrong or missing:
             raise ConfigError(
                 f"the weights in {str(directory)!r} are not this model's: unknown or of another shape {wrong[:3]}, "
-                f"missing {missing[:3]}."
+                f"missing {missing[:3]}{'; resume with the same lora settings' if self.has_lora else ''}."
             )
         return loaded
 
     def copy_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replaces the weights with those that :meth:`read_weights` returned."""
-        if self.has_lora:
-            from agentlightning_algorithms.shared.policy.model.lora import copy_adapter  # as above
-
-            copy_adapter(self.model, weights)
-            return
-        own = self.model.state_dict()
+        own = self._own_weights()
         with torch.no_grad():
             for name, value in weights.items():
                 own[name].copy_(value)
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        """Returns the trained weights by the names that they have in files."""
+        own: dict[str, Tensor] = self.model.state_dict()
+        if not self.has_lora:
+            return own
+        return {name.replace(".default.", "."): value for name, value in own.items() if ".lora_" in name}
 
     def load_weights(self, directory: Path) -> None:
         """Replaces the weights with those in ``directory``; changes nothing if :meth:`read_weights` raises."""
@@ -229,7 +225,7 @@ def open_adapter(base: Policy, directory: Path) -> Policy:
     Raises:
         ConfigError: the directory has no adapters, or those of another model.
     """
-    from agentlightning_algorithms.shared.policy.model.lora import add_saved_adapter, share_weights  # peft
+    from agentlightning_algorithms.shared.policy.lora import add_saved_adapter, share_weights  # peft
 
     model = share_weights(base.model)
     add_saved_adapter(model, directory)

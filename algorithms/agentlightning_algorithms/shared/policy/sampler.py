@@ -28,23 +28,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentlightning_algorithms.shared.policy.model.policy import Policy, batch_by_tokens
-from agentlightning_algorithms.shared.policy.sampling.draw import (
+from agentlightning_algorithms.shared.policy.draw import (
     FinishReason,
     Generation,
     SamplingParams,
     Token,
     draw_tokens,
 )
-from agentlightning_algorithms.shared.policy.sampling.prefix_cache import PrefixCache
-from agentlightning_algorithms.shared.policy.sampling.request import SamplingRequest, Swap, settle
-from agentlightning_algorithms.shared.policy.sampling.running_batch import Bank, RunningBatch
-from agentlightning_algorithms.shared.policy.sampling.slot_cache import (
+from agentlightning_algorithms.shared.policy.kv_cache import (
     BLOCK,
+    PrefixCache,
     SlotCache,
     check_attention,
     position_bytes,
 )
+from agentlightning_algorithms.shared.policy.model import Policy, batch_by_tokens
+from agentlightning_algorithms.shared.policy.running_batch import Bank, RunningBatch, SamplingRequest, Swap, settle
 
 logger = logging.getLogger("agentlightning")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.shared.policy.update.settings import KlEstimator, UpdateSettings
+from agentlightning_algorithms.shared.policy.settings import KlEstimator, UpdateSettings
 
 # Bounds on log-ratios and on k3 that keep exp() finite; verl's values.
 _MAX_LOG_RATIO = 20.0
@@ -37,16 +37,10 @@ class Surrogate(NamedTuple):
     """1 where the bound on negative advantages removed the gradient."""
 
 
-def clipped_surrogate(
-    logprob_BT: Tensor,
-    old_logprob_BT: Tensor,
-    advantage_BT: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
+def ppo(
+    logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
 ) -> Surrogate:
-    """Returns PPO's pessimistic surrogate, negated (to minimise), for every token.
+    """The component ``ppo``: PPO's pessimistic surrogate, negated (to minimise), for every token.
 
         ratio = exp(logprob - old_logprob)
         loss  = max(-A ratio, -A clamp(ratio, 1 - clip_low, 1 + clip_high))       Schulman et al. 2017, arXiv:1707.06347
@@ -58,98 +52,60 @@ def clipped_surrogate(
         logprob_BT: log-probabilities under the weights being trained; the only argument that gets a gradient.
         old_logprob_BT: log-probabilities under the weights that sampled the tokens.
         advantage_BT: any shape that broadcasts, such as ``[B, 1]``.
-        clip_low: see above.
-        clip_high: see above.
-        dual_clip: see above; above 1, or None for no bound.
+        mask_BT: 1 on tokens that count.
+        settings: ``clip_low``, ``clip_high`` and ``dual_clip``.
     """
     log_ratio_BT = (logprob_BT - old_logprob_BT).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    ratio_BT = log_ratio_BT.exp()
-    free_BT = -advantage_BT * ratio_BT
-    held_BT = -advantage_BT * ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss_BT = torch.maximum(free_BT, held_BT)
-    clipped_BT = (held_BT > free_BT).to(loss_BT.dtype)
+    loss_BT, clipped_BT = _clip(log_ratio_BT.exp(), advantage_BT, settings)
     dual_clipped_BT = torch.zeros_like(clipped_BT)
-    if dual_clip is not None:
-        bound_BT = -advantage_BT * dual_clip
+    if settings.dual_clip is not None:
+        bound_BT = -advantage_BT * settings.dual_clip
         negative_BT = (advantage_BT < 0).expand_as(loss_BT)
         dual_clipped_BT = ((loss_BT > bound_BT) & negative_BT).to(loss_BT.dtype)
         loss_BT = torch.where(negative_BT, torch.minimum(loss_BT, bound_BT), loss_BT)
     return Surrogate(loss_BT, log_ratio_BT.detach(), clipped_BT, dual_clipped_BT)
 
 
-def sequence_surrogate(
-    logprob_BT: Tensor,
-    old_logprob_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
+def gspo(
+    logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
 ) -> Surrogate:
-    """Returns GSPO's surrogate, negated: one ratio for the whole row (Zheng et al. 2025, arXiv:2507.18071).
+    """The component ``gspo``: one ratio for the whole row (Zheng et al. 2025, arXiv:2507.18071). Arguments as ``ppo``.
 
         s = exp(mean over the row's tokens of (logprob - old_logprob))
         ratio_t = sg[s] exp(logprob_t) / sg[exp(logprob_t)]      GSPO-token, equation 14: its value is s everywhere
 
     The gradient of a row is that of its likelihood, length-normalised. The paper clips at 3e-4 and 4e-4 and aggregates
-    by ``seq-mean-token-mean``. Other arguments as ``clipped_surrogate``.
+    by ``seq-mean-token-mean``.
     """
     log_ratio_BT = logprob_BT - old_logprob_BT
     mean_B1 = (log_ratio_BT * mask_BT).sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1.0)
     log_sequence_BT = logprob_BT - logprob_BT.detach() + mean_B1.detach()
-    ratio_BT = log_sequence_BT.clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp()
+    loss_BT, clipped_BT = _clip(log_sequence_BT.clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp(), advantage_BT, settings)
+    return Surrogate(loss_BT, log_ratio_BT.detach(), clipped_BT, torch.zeros_like(clipped_BT))
+
+
+def _clip(ratio_BT: Tensor, advantage_BT: Tensor, settings: UpdateSettings) -> tuple[Tensor, Tensor]:
+    """Returns the larger of the losses with the ratio and with the clipped ratio, and 1 where the latter is larger."""
     free_BT = -advantage_BT * ratio_BT
-    held_BT = -advantage_BT * ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
-    clipped_BT = (held_BT > free_BT).to(free_BT.dtype)
-    return Surrogate(torch.maximum(free_BT, held_BT), log_ratio_BT.detach(), clipped_BT, torch.zeros_like(clipped_BT))
-
-
-def clipped_weight_surrogate(
-    logprob_BT: Tensor,
-    old_logprob_BT: Tensor,
-    advantage_BT: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> Surrogate:
-    """Returns CISPO's loss: REINFORCE with a clipped ratio as weight (MiniMax 2025, arXiv:2506.13585).
-
-        loss = -sg[clamp(ratio, 1 - clip_low, 1 + clip_high)] A logprob
-
-    Every token keeps its gradient; clipping only bounds its size. Arguments as ``clipped_surrogate``; ``clipped_BT`` is
-    1 where the weight was clipped.
-    """
-    log_ratio_BT = (logprob_BT - old_logprob_BT).detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    ratio_BT = log_ratio_BT.exp()
-    held_BT = ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
-    clipped_BT = (ratio_BT != held_BT).to(ratio_BT.dtype)
-    return Surrogate(-held_BT * advantage_BT * logprob_BT, log_ratio_BT, clipped_BT, torch.zeros_like(clipped_BT))
-
-
-def ppo(
-    logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
-) -> Surrogate:
-    """The component ``ppo``: :func:`clipped_surrogate`."""
-    s = settings
-    return clipped_surrogate(
-        logprob_BT, old_logprob_BT, advantage_BT, clip_low=s.clip_low, clip_high=s.clip_high, dual_clip=s.dual_clip
-    )
-
-
-def gspo(
-    logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
-) -> Surrogate:
-    """The component ``gspo``: :func:`sequence_surrogate`."""
-    clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
-    return sequence_surrogate(logprob_BT, old_logprob_BT, advantage_BT, mask_BT, **clip)
+    held_BT = -advantage_BT * ratio_BT.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return torch.maximum(free_BT, held_BT), (held_BT > free_BT).to(free_BT.dtype)
 
 
 def cispo(
     logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
 ) -> Surrogate:
-    """The component ``cispo``: :func:`clipped_weight_surrogate`."""
-    clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
-    return clipped_weight_surrogate(logprob_BT, old_logprob_BT, advantage_BT, **clip)
+    """The component ``cispo``: REINFORCE with a clipped ratio as weight (MiniMax 2025, arXiv:2506.13585).
+
+        loss = -sg[clamp(ratio, 1 - clip_low, 1 + clip_high)] A logprob
+
+    Every token keeps its gradient; clipping only bounds its size. Arguments as ``ppo``; ``clipped_BT`` is 1 where the
+    weight was clipped.
+    """
+    log_ratio_BT = (logprob_BT - old_logprob_BT).detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratio_BT = log_ratio_BT.exp()
+    held_BT = ratio_BT.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    clipped_BT = (ratio_BT != held_BT).to(ratio_BT.dtype)
+    return Surrogate(-held_BT * advantage_BT * logprob_BT, log_ratio_BT, clipped_BT, torch.zeros_like(clipped_BT))
 
 
 def cross_entropy(
@@ -168,15 +124,12 @@ def kl_penalty(logprob_BT: Tensor, reference_logprob_BT: Tensor, estimator: KlEs
 
     With d = reference_logprob - logprob (Schulman 2020, "Approximating KL Divergence"):
 
-        k1 = -d              unbiased, can be negative; its expected gradient is 0
         k2 = d^2 / 2         biased, low variance; its expected gradient is that of KL(policy || reference)
         k3 = exp(d) - 1 - d  unbiased, never negative; its expected gradient is that of KL(reference || policy); what
                              GRPO uses (arXiv:2402.03300)
 
     The gradients are those of a loss, whose tokens are fixed. As in verl, d is clamped to 20 and k3 to 10.
     """
-    if estimator == "k1":
-        return logprob_BT - reference_logprob_BT
     if estimator == "k2":
         return 0.5 * (logprob_BT - reference_logprob_BT).square()
     difference_BT = (reference_logprob_BT - logprob_BT).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)

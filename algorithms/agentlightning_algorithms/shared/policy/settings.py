@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -14,7 +15,7 @@ from agentlightning.plugin.settings import require_least
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
 ]
-KlEstimator = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k2", "k3"]
 WeightLevel = Literal["token", "sequence"]
 MaskLevel = Literal["token", "sequence", "sequence-mean"]
 
@@ -35,9 +36,8 @@ class UpdateSettings:
         max_tokens_per_microbatch: bound on memory, padding included; changes the result only by rounding.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time. None:
             for models of at least 500 million weights that support it.
-        objective: a component of the kind ``policy_loss``: ``ppo``, ``gspo``, ``cispo``, or that of a plugin; see
-            ``clipped_surrogate``, ``sequence_surrogate`` and ``clipped_weight_surrogate`` in
-            :mod:`~agentlightning_algorithms.shared.policy.update.loss`.
+        objective: a component of the kind ``policy_loss``: ``ppo``, ``gspo``, ``cispo``, or that of a plugin; see the
+            functions of these names in :mod:`~agentlightning_algorithms.shared.policy.loss`.
         clip_low: the ratio is clipped at ``1 - clip_low``. GSPO needs a thousandth of PPO's value.
         clip_high: the ratio is clipped at ``1 + clip_high``.
         dual_clip: bound on the loss of a token with negative advantage, in units of the advantage; ``ppo`` only.
@@ -52,12 +52,8 @@ class UpdateSettings:
         importance_lower: weights below this or above ``importance_upper`` become 0 (IcePop); None: truncate.
         trust_mask: exclude tokens or rows whose ratio is outside [``trust_lower``, ``trust_upper``]; needs
             ``old_logprobs = trainer``.
-        kl_coefficient: weight of the divergence from the reference; 0: there is no reference.
-        kl_estimator: see ``kl_penalty`` in ``loss``; ``k1`` in the reward only.
-        kl_in: ``loss``: added to the loss of each token (arXiv:2402.03300); ``reward``: subtracted from the reward of
-            the rollout (Ziegler et al. 2019, arXiv:1909.08593).
-        reference_decay: decay per update of a moving average of the weights that serves as reference; None: the
-            reference is the initial model.
+        kl_coefficient: weight, in the loss of each token, of the divergence from the initial model (arXiv:2402.03300).
+        kl_estimator: see ``kl_penalty`` in ``loss``.
         entropy_coefficient: weight of the entropy bonus (Mnih et al. 2016, arXiv:1602.01783).
         seed: seed of the order of rows.
     """
@@ -93,8 +89,6 @@ class UpdateSettings:
     trust_upper: float = 2.0
     kl_coefficient: float = 0.0
     kl_estimator: KlEstimator = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"
-    reference_decay: float | None = None
     entropy_coefficient: float = 0.0
     seed: int = 0
 
@@ -109,8 +103,6 @@ class UpdateSettings:
             raise ConfigError(f"dual_clip = {self.dual_clip}; it must be above 1, or None for no bound.")
         if self.aggregation == "seq-mean-token-sum-norm" and not (self.horizon and self.horizon > 0):
             raise ConfigError(f"horizon = {self.horizon}; aggregation = {self.aggregation!r} needs a horizon above 0.")
-        if self.reference_decay is not None and not 0 <= self.reference_decay <= 1:
-            raise ConfigError(f"reference_decay = {self.reference_decay}; it must be from 0 to 1, or None.")
         if self.objective == "gspo" and max(self.clip_low, self.clip_high) > 0.1:
             raise ConfigError(
                 f"clip_low = {self.clip_low}, clip_high = {self.clip_high}: with objective = 'gspo' the ratio of a "
@@ -120,11 +112,6 @@ class UpdateSettings:
             name = "importance_weights" if self.importance_weights else "trust_mask"
             raise ConfigError(
                 f"{name} = {getattr(self, name)!r} compares sampler and trainer: set old_logprobs: trainer."
-            )
-        if self.kl_coefficient and self.kl_in == "loss" and self.kl_estimator == "k1":
-            raise ConfigError(
-                "kl_estimator = 'k1' with kl_in = 'loss' has an expected gradient of 0, so nothing keeps the policy "
-                "near the reference; set kl_in: reward, or kl_estimator: k2 or k3."
             )
         for low, high in (("importance_lower", "importance_upper"), ("trust_lower", "trust_upper")):
             bounds = (getattr(self, low) or 0.0, getattr(self, high))
@@ -141,3 +128,38 @@ class UpdateSettings:
         progress = min(1.0, (update - self.warmup_updates) / decaying)
         share = float(get_manager().get("schedule", self.schedule)(progress))
         return self.lr * (self.final_lr_fraction + (1.0 - self.final_lr_fraction) * share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters, trained instead of the weights (Hu et al. 2021, arXiv:2106.09685).
+
+    Attributes:
+        rank: rank of the adapters.
+        alpha: adapters are scaled by alpha / rank; a learning rate about ten times that of full training is usual.
+        target_modules: names of the linear layers to adapt; ``all-linear``: all but the output layer.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    rank: int = 16
+    alpha: float = 32.0
+    target_modules: str | list[str] = "all-linear"
+
+    def __post_init__(self) -> None:
+        require_least(1, rank=self.rank)
+
+
+def constant(progress: float) -> float:
+    """The component ``constant``."""
+    return 1.0
+
+
+def linear(progress: float) -> float:
+    """The component ``linear``."""
+    return 1.0 - progress
+
+
+def cosine(progress: float) -> float:
+    """The component ``cosine``: half a period."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

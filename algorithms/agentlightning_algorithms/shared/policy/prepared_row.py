@@ -1,4 +1,4 @@
-"""Training rows with the values that are fixed during an update: old log-probabilities, and corrections.
+"""What an update works with: rows with old log-probabilities and corrections, and metrics of its steps.
 
     B               rows of a batch
     T               sampled tokens of a row; in a batch, response tokens, padded to the longest
@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from agentlightning_algorithms.shared.policy.settings import MaskLevel, UpdateSettings, WeightLevel
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_algorithms.shared.policy.update.settings import MaskLevel, UpdateSettings, WeightLevel
 from agentlightning_plugins.shared.training_records.record import Outcome
 
 _MAX_LOG_RATIO = 20.0
@@ -166,3 +166,68 @@ def trusted_tokens(
         log_ratio_BT = total_B1.expand_as(log_ratio_BT)
     ratio_BT = log_ratio_BT.exp()
     return mask_BT * ((ratio_BT >= lower) & (ratio_BT <= upper))
+
+
+class StepMetrics:
+    """Sums and maxima over the micro-batches of one optimizer step, on the device: adding does not synchronize."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
+        self.real_tokens = 0
+        self.padded_tokens = 0
+
+    def add(self, **sums: Tensor) -> None:
+        """Adds sums over tokens; in the report they are divided by the sum called ``tokens``."""
+        for name, value in sums.items():
+            self.totals[name] = self.totals[name] + value if name in self.totals else value
+
+    def add_max(self, name: str, value: Tensor) -> None:
+        """Keeps the largest value."""
+        self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+
+class UpdateMetrics:
+    """Metrics over the optimizer steps of one update; skipped steps are only counted."""
+
+    def __init__(self) -> None:
+        self.skipped_steps = 0
+        self._optimizer_steps = self._real_tokens = self._padded_tokens = 0
+        self._loss = self._grad_norm = 0.0
+        names = ("tokens", "clip_fraction", "dual_clip_fraction", "approx_kl", "entropy", "ratio")
+        self._totals = defaultdict(float, dict.fromkeys(names, 0.0))
+        self._maxima: defaultdict[str, float] = defaultdict(float)
+
+    def add_step(self, step: StepMetrics, loss: float, grad_norm: float) -> None:
+        """Adds an optimizer step that changed the weights."""
+        self._optimizer_steps += 1
+        self._real_tokens += step.real_tokens
+        self._padded_tokens += step.padded_tokens
+        self._loss += loss
+        self._grad_norm += grad_norm
+        # One transfer for all values: on a GPU each transfer waits for the device.
+        values = torch.stack([t.float() for t in (*step.totals.values(), *step.maxima.values())]).tolist()
+        for name, value in zip(step.totals, values, strict=False):
+            self._totals[name] += value
+        for name, value in zip(step.maxima, values[len(step.totals) :], strict=True):
+            self._maxima[name] = max(self._maxima[name], value)
+
+    def report(self, seconds: float) -> dict[str, float]:
+        """Returns means over tokens or steps, maxima and costs of this update; without steps, only counts and time."""
+        steps, tokens = self._optimizer_steps, max(1.0, self._totals.pop("tokens"))
+        means: dict[str, float] = {}
+        if steps:  # without steps, zeros would look like measurements
+            means = {
+                "loss": self._loss / steps,
+                "grad_norm": self._grad_norm / steps,
+                **{name: total / tokens for name, total in self._totals.items()},
+                **self._maxima,
+                "tokens_per_s": self._real_tokens / max(seconds, 1e-9),
+                "padding_fraction": 1.0 - self._real_tokens / self._padded_tokens,
+            }
+        return {
+            **means,
+            "optimizer_steps": float(self._optimizer_steps),
+            "skipped_steps": float(self.skipped_steps),
+            "seconds": seconds,
+        }

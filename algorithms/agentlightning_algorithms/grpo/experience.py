@@ -1,26 +1,34 @@
-"""Turns finished rollouts into training rows with advantages.
+"""Turns finished rollouts into training rows with advantages, and records the use of both.
 
 R   rollouts of a batch
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from agentlightning.plugin.registry import get_manager
-from agentlightning.types import Triplet
-from agentlightning_algorithms.grpo.learning.episode import Episode
+from agentlightning.types import AttemptedRollout, Span, Triplet
+from agentlightning_algorithms.grpo.episode import Episode
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.advantage import Scored, flat_groups, read_credit
+from agentlightning_algorithms.shared.policy.prepared_row import RowUse
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
-from agentlightning_plugins.shared.training_records.record import Outcome
+from agentlightning_plugins.shared.training_records.record import (
+    RolloutOutcome,
+    TokenTexts,
+    call_keys,
+    count_sampled,
+    explain_unused,
+    read_id,
+    read_version,
+)
+from agentlightning_plugins.shared.training_records.record import LedgerEntry, Outcome, TrainedCall, TrainedRow
 from agentlightning_plugins.shared.trajectories import Decode, Turn, build_trajectories
-
-Penalty = Callable[[Sequence[TrainingRow]], Sequence[Sequence[float]]]
 
 _UNUSABLE = frozenset({"SpansDropped", "AdapterError"})
 _COUNTS = (
@@ -42,26 +50,12 @@ class Experience:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass
-class _Draft:
-    """A row before its advantage is known."""
-
-    index: int
-    """Index of the row's rollout in the batch."""
-    row: TrainingRow
-    turns: Sequence[Turn]
-    """Calls of the row; their positions are indices into ``row.response_ids``."""
-    penalties: Sequence[float] = ()
-    """Penalty of each response token."""
-
-
 def build_experience(
     episodes: Sequence[Episode],
     settings: ExperienceSettings,
     *,
     max_length: int,
     decode: Decode | None = None,
-    penalty: Penalty | None = None,
     oldest_version: int = 0,
     distribution: Distribution | None = None,
 ) -> Experience:
@@ -76,38 +70,36 @@ def build_experience(
         settings: which calls become rows.
         max_length: maximum tokens of a row, prompt and response.
         decode: the tokenizer's ``decode``; classifies why a call's tokens do not extend those of the previous call.
-        penalty: computes, for every response token of rows, what to subtract from the reward of its rollout.
         oldest_version: calls sampled by weights older than this version are dropped.
         distribution: distribution that tokens should be drawn from; calls recorded with another one are counted. None:
             a row has the distribution of its calls.
     """
     scored_R = score_episodes(episodes, settings.failed_reward)
     counts: Counter[str] = Counter()
-    drafts = [
-        draft
-        for index, (episode, _) in enumerate(scored_R)
-        for draft in _draft_rows(index, episode, settings, decode, counts, distribution is None)
-    ]
     if distribution is not None:
         found = [episode.distribution_of(call) for episode, _ in scored_R for call in episode.triplets]
         counts["calls_of_other_sampling"] = sum(drawn not in (None, distribution) for drawn in found)
     flat = find_flat_groups(scored_R)
-    kept_groups = {episode.group for episode, _ in scored_R} - (set() if settings.keep_flat_groups else flat)
-    drafts = [draft for draft in drafts if scored_R[draft.index][0].group in kept_groups]
-    if penalty is not None:
-        _find_penalties(drafts, max_length, penalty)
-    kept_R = [(episode, reward) for episode, reward in scored_R if episode.group in kept_groups]
-    advantages = _find_advantages(kept_R, drafts, settings)
+    left_out_groups = frozenset[Hashable]() if settings.keep_flat_groups else flat
+    advantages = _find_advantages([each for each in scored_R if each[0].group not in left_out_groups], settings)
     experience = Experience()
     for episode, _ in scored_R:
-        if episode.group not in kept_groups:
+        rows = list(_call_rows(episode, settings, decode, counts, has_own_distributions=distribution is None))
+        if episode.group in left_out_groups:
             experience.left_out.update((id(call), "flat_group") for call in episode.triplets)
-    for draft in drafts:
-        own = [advantages[id(turn.triplet)] for turn in draft.turns]
-        kept = _keep_calls(draft, own, settings, max_length, oldest_version, counts, experience.left_out)
-        if kept:
-            experience.rows.append(_finish_row(draft, kept))
-            experience.sources.append((scored_R[draft.index][0], tuple(kept)))
+            continue
+        for row, turns in rows:
+            kept = []
+            for turn in turns:
+                reason = _find_reason(row, turn, settings, max_length, oldest_version)
+                if reason is None:
+                    kept.append((turn, advantages[id(turn.triplet)]))
+                else:
+                    counts[f"calls_{reason}"] += 1
+                    experience.left_out[id(turn.triplet)] = reason
+            if kept:
+                experience.rows.append(_finish_row(row, turns, kept))
+                experience.sources.append((episode, tuple(kept)))
     rewards: dict[str, list[float]] = {}
     for episode, reward in scored_R:
         rewards.setdefault(episode.group, []).append(reward)
@@ -121,9 +113,6 @@ def build_experience(
         **{name: float(counts[name]) for name in _COUNTS},
         **_describe_advantages(experience.rows),
     }
-    if penalty is not None:
-        total = math.fsum(value for draft in drafts for value in draft.penalties)
-        experience.metrics["reward_penalty"] = total / len(scored_R) if scored_R else 0.0
     return experience
 
 
@@ -157,21 +146,13 @@ def _score_calls(scored_R: Sequence[tuple[Episode, float]]) -> list[tuple[Scored
     return [(item, calls) for item, calls in items if calls or item.group not in by_turn]
 
 
-def _find_advantages(
-    scored_R: Sequence[tuple[Episode, float]], drafts: Sequence[_Draft], settings: ExperienceSettings
-) -> dict[int, float]:
+def _find_advantages(scored_R: Sequence[tuple[Episode, float]], settings: ExperienceSettings) -> dict[int, float]:
     """Returns the advantage of each call, by the ``id`` of its triplet."""
-    penalties = {
-        id(turn.triplet): math.fsum(draft.penalties[turn.start : turn.end]) for draft in drafts for turn in draft.turns
-    }
     items = _score_calls(scored_R)
     if not items:
         return {}
-    compared = [
-        item._replace(value=item.value - math.fsum(penalties.get(id(call), 0.0) for call in calls))
-        for item, calls in items
-    ]
-    advantages = get_manager().get("advantage", settings.estimator)(compared, std_floor=settings.std_floor)
+    estimate = get_manager().get("advantage", settings.estimator)
+    advantages = estimate([item for item, _ in items], std_floor=settings.std_floor)
     return {id(call): value for value, (_, calls) in zip(advantages, items, strict=True) for call in calls}
 
 
@@ -184,15 +165,15 @@ def _has_credit(triplet: Triplet) -> bool:
     return "credit" in triplet.metadata
 
 
-def _draft_rows(
-    index: int,
+def _call_rows(
     episode: Episode,
     settings: ExperienceSettings,
     decode: Decode | None,
     counts: Counter[str],
+    *,
     has_own_distributions: bool,
-) -> Iterator[_Draft]:
-    """Yields rows without advantages, and counts calls that drifted or cannot be used."""
+) -> Iterator[tuple[TrainingRow, list[Turn]]]:
+    """Yields rows without advantages, each with its calls; counts calls that drifted or are unusable."""
     found = build_trajectories(episode.triplets, decode=decode)
     counts["calls"] += len(episode.triplets)
     counts["calls_repeated"] += (repeated := found.left_out.get("repeated", 0))
@@ -204,7 +185,7 @@ def _draft_rows(
         if settings.rows == "transitions" or len(set(drawn)) > 1:  # a row has one distribution
             for (triplet, *_), own in zip(trajectory.turns, drawn, strict=True):
                 row = _call_row(triplet, rollout, 0.0, own)
-                yield _Draft(index, row, [Turn(triplet, 0, len(row.response_ids))])
+                yield row, [Turn(triplet, 0, len(row.response_ids))]
         else:
             first = trajectory.prompt_length
             ids, logprobs = trajectory.ids, trajectory.logprobs[first:]
@@ -212,7 +193,7 @@ def _draft_rows(
             row = TrainingRow(
                 ids[:first], ids[first:], logprobs, 0.0, mask=mask, rollout=rollout, distribution=drawn[0]
             )
-            yield _Draft(index, row, [Turn(t.triplet, t.start - first, t.end - first) for t in trajectory.turns])
+            yield row, [Turn(t.triplet, t.start - first, t.end - first) for t in trajectory.turns]
 
 
 def transition_rows(episode: Episode, advantage: float, forced: Distribution | None) -> Iterator[TrainingRow]:
@@ -232,45 +213,24 @@ def _call_row(call: Triplet, rollout: str, advantage: float, drawn: Distribution
     return TrainingRow(prompt_ids, response["token_ids"], logprobs, advantage, rollout=rollout, distribution=drawn)
 
 
-def _find_penalties(drafts: Sequence[_Draft], max_length: int, penalty: Penalty) -> None:
-    """Sets the penalties of the drafts whose rows are not too long."""
-    fitting = [d for d in drafts if d.row.n_tokens <= max_length]
-    for draft, values in zip(fitting, penalty([draft.row for draft in fitting]), strict=True):
-        draft.penalties = values
+def _find_reason(
+    row: TrainingRow, turn: Turn, settings: ExperienceSettings, max_length: int, oldest_version: int
+) -> Literal["too_long", "stale", "cut_off"] | None:
+    """Returns why a call is not trained on; None if it is."""
+    version = turn.triplet.metadata.get("weight_version")
+    if len(row.prompt_ids) + turn.end > max_length:
+        return "too_long"
+    if isinstance(version, int) and version < oldest_version:
+        return "stale"
+    if settings.drop_cut_off and turn.triplet.metadata.get("finish_reason") == "length":
+        return "cut_off"
+    return None
 
 
-def _keep_calls(
-    draft: _Draft,
-    advantages: Sequence[float],
-    settings: ExperienceSettings,
-    max_length: int,
-    oldest_version: int,
-    counts: Counter[str],
-    left_out: dict[int, Outcome],
-) -> list[tuple[Turn, float]]:
-    """Returns the calls of a row to train on, with their advantages; counts dropped calls and records the reasons."""
-    kept = []
-    for turn, advantage in zip(draft.turns, advantages, strict=True):
-        version = turn.triplet.metadata.get("weight_version")
-        reason: Outcome
-        if len(draft.row.prompt_ids) + turn.end > max_length:
-            reason = "too_long"
-        elif isinstance(version, int) and version < oldest_version:
-            reason = "stale"
-        elif settings.drop_cut_off and turn.triplet.metadata.get("finish_reason") == "length":
-            reason = "cut_off"
-        else:
-            kept.append((turn, advantage))
-            continue
-        counts[f"calls_{reason}"] += 1
-        left_out[id(turn.triplet)] = reason
-    return kept
-
-
-def _finish_row(draft: _Draft, kept: Sequence[tuple[Turn, float]]) -> TrainingRow:
+def _finish_row(row: TrainingRow, turns: Sequence[Turn], kept: Sequence[tuple[Turn, float]]) -> TrainingRow:
     """Cuts a row after its last kept call, masks the calls that are not kept, and sets advantages."""
-    row, advantage = draft.row, kept[0][1]
-    if len(draft.turns) == 1:
+    advantage = kept[0][1]
+    if len(turns) == 1:
         return replace(row, advantage=advantage)
     end = kept[-1][0].end
     mask = [0] * end
@@ -294,3 +254,101 @@ def _describe_advantages(rows: Sequence[TrainingRow]) -> dict[str, float]:
         return {}
     mean, std = statistics.fmean(values), statistics.pstdev(values)
     return {"advantage": mean, "advantage_std": std, "advantage_min": min(values), "advantage_max": max(values)}
+
+
+def training_spans(
+    experience: Experience,
+    step: int,
+    *,
+    episodes: Sequence[Episode] = (),
+    uses: Sequence[RowUse] = (),
+    failed_reward: float | None = 0.0,
+    decode: Decode | None = None,
+) -> list[Span]:
+    """Returns the spans that record a step, each in the trace of its rollout.
+
+    Args:
+        experience: the rows.
+        step: the version of the weights that the step made.
+        episodes: all rollouts of the step, with the rewards to train with; each gets an entry of the ledger.
+        uses: how the updater used each row; empty: not known.
+        failed_reward: the reward of rollouts that have none.
+        decode: the tokenizer's ``decode``; without it, the records have no text.
+    """
+    spans = []
+    outcomes = dict(experience.left_out)
+    texts = TokenTexts(decode)
+    known: Sequence[RowUse | None] = uses or [None] * len(experience.rows)
+    for row, (episode, kept), use in zip(experience.rows, experience.sources, known, strict=True):
+        outcome: Outcome = "trained" if use is None else use.outcome
+        outcomes.update((id(turn.triplet), outcome) for turn, _ in kept)
+        if isinstance(episode.rollout, AttemptedRollout):
+            attempt = episode.rollout.attempt
+            record = TrainedRow(
+                rollout_id=attempt.rollout_id,
+                attempt_id=attempt.attempt_id,
+                step=step,
+                prompt_ids=row.prompt_ids,
+                response_ids=row.response_ids,
+                mask=[1] * len(row.response_ids) if row.mask is None else [int(bool(kept)) for kept in row.mask],
+                logprobs=row.logprobs,
+                trainer_logprobs=None if use is None else _spread(use.logprobs, row),
+                calls=[
+                    TrainedCall(read_id(turn.triplet), turn.start, turn.end, value, read_version(turn.triplet))
+                    for turn, value in kept
+                ],
+                reward=episode.reward_or(failed_reward),
+                minibatch=0 if use is None else use.minibatch,
+                outcome=outcome,
+                texts=texts.read(row.prompt_ids, row.response_ids),
+                token_advantages=_token_advantages(row, [turn for turn, _ in kept]),
+                token_versions=_token_versions(row, [turn for turn, _ in kept]),
+            )
+            spans.append(record.to_span())
+    for episode in episodes:
+        if isinstance(episode.rollout, AttemptedRollout):
+            spans.append(_account(episode, step, outcomes, failed_reward).to_span())
+    return spans
+
+
+def _account(episode: Episode, step: int, outcomes: dict[int, Outcome], failed_reward: float | None) -> LedgerEntry:
+    assert isinstance(episode.rollout, AttemptedRollout)
+    attempt = episode.rollout.attempt
+    rollout = RolloutOutcome(
+        attempt.rollout_id,
+        attempt.attempt_id,
+        episode.group,
+        episode.reward_or(failed_reward),
+        episode.error,
+        has_failed=episode.rollout.status != "succeeded",
+        tokens=count_sampled(episode.triplets),
+    )
+    calls = zip(call_keys(episode.triplets), episode.triplets, strict=True)
+    return rollout.to_entry(step, {key: outcomes.get(id(call)) or explain_unused(call) for key, call in calls})
+
+
+def _spread(logprobs: Sequence[float] | None, row: TrainingRow) -> list[float] | None:
+    """Returns one value per response token, given one value per sampled token."""
+    if logprobs is None or row.mask is None:
+        return None if logprobs is None else list(logprobs)
+    values = iter(logprobs)
+    return [next(values) if kept else own for kept, own in zip(row.mask, row.logprobs, strict=True)]
+
+
+def _token_advantages(row: TrainingRow, turns: Sequence[Turn]) -> Sequence[float] | None:
+    """Returns the advantage of each response token, if the tokens of one call differ in it, as with a teacher."""
+    own = row.advantage
+    if not isinstance(own, Sequence) or all(len(set(own[turn.start : turn.end])) == 1 for turn in turns):
+        return None
+    return own
+
+
+def _token_versions(row: TrainingRow, turns: Sequence[Turn]) -> list[int | None] | None:
+    """Returns the version of the weights of each response token, if a call mixes versions."""
+    if not any(turn.triplet.metadata.get("weight_versions") for turn in turns):
+        return None
+    versions: list[int | None] = [None] * len(row.response_ids)
+    for turn in turns:
+        own = turn.triplet.metadata.get("weight_versions") or [read_version(turn.triplet)] * (turn.end - turn.start)
+        versions[turn.start : turn.end] = own
+    return versions

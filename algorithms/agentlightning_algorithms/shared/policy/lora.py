@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.shared.policy.model.lora_settings import LoraSettings
+from agentlightning_algorithms.shared.policy.settings import LoraSettings
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-
-_ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def add_lora(model: nn.Module, settings: LoraSettings) -> None:
@@ -70,28 +66,6 @@ def merge_state(model: nn.Module) -> dict[str, Tensor]:
                 delta = sum(layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters)
                 state[f"{prefix}base_layer.weight"] = (weight.float() + delta).to(weight.dtype)
     return {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
-
-
-def read_adapter(model: nn.Module, directory: Path) -> dict[str, Tensor]:
-    """Reads the adapters saved in ``directory``, without changing the model's.
-
-    Raises:
-        ConfigError: the directory has no adapters, or adapters of another shape.
-    """
-    file = directory / _ADAPTER_FILE
-    if not file.is_file():
-        raise ConfigError(f"{file} is missing: the checkpoint was made without lora; resume with the same settings.")
-    loaded = load_file(file)
-    own = {name: tuple(value.shape) for name, value in get_peft_model_state_dict(cast(Any, model)).items()}
-    stripped = {name.removeprefix("base_model.model."): value for name, value in loaded.items()}
-    if own != {name: tuple(value.shape) for name, value in stripped.items()}:
-        raise ConfigError(f"{file} has adapters of another shape; resume with the same lora settings.")
-    return stripped
-
-
-def copy_adapter(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Replaces the model's adapters with those that :func:`read_adapter` returned."""
-    set_peft_model_state_dict(cast(Any, model), dict(weights))
 
 
 def share_weights(model: ModelT) -> ModelT:

@@ -8,36 +8,33 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.shared.policy.model.checkpoint import (
-    atomic_directory,
-    random_state,
-    recover_directory,
-    restore_random_state,
-)
-from agentlightning_algorithms.shared.policy.model.policy import Policy, batch_by_tokens, collate
-from agentlightning_algorithms.shared.policy.model.reference import Reference
-from agentlightning_algorithms.shared.policy.training_row import TrainingRow, check_rows
-from agentlightning_algorithms.shared.policy.update.loss import Surrogate, aggregate, kl_penalty, loss_normalizer
-from agentlightning_algorithms.shared.policy.update.metrics import StepMetrics, UpdateMetrics
-from agentlightning_algorithms.shared.policy.update.prepared_row import (
+from agentlightning_algorithms.shared.policy.loss import Surrogate, aggregate, kl_penalty, loss_normalizer
+from agentlightning_algorithms.shared.policy.model import Policy, batch_by_tokens, collate
+from agentlightning_algorithms.shared.policy.prepared_row import (
     PreparedRow,
     RowUse,
+    StepMetrics,
+    UpdateMetrics,
     describe_correction,
     prepare_rows,
 )
-from agentlightning_algorithms.shared.policy.update.settings import UpdateSettings
+from agentlightning_algorithms.shared.policy.settings import UpdateSettings
+from agentlightning_algorithms.shared.policy.training_row import TrainingRow, check_rows
+from agentlightning_algorithms.shared.trained_model import atomic_directory, recover_directory
 
 logger = logging.getLogger("agentlightning")
 
@@ -73,7 +70,7 @@ class Updater:
             _group_parameters(self._parameters, settings.weight_decay), lr=settings.lr, betas=settings.betas, fused=True
         )
         self._order = torch.Generator().manual_seed(settings.seed)
-        self.reference = Reference(self._parameters, settings.reference_decay) if settings.kl_coefficient else None
+        self._reference = [p.detach().clone() for p in self._parameters] if settings.kl_coefficient else None
         checkpointing = settings.gradient_checkpointing
         if checkpointing is None:
             checkpointing = policy.model.num_parameters() >= _LARGE and bool(_checkpointing_layers(policy))
@@ -108,14 +105,14 @@ class Updater:
         for epoch in range(settings.epochs):
             for k, minibatch in enumerate(self._split(prepared)):
                 fresh = epoch == 0 and k == 0 and settings.old_logprobs == "sampler"
-                self._step(minibatch, metrics, measure_gap=fresh)
+                step = StepMetrics()
+                self._add_gradient(minibatch, step, self._objective, measure_gap=fresh)
+                self._apply_gradient(minibatch, step, metrics)
                 if epoch == 0:
                     for row in minibatch:
                         row.minibatch = 0 if settings.old_logprobs == "trainer" else k
         self.updates += 1
         self.uses = [row.describe_use() for row in prepared]
-        if self.reference is not None:
-            self.reference.follow()
         return {
             **metrics.report(time.perf_counter() - start),
             **describe_correction(prepared, settings),
@@ -123,19 +120,6 @@ class Updater:
             "rows": float(len(rows)),
             "response_tokens": float(sum(row.n_sampled for row in rows)),
         }
-
-    def reference_kl(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
-        """Returns the divergence from the reference at every response token, from the sampler's log-probabilities.
-
-        The divergence is 0 at tokens that were given.
-        """
-        divergences = []
-        for row, reference in zip(rows, self._score_reference(rows), strict=True):
-            kl_T = kl_penalty(torch.tensor(row.logprobs), torch.tensor(reference), self.settings.kl_estimator)
-            if row.mask is not None:
-                kl_T = kl_T * torch.tensor(row.mask)
-            divergences.append(kl_T.tolist())
-        return divergences
 
     def save(self, directory: Path, caller: Mapping[str, Any] | None = None) -> None:
         """Writes a checkpoint of :meth:`state`, atomically."""
@@ -151,8 +135,8 @@ class Updater:
             "updates": self.updates,
             "optimizer": self._optimizer.state_dict(),
             "order": self._order.get_state(),
-            "reference": None if self.reference is None else self.reference.state(),
-            "random": random_state(),
+            "reference": self._reference,
+            "random": _random_state(),
             "caller": dict(caller or {}),
         }
 
@@ -173,12 +157,12 @@ class Updater:
             raise ConfigError(f"no checkpoint in {str(directory)!r}: {_STATE_FILE} is missing.")
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         self.policy.load_weights(directory)
-        if self.reference is not None and state.get("reference") is not None:
-            self.reference.restore(state["reference"])
+        if self._reference is not None and state["reference"] is not None:
+            self._reference = [value.to(self.policy.device) for value in state["reference"]]
         self._optimizer.load_state_dict(state["optimizer"])
         self._order.set_state(state["order"])
         self.updates = state["updates"]
-        restore_random_state(state["random"])
+        _restore_random_state(state["random"])
         return dict(state["caller"])
 
     def _prepare(self, rows: Sequence[TrainingRow]) -> list[PreparedRow]:
@@ -186,8 +170,11 @@ class Updater:
         old: Sequence[Sequence[float]] = [row.logprobs for row in rows]
         if settings.old_logprobs == "trainer" and rows:
             old = self.score(rows)
-        with_reference = self.reference is not None and settings.kl_in == "loss"
-        return prepare_rows(rows, old, self._score_reference(rows) if with_reference else None, settings)
+        reference = None
+        if self._reference is not None:
+            with _swapped(self._parameters, self._reference):
+                reference = self.score(rows)
+        return prepare_rows(rows, old, reference, settings)
 
     def _split(self, rows: Sequence[PreparedRow]) -> list[list[PreparedRow]]:
         """Splits shuffled rows into minibatches; keeps rollouts whole where the loss is a mean over rollouts."""
@@ -236,15 +223,7 @@ class Updater:
         lr = self._set_lr()
         self._apply_gradient(rows, step, metrics)
         self.updates += 1
-        if self.reference is not None:
-            self.reference.follow()
         return {**metrics.report(time.perf_counter() - start), "lr": lr, "rows": float(len(rows))}
-
-    def _step(self, rows: Sequence[PreparedRow], metrics: UpdateMetrics, *, measure_gap: bool) -> None:
-        """Makes an optimizer step on one minibatch."""
-        step = StepMetrics()
-        self._add_gradient(rows, step, self._objective, measure_gap=measure_gap)
-        self._apply_gradient(rows, step, metrics)
 
     def _add_gradient(
         self, rows: Sequence[PreparedRow], step: StepMetrics, objective: Objective, *, measure_gap: bool = False
@@ -370,11 +349,6 @@ class Updater:
         with self._precision():
             return self.policy.score(rows, settings.temperature, max_tokens=settings.max_tokens_per_microbatch)
 
-    def _score_reference(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
-        assert self.reference is not None
-        with self.reference.in_place():
-            return self.score(rows)
-
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.policy.device.type, torch.bfloat16) if self._autocast else nullcontext()
 
@@ -403,3 +377,40 @@ def _enable_gradient_checkpointing(policy: Policy) -> None:
         raise ConfigError(f"gradient_checkpointing: {type(policy.model).__name__} has no layers that support it.")
     for layer in layers:
         layer.training = True  # only this module: its submodules stay in eval mode
+
+
+@contextmanager
+def _swapped(parameters: Sequence[nn.Parameter], values: list[Tensor]) -> Iterator[None]:
+    """Gives the parameters other values until the block ends."""
+
+    def swap() -> None:
+        for i, parameter in enumerate(parameters):
+            parameter.data, values[i] = values[i], parameter.data
+
+    swap()
+    try:
+        yield
+    finally:
+        swap()
+
+
+def _random_state() -> dict[str, Any]:
+    """Returns the state of Python's, numpy's and torch's generators, in types that a weights-only load accepts."""
+    name, keys, position, has_gauss, cached_gaussian = numpy.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached_gaussian)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    """Restores what :func:`_random_state` returned; CUDA's part only if the number of devices is the same."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached_gaussian = state["numpy"]
+    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached_gaussian))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

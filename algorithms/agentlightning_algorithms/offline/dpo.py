@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from pydantic import BaseModel
 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import require_least
+from agentlightning.store.protocol import LightningStore
 from agentlightning.store.url import hide_password
-from agentlightning_algorithms.shared.policy.example import make_rows, open_source, read_lines
-from agentlightning_algorithms.shared.policy.model.policy import Policy
-from agentlightning_algorithms.shared.policy.offline import OfflineTraining, mean_metrics
+from agentlightning_algorithms.offline.training import OfflineTraining, make_rows, mean_metrics
+from agentlightning_algorithms.shared.policy.model import Policy
+from agentlightning_algorithms.shared.policy.settings import Aggregation
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_algorithms.shared.policy.update.settings import Aggregation
-from agentlightning_algorithms.shared.policy.update.updater import Updater
+from agentlightning_algorithms.shared.policy.updater import Updater
 from agentlightning_plugins.shared.chat_history import FineTuningExample, PreferencePair, select_pairs
-
-_FORM: Final = '{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}'
-
 
 LossName = Literal["sigmoid", "ipo", "hinge"]
 
@@ -77,6 +74,7 @@ class DPO(OfflineTraining):
     """
 
     name: ClassVar[str] = "dpo"
+    form: ClassVar[str] = '{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}'
     aggregation: ClassVar[Aggregation] = "token-sum"
 
     loss: LossName = "sigmoid"
@@ -98,22 +96,21 @@ class DPO(OfflineTraining):
         if not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(f"label_smoothing = {self.label_smoothing}; it must be from 0 to below 0.5.")
         require_least(0, min_gap=self.min_gap)
-        require_least(1, pairs_per_task=self.pairs_per_task or 1)
+        require_least(1, pairs_per_task=self.pairs_per_task)
         super().__post_init__()
 
-    async def read_examples(self) -> Sequence[PreferencePair]:
-        if self.source.endswith(".jsonl"):
-            found = [line.to_pair() for line in read_lines(self.source, _Line, _FORM)]
-        else:
-            async with open_source(self.source) as store:
-                found = [pair async for pair in select_pairs(store, self.min_gap, self.pairs_per_task)]
-        if not found:
-            raise ConfigError(
-                f"source = {hide_password(self.source)!r} has no pair to learn from; a pair is two rollouts of a task "
-                "that succeeded, called a model, are not of validation or test, and whose rewards differ, by at least "
-                f"min_gap = {self.min_gap}"
-            )
-        return found
+    def parse_line(self, line: Any) -> PreferencePair:
+        return _Line.model_validate(line).to_pair()
+
+    def select(self, store: LightningStore) -> AsyncIterator[PreferencePair]:
+        return select_pairs(store, self.min_gap, self.pairs_per_task)
+
+    @property
+    def missing(self) -> str:
+        return (
+            "pair to learn from; a pair is two rollouts of a task that succeeded, called a model, are not of "
+            f"validation or test, and whose rewards differ, by at least min_gap = {self.min_gap}"
+        )
 
     def prepare(self, policy: Policy, examples: Sequence[PreferencePair]) -> list[_Pair]:
         too_long = 0

@@ -6,12 +6,71 @@ little memory, because each additional bank costs a forward pass for each token.
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import TypeVar
 
-from agentlightning_algorithms.shared.policy.sampling.request import SamplingRequest
-from agentlightning_algorithms.shared.policy.sampling.slot_cache import SPARE, SlotCache, whole_blocks
+from torch import Tensor
+
+from agentlightning_algorithms.shared.policy.draw import Generation, SamplingParams, Token
+from agentlightning_algorithms.shared.policy.kv_cache import SPARE, SlotCache, whole_blocks
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class SamplingRequest:
+    """A response to sample, and its tokens so far."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    random: random.Random | None
+    """Set if the request has a seed."""
+    on_token: Callable[[Token], None] | None
+    future: Future[Generation] = field(default_factory=Future)
+    tokens: list[Token] = field(default_factory=list)
+    reused: int = 0
+    """Prompt tokens whose keys and values were reused."""
+    number: int = 0
+    """Sequence number of the request's first admission."""
+
+    @property
+    def sequence(self) -> list[int]:
+        """Prompt and response so far."""
+        return [*self.prompt_ids, *(token.token_id for token in self.tokens)]
+
+    @property
+    def cached(self) -> int:
+        """Positions in the key-value cache: all but the newest token, which the next step feeds."""
+        return len(self.prompt_ids) + len(self.tokens) - 1
+
+
+@dataclass(slots=True, eq=False)
+class Swap:
+    """New weights that are being read or wait for earlier rows."""
+
+    weights: Future[dict[str, Tensor]]
+    version: int
+    future: Future[None] = field(default_factory=Future)
+
+    @property
+    def has_to_wait(self) -> bool:
+        """False if the swap is cancelled or its weights could not be read."""
+        return not self.future.cancelled() and (not self.weights.done() or self.weights.exception() is None)
+
+
+def settle(future: Future[T], outcome: T | Exception) -> None:
+    """Sets the result, or the error, of a future unless its owner has cancelled it."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
 
 _ENTER, _MERGE, _SPLIT = 1.2, 1.1, 1.3
 """Limits of the ratio of positions in all banks to tokens: for adding a row to an existing bank, for merging two banks,

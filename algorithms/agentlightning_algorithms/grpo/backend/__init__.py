@@ -1,1 +1,0 @@
-"""Policy backends: the servers that sample the trained policy."""

@@ -1,1 +1,0 @@
-"""The files of a training: checkpoints, digests of weights, the record of the training, and the model card."""

@@ -1,1 +1,0 @@
-"""Learning from rollouts: advantages, loss and weight updates."""

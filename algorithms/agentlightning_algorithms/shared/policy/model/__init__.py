@@ -1,1 +1,0 @@
-"""The policy: weights, LoRA, checkpoints and the KL reference."""

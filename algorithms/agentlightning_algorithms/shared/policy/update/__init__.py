@@ -1,1 +1,0 @@
-"""Updates the weights of a policy: losses, corrections, the optimizer and their settings."""
