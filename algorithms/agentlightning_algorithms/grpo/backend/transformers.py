@@ -19,7 +19,7 @@ from agentlightning.plugin.settings import require_least
 from agentlightning_algorithms.shared.policy.model.digest import digest_weights
 from agentlightning_algorithms.shared.policy.server import API_KEY_VARIABLE
 from agentlightning_algorithms.shared.policy_backend import PolicySetup
-from agentlightning_plugins.shared.web.access import is_loopback
+from agentlightning_plugins.shared.web.request import is_loopback
 
 _LOG_TAIL_BYTES = 4000
 _STOP_TIMEOUT_S = 10.0

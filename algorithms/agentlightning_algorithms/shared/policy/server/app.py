@@ -32,8 +32,7 @@ from agentlightning_algorithms.shared.policy.server.request import (
     parse_request,
 )
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
-from agentlightning_plugins.shared.web.access import check_local, is_among
-from agentlightning_plugins.shared.web.body import RequestRefused, parse_json, read_body
+from agentlightning_plugins.shared.web.request import RequestRefused, check_local, is_among, parse_json, read_body
 from agentlightning_plugins.shared.web.server import WebServer, answer_expect
 
 logger = logging.getLogger("agentlightning")

@@ -11,7 +11,7 @@ from agentlightning.errors import ConflictError
 from agentlightning.run import attempt_token
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.types import Span
-from agentlightning_plugins.shared.web.access import check_local, is_among
+from agentlightning_plugins.shared.web.request import check_local, is_among
 from agentlightning_plugins.stores.http.message import PREFIX
 from agentlightning_plugins.stores.http.server.answer import RefusedError
 from agentlightning_plugins.stores.http.server.attempt_spans import find_reserved
