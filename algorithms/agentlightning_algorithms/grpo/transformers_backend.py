@@ -17,7 +17,7 @@ import aiohttp
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.settings import require_least
 from agentlightning_algorithms.shared.policy_backend import API_KEY_VARIABLE, PolicySetup, digest_weights
-from agentlightning_plugins.shared.web.access import is_loopback
+from agentlightning_plugins.shared.web.request import is_loopback
 
 _LOG_TAIL_BYTES = 4000
 _STOP_TIMEOUT_S = 10.0

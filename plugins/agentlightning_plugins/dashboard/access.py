@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from aiohttp import web
 
-from agentlightning_plugins.shared.web.access import is_local_request
+from agentlightning_plugins.shared.web.request import is_local_request
 
 SESSION_S: Final = 12 * 3600.0
 _BEARER: Final = "Bearer "

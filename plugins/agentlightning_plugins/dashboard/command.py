@@ -11,7 +11,7 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.shared.web.access import is_loopback
+from agentlightning_plugins.shared.web.request import is_loopback
 
 
 @click.command("dashboard")

@@ -19,7 +19,7 @@ from agentlightning_plugins.dashboard.rendering import HEADERS, Renderer
 from agentlightning_plugins.dashboard.table import ACTIONS, PAGES
 from agentlightning_plugins.dashboard.views.export import read_labelled
 from agentlightning_plugins.shared.monitoring.runs import find_newest_runs, find_run
-from agentlightning_plugins.shared.web.body import RequestRefused, read_body
+from agentlightning_plugins.shared.web.request import RequestRefused, read_body
 
 logger = logging.getLogger("agentlightning")
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -17,7 +17,6 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning_plugins.gateway.operator_key import read_key, write_key
 from agentlightning_plugins.shared.rendering.table import print_table
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ def ask_gateway(url: str, token: str | None, path: str, body: dict[str, Any] | N
 
 def _find_key(root: str) -> str | None:
     """Returns the operator's key of a gateway on this machine that ``agl gateway`` serves."""
-    from agentlightning_plugins.shared.web.access import is_loopback
+    from agentlightning_plugins.shared.web.request import is_loopback
 
     try:
         parts = urlsplit(root)
@@ -196,7 +195,7 @@ async def _serve(settings: dict[str, Any], url: str, token: str | None, read_mod
     from agentlightning.store.factory import create_store
     from agentlightning_plugins.gateway.proxy import LLMProxy
     from agentlightning_plugins.shared.garbage_collection import relax_collector
-    from agentlightning_plugins.shared.web.memory import return_freed_memory
+    from agentlightning_plugins.shared.web.request import return_freed_memory
     from agentlightning_plugins.shared.web.server import stop_on_signals
 
     def reload() -> None:
@@ -251,3 +250,26 @@ def _model_list(settings: dict[str, Any], models: tuple[str, ...], key_env: str 
     if not entries:
         raise ConfigError("no model to serve: give --model NAME=URL, or --config FILE with a model_list")
     return entries
+
+
+def write_key(port: int, key: str) -> Path:
+    """Writes the key of the gateway at a port, and returns the file."""
+    path = _path(port)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(key)
+    return path
+
+
+def read_key(port: int) -> str | None:
+    """Reads the key of the gateway at a port of this machine; None if there is none."""
+    try:
+        return _path(port).read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def _path(port: int) -> Path:
+    directory = os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".cache"
+    return Path(directory) / "agentlightning" / f"gateway-{port}.key"

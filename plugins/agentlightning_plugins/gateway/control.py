@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
 from aiohttp import web
 
 from agentlightning.store.span_writer import AttemptKey, SpanWriter
-from agentlightning_plugins.gateway.access.authentication import Authenticator
+from agentlightning_plugins.gateway.access import Authenticator
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.call import ModelCall
-from agentlightning_plugins.gateway.dialects.json_text import dump_json
-from agentlightning_plugins.gateway.dialects.models import list_models
-from agentlightning_plugins.gateway.limits.admission import Admission
-from agentlightning_plugins.gateway.recording.metric import GatewayMetrics, count_by_backend
-from agentlightning_plugins.gateway.refusal import CallRefused
-from agentlightning_plugins.shared.web.body import RequestRefused, parse_json, read_body
+from agentlightning_plugins.gateway.dialects.dialect import CallRefused
+from agentlightning_plugins.gateway.dialects.wire import dump_json
+from agentlightning_plugins.gateway.limits import Admission
+from agentlightning_plugins.gateway.recorder import GatewayMetrics, count_by_backend
 from agentlightning_plugins.shared.web.metrics import CONTENT_TYPE
+from agentlightning_plugins.shared.web.request import RequestRefused, parse_json, read_body
 
 CONTROL_PATHS: Final = ("health", "metrics", "status", "pause", "drain", "resume")
 _CHANGES: Final = ("pause", "drain", "resume")
@@ -134,3 +134,29 @@ def describe_status(
 
 def json_response(value: Any) -> web.Response:
     return web.Response(body=dump_json(value), content_type="application/json")
+
+
+_PATH: Final = re.compile(r"(anthropic/)?v1/models(?:/(.+))?")
+
+
+def list_models(path: str, names: Sequence[str]) -> dict[str, Any] | None:
+    """Answers ``v1/models`` and ``v1/models/NAME``, also below ``anthropic/``; None for other paths and names."""
+    match = _PATH.fullmatch(path)
+    if match is None:
+        return None
+    form = _anthropic_model if match[1] else _openai_model
+    if match[2] is not None:
+        return form(match[2]) if match[2] in names else None
+    data = [form(name) for name in names]
+    if not match[1]:
+        return {"object": "list", "data": data}
+    first, last = (names[0], names[-1]) if names else (None, None)
+    return {"data": data, "has_more": False, "first_id": first, "last_id": last}
+
+
+def _openai_model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "agentlightning"}
+
+
+def _anthropic_model(name: str) -> dict[str, Any]:
+    return {"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}

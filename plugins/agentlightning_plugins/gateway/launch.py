@@ -21,11 +21,10 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError, LightningError, StoreError
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.server import GatewayServer
-from agentlightning_plugins.gateway.settings import Settings
+from agentlightning_plugins.gateway.server import GatewayServer, Settings
 from agentlightning_plugins.shared.garbage_collection import relax_collector
 from agentlightning_plugins.shared.loop_thread import LoopThread
-from agentlightning_plugins.shared.web.memory import return_freed_memory
+from agentlightning_plugins.shared.web.request import return_freed_memory
 
 logger = logging.getLogger("agentlightning")
 _EXIT_S: Final = 5.0

@@ -17,11 +17,9 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.gateway.backends.health import INTERVAL_S
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.launch import ServerProcess, ServerThread
-from agentlightning_plugins.gateway.limits.admission import PAUSE_WAIT_S
-from agentlightning_plugins.gateway.limits.usage import UsageLimits, read_limits
-from agentlightning_plugins.gateway.settings import Settings
-from agentlightning_plugins.gateway.validation import check_number
-from agentlightning_plugins.shared.web.access import is_loopback
+from agentlightning_plugins.gateway.limits import PAUSE_WAIT_S, UsageLimits, check_number, read_limits
+from agentlightning_plugins.gateway.server import Settings
+from agentlightning_plugins.shared.web.request import is_loopback
 
 LaunchMode = Literal["thread", "process"]
 _READ_TIMEOUT_S: Final = 600.0  # as in the openai client

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from aiohttp import web
@@ -14,30 +15,43 @@ from aiohttp import web
 from agentlightning.errors import ConfigError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey, SpanWriter
-from agentlightning_plugins.gateway.access.attempts import EndedAttempts, InFlightCalls
-from agentlightning_plugins.gateway.access.authentication import Authenticator
-from agentlightning_plugins.gateway.access.seeds import CallSeeds
+from agentlightning_plugins.gateway.access import Authenticator, CallSeeds, EndedAttempts, InFlightCalls
 from agentlightning_plugins.gateway.backends.answer_cache import AnswerCache
 from agentlightning_plugins.gateway.backends.health import HealthCheck
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.upstream import Upstream
-from agentlightning_plugins.gateway.call import ModelCall
+from agentlightning_plugins.gateway.call import ModelCall, read_call
 from agentlightning_plugins.gateway.control import Controls, describe_status
-from agentlightning_plugins.gateway.dialects.dialect import Dialect, load_dialects
+from agentlightning_plugins.gateway.dialects.dialect import CallRefused, Dialect, load_dialects
 from agentlightning_plugins.gateway.dialects.openai import CHAT
-from agentlightning_plugins.gateway.limits.admission import Admission
-from agentlightning_plugins.gateway.limits.usage import UsageTracker
-from agentlightning_plugins.gateway.recording.metric import GatewayMetrics
-from agentlightning_plugins.gateway.recording.recorder import CallRecorder
-from agentlightning_plugins.gateway.refusal import CallRefused
+from agentlightning_plugins.gateway.limits import Admission, UsageLimits, UsageTracker
+from agentlightning_plugins.gateway.recorder import CallRecorder, GatewayMetrics
 from agentlightning_plugins.gateway.relay import Relay
-from agentlightning_plugins.gateway.request import read_call
-from agentlightning_plugins.gateway.settings import Settings
-from agentlightning_plugins.shared.web.access import check_local, is_loopback
-from agentlightning_plugins.shared.web.body import RequestRefused
+from agentlightning_plugins.shared.web.request import RequestRefused, check_local, is_loopback
 from agentlightning_plugins.shared.web.server import WebServer
 
 logger = logging.getLogger("agentlightning")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Plain values, which can be sent to another process. ``LLMProxy`` documents them."""
+
+    host: str
+    port: int
+    num_retries: int
+    require_keys: bool
+    limits: UsageLimits
+    read_timeout_s: float
+    health_interval_s: float
+    pause_wait_s: float
+    cache: bool
+    operator_key: str = field(repr=False)
+    """Key whose holder may operate the gateway, as with the store's token."""
+    model_list: Sequence[Mapping[str, Any]] = ()
+    weight_version: int | None = None
+    """Version of the weights that serve the first calls."""
+
 
 _PATH: Final = re.compile(r"(?:/rollout/([^/]+)/attempt/([^/]+))?/(.+?)/?")
 _FINISH_S: Final = 2.0

@@ -26,10 +26,8 @@ from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.resources import scope_to_attempt, with_attempt_key
 from agentlightning.run import attempt_token
 from agentlightning.types import AttemptedRollout, AttemptFailure, Triplet
-from agentlightning_plugins.legacy.v0_messages import RolloutLegacy, Task, TaskIfAny
-from agentlightning_plugins.legacy.v0_spans import read_spans
-from agentlightning_plugins.shared.web.access import check_local, is_loopback
-from agentlightning_plugins.shared.web.body import RequestRefused, parse_json, read_body
+from agentlightning_plugins.legacy.v0_messages import RolloutLegacy, Task, TaskIfAny, read_spans
+from agentlightning_plugins.shared.web.request import RequestRefused, check_local, is_loopback, parse_json, read_body
 from agentlightning_plugins.shared.web.server import WebServer
 
 logger = logging.getLogger("agentlightning")

@@ -1,12 +1,17 @@
-"""The messages of Agent Lightning 0.1."""
+"""The messages of Agent Lightning 0.1, and the spans and rewards that 0.1 and 0.2 recorded."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, Field
 
-from agentlightning.types import Triplet
+import agentlightning as agl
+from agentlightning import semconv
+from agentlightning.types import Span, Triplet
 
 
 class Task(BaseModel):
@@ -40,3 +45,77 @@ class RolloutLegacy(BaseModel):
     """Spans as ``json.loads(readable_span.to_json())`` of OpenTelemetry, or as our own JSON."""
     logs: list[str] | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+if TYPE_CHECKING:
+    from agentlightning_plugins.legacy.v0_messages import RolloutLegacy
+
+
+def read_spans(report: RolloutLegacy, rollout_id: str, attempt_id: str) -> list[Span]:
+    """Returns the spans of a report, with its reward; raises ValueError, TypeError or AttributeError."""
+    ids = rollout_id, attempt_id
+    spans = [_read_span(span, *ids) for span in report.trace or ()]
+    if not spans:
+        spans = [span for triplet in report.triplets or () for span in _from_triplet(triplet, *ids)]
+    if report.final_reward is not None and report.final_reward != agl.find_final_reward(spans):
+        spans.append(_make_reward(report.final_reward, *ids))
+    return spans
+
+
+def _read_span(span: Mapping[str, Any], rollout_id: str, attempt_id: str) -> Span:
+    if "trace_id" in span:
+        return Span.model_validate({**span, "rollout_id": rollout_id, "attempt_id": attempt_id, "sequence_id": 0})
+    context = span.get("context") or {}
+    parent = span.get("parent_id")
+    return _make_span(
+        span.get("attributes") or {},
+        rollout_id,
+        attempt_id,
+        name=span.get("name"),
+        trace_id=str(context.get("trace_id") or "").removeprefix("0x") or None,
+        span_id=str(context.get("span_id") or "").removeprefix("0x") or None,
+        parent_id=None if parent is None else str(parent).removeprefix("0x"),
+        start_time=_read_time(span.get("start_time")),
+        end_time=_read_time(span.get("end_time")),
+    )
+
+
+def _read_time(text: str | None) -> float | None:
+    return None if text is None else datetime.fromisoformat(text).timestamp()
+
+
+def _make_reward(reward: float, rollout_id: str, attempt_id: str) -> Span:
+    attributes = {f"{semconv.REWARD}.0.name": "primary", f"{semconv.REWARD}.0.value": reward}
+    return _make_span(attributes, rollout_id, attempt_id, name=semconv.SPAN_REWARD)
+
+
+def _from_triplet(triplet: Triplet, rollout_id: str, attempt_id: str) -> Iterator[Span]:
+    attributes: dict[str, Any] = {semconv.GEN_AI_OPERATION_NAME: "chat"}
+    for key, part in ((semconv.PROMPT_TOKEN_IDS, triplet.prompt), (semconv.RESPONSE_TOKEN_IDS, triplet.response)):
+        attributes[key] = part.get("token_ids") if isinstance(part, Mapping) else part
+    yield _make_span(attributes, rollout_id, attempt_id, name="openai.chat")
+    if triplet.reward is not None:
+        yield _make_reward(triplet.reward, rollout_id, attempt_id)
+
+
+def _make_span(attributes: Mapping[str, Any], rollout_id: str, attempt_id: str, **others: Any) -> Span:
+    return Span.from_attributes(attributes=attributes, rollout_id=rollout_id, attempt_id=attempt_id, **others)
+
+
+_OUTPUTS: Final = ("agentops.task.output", "agentops.entity.output")
+
+
+def _read_reward(span: Span) -> Any:
+    for key in _OUTPUTS:  # the JSON that a function decorated with @reward returned
+        output = span.attributes.get(key)
+        if isinstance(output, str):
+            try:
+                output = json.loads(output)
+            except ValueError:
+                continue
+        if isinstance(output, Mapping) and output.get("type") == "reward":
+            return output.get("value")
+    return span.attributes.get("reward") if span.name == semconv.SPAN_REWARD else None
+
+
+READER: Final[Mapping[str, Callable[[Span], Any]]] = {f"{semconv.REWARD}.0.value": _read_reward}

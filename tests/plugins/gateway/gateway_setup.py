@@ -16,7 +16,7 @@ from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.call import ModelCall, TraceContext
 from agentlightning_plugins.gateway.dialects.dialect import Dialect
 from agentlightning_plugins.gateway.proxy import LLMProxy
-from agentlightning_plugins.gateway.recording.stream import StreamReader
+from agentlightning_plugins.gateway.relay import StreamReader
 from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.waiting import LIMIT_S, until

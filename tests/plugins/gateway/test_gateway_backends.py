@@ -16,7 +16,7 @@ import pytest
 from agentlightning.errors import ConfigError
 from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
 from agentlightning.resources import LLM, ProxyLLM
-from agentlightning_plugins.gateway.access.attempts import EndedAttempts, InFlightCalls
+from agentlightning_plugins.gateway.access import EndedAttempts, InFlightCalls
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
@@ -375,7 +375,7 @@ async def test_the_gateway_keeps_following_events_after_any_error_of_the_store(
                 raise LookupError("no such kind")
             yield AttemptFinished(rollout_id="ro-1", attempt_id="at-1", status="failed")
 
-    monkeypatch.setattr("agentlightning_plugins.gateway.access.attempts._RECONNECT_S", 0.01)
+    monkeypatch.setattr("agentlightning_plugins.gateway.access._RECONNECT_S", 0.01)
     ended, store = EndedAttempts(InFlightCalls()), Strange()
     following = asyncio.create_task(ended.follow(store))  # follow() needs only subscribe()
     await until(lambda: ended.is_over(("ro-1", "at-1")))

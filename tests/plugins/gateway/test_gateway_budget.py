@@ -9,9 +9,9 @@ import pytest
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.types import AttemptedRollout, Span
-from agentlightning_plugins.gateway.limits.usage import AttemptUsage, UsageLimits, UsageTracker, read_usage
+from agentlightning_plugins.gateway.dialects.dialect import CallRefused
+from agentlightning_plugins.gateway.limits import AttemptUsage, UsageLimits, UsageTracker, read_usage
 from agentlightning_plugins.gateway.proxy import LLMProxy
-from agentlightning_plugins.gateway.refusal import CallRefused
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI, encode, render_prompt
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.plugins.gateway.gateway_setup import HELLO, Case, entry, gateway, waiting

@@ -255,7 +255,7 @@ async def test_an_answer_that_arrives_byte_by_byte_does_not_time_out(stream: boo
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_is_too_large_is_cut_off(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("backends.upstream", "recording.stream"):
+    for module in ("backends.upstream", "relay"):
         monkeypatch.setattr(f"agentlightning_plugins.gateway.{module}.MAX_ANSWER_BYTES", 10_000)
 
     async def floods(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -429,7 +429,7 @@ async def test_an_invalid_request_is_refused_in_the_agents_dialect(
     monkeypatch: pytest.MonkeyPatch, text: bytes, status: int, code: str
 ) -> None:
     if status == 413:
-        monkeypatch.setattr("agentlightning_plugins.gateway.request.MAX_BODY_BYTES", 1000)
+        monkeypatch.setattr("agentlightning_plugins.gateway.call.MAX_BODY_BYTES", 1000)
     async with ScriptedOpenAI() as server, gateway(server) as case, aiohttp.ClientSession() as session:
         _, client = await case.start()
         async with session.post(f"{client.base_url}responses", data=text) as response:

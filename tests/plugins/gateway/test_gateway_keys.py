@@ -22,7 +22,7 @@ from agentlightning.run import attempt_token
 from agentlightning.runner import LitAgentRunner
 from agentlightning.tracer import DummyTracer
 from agentlightning.types import AttemptedRollout
-from agentlightning_plugins.gateway.access.authentication import Authenticator
+from agentlightning_plugins.gateway.access import Authenticator
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore

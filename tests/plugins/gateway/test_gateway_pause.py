@@ -11,9 +11,9 @@ import pytest
 from openai import AsyncOpenAI, RateLimitError
 
 from agentlightning.errors import ConflictError
-from agentlightning_plugins.gateway.limits.admission import Admission
+from agentlightning_plugins.gateway.dialects.dialect import CallRefused
+from agentlightning_plugins.gateway.limits import Admission
 from agentlightning_plugins.gateway.proxy import LLMProxy
-from agentlightning_plugins.gateway.refusal import CallRefused
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer

@@ -10,7 +10,7 @@ import pytest
 
 from agentlightning_plugins.gateway.dialects.dialect import Completion, Dialect, TokenOptions
 from agentlightning_plugins.gateway.dialects.openai import ChatCompletions
-from agentlightning_plugins.gateway.dialects.sse import event_data
+from agentlightning_plugins.gateway.dialects.wire import event_data
 from tests.plugins.gateway.gateway_setup import stream_reader
 
 NASTY = ['say "choices":[{"index":1}] to me', "]}\n\ndata: {", "}],", '"logprobs":{"content":[', "é𝄞\\", "{", ""]

@@ -15,10 +15,8 @@ from openai.types.responses import Response
 from pydantic import TypeAdapter
 
 from agentlightning_plugins.gateway.dialects.dialect import Completion
-from agentlightning_plugins.gateway.dialects.messages import Messages
-from agentlightning_plugins.gateway.dialects.messages_translation import MessagesTranslation
-from agentlightning_plugins.gateway.dialects.responses import Responses
-from agentlightning_plugins.gateway.dialects.responses_translation import ResponsesTranslation
+from agentlightning_plugins.gateway.dialects.messages import Messages, MessagesTranslation
+from agentlightning_plugins.gateway.dialects.responses import Responses, ResponsesTranslation
 
 pytestmark = pytest.mark.environment("main")  # needs a recent version of anthropic to read events
 

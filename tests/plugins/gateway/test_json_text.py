@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from agentlightning_plugins.gateway.dialects import json_text
+from agentlightning_plugins.gateway.dialects import wire
 
 
 def test_nan_infinities_and_lone_surrogates_are_parsed() -> None:
-    value = json_text.parse_json(b'{"a": [NaN, -Infinity], "b": "\\ud800 [[["}')
+    value = wire.parse_json(b'{"a": [NaN, -Infinity], "b": "\\ud800 [[["}')
     assert math.isnan(value["a"][0])
     assert (value["a"][1], value["b"]) == (-math.inf, "\ud800 [[[")
 
@@ -23,9 +23,9 @@ def test_deep_json_is_refused_before_the_parser_recurses(
 ) -> None:
     monkeypatch.setattr(json, "loads", lambda text: pytest.fail("it would collect garbage at the limit of recursion"))
     with pytest.raises(ValueError, match="nested too deeply"):
-        json_text.parse_json(start + bracket * 5000)
+        wire.parse_json(start + bracket * 5000)
 
 
 def test_brackets_in_strings_do_not_count() -> None:
     text = json.dumps({"a": '[{"\\' * 1000, "b": math.nan})
-    assert json_text.parse_json(text.encode())["a"] == '[{"\\' * 1000
+    assert wire.parse_json(text.encode())["a"] == '[{"\\' * 1000

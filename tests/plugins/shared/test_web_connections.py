@@ -10,8 +10,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from agentlightning_plugins.shared.web.connections import ConnectionLimits
-from agentlightning_plugins.shared.web.server import WebServer
+from agentlightning_plugins.shared.web.server import ConnectionLimits, WebServer
 
 
 def test_connections_reach_the_http_server_under_uvloop() -> None:

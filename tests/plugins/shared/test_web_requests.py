@@ -13,8 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from agentlightning_plugins.shared.web.access import is_local_request
-from agentlightning_plugins.shared.web.body import RequestRefused, parse_json, read_body
+from agentlightning_plugins.shared.web.request import RequestRefused, is_local_request, parse_json, read_body
 from agentlightning_plugins.shared.web.server import WebServer
 
 LIMIT = 1000

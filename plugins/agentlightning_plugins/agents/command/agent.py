@@ -20,8 +20,7 @@ from agentlightning.resources import NamedResources
 from agentlightning.tracer.tracer import OpenSpan, get_active_trace, get_active_tracer, running
 from agentlightning.types import Rollout
 from agentlightning_plugins.agents.command.environment import build_environment
-from agentlightning_plugins.agents.command.process import Tail, run_group
-from agentlightning_plugins.agents.command.secrecy import hide_process
+from agentlightning_plugins.agents.command.process import Tail, hide_process, run_group
 
 RewardSource: TypeAlias = Literal["stdout", "exit_code", "file"]
 TaskVia: TypeAlias = Literal["argument", "stdin", "env"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
+import logging
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -15,6 +18,7 @@ from typing import Final
 from agentlightning.errors import RolloutError
 from agentlightning.run.thread import run_in_thread
 
+logger = logging.getLogger("agentlightning")
 _DRAIN_S: Final = 2.0
 """How long to read output after the whole group has ended: a process that left the group can keep the pipe open."""
 
@@ -149,3 +153,17 @@ async def _stop(process: subprocess.Popen[bytes], ended: asyncio.Task[int], kill
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended; macOS raises PermissionError
         os.killpg(process.pid, number)
+
+
+_PR_SET_DUMPABLE: Final = 4
+
+
+@functools.cache
+def hide_process() -> None:
+    """On Linux, keeps the user's programs from reading this process's environment and memory; elsewhere, does nothing.
+
+    The user's debuggers and profilers can then no longer attach, and a crash leaves no core dump. Programs that this
+    process starts are not affected.
+    """
+    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        logger.warning("commands can read the environment of this process: errno %d", ctypes.get_errno())

@@ -21,7 +21,7 @@ from agentlightning_plugins.commands.replay.redirection import redirected
 from agentlightning_plugins.shared.terminal import found, print_result, with_store
 
 if TYPE_CHECKING:
-    from agentlightning_plugins.shared.scripted_model.script import Answer, RecordedRequest
+    from agentlightning_plugins.shared.scripted_model.reply import Answer, RecordedRequest
 
 
 @click.command("replay")
@@ -113,7 +113,7 @@ def _model_calls(spans: Sequence[Span]) -> list[Span]:
 
 
 def _to_answer(span: Span) -> Answer:
-    from agentlightning_plugins.shared.scripted_model.script import Answer
+    from agentlightning_plugins.shared.scripted_model.reply import Answer
 
     message = next(iter(semconv.read_output_messages(span)), None)
     if message is None:

@@ -14,11 +14,10 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.gateway.backends.answer import BackendAnswer, IteratedAnswer, once
 from agentlightning_plugins.gateway.backends.provider import ModelBackend
-from agentlightning_plugins.gateway.backends.request import BackendRequest
 from agentlightning_plugins.gateway.backends.upstream import Reply
-from agentlightning_plugins.gateway.call import ModelCall
+from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED
-from agentlightning_plugins.gateway.recording.span import CACHE_ANSWER, CACHE_KEY
+from agentlightning_plugins.gateway.span import CACHE_ANSWER, CACHE_KEY
 
 logger = logging.getLogger("agentlightning")
 _MAX_BYTES: Final = 256 * 2**20

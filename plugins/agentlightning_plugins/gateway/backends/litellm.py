@@ -10,8 +10,7 @@ import aiohttp
 
 from agentlightning_plugins.gateway.backends.answer import BackendAnswer, IteratedAnswer, once
 from agentlightning_plugins.gateway.backends.provider import ModelBackend, Provider
-from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
-from agentlightning_plugins.gateway.dialects.sse import DONE, to_event
+from agentlightning_plugins.gateway.dialects.wire import DONE, dump_json, parse_json, to_event
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # without it, the import downloads a list of prices
 

@@ -16,9 +16,8 @@ from yarl import URL
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.gateway.backends.provider import ModelBackend, Provider
-from agentlightning_plugins.gateway.limits.usage import read_price
-from agentlightning_plugins.gateway.refusal import CallRefused
-from agentlightning_plugins.gateway.validation import check_keys, check_number
+from agentlightning_plugins.gateway.dialects.dialect import CallRefused
+from agentlightning_plugins.gateway.limits import check_keys, check_number, read_price
 
 _PREFIXES: Final = {
     "hosted_vllm": "vllm",

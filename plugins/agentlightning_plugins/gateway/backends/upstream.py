@@ -14,14 +14,11 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from agentlightning_plugins.gateway.backends.answer import MAX_ANSWER_BYTES, BackendAnswer
-from agentlightning_plugins.gateway.backends.idle_timeout import IdleTimeout
+from agentlightning_plugins.gateway.backends.answer import MAX_ANSWER_BYTES, BackendAnswer, IdleTimeout
 from agentlightning_plugins.gateway.backends.provider import ModelBackend, describe_error
-from agentlightning_plugins.gateway.backends.request import BackendRequest
-from agentlightning_plugins.gateway.call import ModelCall
-from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, Dialect, TranslationError
-from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
-from agentlightning_plugins.gateway.refusal import CallRefused
+from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
+from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, CallRefused, Dialect, TranslationError
+from agentlightning_plugins.gateway.dialects.wire import dump_json, parse_json
 
 RETRIED_STATUS: Final = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 _CONNECT_TIMEOUT_S: Final = 10.0

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from orjson import JSONDecodeError, dumps, loads
 
-from agentlightning_plugins.gateway.dialects.sse import to_event
+from agentlightning_plugins.gateway.dialects.wire import to_event
 
 _DATA: Final = b"data: "
 _HEAD: Final = _DATA + b"{"

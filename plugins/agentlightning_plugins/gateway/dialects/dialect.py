@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
+from aiohttp import web
+from multidict import CIMultiDict
+
+from agentlightning.errors import LightningError
 from agentlightning.plugin.registry import get_manager
-from agentlightning_plugins.gateway.dialects.json_text import dump_json
-from agentlightning_plugins.gateway.dialects.sse import to_event
+from agentlightning_plugins.gateway.dialects.wire import dump_json, to_event
 
 MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError)
 """Errors that dialects and translations raise for JSON that does not fit their API."""
@@ -193,3 +196,39 @@ def load_dialects() -> dict[str, Dialect]:
     manager = get_manager()
     dialects: list[Dialect] = [manager.create("dialect", name) for name in manager.components("dialect")]
     return {route: dialect for dialect in dialects for route in dialect.routes}
+
+
+class CallRefused(LightningError):
+    """Ends the chain of a model call: the agent gets an error, in the form of its API.
+
+    The error is the gateway's own, or the one that a backend answered.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        body: bytes | None = None,
+    ) -> None:
+        """Creates an error.
+
+        Args:
+            status: the HTTP status of the answer.
+            message: the message for the agent and for the span of the call.
+            code: a word that programs can compare.
+            headers: headers of the answer.
+            body: the body of the answer; None: an error with the message and the code.
+        """
+        super().__init__(message)
+        self.status, self.code, self.headers, self.body = status, code, headers or {}, body
+
+    def to_response(self, dialect: Dialect) -> web.Response:
+        """Returns the answer for an agent that speaks this dialect."""
+        headers, body = CIMultiDict(self.headers), self.body
+        if body is None:
+            headers["Content-Type"] = "application/json"
+            body = dump_json(dialect.error_body(self.status, str(self), self.code))
+        return web.Response(status=self.status, body=body, headers=headers)

@@ -1,27 +1,28 @@
-"""Anthropic's Messages: relayed to backends that speak it, translated for other backends."""
+"""Anthropic's Messages: relayed to backends that speak it, translated to Chat Completions for others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from agentlightning_plugins.gateway.dialects.chat_part import (
+    Part,
+    PartTranslation,
+    take,
+    to_content,
+    to_tool_call,
+)
 from agentlightning_plugins.gateway.dialects.dialect import (
     Completion,
     CompletionChoice,
     CompletionToolCall,
     Dialect,
     Translation,
+    TranslationError,
 )
 from agentlightning_plugins.gateway.dialects.fields import COUNT_FIELDS, MESSAGE_FIELDS
-from agentlightning_plugins.gateway.dialects.json_text import dump_json
-from agentlightning_plugins.gateway.dialects.messages_translation import (
-    CountTranslation,
-    MessagesTranslation,
-    to_chat_messages,
-    to_chat_tools,
-)
 from agentlightning_plugins.gateway.dialects.openai import CHAT
-from agentlightning_plugins.gateway.dialects.sse import to_typed_event
+from agentlightning_plugins.gateway.dialects.wire import dump_json, parse_json, to_typed_event
 
 _ERRORS: Final = {
     401: "authentication_error",
@@ -154,3 +155,220 @@ def _read_block(block: Mapping[str, Any], position: int, choice: CompletionChoic
         choice.tool_calls[position] = CompletionToolCall(block["id"], block["name"])
     elif kind == "input_json_delta" and position in choice.tool_calls:
         choice.tool_calls[position].arguments += block["partial_json"]
+
+
+_DROPPED: Final = frozenset(
+    # Translated below, or specific to Anthropic's own servers.
+    "messages system tools tool_choice stop_sequences metadata thinking output_config cache_control container "
+    "service_tier inference_geo diagnostics speed context_management mcp_servers".split()
+)
+_TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_STOPS: Final = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
+_DELTAS: Final = {
+    "text": ("text_delta", "text"),
+    "refusal": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "tool_call": ("input_json_delta", "partial_json"),
+}
+
+
+class MessagesTranslation(PartTranslation):
+    """Translates one call of Messages. Each part of the answer becomes a content block."""
+
+    def request(self) -> dict[str, Any]:
+        return to_chat_request(self._body)
+
+    def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
+        self._read_whole(answer)
+        return self._message() | {"usage": self._to_usage()}
+
+    def close(self) -> bytes:
+        last, message = self._stop_open_part(), self._message()
+        delta = {key: message[key] for key in ("stop_reason", "stop_sequence")}
+        return (
+            last + to_typed_event("message_delta", delta=delta, usage=self._to_usage()) + to_typed_event("message_stop")
+        )
+
+    def _begin(self) -> bytes:
+        message = self._message() | {"content": [], "stop_reason": None, "stop_sequence": None}
+        return to_typed_event("message_start", message=message | {"usage": self._to_usage() | {"output_tokens": 0}})
+
+    def _start(self, part: Part) -> bytes:
+        return to_typed_event("content_block_start", index=part.index, content_block=_to_block(part))
+
+    def _add(self, part: Part, text: str, logprobs: Sequence[Any]) -> bytes:
+        kind, key = _DELTAS[part.kind]
+        return to_typed_event("content_block_delta", index=part.index, delta={"type": kind, key: text})
+
+    def _stop(self, part: Part) -> bytes:
+        return to_typed_event("content_block_stop", index=part.index)
+
+    def _message(self) -> dict[str, Any]:
+        reason = _STOPS.get(self._finish_reason or "", self._finish_reason)
+        if reason == "end_turn" and any(part.kind == "tool_call" for part in self._parts):
+            reason = "tool_use"  # some servers end tool calls with "stop"
+        stop_sequence = self._stop_sequence if reason == "end_turn" else None
+        if any(part.kind == "refusal" for part in self._parts):
+            reason = "refusal"
+        elif stop_sequence is not None:
+            reason = "stop_sequence"
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [_to_block(part) for part in self._parts],
+            "stop_reason": reason,
+            "stop_sequence": stop_sequence,
+        }
+
+    def _to_usage(self) -> dict[str, Any]:
+        usage = self._usage
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return {
+            "input_tokens": self._prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage.get("completion_tokens") or 0,
+        }
+
+
+class CountTranslation:
+    """Counts the tokens of a request: requests one token from a chat server and reads the usage in its answer."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+
+    def request(self) -> dict[str, Any]:
+        return to_chat_request({**self._body, "stream": False}) | {"max_tokens": 1}
+
+    def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
+        return {"input_tokens": answer["usage"]["prompt_tokens"]}
+
+    def feed(self, chunk: dict[str, Any]) -> bytes:
+        raise ValueError("the backend streams an answer for which no stream was requested")
+
+    def close(self) -> bytes:
+        return b""
+
+
+def to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Translates a request; raises TranslationError if it needs Anthropic's servers."""
+    if body.get("thread"):  # Anthropic's client sends the whole conversation after an error with this text and code
+        message = "'thread' needs a server that keeps conversations: send all messages with each request"
+        raise TranslationError(message, "thread_unsupported_request")
+    for tool in body.get("tools") or ():
+        if "input_schema" not in tool:
+            raise TranslationError(
+                f"tools of type {tool.get('type')!r} are Anthropic's own, and the model behind this gateway is served "
+                "by Chat Completions: give tools with an 'input_schema'"
+            )
+    chat: dict[str, Any] = {key: value for key, value in body.items() if key not in _DROPPED}
+    chat["messages"] = to_chat_messages(body)
+    if body.get("tools"):
+        chat["tools"] = to_chat_tools(body)
+    choice, output = body.get("tool_choice") or {}, body.get("output_config") or {}
+    return chat | take(
+        stop=body.get("stop_sequences"),
+        user=(body.get("metadata") or {}).get("user_id"),
+        tool_choice=_to_tool_choice(choice),
+        parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
+        response_format=_to_format(output.get("format")),
+        reasoning_effort=output.get("effort"),
+        stream_options={"include_usage": True} if body.get("stream") else None,
+    )
+
+
+def to_chat_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Translates system and messages; blocks that chat messages cannot express stay unchanged."""
+    messages: list[dict[str, Any]] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": to_content(body["system"], _to_part)})
+    for message in body.get("messages") or ():
+        content = message["content"]
+        if isinstance(content, str):
+            messages.append({"role": message["role"], "content": content})
+        elif message["role"] == "assistant":
+            messages.append(_to_assistant(content))
+        else:
+            messages += _to_others(message["role"], content)
+    return messages
+
+
+def to_chat_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Translates the tools; Anthropic's own tools stay unchanged."""
+    return [_to_tool(tool) if "input_schema" in tool else tool for tool in body.get("tools") or ()]
+
+
+def _to_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    description, strict = tool.get("description"), tool.get("strict")
+    function = take(name=tool["name"], description=description, parameters=tool["input_schema"], strict=strict)
+    return {"type": "function", "function": function}
+
+
+def _to_assistant(blocks: Sequence[Any]) -> dict[str, Any]:
+    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
+    calls = [block for block in blocks if block["type"] == "tool_use"]
+    others = [block for block in blocks if block["type"] not in ("thinking", "redacted_thinking", "tool_use")]
+    message: dict[str, Any] = {"role": "assistant", "content": to_content(others, _to_part) if others else None}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = [to_tool_call(c["id"], c["name"], dump_json(c["input"]).decode()) for c in calls]
+    return message
+
+
+def _to_others(role: str, blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Translates a user's message: tool results become separate messages, before the rest."""
+    for block in blocks:
+        if block["type"] == "tool_result":
+            content = block.get("content")
+            content = "" if content is None else to_content(content, _to_part)
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+    others = [block for block in blocks if block["type"] != "tool_result"]
+    if others:
+        yield {"role": role, "content": to_content(others, _to_part)}
+
+
+def _to_part(block: Mapping[str, Any]) -> dict[str, Any]:
+    source = block.get("source") or {}
+    if block["type"] == "text":
+        return {"type": "text", "text": block["text"]}
+    if block["type"] == "image" and source.get("type") in ("base64", "url"):
+        url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
+        return {"type": "image_url", "image_url": {"url": url}}
+    return dict(block)
+
+
+def _to_tool_choice(choice: Mapping[str, Any]) -> Any:
+    if choice.get("type") == "tool":
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return _TOOL_CHOICES.get(str(choice.get("type")))
+
+
+def _to_format(form: Any) -> Any:
+    if not form:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema"), "strict": True}}
+
+
+def _to_block(part: Part) -> dict[str, Any]:
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    if part.kind == "tool_call":
+        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _parse_arguments(part.text)}
+    return {"type": "text", "text": part.text}
+
+
+def _parse_arguments(text: str) -> dict[str, Any]:
+    """Parses tool arguments; text that is not a JSON object is kept under a key, since the API takes only objects."""
+    try:
+        arguments = parse_json(text.encode()) if text else {}
+    except ValueError:
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"unparsed_arguments": text}

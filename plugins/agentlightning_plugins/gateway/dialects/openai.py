@@ -20,7 +20,7 @@ from agentlightning_plugins.gateway.dialects.dialect import (
     tool_call_part,
 )
 from agentlightning_plugins.gateway.dialects.fields import CHAT_FIELDS, COMPLETION_FIELDS, EMBEDDING_FIELDS
-from agentlightning_plugins.gateway.dialects.json_text import dump_json
+from agentlightning_plugins.gateway.dialects.wire import dump_json
 
 _ABSENT: Final = object()
 _MAX_RUNS: Final = 3

@@ -12,7 +12,5 @@ def components() -> list[Component]:
         Component(
             "reward", "judge", f"{package}.judge:Judge", extra="openai", summary="a model rates each answer by a rubric"
         ),
-        Component(
-            "reward", "model", f"{package}.reward_model:RewardModel", summary="a reward model scores each answer"
-        ),
+        Component("reward", "model", f"{package}.judge:RewardModel", summary="a reward model scores each answer"),
     ]

@@ -21,11 +21,20 @@ from typing import Any, Final, Literal, TypeAlias
 from aiohttp import web
 
 from agentlightning_plugins.shared.loop_thread import LoopThread
-from agentlightning_plugins.shared.scripted_model.chat_reply import ChatReply, embed
-from agentlightning_plugins.shared.scripted_model.messages_reply import MessagesReply, count_tokens
-from agentlightning_plugins.shared.scripted_model.responses_reply import ResponsesReply
-from agentlightning_plugins.shared.scripted_model.script import EOS, Answer, RecordedRequest, decode, encode, logprob
-from agentlightning_plugins.shared.scripted_model.script import render_prompt as render_prompt
+from agentlightning_plugins.shared.scripted_model.reply import (
+    EOS,
+    Answer,
+    ChatReply,
+    MessagesReply,
+    RecordedRequest,
+    ResponsesReply,
+    count_tokens,
+    decode,
+    embed,
+    encode,
+    logprob,
+)
+from agentlightning_plugins.shared.scripted_model.reply import render_prompt as render_prompt
 
 __all__ = ["EOS", "Answer", "RecordedRequest", "Script", "ScriptedOpenAI", "decode", "encode", "logprob"]
 

@@ -92,7 +92,7 @@ def command(
     if context.invoked_subcommand is not None:
         return
     from agentlightning_plugins.shared.garbage_collection import relax_collector
-    from agentlightning_plugins.shared.web.memory import return_freed_memory
+    from agentlightning_plugins.shared.web.request import return_freed_memory
     from agentlightning_plugins.stores.http.log import setup_server_log
     from agentlightning_plugins.stores.shared.retention import Retention
 

@@ -32,7 +32,7 @@ from agentlightning_algorithms.shared.policy.sampler import Sampler
 from agentlightning_algorithms.shared.policy.server.app import PolicyApp
 from agentlightning_algorithms.shared.policy_backend import API_KEY_VARIABLE
 from agentlightning_plugins.shared.garbage_collection import relax_collector
-from agentlightning_plugins.shared.web.access import is_loopback
+from agentlightning_plugins.shared.web.request import is_loopback
 from agentlightning_plugins.shared.web.server import WebServer, stop_on_signals
 
 logger = logging.getLogger("agentlightning")

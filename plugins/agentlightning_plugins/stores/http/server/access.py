@@ -13,7 +13,7 @@ from agentlightning.run import attempt_token
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import LIVE_ATTEMPT, Span
-from agentlightning_plugins.shared.web.access import check_local, is_among
+from agentlightning_plugins.shared.web.request import check_local, is_among
 from agentlightning_plugins.stores.http.message import PREFIX
 from agentlightning_plugins.stores.http.server.answer import RefusedError
 

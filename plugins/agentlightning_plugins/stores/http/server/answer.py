@@ -13,7 +13,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.types import PaginatedResult, Record
-from agentlightning_plugins.shared.web.body import RequestRefused
+from agentlightning_plugins.shared.web.request import RequestRefused
 from agentlightning_plugins.stores.http.message import ERRORS, ErrorCode
 
 logger = logging.getLogger("agentlightning")

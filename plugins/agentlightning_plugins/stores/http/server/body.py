@@ -12,7 +12,7 @@ from multidict import MultiMapping
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
-from agentlightning_plugins.shared.web import body as web_body
+from agentlightning_plugins.shared.web import request as web_body
 from agentlightning_plugins.stores.http.message import MAX_BODY_BYTES, MAX_ITEM_BYTES
 from agentlightning_plugins.stores.http.route import MAX_BATCH, Route
 from agentlightning_plugins.stores.http.server.answer import JSON_RULES, RefusedError

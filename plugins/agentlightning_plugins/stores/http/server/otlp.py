@@ -27,7 +27,7 @@ from agentlightning.errors import NotFoundError
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import MAX_SEQUENCE_ID, Span, SpanContext, SpanEvent, SpanLink, SpanResource, TraceStatus
-from agentlightning_plugins.shared.web import body as web_body
+from agentlightning_plugins.shared.web import request as web_body
 from agentlightning_plugins.stores.http.message import MAX_ITEM_BYTES, ErrorCode
 from agentlightning_plugins.stores.http.server.access import find_reserved, mark_late
 from agentlightning_plugins.stores.http.server.answer import RefusedError

@@ -9,7 +9,7 @@ from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.shared.loop_thread import LoopThread
 from agentlightning_plugins.shared.token import check_token
-from agentlightning_plugins.shared.web.access import is_loopback
+from agentlightning_plugins.shared.web.request import is_loopback
 from agentlightning_plugins.stores.http.server.application import OTLP_PATH, Pages, StoreApplication
 
 

@@ -21,8 +21,8 @@ from agentlightning.frozen import FrozenList
 from agentlightning.types import Span, TraceStatus
 from agentlightning_plugins.gateway.call import ModelCall, used_tokens
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, CompletionChoice, Dialect
-from agentlightning_plugins.gateway.dialects.json_text import dump_json
-from agentlightning_plugins.gateway.limits.usage import BACKEND, BUDGET_EXCEEDED, COST, TOKENS
+from agentlightning_plugins.gateway.dialects.wire import dump_json
+from agentlightning_plugins.gateway.limits import BACKEND, BUDGET_EXCEEDED, COST, TOKENS
 
 CACHE_KEY: Final = "agentlightning.gateway.cache_key"
 CACHE_ANSWER: Final = "agentlightning.gateway.cache_answer"

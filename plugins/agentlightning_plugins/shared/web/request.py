@@ -1,19 +1,58 @@
-"""Reads the bodies of untrusted clients, with limits on their size and on the depth and number of values of JSON."""
+"""Reads requests of untrusted clients: checks their senders, and limits their bodies and the JSON in them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import functools
+import hmac
+import ipaddress
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, ParamSpec, TypeVar
+from urllib.parse import urlsplit
 
 import orjson
 from aiohttp import web
 
-from agentlightning_plugins.shared.web.memory import trim_soon
+_MALLOC_SETTINGS: Final = {-1: 8 * 2**20, -3: 512 * 1024, -8: 2}
+"""glibc's M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX. asyncio's reads of 256 KiB are below the second one."""
+_TRIM_AFTER_S: Final = 1.0
+_malloc_trim: Callable[[int], int] | None = None
+_is_due = False
+
+
+def return_freed_memory() -> None:
+    """Returns the memory of large bodies to the system soon after their requests, in a process that only serves.
+
+    By default glibc keeps blocks of up to 32 MiB once it has freed one of this size, in several pools.
+    """
+    global _malloc_trim
+    with contextlib.suppress(AttributeError):  # the C library is not glibc
+        library = ctypes.CDLL(None)
+        for parameter, value in _MALLOC_SETTINGS.items():
+            library.mallopt(parameter, value)
+        _malloc_trim = library.malloc_trim
+
+
+def trim_soon() -> None:
+    """Returns freed memory a second from now, if this process only serves; further calls until then have no effect."""
+    global _is_due
+    if _malloc_trim is not None and not _is_due:
+        _is_due = True
+        loop = asyncio.get_running_loop()
+        loop.call_later(_TRIM_AFTER_S, lambda: loop.run_in_executor(None, _trim))
+
+
+def _trim() -> None:
+    global _is_due
+    _is_due = False
+    assert _malloc_trim is not None
+    _malloc_trim(0)
+
 
 MAX_DEPTH: Final = 100
 MAX_ITEMS: Final = 500_000
@@ -171,3 +210,46 @@ def _check_depth(value: Any, max_depth: int) -> None:
         if not level:
             return
     raise RequestRefused(400, f"the JSON is nested more than {max_depth} levels deep")
+
+
+def check_local(request: web.BaseRequest, server: str) -> None:
+    """Checks that a request to a server on loopback without keys comes from a program, not from a web page.
+
+    Raises:
+        RequestRefused: 403, with a message that begins with ``server``.
+    """
+    headers = request.headers
+    if not is_local_request(headers.get("Host", "localhost"), headers.get("Origin")):
+        raise RequestRefused(403, f"{server} answers programs on this machine only, not web pages")
+
+
+@functools.lru_cache(maxsize=64)
+def is_local_request(host: str, origin: str | None) -> bool:
+    """Whether the Host and Origin of a request to a loopback server show that it comes from a program on this machine.
+
+    Requests from other sites' web pages do not qualify, whether they are cross-site or use DNS rebinding.
+    """
+    return is_loopback(_host_name(host)) and (not origin or origin.partition("://")[2] == host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is a loopback one."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_name(host: str) -> str:
+    try:
+        return urlsplit("//" + host).hostname or ""
+    except ValueError:  # an IPv6 address without its closing bracket
+        return ""
+
+
+def is_among(shown: str, secrets: Iterable[str]) -> bool:
+    """Whether a key or header that a client sent is one of these, compared in constant time."""
+    given = shown.encode(errors="surrogateescape")
+    return any(hmac.compare_digest(given, secret.encode(errors="surrogateescape")) for secret in secrets)

@@ -1,1 +1,0 @@
-"""Finds the attempt of a call, and refuses calls of attempts that have ended."""

@@ -1,1 +1,0 @@
-"""Limits on calls: pauses of the gateway, and the usage of each attempt."""

@@ -1,1 +1,0 @@
-"""Calls, their spans, and the metrics of the gateway."""
