@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.shared.monitoring.backends import read_backends
-from agentlightning_plugins.shared.monitoring.fleet import read_activity, read_queue, read_workers
+from agentlightning_plugins.shared.monitoring.fleet import read_activity, read_backends, read_queue, read_workers
 from agentlightning_plugins.shared.monitoring.metrics import estimate_left, judge, read_metrics
-from agentlightning_plugins.shared.monitoring.result import find_curve
-from agentlightning_plugins.shared.monitoring.runs import describe_run, find_newest_runs, find_run
+from agentlightning_plugins.shared.monitoring.runs import describe_run, find_curve, find_newest_runs, find_run
 from agentlightning_plugins.shared.terminal import found
 
 _MAX_WORKERS: Final = 50

@@ -10,8 +10,7 @@ from agentlightning_plugins.dashboard.page import Visit
 from agentlightning_plugins.dashboard.views.tasks import compare_tasks
 from agentlightning_plugins.shared.monitoring import metrics as numbers
 from agentlightning_plugins.shared.monitoring.runs import describe_run, find_run
-from agentlightning_plugins.shared.rendering.difference import find_difference
-from agentlightning_plugins.shared.rendering.text import dump
+from agentlightning_plugins.shared.rendering.text import dump, find_difference
 
 _MAX_CHOICES: Final = 100
 

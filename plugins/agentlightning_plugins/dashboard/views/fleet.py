@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from agentlightning_plugins.dashboard.page import Visit
-from agentlightning_plugins.shared.monitoring.backends import read_backends
-from agentlightning_plugins.shared.monitoring.fleet import read_queue, read_workers
+from agentlightning_plugins.shared.monitoring.fleet import read_backends, read_queue, read_workers
 from agentlightning_plugins.shared.monitoring.runs import describe_run, find_newest_runs
 
 _MAX_RUNS: Final = 10

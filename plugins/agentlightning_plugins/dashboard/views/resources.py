@@ -13,8 +13,8 @@ from agentlightning.errors import NotFoundError
 from agentlightning.resources import SECRET_NAME, PromptTemplate, ResourcesUpdate
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.dashboard.page import Visit
-from agentlightning_plugins.shared.monitoring.candidates import CANDIDATE, list_distributions, read_candidate
-from agentlightning_plugins.shared.rendering.difference import find_difference
+from agentlightning_plugins.shared.monitoring.evaluation import CANDIDATE, list_distributions, read_candidate
+from agentlightning_plugins.shared.rendering.text import find_difference
 
 _PAGE_SIZE: Final = 50
 _MAXCANDIDATES: Final = 500

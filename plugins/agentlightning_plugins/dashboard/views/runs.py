@@ -7,8 +7,13 @@ from typing import Any, Final
 from agentlightning_plugins.dashboard.page import Visit
 from agentlightning_plugins.dashboard.views.rollouts import describe_rollout
 from agentlightning_plugins.shared.monitoring.metrics import read_metrics
-from agentlightning_plugins.shared.monitoring.result import find_curve, read_result
-from agentlightning_plugins.shared.monitoring.runs import count_rollouts, describe_run, find_run
+from agentlightning_plugins.shared.monitoring.runs import (
+    count_rollouts,
+    describe_run,
+    find_curve,
+    find_run,
+    read_result,
+)
 
 _RUNS_OF_PAGE: Final = 20
 _CURVE_STEPS: Final = 100

@@ -11,7 +11,7 @@ from agentlightning.types import AttemptedRollout, Rollout, Span
 from agentlightning_plugins.dashboard.page import Visit
 from agentlightning_plugins.dashboard.views.rollout import find_rollout
 from agentlightning_plugins.dashboard.views.rollouts import describe_rollout
-from agentlightning_plugins.shared.charts.heat import heat_level
+from agentlightning_plugins.shared.rendering.bars import heat_level
 from agentlightning_plugins.shared.rendering.conversation import read_conversations
 from agentlightning_plugins.shared.training_records.query import read_entry, read_ledger, read_rows
 

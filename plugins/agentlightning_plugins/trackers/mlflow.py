@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
-
-from mlflow import MlflowClient
-from mlflow.entities import Metric, Param
+from typing import Any, Final
 
 from agentlightning.event import Event, RunFinished, StepFinished
+from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.run.tracker import Sample
 from agentlightning.types import Run
-from agentlightning_plugins.trackers.shared.sample import make_table
+from agentlightning_plugins.trackers.shared import make_table
 
 _STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _FORBIDDEN: Final = re.compile(r"[^\w\-. /:]")
@@ -35,10 +33,13 @@ class MlflowTracker:
         """
         self._tracking_uri = tracking_uri
         self._experiment = experiment
-        self._client: MlflowClient | None = None
+        self._client: Any = None
         self._run_id = ""
 
     def start(self, run: Run, directory: Path | None) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
         client = MlflowClient(tracking_uri=self._tracking_uri)
         known = client.get_experiment_by_name(self._experiment)
         experiment_id = known.experiment_id if known is not None else client.create_experiment(self._experiment)
@@ -52,6 +53,8 @@ class MlflowTracker:
         if self._client is None:
             return
         if isinstance(event, StepFinished):
+            from mlflow.entities import Metric
+
             time_ms = int(event.time * 1000)
             metrics = [Metric(_to_name(name), value, time_ms, event.step) for name, value in event.values.items()]
             self._client.log_batch(self._run_id, metrics=metrics)
@@ -69,3 +72,9 @@ class MlflowTracker:
 
 def _to_name(name: str) -> str:
     return _FORBIDDEN.sub("_", name)
+
+
+@hookimpl
+def components() -> list[Component]:
+    target = "agentlightning_plugins.trackers.mlflow:MlflowTracker"
+    return [Component("tracker", "mlflow", target, extra="mlflow", summary="a server or a local database")]

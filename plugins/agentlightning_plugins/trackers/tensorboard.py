@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from tensorboard.summary import Writer
+from typing import Any
 
 from agentlightning.errors import ConfigError
 from agentlightning.event import Event, StepFinished
+from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.types import Run
 
 
@@ -17,9 +17,11 @@ class TensorBoardTracker:
     def __init__(self, log_dir: str | Path | None = None) -> None:
         """Sets the directory; default is ``tensorboard`` in the run's directory."""
         self._log_dir = None if log_dir is None else Path(log_dir)
-        self._writer: Writer | None = None
+        self._writer: Any = None
 
     def start(self, run: Run, directory: Path | None) -> None:
+        from tensorboard.summary import Writer
+
         folder = self._log_dir
         if folder is None:
             if directory is None:
@@ -36,3 +38,9 @@ class TensorBoardTracker:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+@hookimpl
+def components() -> list[Component]:
+    target = "agentlightning_plugins.trackers.tensorboard:TensorBoardTracker"
+    return [Component("tracker", "tensorboard", target, extra="tensorboard", summary="event files")]

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import trackio
-
 from agentlightning.event import Event, StepFinished
 from agentlightning.frozen import thaw
+from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.run.tracker import Sample
 from agentlightning.types import Run
-from agentlightning_plugins.trackers.shared.sample import make_table
+from agentlightning_plugins.trackers.shared import make_table
 
 
 class TrackioTracker:
@@ -24,6 +23,8 @@ class TrackioTracker:
         self._run: Any = None
 
     def start(self, run: Run, directory: Path | None) -> None:
+        import trackio
+
         self._run = trackio.init(
             project=self._project, name=run.name, config=thaw(run.config), resume="allow", embed=False
         )
@@ -34,8 +35,16 @@ class TrackioTracker:
 
     def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Logs rollouts of a step as the table ``samples``."""
+        import trackio
+
         self._run.log({"samples": trackio.Table(**make_table(samples))}, step=step)
 
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
+
+
+@hookimpl
+def components() -> list[Component]:
+    target = "agentlightning_plugins.trackers.trackio:TrackioTracker"
+    return [Component("tracker", "trackio", target, extra="trackio", summary="a local dashboard")]

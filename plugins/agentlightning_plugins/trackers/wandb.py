@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import wandb
-
 from agentlightning.event import Event, RunFinished, StepFinished
 from agentlightning.frozen import thaw
+from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.run.tracker import Sample
 from agentlightning.types import Run
-from agentlightning_plugins.trackers.shared.sample import make_table
+from agentlightning_plugins.trackers.shared import make_table
 
 
 class WandbTracker:
@@ -37,6 +36,8 @@ class WandbTracker:
         self._run: Any = None
 
     def start(self, run: Run, directory: Path | None) -> None:
+        import wandb
+
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
         settings: dict[str, Any] = {"project": self._project, "entity": self._entity, "mode": self._mode}
@@ -50,8 +51,16 @@ class WandbTracker:
 
     def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Logs rollouts of a step as the table ``samples``."""
+        import wandb
+
         self._run.log({"samples": wandb.Table(**make_table(samples))}, step=step)
 
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
+
+
+@hookimpl
+def components() -> list[Component]:
+    target = "agentlightning_plugins.trackers.wandb:WandbTracker"
+    return [Component("tracker", "wandb", target, extra="wandb", summary="Weights & Biases")]

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from markupsafe import Markup
 
-from agentlightning_plugins.shared.charts.svg import (
+from agentlightning_plugins.shared.rendering.svg import (
     COLOURS,
     FONT_SIZE,
     Area,
