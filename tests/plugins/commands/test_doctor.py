@@ -18,12 +18,9 @@ from click.testing import CliRunner
 from agentlightning.adapter import TraceToTriplet
 from agentlightning.plugin.registry import Plugin, get_manager
 from agentlightning.types import Attempt, AttemptedRollout
-from agentlightning_plugins.commands.doctor.check import NAMES, Check
-from agentlightning_plugins.commands.doctor.command import command
-from agentlightning_plugins.commands.doctor.endpoint import answer_request
-from agentlightning_plugins.commands.doctor.environment import check_environment
-from agentlightning_plugins.commands.doctor.rollout_check import RolloutChecks
-from agentlightning_plugins.commands.doctor.run import Request, run_checks
+from agentlightning_plugins.commands.doctor import command
+from agentlightning_plugins.commands.doctor.checks import NAMES, Check, RolloutChecks
+from agentlightning_plugins.commands.doctor.run import Request, answer_request, check_environment, run_checks
 from agentlightning_plugins.shared.configuration.config import CommandConfig
 from agentlightning_plugins.shared.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode
 from tests.http_site import serving

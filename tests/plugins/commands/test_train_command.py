@@ -20,8 +20,8 @@ from click.testing import CliRunner
 import agentlightning as agl
 from agentlightning.errors import StoreError
 from agentlightning.plugin.registry import get_manager
-from agentlightning_plugins.commands.runner.command import command as runner_command
-from agentlightning_plugins.commands.train.command import command
+from agentlightning_plugins.commands.runner import command as runner_command
+from agentlightning_plugins.commands.train import command
 from agentlightning_plugins.shared.configuration import assembly
 from agentlightning_plugins.shared.configuration.config import read_config
 from agentlightning_plugins.shared.configuration.document import read_document

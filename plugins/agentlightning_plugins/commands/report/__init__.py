@@ -79,7 +79,7 @@ def _open_store(directory: Path) -> LightningStore:
     config = directory / CONFIG_NAME
     if config.is_file() and (checked := read_config(read_document(config))).store is not None:
         return open_store(checked, directory.resolve())
-    raise ConfigError(f"{directory} has no store; see report.md there, written when the run ended")
+    raise ConfigError(f"{directory} has no store; see {directory}/report.md, written when the run ended")
 
 
 @hookimpl

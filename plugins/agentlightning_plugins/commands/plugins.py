@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from agentlightning.cli import echo
+from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.plugin.registry import Plugin, PluginManager, get_manager
 from agentlightning_plugins.shared.rendering.table import print_table
 from agentlightning_plugins.shared.terminal import json_option, print_json
@@ -58,3 +59,8 @@ def _print_plugins(rows: Sequence[dict[str, Any]]) -> None:
         if row["error"]:
             state = "broken" if row["state"] == "broken" else "incomplete"
             echo(f"{state}: {row['plugin']} ({row['origin']}): {row['error']}")
+
+
+@hookimpl
+def add_commands(cli: click.Group) -> None:
+    cli.add_command(command)

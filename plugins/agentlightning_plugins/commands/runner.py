@@ -7,6 +7,7 @@ import asyncio
 import click
 
 from agentlightning.cli import echo
+from agentlightning.plugin.hookspecs import hookimpl
 
 
 @click.command("runner")
@@ -76,3 +77,8 @@ def command(
             await opened.close()
 
     asyncio.run(until_sigterm(serve()))
+
+
+@hookimpl
+def add_commands(cli: click.Group) -> None:
+    cli.add_command(command)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
 import itertools
+import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 import click
 
@@ -13,11 +18,12 @@ from agentlightning import semconv
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.frozen import thaw
+from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.resources import LLM, Resource
 from agentlightning.reward import find_final_reward, read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span
-from agentlightning_plugins.commands.replay.redirection import redirected
+from agentlightning_plugins.shared.instrumentation import Patches
 from agentlightning_plugins.shared.terminal import found, print_result, with_store
 
 if TYPE_CHECKING:
@@ -150,3 +156,71 @@ def _text(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     return "".join(part.get("text", "") for part in content if isinstance(part, dict))
+
+
+_CALLS: Final = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings")
+_OTHER_APIS: Final = (":generateContent", ":streamGenerateContent", "/api/chat", "/api/generate", "/v2/chat")
+
+
+@contextlib.contextmanager
+def redirected(endpoint: str) -> Iterator[None]:
+    """Redirects model calls of httpx, requests and aiohttp to ``endpoint``; calls to unsupported APIs raise."""
+
+    def httpx_send(wrapped: Any, client: Any, args: Any, kwargs: Any) -> Any:
+        request = args[0] if args else kwargs["request"]
+        url = _find_url(request.method, str(request.url), getattr(request, "_content", b""), endpoint)
+        if url is not None:
+            request.url = type(request.url)(url)
+            request.headers["Host"] = request.url.netloc.decode("ascii")
+        return wrapped(*args, **kwargs)
+
+    def requests_send(wrapped: Any, session: Any, args: Any, kwargs: Any) -> Any:
+        request = args[0] if args else kwargs["request"]
+        request.url = _find_url(request.method, request.url, request.body, endpoint) or request.url
+        return wrapped(*args, **kwargs)
+
+    def aiohttp_request(wrapped: Any, session: Any, args: Any, kwargs: Any) -> Any:
+        method, url, *rest = args
+        body = kwargs.get("json") or kwargs.get("data")
+        return wrapped(method, _find_url(method, str(url), body, endpoint) or url, *rest, **kwargs)
+
+    patches = Patches()
+    for package, classes, method, wrapper in (
+        ("httpx", ("Client", "AsyncClient"), "send", httpx_send),
+        ("httpx2", ("Client", "AsyncClient"), "send", httpx_send),
+        ("requests", ("Session",), "send", requests_send),
+        ("aiohttp", ("ClientSession",), "_request", aiohttp_request),
+    ):
+        if importlib.util.find_spec(package) is not None:
+            module = importlib.import_module(package)
+            for name in classes:
+                patches.wrap(getattr(module, name), method, wrapper)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _find_url(method: str, url: str, body: Any, endpoint: str) -> str | None:
+    """Returns the URL of the same call at the endpoint, or None if the request is not a model call."""
+    path = urlsplit(url).path
+    if method.upper() != "POST":
+        return None
+    if path.endswith(_OTHER_APIS):
+        raise ConfigError(f"{url} cannot be replayed: its API is neither OpenAI's nor Anthropic's; stub this call")
+    call = next((call for call in _CALLS if path.endswith(call)), None)
+    return None if call is None or not _names_a_model(body) else endpoint + call
+
+
+def _names_a_model(body: Any) -> bool:
+    if isinstance(body, str | bytes):
+        try:
+            body = json.loads(body)
+        except ValueError:
+            return False
+    return isinstance(body, dict) and "model" in body
+
+
+@hookimpl
+def add_commands(cli: click.Group) -> None:
+    cli.add_command(command)
