@@ -475,7 +475,7 @@ def test_a_dry_run_checks_endpoints_and_writes_nothing(folder: Path) -> None:
     ],
 )
 def test_tasks_come_from_files(tmp_path: Path, name: str, content: str) -> None:
-    from agentlightning_plugins.shared.configuration.dataset import load_dataset
+    from agentlightning_plugins.shared.configuration.sources import load_dataset
 
     (tmp_path / name).write_text(content)
     tasks = load_dataset(str(tmp_path / name))
@@ -487,7 +487,7 @@ def test_tasks_come_from_parquet_and_hugging_face_folders(tmp_path: Path) -> Non
     import pyarrow
     import pyarrow.parquet
 
-    from agentlightning_plugins.shared.configuration.dataset import load_dataset
+    from agentlightning_plugins.shared.configuration.sources import load_dataset
 
     rows = [{"n": number} for number in range(10)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
@@ -510,7 +510,7 @@ def test_tasks_come_from_parquet_and_hugging_face_folders(tmp_path: Path) -> Non
     ],
 )
 def test_damaged_task_files_are_refused(tmp_path: Path, name: str, content: str, complaint: str) -> None:
-    from agentlightning_plugins.shared.configuration.dataset import load_dataset
+    from agentlightning_plugins.shared.configuration.sources import load_dataset
 
     (tmp_path / name).write_text(content)
     with pytest.raises(agl.ConfigError, match=complaint):

@@ -59,7 +59,7 @@ def command(
     """
     from agentlightning_plugins.commands.doctor.run import Request, run_checks
     from agentlightning_plugins.shared.configuration.assembly import is_config_file
-    from agentlightning_plugins.shared.configuration.learned import learned_resources
+    from agentlightning_plugins.shared.configuration.run_directory import learned_resources
 
     given: dict[str, Any] = _read_config(Path(agent)) if is_config_file(agent) else {"agent": agent}
     with learned_resources(learned) as found:

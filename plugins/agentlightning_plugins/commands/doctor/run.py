@@ -40,8 +40,8 @@ from agentlightning_plugins.commands.doctor.checks import (
     unchecked,
 )
 from agentlightning_plugins.shared.configuration.assembly import load_agent
-from agentlightning_plugins.shared.configuration.attribute import load_attribute
 from agentlightning_plugins.shared.configuration.config import AgentConfig, CommandConfig
+from agentlightning_plugins.shared.configuration.sources import load_attribute
 
 if TYPE_CHECKING:
     from agentlightning.tracer.tracer import Tracer

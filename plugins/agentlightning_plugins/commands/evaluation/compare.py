@@ -87,8 +87,8 @@ def command(
     count as 0; rollouts without a reward are excluded.
     """
     from agentlightning_plugins.commands.evaluation.comparison_report import check_regression
-    from agentlightning_plugins.shared.configuration.dataset import load_dataset
     from agentlightning_plugins.shared.configuration.document import read_with_overrides
+    from agentlightning_plugins.shared.configuration.sources import load_dataset
 
     if not algorithms and not prompts and len(sources) == 2 and not Path(sources[0]).is_file():
         rows = _compare_recorded(*sources, where, run, as_json)

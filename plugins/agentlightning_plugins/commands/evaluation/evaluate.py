@@ -13,7 +13,7 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError, PluginError
-from agentlightning_plugins.shared.configuration.learned import learned_resources
+from agentlightning_plugins.shared.configuration.run_directory import learned_resources
 from agentlightning_plugins.shared.rendering.table import print_table
 from agentlightning_plugins.shared.statistics.power import POWER, SampleSizePlan, plan
 from agentlightning_plugins.shared.terminal import json_option, print_json
@@ -65,8 +65,8 @@ def command(
     """
     from agentlightning_plugins.shared.configuration.assembly import load_parts
     from agentlightning_plugins.shared.configuration.config import read_config
-    from agentlightning_plugins.shared.configuration.dataset import load_dataset
     from agentlightning_plugins.shared.configuration.document import read_with_overrides
+    from agentlightning_plugins.shared.configuration.sources import load_dataset
 
     document = read_with_overrides(config, overrides)
     document.values.pop("algorithm", None)  # evaluation ignores the training algorithm

@@ -26,7 +26,7 @@ from agentlightning.types import Dataset
 from agentlightning_plugins.commands.evaluation.evaluate import evaluate, failing_run
 from agentlightning_plugins.shared.configuration.assembly import find_class, fit, load_parts, make_trainer
 from agentlightning_plugins.shared.configuration.config import read_config
-from agentlightning_plugins.shared.configuration.learned import saved_weights, served_model
+from agentlightning_plugins.shared.configuration.run_directory import saved_weights, served_model
 from agentlightning_plugins.shared.statistics.score import Score
 
 Spec = dict[str, Any]

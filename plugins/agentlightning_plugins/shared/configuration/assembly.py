@@ -29,7 +29,6 @@ from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.trainer import Trainer, first_resources
 from agentlightning.types import Dataset, Run
-from agentlightning_plugins.shared.configuration.attribute import load_attribute
 from agentlightning_plugins.shared.configuration.config import (
     COMPONENTS,
     AgentConfig,
@@ -39,8 +38,8 @@ from agentlightning_plugins.shared.configuration.config import (
     TrainConfig,
     read_config,
 )
-from agentlightning_plugins.shared.configuration.dataset import load_dataset
 from agentlightning_plugins.shared.configuration.document import ConfigDocument, KeyPath, read_document
+from agentlightning_plugins.shared.configuration.sources import load_attribute, load_dataset
 
 T = TypeVar("T")
 _REFERENCE: Final = r"\$\{(\w+)\}"

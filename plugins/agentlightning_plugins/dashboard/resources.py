@@ -12,7 +12,7 @@ from urllib.parse import quote
 from agentlightning.errors import NotFoundError
 from agentlightning.resources import SECRET_NAME, PromptTemplate, ResourcesUpdate
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.dashboard.page import Visit
+from agentlightning_plugins.dashboard.visit import Visit
 from agentlightning_plugins.shared.monitoring.evaluation import CANDIDATE, list_distributions, read_candidate
 from agentlightning_plugins.shared.rendering.text import find_difference
 

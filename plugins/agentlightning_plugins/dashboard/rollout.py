@@ -1,17 +1,22 @@
-"""One rollout: its attempts, conversations, rewards, errors and spans."""
+"""One rollout: its attempts, conversations, rewards, errors and spans, the actions on it, and the export of labels."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, Final
+from urllib.parse import quote
 
 from agentlightning import semconv
 from agentlightning.adapter.tree import Node, build_tree
-from agentlightning.errors import NotFoundError
+from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.frozen import thaw
 from agentlightning.reward import find_reward_spans, get_rewards_from_span
-from agentlightning.types import ENDED_ROLLOUT, Attempt, Rollout, Span
-from agentlightning_plugins.dashboard.page import Visit
-from agentlightning_plugins.dashboard.views.rollouts import LABEL, NOTE
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import ENDED_ROLLOUT, Attempt, AttemptedRollout, Rollout, Span
+from agentlightning_plugins.dashboard.rollouts import LABEL, NOTE
+from agentlightning_plugins.dashboard.visit import Visit
+from agentlightning_plugins.shared.chat_history.adapter import TraceToMessages, drop_prefixes
+from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.shared.rendering.conversation import read_conversations
 from agentlightning_plugins.shared.training_records.query import read_entry
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN
@@ -135,3 +140,65 @@ def _count_tokens(spans: Sequence[Span]) -> dict[str, int]:
         calls.setdefault(semconv.read_response_id(span) or span.span_id, span)
     counts = {name: [span.attributes.get(key) for span in calls.values()] for name, key in keys.items()}
     return {name: sum(value for value in values if isinstance(value, int)) for name, values in counts.items()}
+
+
+_MAX_NOTE = 4000
+
+
+async def cancel(visit: Visit) -> str:
+    """Cancels a rollout."""
+    rollout = await find_rollout(visit)
+    await visit.run_store.cancel_rollout(rollout.rollout_id)
+    return _path(visit)
+
+
+async def retry(visit: Visit) -> str:
+    """Queues a rollout again."""
+    rollout = await find_rollout(visit)
+    await visit.run_store.retry_rollout(rollout.rollout_id)
+    return _path(visit)
+
+
+async def label(visit: Visit) -> str:
+    """Labels a rollout as good or bad, with a note, in its metadata; ``keep`` leaves the label as it is.
+
+    Raises:
+        ConfigError: the label is not allowed.
+    """
+    chosen, note = visit.query.get("label", ""), visit.query.get("note", "")[:_MAX_NOTE].strip()
+    if chosen not in ("good", "bad", "keep", ""):
+        raise ConfigError(f"label={chosen!r} is not a label; allowed are good, bad, keep and an empty value")
+    rollout = await find_rollout(visit)
+    metadata = dict(rollout.metadata or {})
+    if chosen != "keep":
+        metadata[LABEL] = chosen
+    metadata[NOTE] = note
+    kept = {key: value for key, value in metadata.items() if key not in (LABEL, NOTE) or value}
+    await visit.run_store.update_rollout(rollout.rollout_id, metadata=kept or None)
+    return _path(visit)
+
+
+def _path(visit: Visit) -> str:
+    return f"/runs/{quote(visit.run_id, safe='')}/rollouts/{quote(visit.names['rollout_id'], safe='')}"
+
+
+async def read_labelled(store: LightningStore) -> AsyncIterator[dict[str, Any]]:
+    """Yields the labelled rollouts of a run: input, label, note, reward and conversations."""
+    async for rollout in every(store.query_rollouts):
+        if rollout.metadata and (LABEL in rollout.metadata or NOTE in rollout.metadata):
+            yield await _describe(store, rollout)
+
+
+async def _describe(store: LightningStore, rollout: Rollout) -> dict[str, Any]:
+    metadata = dict(rollout.metadata or {})
+    spans = (
+        (await store.query_spans(rollout.rollout_id, "latest")).items if isinstance(rollout, AttemptedRollout) else []
+    )
+    return {
+        "rollout_id": rollout.rollout_id,
+        "label": metadata.get(LABEL),
+        "note": metadata.get(NOTE),
+        "reward": rollout.attempt.reward if isinstance(rollout, AttemptedRollout) else None,
+        "input": thaw(rollout.input),
+        "conversations": [thaw(dict(history)) for history in drop_prefixes(TraceToMessages().adapt(spans))],
+    }

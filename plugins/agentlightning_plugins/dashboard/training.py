@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.types import AttemptedRollout, Rollout, Span
-from agentlightning_plugins.dashboard.page import Visit
-from agentlightning_plugins.dashboard.views.rollout import find_rollout
-from agentlightning_plugins.dashboard.views.rollouts import describe_rollout
+from agentlightning_plugins.dashboard.rollout import find_rollout
+from agentlightning_plugins.dashboard.rollouts import describe_rollout
+from agentlightning_plugins.dashboard.visit import Visit
 from agentlightning_plugins.shared.rendering.bars import heat_level
 from agentlightning_plugins.shared.rendering.conversation import read_conversations
 from agentlightning_plugins.shared.training_records.query import read_entry, read_ledger, read_rows

@@ -10,7 +10,7 @@ from typing import Any, Final, get_args
 from agentlightning.errors import ConfigError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, RolloutMode, RolloutStatus
-from agentlightning_plugins.dashboard.page import Visit
+from agentlightning_plugins.dashboard.visit import Visit
 
 PAGE_SIZE: Final = 50
 _CHUNK: Final = 200

@@ -1,10 +1,10 @@
-"""Pages (a path, a view that reads the store, and a template) and actions (forms that change the store)."""
+"""A request for a page of the dashboard."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.store.check import check_run_id
@@ -47,28 +47,3 @@ class Visit:
         if text and not (text.isdecimal() and len(text) <= _MAX_DIGITS):
             raise ConfigError(f"{name}={text[:40]!r} is not a whole number, or too large; write one such as 3")
         return int(text) if text else default
-
-
-View: TypeAlias = Callable[[Visit], Awaitable[dict[str, Any]]]
-"""Returns the contents of a page as plain values, which the JSON twin returns and the template renders."""
-
-
-@dataclass(frozen=True)
-class DashboardPage:
-    """A page; its JSON twin has the same path with ``.json``."""
-
-    path: str
-    """Path of the page, with ``{names}``, such as ``/runs/{run_id}/ledger``."""
-    view: View
-    template: str
-    tab: str = ""
-    """Label in the navigation of a run, or in the main navigation for a path without a run; empty for no entry."""
-
-
-@dataclass(frozen=True)
-class Action:
-    """A form of a page, submitted by POST; disabled by ``--read-only``."""
-
-    path: str
-    run: Callable[[Visit], Awaitable[str]]
-    """Performs the action and returns the path of the page to show next."""
