@@ -1,6 +1,6 @@
 """Creates the demo's checkpoint: a tokenizer, a chat template and a tiny transformer that knows only the format.
 
-    python -m agentlightning_plugins.demo.warm_start OUT_DIR
+    python -m examples.demo.warm_start plugins/agentlightning_plugins/demo/checkpoint
 
 The model imitates demonstrations that call the calculator with the numbers of the question but with an operator drawn
 at random, and that report its result wrongly one time in ten. It learns the format of the conversation, but not which
