@@ -81,13 +81,7 @@ class Dashboard:
     """The pages of one store."""
 
     def __init__(self, store: LightningStore, tokens: Sequence[str] = (), *, read_only: bool = False) -> None:
-        """Creates the dashboard.
-
-        Args:
-            store: the store to show, with all its runs.
-            tokens: tokens with which users sign in; if empty, only programs on this machine are admitted.
-            read_only: disable the actions.
-        """
+        """Shows all runs of a store. Without tokens, only programs on this machine are admitted."""
         self._store = store
         self._access = Access(tokens)
         self._read_only = read_only
@@ -285,11 +279,6 @@ class Dashboard:
 
 
 async def _read_form(request: web.Request) -> dict[str, str]:
-    """Reads the fields of a form.
-
-    Raises:
-        RequestRefused: the body is too large.
-    """
     body = await read_body(request, _MAX_FORM, _MAX_FORM)
     return dict(parse_qsl(body.decode(errors="replace"), max_num_fields=20))
 

@@ -49,11 +49,7 @@ async def show_rollout(visit: Visit) -> dict[str, Any]:
 
 
 async def find_rollout(visit: Visit) -> Rollout:
-    """Returns the rollout in the path.
-
-    Raises:
-        NotFoundError: the run has no rollout with this id.
-    """
+    """Returns the rollout in the path; raises NotFoundError if the run does not have it."""
     rollout_id = visit.names["rollout_id"]
     rollout = await visit.run_store.get_rollout_by_id(rollout_id)
     if rollout is None or rollout.run_id != visit.run_id:
@@ -160,11 +156,7 @@ async def retry(visit: Visit) -> str:
 
 
 async def label(visit: Visit) -> str:
-    """Labels a rollout as good or bad, with a note, in its metadata; ``keep`` leaves the label as it is.
-
-    Raises:
-        ConfigError: the label is not allowed.
-    """
+    """Labels a rollout as good or bad, with a note, in its metadata; ``keep`` leaves the label as it is."""
     chosen, note = visit.query.get("label", ""), visit.query.get("note", "")[:_MAX_NOTE].strip()
     if chosen not in ("good", "bad", "keep", ""):
         raise ConfigError(f"label={chosen!r} is not a label; allowed are good, bad, keep and an empty value")

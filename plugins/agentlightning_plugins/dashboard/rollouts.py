@@ -51,16 +51,7 @@ async def list_rollouts(visit: Visit) -> dict[str, Any]:
 
 
 async def select(store: LightningStore, query: Mapping[str, str], before: int | None = None) -> dict[str, Any]:
-    """Finds a page of rollouts.
-
-    Args:
-        store: the store, scoped to the run.
-        query: the filters by name, as text.
-        before: the cursor: searches only this many of the oldest rollouts; None searches all.
-
-    Raises:
-        ConfigError: the value of a filter is not allowed.
-    """
+    """Finds a page of rollouts; the cursor ``before`` limits the search to this many of the oldest rollouts."""
     status, mode = query.get("status"), query.get("mode")
     _check("status", status, get_args(RolloutStatus))
     _check("mode", mode, (*get_args(RolloutMode), "none"))

@@ -58,11 +58,7 @@ async def show_ledger(visit: Visit) -> dict[str, Any]:
 
 
 async def show_group(visit: Visit) -> dict[str, Any]:
-    """Returns the rollouts of one task in one step.
-
-    Raises:
-        NotFoundError: the run has no rollouts of this group.
-    """
+    """Returns the rollouts of one task in one step."""
     name = visit.query.get("name", "")
     rollouts: Sequence[Rollout] = ()
     for value in (name, int(name)) if name.isdecimal() else (name,):
@@ -106,11 +102,7 @@ def _describe_member(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
 
 
 async def show_tokens(visit: Visit) -> dict[str, Any]:
-    """Returns the trained rows of a rollout; a page shows a part of each row, the JSON twin all tokens.
-
-    Raises:
-        ConfigError: the measure is unknown.
-    """
+    """Returns the trained rows of a rollout; a page shows a part of each row, the JSON twin all tokens."""
     rollout = await find_rollout(visit)
     measure = visit.query.get("by", MEASURES[0])
     if measure not in MEASURES:

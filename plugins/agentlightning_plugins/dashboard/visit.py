@@ -25,11 +25,7 @@ class Visit:
 
     @property
     def run_id(self) -> str:
-        """The run in the path.
-
-        Raises:
-            ConfigError: the path contains no valid id of a run.
-        """
+        """The run in the path; raises ConfigError for an invalid id."""
         return check_run_id(self.names["run_id"])
 
     @property
@@ -38,11 +34,7 @@ class Visit:
         return self.store.with_run(self.run_id)
 
     def number(self, name: str, default: int) -> int:
-        """Returns a parameter of the query as a number that is not negative.
-
-        Raises:
-            ConfigError: the parameter is not a whole number, or too large.
-        """
+        """Returns a parameter of the query as a number that is not negative."""
         text = self.query.get(name, "").strip()
         if text and not (text.isdecimal() and len(text) <= _MAX_DIGITS):
             raise ConfigError(f"{name}={text[:40]!r} is not a whole number, or too large; write one such as 3")

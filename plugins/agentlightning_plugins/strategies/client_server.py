@@ -127,11 +127,7 @@ def _port_from_environment() -> int | None:
 
 
 def _read_flag(variable: str, default: bool) -> bool:
-    """Reads a boolean from an environment variable; an unset or empty one means ``default``.
-
-    Raises:
-        ConfigError: neither 1, true, yes or on, nor 0, false, no or off.
-    """
+    """Reads a boolean from an environment variable; an unset or empty one means ``default``."""
     text = os.environ.get(variable, "").strip().lower()
     if text in ("1", "true", "yes", "on"):
         return True

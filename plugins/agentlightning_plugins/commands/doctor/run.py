@@ -198,11 +198,7 @@ _EXAMPLES: Final[dict[str, Any]] = {"integer": 1, "number": 1.0, "boolean": True
 
 
 async def check_endpoint(endpoint: str, model: str | None, api_key: str | None) -> tuple[Check, str | None]:
-    """Checks a server by listing its models, a request that costs nothing.
-
-    Returns:
-        The check and the name of the model to use, which is None if the check failed.
-    """
+    """Lists a server's models, which costs nothing; returns the check and the model to use, None if it failed."""
     try:
         models = await asyncio.to_thread(_list_models, endpoint, api_key)
     except urllib.error.HTTPError as error:

@@ -69,11 +69,7 @@ def _difference(variant: Variant, first: Variant) -> Difference | None:
 
 
 def check_regression(rows: Sequence[dict[str, Any]]) -> None:
-    """Checks the rows for ``--fail-if-worse``.
-
-    Raises:
-        ClickException: a row is significantly worse than the first, or cannot be compared.
-    """
+    """Raises ClickException if a row is significantly worse than the first, or cannot be compared with it."""
     for row in rows[1:]:
         label = row["label"]
         if row["difference"] is None:
@@ -97,11 +93,7 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
 
 
 def write_comparison(variants: Sequence[Variant], rows: Sequence[dict[str, Any]], directory: Path) -> Path:
-    """Writes the report of the comparison, which links to the reports of its runs.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes the report of the comparison, which links to the reports of its runs."""
     return write_page(
         Path(__file__).with_name("report.html.jinja"),
         directory / PAGE_NAME,

@@ -105,16 +105,7 @@ def command(
 
 
 def evaluate(config: Any, parts: Any, dataset: Any, directory: Path, settings: dict[str, Any], *, quiet: bool) -> Any:
-    """Runs the algorithm ``evaluation`` and returns its score.
-
-    Args:
-        config: the configuration.
-        parts: its loaded parts.
-        dataset: the tasks.
-        directory: the run's directory.
-        settings: settings of the algorithm ``evaluation``.
-        quiet: do not print progress.
-    """
+    """Runs the algorithm ``evaluation`` with these settings in a directory, and returns its score."""
     from agentlightning.plugin.registry import get_manager
     from agentlightning_plugins.shared.configuration.assembly import fit, make_trainer
 

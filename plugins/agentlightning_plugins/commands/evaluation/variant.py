@@ -86,11 +86,9 @@ class _Learned:
 
 
 def make_variants(texts: Sequence[str], configured: Any) -> list[Variant]:
-    """Reads each ``--algorithm``: a name, a mapping with a name, or a list of these.
+    """Reads each ``--algorithm``, in YAML: a name, a mapping with a name, or a list of these.
 
-    Args:
-        texts: the values of ``--algorithm``, in YAML.
-        configured: the configuration's algorithm, whose settings are the defaults for algorithms of the same name.
+    The settings of the configuration's algorithm are the defaults for algorithms of the same name.
     """
     chains = [_read_stages(text, configured) for text in texts]
     return [Variant(stages, label) for stages, label in zip(chains, _labels(chains), strict=True)]
@@ -149,11 +147,7 @@ def load(document: Any, spec: Spec | None, seed: int) -> tuple[Any, Any]:
 
 
 def hold_out(parts: Any, tasks: Any) -> tuple[Any, list[Any]]:
-    """Separates the tasks for training and validation from the tasks on which algorithms are compared.
-
-    Returns:
-        The parts without test tasks in their data, and the test tasks.
-    """
+    """Returns the parts without test tasks in their data, and the test tasks."""
     if tasks is None and (parts.val is None or len(parts.val) < 2):
         raise ConfigError(
             "comparing needs test tasks: --test SOURCE, or at least two tasks in data.val to hold out half"
@@ -191,15 +185,7 @@ def run_variant(
 ) -> None:
     """Trains with the algorithms of a variant, evaluates the learned resources, and adds the results to the variant.
 
-    Args:
-        document: the configuration.
-        variant: the variant to run.
-        seed: seed of the algorithms.
-        place: directory of the run; for several algorithms, each run has a subdirectory.
-        tasks: the tasks of ``--test``, or None.
-        repetitions: number of rollouts of each test task.
-        budget: maximum number of rollouts of all algorithms together, without the test.
-        quiet: do not print progress.
+    The directory is ``place``; several algorithms have subdirectories. The budget holds for all of them together.
     """
     learned, rollouts, started = _Learned(), 0, time.monotonic()
     for number, spec in enumerate(variant.stages, start=1):
@@ -257,12 +243,7 @@ class Budgeted(Algorithm):
     """Runs another algorithm, counts its rollouts and stops the algorithm when they exceed the budget."""
 
     def __init__(self, algorithm: Algorithm, budget: int | None) -> None:
-        """Wraps an algorithm.
-
-        Args:
-            algorithm: the algorithm to run. A synchronous algorithm cannot be stopped; its rollouts are only counted.
-            budget: maximum number of rollouts, excluding those in mode ``test``; None only counts them.
-        """
+        """Wraps an algorithm; a synchronous one cannot be stopped. A budget of None only counts rollouts."""
         self.algorithm = algorithm
         self.budget = budget
         self._counted: set[str] = set()
@@ -272,7 +253,7 @@ class Budgeted(Algorithm):
 
     @property
     def rollouts(self) -> int:
-        """Number of rollouts so far, excluding those in mode ``test``."""
+        """Number of rollouts so far, without those in mode ``test``."""
         return len(self._counted)
 
     @property

@@ -95,11 +95,7 @@ class Report(NamedTuple):
 
 
 async def read_report(store: LightningStore, directory: Path) -> Report:
-    """Builds the report of a store's run from the records that exist now.
-
-    Raises:
-        ConfigError: ``directory`` contains no run.
-    """
+    """Builds the report of a store's run from the records that exist now."""
     run = await store.get_run_by_id(store.run_id)
     failed = await store.query_rollouts(
         status_in=["failed"], sort_by="start_time", sort_order="desc", limit=_MAX_FAILED
@@ -130,14 +126,7 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
 
 
 async def write_report(store: LightningStore, directory: Path) -> Path:
-    """Writes the report into the directory of its run, and the best prompts of a search as plain files next to it.
-
-    Returns:
-        The path of the report.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Writes the report into the directory of its run, and the best prompts of a search as plain files next to it."""
     file, report = directory / REPORT_NAME, await read_report(store, directory)
     file.write_text(report.to_markdown(), encoding="utf-8")
     for name, text in find_published_prompts(report).items():
@@ -198,12 +187,7 @@ _MAX_INTERVALS: Final = 30
 
 
 async def write_html(store: LightningStore, directory: Path, file: Path | None = None) -> Path:
-    """Writes the page into ``file``, or into the directory of the run.
-
-    Raises:
-        ConfigError: ``directory`` contains no run.
-        OSError: the file cannot be written.
-    """
+    """Writes the page into ``file``, or into the directory of the run."""
     report = await read_report(store, directory)
     metrics = (await store.query_metrics()).items
     published = find_published_prompts(report)

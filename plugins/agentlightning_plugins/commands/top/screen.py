@@ -23,15 +23,7 @@ _STEPS: Final = 60
 
 
 async def read_snapshot(store: LightningStore, run_id: str | None) -> dict[str, Any]:
-    """Reads the state of a run and the workers of its store, as plain JSON values.
-
-    Args:
-        store: any view of the store.
-        run_id: the run; None selects the newest run in progress, or else the newest run.
-
-    Raises:
-        NotFoundError: the store has no run ``run_id``.
-    """
+    """Reads the state of a run and the workers of its store; by default of the newest run, preferably in progress."""
     if run_id is not None:
         run = found(await find_run(store.with_run(run_id)), "run", run_id)
     else:

@@ -91,9 +91,6 @@ def compose_algorithm(config: TrainConfig, document: ConfigDocument) -> Any:
     """Returns the algorithm's resolved settings as plain values; None if the algorithm does not resolve any.
 
     Values from the environment stay references, because they may be secrets.
-
-    Raises:
-        LightningError: the algorithm is not installed, or rejects its settings.
     """
     if config.algorithm is None:
         return None
@@ -170,11 +167,7 @@ def open_store(config: TrainConfig, directory: Path) -> LightningStore:
 
 
 def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
-    """Loads the agent that a configuration names.
-
-    Raises:
-        ConfigError: the object cannot be imported, or is not an agent.
-    """
+    """Loads the agent that a configuration names."""
     if isinstance(spec, str):
         return wrap(load_attribute(spec))
     reward = _load_reward(spec)
@@ -220,22 +213,14 @@ def load_agent_argument(argument: str, reward: str | None) -> LitAgent[Any]:
 
 
 def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
-    """Loads the tasks that a configuration names.
-
-    Raises:
-        ConfigError: the tasks cannot be loaded, or there are none.
-    """
+    """Loads the tasks that a configuration names."""
     if isinstance(spec, str):
         return load_dataset(expand(spec))
     return load_dataset(expand(spec.source), split=spec.split, limit=spec.limit, shuffle_seed=spec.shuffle_seed)
 
 
 def _load_resources(given: Mapping[str, Any]) -> dict[str, Resource]:
-    """Expands references except secrets: the store saves resources, so runners expand secrets (``resolve_secrets``).
-
-    Raises:
-        ConfigError: a resource is invalid, a variable is not set, or a URL has a password.
-    """
+    """Expands references except secrets: the store saves resources, so runners expand secrets (``resolve_secrets``)."""
 
     def expand_but_secrets(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -255,11 +240,7 @@ def _load_resources(given: Mapping[str, Any]) -> dict[str, Resource]:
 
 
 def expand(value: Any) -> Any:
-    """Replaces ``${NAME}`` with the environment variable's value in all strings of a nested value.
-
-    Raises:
-        ConfigError: the variable is not set.
-    """
+    """Replaces ``${NAME}`` with the environment variable's value in all strings of a nested value."""
     return _map_text(value, lambda text: re.sub(_REFERENCE, _from_environment, text))
 
 
@@ -296,15 +277,7 @@ def _split(spec: ComponentSpec) -> tuple[str, dict[str, Any]]:
 
 
 def find_class(kind: str, name: str) -> Any:
-    """Returns the class of a component.
-
-    Args:
-        kind: the kind of the component.
-        name: a registered name, ``module:Class`` or ``file.py:Class``.
-
-    Raises:
-        LightningError: there is no such component, or it cannot be imported.
-    """
+    """Returns the class of a component: a registered name, ``module:Class`` or ``file.py:Class``."""
     return load_attribute(name) if ":" in name else get_manager().get(kind, name)
 
 

@@ -54,11 +54,7 @@ class ConfigDocument:
         return self.name
 
     def override(self, arguments: Sequence[str]) -> None:
-        """Applies ``a.b=value`` arguments; values are read as YAML.
-
-        Raises:
-            ConfigError: an argument is not ``key=value``, or its key is below a value that is not a mapping.
-        """
+        """Applies ``a.b=value`` arguments; values are read as YAML."""
         for argument in arguments:
             key, separator, text = argument.partition("=")
             if not separator or not key:
@@ -84,11 +80,7 @@ class ConfigDocument:
 
 
 def read_document(path: Path) -> ConfigDocument:
-    """Reads a YAML or TOML file.
-
-    Raises:
-        ConfigError: the file cannot be read, is not a mapping, or contains a key twice.
-    """
+    """Reads a YAML or TOML file; raises ConfigError with the place of the mistake."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -104,12 +96,7 @@ def read_document(path: Path) -> ConfigDocument:
 
 
 def read_with_overrides(path: Path, overrides: Sequence[str]) -> ConfigDocument:
-    """Reads a file, applies overrides, and rejects literal secrets, because a run prints and stores its configuration.
-
-    Raises:
-        ConfigError: as in ``read_document`` and ``ConfigDocument.override``; or a secret is not a reference to an
-            environment variable.
-    """
+    """Reads a file, applies overrides, and rejects literal secrets, because a run prints and stores its configuration."""
     document = read_document(path)
     document.override(overrides)
     for key, value in _walk(document.values, ()):

@@ -33,14 +33,10 @@ def choose_directory(named: str | None, name: str) -> Path:
 
 @contextlib.contextmanager
 def learned_resources(where: str | None) -> Iterator[dict[str, Resource]]:
-    """Yields the latest resources of a run or store; if the run trained weights, serves the model meanwhile.
-
-    Args:
-        where: a URL, or the directory of a run; None yields no resources.
+    """Yields the latest resources of a run's directory or a store's URL; serves the model if the run trained weights.
 
     Raises:
-        NotFoundError: the store has no resources.
-        LightningError: the model cannot be served.
+        LightningError: the store has no resources, or the model cannot be served.
     """
     if where is None:
         yield {}
@@ -69,14 +65,9 @@ def saved_weights(run: Path) -> list[str] | None:
 
 @contextlib.contextmanager
 def served_model(run: Path | None, checkpoint: str | None = None) -> Iterator[dict[str, Resource]]:
-    """Serves the model that a run trained, and yields its resources.
+    """Serves the model that a run trained, and yields its resources; without a run, yields none.
 
-    Args:
-        run: directory of the run; None serves nothing and yields no resources.
-        checkpoint: ``best``, ``latest`` or a step; None selects best, or latest if there is no best.
-
-    Raises:
-        LightningError: the model cannot be served.
+    The checkpoint is ``best``, ``latest`` or a step; None selects best, or latest if there is no best.
     """
     if run is None:
         yield {}

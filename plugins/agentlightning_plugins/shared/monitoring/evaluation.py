@@ -29,11 +29,7 @@ def read_candidate(update: ResourcesUpdate | None) -> dict[str, Any]:
 def find_best(candidates: Sequence[Mapping[str, Any]], published: Mapping[str, str]) -> Mapping[str, Any]:
     """Returns the candidate with the highest score over the whole validation set; without such scores, the first.
 
-    If several candidates have this score, the published one is returned.
-
-    Args:
-        candidates: the fields of each candidate with its latest scores, oldest candidate first; at least one.
-        published: the templates of the latest prompts, by name.
+    If several candidates have this score, the published one is returned: ``published`` has the templates by name.
     """
     scored = [each for each in candidates if each.get("full_score") is not None]
     return max(
@@ -49,11 +45,7 @@ def is_published(candidate: Mapping[str, Any], published: Mapping[str, str]) -> 
 
 
 def list_distributions(candidates: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the scores of all candidates and the task rewards of the seed and the best, each as ``name``, ``values``.
-
-    Args:
-        candidates: the fields of each candidate with its latest scores, oldest candidate first.
-    """
+    """Returns the scores of all candidates and the task rewards of seed and best, each with ``name`` and ``values``."""
     scores = [_score(each) for each in candidates]
     found = [{"name": "scores of the candidates", "values": [score for score in scores if score is not None]}]
     tested = [each for each in candidates if each.get("task_scores")]

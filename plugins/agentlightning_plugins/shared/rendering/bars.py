@@ -33,16 +33,9 @@ def histogram(
     width: int = 480,
     height: int = 200,
 ) -> Markup:
-    """Draws a histogram; values that are not finite are skipped.
+    """Draws a histogram of about ``bins`` ranges with round bounds; values that are not finite are skipped.
 
-    Args:
-        values: what to count.
-        title: read by screen readers; not drawn.
-        x_label: written below the axis.
-        bins: approximate number of ranges; their bounds are round numbers.
-        href: returns the link of a range, from its lower and upper bound.
-        width: width in the picture's coordinates; the picture scales with the page.
-        height: height in the picture's coordinates.
+    ``href`` returns the link of a range, from its lower and upper bound.
     """
     finite = [float(value) for value in values if math.isfinite(value)]
     if not finite:
@@ -81,12 +74,7 @@ _HEAT: Final = ("var(--chart-heat-negative, #d9480f)", "var(--chart-heat, #2f6fe
 
 
 def heat_level(value: float | None, largest: float) -> int:
-    """Returns how strongly to colour a value: from ``-LEVELS`` to ``LEVELS``; 0 for no value or a value near 0.
-
-    Args:
-        value: the value; an infinite value gets the strongest level of its sign.
-        largest: the absolute value that gets the strongest level.
-    """
+    """Returns how strongly to colour a value, from ``-LEVELS`` to ``LEVELS`` for ``largest``; 0 for no value."""
     if value is None or math.isnan(value) or value == 0 or largest <= 0:
         return 0
     level = min(LEVELS, math.ceil(LEVELS * min(1.0, abs(value) / largest) - 0.25))
@@ -104,13 +92,8 @@ def heat_strip(
 ) -> Markup:
     """Draws values as coloured cells: one colour for positive and one for negative values, stronger with their size.
 
-    Args:
-        values: one per token; None has no colour. If they do not all fit, a cell shows the largest of several.
-        title: read by screen readers; not drawn.
-        boundaries: indices in ``values`` where a line is drawn, such as the first token of each call.
-        largest: the absolute value with the strongest colour; None: the largest one in ``values``.
-        width: width in the picture's coordinates; the picture scales with the page.
-        height: height in the picture's coordinates.
+    If they do not all fit, a cell shows the largest of several; None has no colour. A line is drawn at each index of
+    ``boundaries``, such as the first token of a call. ``largest`` is the absolute value with the strongest colour.
     """
     if not values:
         return no_data(width, height, title)

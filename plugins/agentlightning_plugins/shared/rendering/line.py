@@ -66,15 +66,8 @@ def line_chart(
 ) -> Markup:
     """Draws series over one pair of axes.
 
-    Args:
-        series: what to draw. Points with an interval get a band, or a bar where the series has no line.
-        title: read by screen readers; not drawn.
-        x_label: written below the axis.
-        y_label: written above the axis.
-        y_range: range that the axis shows at least; None: the range of the points.
-        has_legend: whether to name the series below the axis.
-        width: width in the picture's coordinates; the picture scales with the page.
-        height: height in the picture's coordinates.
+    Points with an interval get a band, or a bar where the series has no line. Screen readers read the title; it is not
+    drawn. The axis shows at least ``y_range``. The picture scales with the page.
     """
     drawn = [each._replace(points=[point for point in each.points if math.isfinite(point.x)]) for each in series]
     drawn = [each for each in drawn if any(map(_is_finite, each.points))]
