@@ -279,18 +279,6 @@ def test_runners_and_port_reach_the_strategy_however_the_strategy_is_given(
         asyncio.run(trainer.store.close())
 
 
-def test_toml_is_read_like_yaml_and_errors_name_its_lines(folder: Path) -> None:
-    (folder / "c.toml").write_text(
-        'agent = "my_agents:agent"\nstrategy = "shm"\ntracer = "dummy"\ntrackers = ["jsonl"]\n'
-        '[data]\ntrain = "my_agents:TASKS"\n[algorithm]\nname = "baseline"\nn_epoch = 2\n'
-    )
-    assert "c.toml, line 9: algorithm 'baseline' has no setting 'n_epoch'. Did you mean 'n_epochs'?" in refused(
-        folder, "c.toml"
-    )
-    (folder / "c.toml").write_text((folder / "c.toml").read_text().replace("n_epoch =", "n_epochs ="))
-    assert run_here(folder, "train", "c.toml").code == 0
-
-
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -334,7 +322,7 @@ def test_an_error_names_file_line_key_and_closest_match(folder: Path, changes: d
     [
         ((), "give a configuration file"),
         (("missing.yaml",), "missing.yaml does not exist (working directory: "),
-        (("my_agents.py",), "ends in .yaml, .yml or .toml"),
+        (("my_agents.py",), "ends in .yaml or .yml"),
         (("config.yaml", "algorithm"), "written key=value"),
         (("config.yaml", "n_runners.x=1"), "command line, n_runners.x=1"),
         (("config.yaml", "algorithm.n_epoch=1"), "command line, algorithm.n_epoch=1"),

@@ -276,11 +276,6 @@ def _example(schema: Mapping[str, Any]) -> Any:
 
 _OURS = "lightning"
 _OWN_PLACE = "the two cannot share an environment: create a new one, and install this Lightning there from its checkout"
-_CLASHES = (
-    # Older instrumentation imports a module that opentelemetry-api 1.44 removed. Neither package declares this
-    # conflict, and our requirements cannot express it.
-    (Requirement("opentelemetry-instrumentation-openai<0.48.2"), Requirement("opentelemetry-api>=1.44")),
-)
 
 
 def check_environment() -> Check:
@@ -288,8 +283,7 @@ def check_environment() -> Check:
     foreign = _find_foreign()
     if foreign is not None:
         return broken("environment", foreign, _OWN_PLACE)
-    wrong = [*_find_wrong_versions(), *_find_clashes()]
-    if wrong:
+    if wrong := list(_find_wrong_versions()):
         return broken("environment", "; ".join(sorted(set(wrong))), "install the required versions")
     plugins = get_manager().plugins.values()
     faulty = [f"{plugin.name} of {plugin.origin}: {plugin.error}" for plugin in plugins if plugin.state == "broken"]
@@ -330,13 +324,3 @@ def _find_wrong_versions() -> Iterator[str]:
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             yield f"{requirement.name} {version} is installed, but {requirement.specifier} is required"
-
-
-def _find_clashes() -> Iterator[str]:
-    """Yields each pair of installed versions that do not work together."""
-    for pair in _CLASHES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions = [importlib.metadata.version(requirement.name) for requirement in pair]
-            if all(r.specifier.contains(version, prereleases=True) for r, version in zip(pair, versions, strict=True)):
-                one, other = (f"{r.name} {version}" for r, version in zip(pair, versions, strict=True))
-                yield f"{one} does not work with {other}; upgrade both"

@@ -46,7 +46,7 @@ def command(
     print_config: bool,
     dry_run: bool,
 ) -> None:
-    """Train the agent of CONFIG, a YAML or TOML file.
+    """Train the agent of CONFIG, a YAML file.
 
     KEY=VALUE overrides a setting for this run: algorithm.steps=20.
     """

@@ -191,7 +191,7 @@ def _load_reward(spec: AgentConfig | CommandConfig) -> Any:
 
 def is_config_file(argument: str) -> bool:
     """Whether the argument AGENT of a command is a configuration file of ``agl train``."""
-    return Path(argument).suffix in (".yaml", ".yml", ".toml")
+    return Path(argument).suffix in (".yaml", ".yml")
 
 
 def load_agent_argument(argument: str, reward: str | None) -> LitAgent[Any]:

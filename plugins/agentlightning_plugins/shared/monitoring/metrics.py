@@ -166,7 +166,7 @@ _LIMITS: Final = (
         1.0,
         "At most {:.2g} between the log-probabilities of sampler and trainer.",
     ),
-    ("staleness", "Staleness", 4.0, math.inf, "Rollouts are {:.0f} updates old."),
+    ("staleness", "Staleness", 5.0, math.inf, "Rollouts are {:.0f} updates old."),
     ("groups_without_spread", "Flat groups", 0.6, 0.9, "{:.0%} of the groups have no spread, so they teach nothing."),
     ("responses_cut_off", "Truncation", 0.1, 0.5, "{:.0%} of the answers are cut off at the token limit."),
     ("failure_rate", "Failures", 0.1, 0.5, "{:.0%} of the rollouts failed."),
