@@ -33,9 +33,9 @@ import psutil
 
 from agentlightning_algorithms.shared.advantage import Scored, compute_advantages
 from agentlightning_plugins.shared.configuration.assembly import fit, load_parts, make_trainer
-from agentlightning_plugins.shared.configuration.attribute import load_attribute
 from agentlightning_plugins.shared.configuration.config import read_config
 from agentlightning_plugins.shared.configuration.document import read_with_overrides
+from agentlightning_plugins.shared.configuration.sources import load_attribute
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "trained": (),

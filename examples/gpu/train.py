@@ -27,9 +27,9 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import agentlightning as agl
-from agentlightning_plugins.demo.agent import CALCULATOR, calculator_agent
-from agentlightning_plugins.demo.task import make_problems, problem_stream
-from agentlightning_plugins.demo.warm_start import demonstrate, make_tokenizer
+from agentlightning_plugins.demo.agent import CALCULATOR, SYSTEM_PROMPT, calculate, calculator_agent
+from agentlightning_plugins.demo.task import Problem, make_problems, problem_stream
+from agentlightning_plugins.demo.training import CHECKPOINT
 
 SIZES: dict[str, dict[str, Any]] = {
     "full": {
@@ -75,6 +75,22 @@ REPORTED = (
 )
 
 
+def demonstrate(problem: Problem, rng: random.Random) -> list[dict[str, Any]]:
+    """Makes a conversation about a problem with the right numbers, a random operator and sometimes a wrong answer."""
+    a, b = (word for word in problem["question"].split() if word.strip(".,").isdigit())
+    expression = f"{a.strip('.,')} {rng.choice('+-*/')} {b.strip('.,')}"
+    arguments = {"expression": expression}
+    result = calculate(json.dumps(arguments))
+    answer = result if rng.random() >= 0.1 else str(rng.randint(1, 99))
+    return [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": problem["question"]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "calculator", "arguments": arguments}}]},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": answer},
+    ]
+
+
 def make_model(tokenizer: PreTrainedTokenizerFast, size: dict[str, Any]) -> LlamaForCausalLM:
     """Returns a model with random weights."""
     return LlamaForCausalLM(
@@ -106,7 +122,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, batch: int, device: str) -> Iter
 def warm_start(directory: Path, size: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, float]:
     """Writes the initial model of GRPO to ``directory``; returns its size, loss and training time."""
     torch.manual_seed(0)
-    tokenizer = make_tokenizer()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)
     model: Any = make_model(tokenizer, size["model"])  # transformers annotates `to` as if it took a model
     model = model.to(device)
     settings = size["warm_start"]

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentlightning import semconv
-from agentlightning.adapter.call import TracedCall
-from agentlightning.adapter.call import Node
+from agentlightning.adapter.call import Node, TracedCall
 from agentlightning.adapter.triplet import load_credit_rule
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.plugin.hookspecs import Component, hookimpl

@@ -17,7 +17,7 @@ from agentlightning.cli import cli, main
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.hookspecs import Component, Kind, hookimpl
 from agentlightning.plugin.registry import PluginManager
-from agentlightning_plugins.commands.plugins import command as plugins_command
+from agentlightning_plugins.commands import plugins as plugins_command
 from tests.source import run_python
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agentlightning_plugins.commands.train.command import command
+from agentlightning_plugins.commands.train import command
 from tests.algorithms.server_thread import threads_for_servers
 from tests.source import REPO
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from examples.node_agent import problems
 
 from agentlightning import Rollout
-from agentlightning_plugins.commands.train.command import command
+from agentlightning_plugins.commands.train import command
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.algorithms.server_thread import threads_for_servers
 from tests.source import REPO

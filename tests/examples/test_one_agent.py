@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from examples.one_agent import compare, critic, tickets
 from examples.one_agent.agent import FIRST_PROMPT
 
-from agentlightning_plugins.commands.evaluation.compare_command import command as compare_command
+from agentlightning_plugins.commands.evaluation.compare import command as compare_command
 from tests.algorithms.server_thread import threads_for_servers
 from tests.source import REPO, run_python
 
@@ -24,7 +24,7 @@ def read_rows(said: str, out: Path) -> dict[str, dict[str, Any]]:
     """Returns the rows of ``agl compare`` by the names of the algorithms."""
     rows = json.loads(said[said.index("\n[") :])
     assert (out / "report.html").is_file()
-    return {row["algorithm"]: row for row in rows}
+    return {row["label"]: row for row in rows}
 
 
 def compare_here(command: list[str], env: dict[str, str], check: bool) -> subprocess.CompletedProcess[str]:

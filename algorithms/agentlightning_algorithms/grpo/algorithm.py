@@ -20,8 +20,7 @@ from agentlightning.types import Dataset
 from agentlightning_algorithms.grpo.sampling import agent_sampling
 from agentlightning_algorithms.grpo.settings import GRPOSettings
 from agentlightning_algorithms.grpo.training_session import TrainingSession
-from agentlightning_algorithms.shared.trained_model import recover_directory
-from agentlightning_algorithms.shared.trained_model import TrainingRecord
+from agentlightning_algorithms.shared.trained_model import TrainingRecord, recover_directory
 
 logger = logging.getLogger("agentlightning")
 

@@ -23,16 +23,16 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.run.directory import RECORD_NAME
 from agentlightning_algorithms.shared.trained_model import (
+    ServedModel,
     atomic_directory,
     find_checkpoint,
     has_adapters,
     list_policies,
     open_model,
+    read_training,
     readable,
     serve_model,
 )
-from agentlightning_algorithms.shared.trained_model import read_training
-from agentlightning_algorithms.shared.trained_model import ServedModel, open_model, serve_model
 
 _CHECK_S: Final = 1.0
 DIRECTORY = click.Path(path_type=Path)

@@ -19,15 +19,18 @@ from agentlightning_algorithms.shared.advantage import Scored, flat_groups, read
 from agentlightning_algorithms.shared.policy.prepared_row import RowUse
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
 from agentlightning_plugins.shared.training_records.record import (
+    LedgerEntry,
+    Outcome,
     RolloutOutcome,
     TokenTexts,
+    TrainedCall,
+    TrainedRow,
     call_keys,
     count_sampled,
     explain_unused,
     read_id,
     read_version,
 )
-from agentlightning_plugins.shared.training_records.record import LedgerEntry, Outcome, TrainedCall, TrainedRow
 from agentlightning_plugins.shared.trajectories import Decode, Turn, build_trajectories
 
 _UNUSABLE = frozenset({"SpansDropped", "AdapterError"})

@@ -27,10 +27,9 @@ from agentlightning_algorithms.shared.policy.server.request import restore_argum
 from agentlightning_algorithms.shared.policy.settings import Aggregation, LoraSettings, UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Updater
-from agentlightning_algorithms.shared.trained_model import find_model, recover_directory
-from agentlightning_algorithms.shared.trained_model import TrainingRecord
+from agentlightning_algorithms.shared.trained_model import TrainingRecord, find_model, recover_directory
 from agentlightning_plugins.shared.chat_history import FineTuningExample, select_examples
-from agentlightning_plugins.shared.configuration.dataset import load_dataset
+from agentlightning_plugins.shared.configuration.sources import load_dataset
 
 logger = logging.getLogger("agentlightning")
 

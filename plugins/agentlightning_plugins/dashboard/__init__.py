@@ -1,11 +1,72 @@
-"""``agl dashboard``, and the pages that `agl store` serves."""
+"""``agl dashboard``, which serves the dashboard of an existing store, and the pages that `agl store` serves."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
+from pathlib import Path
 
+import click
+
+from agentlightning.cli import echo
+from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import Component, hookimpl
-from agentlightning_plugins.shared.lazy import lazy_commands
+from agentlightning.store.factory import create_store
+from agentlightning.store.protocol import LightningStore
+
+
+@click.command("dashboard")
+@click.argument("where", metavar="RUN_DIR|URL")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Any address but loopback needs a token.")
+@click.option("--port", default=4748, show_default=True, type=click.IntRange(0, 65535), help="0 selects a free port.")
+@click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="Token of the store, also for signing in.")
+@click.option("--read-only", is_flag=True, help="Disable the actions: cancel, retry, label, promote.")
+def command(where: str, host: str, port: int, token: str | None, read_only: bool) -> None:
+    """Show the runs of a store in a browser; the store is in RUN_DIR or at URL."""
+    from agentlightning_plugins.shared.web.request import is_loopback
+
+    if not token and not is_loopback(host):
+        raise ConfigError(f"--host {host} lets other machines in; set --token or AGL_TOKEN, or listen on 127.0.0.1")
+    asyncio.run(_serve(_open(where, token), host, port, token, read_only=read_only))
+
+
+def _open(where: str, token: str | None) -> LightningStore:
+    if "://" in where:
+        return create_store(where, token=token if where.startswith("http") else None)
+    path = Path(where)
+    file = path / "store.db" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{file} does not exist; give the directory of a run, an SQLite file, or the URL of a store")
+    return create_store(f"sqlite:///{file}")
+
+
+async def _serve(store: LightningStore, host: str, port: int, token: str | None, *, read_only: bool) -> None:
+    from aiohttp import web
+    from aiohttp.typedefs import Handler
+
+    from agentlightning_plugins.dashboard.dashboard import Dashboard
+    from agentlightning_plugins.shared.web.server import WebServer, stop_on_signals
+
+    dashboard = Dashboard(store, [token] if token else [], read_only=read_only)
+
+    @web.middleware
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if dashboard.admits(request):
+            server.admit(request)
+        return await handler(request)
+
+    application = web.Application(middlewares=[admit])
+    application.add_routes(dashboard.routes())
+    server = WebServer(application, finish_s=3.0)
+    try:
+        bound = await server.start(host, port)
+        stop = stop_on_signals()
+        echo(f"Dashboard at http://{f'[{host}]' if ':' in host else host}:{bound}/")
+        await stop.wait()
+    finally:
+        await dashboard.stop()
+        await server.stop()
+        await store.close()
 
 
 @hookimpl
@@ -14,4 +75,6 @@ def components() -> Iterable[Component]:
     return [Component("pages", "dashboard", target, summary="shows a store in a browser")]
 
 
-add_commands = lazy_commands("agentlightning_plugins.dashboard.command:command")
+@hookimpl
+def add_commands(cli: click.Group) -> None:
+    cli.add_command(command)

@@ -2,46 +2,89 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Final, TypeAlias
+from importlib.resources import files
+from typing import Any, Final, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, quote
 
 from aiohttp import web
+from jinja2 import Environment, PackageLoader
 from pydantic_core import to_json
 
 from agentlightning.errors import ConfigError, ConflictError, LightningError, NotFoundError
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.dashboard import resources, rollout, rollouts, runs, training
 from agentlightning_plugins.dashboard.access import Access, SignedIn
 from agentlightning_plugins.dashboard.live import LiveRuns
-from agentlightning_plugins.dashboard.page import Action, DashboardPage, Visit
-from agentlightning_plugins.dashboard.rendering import HEADERS, Renderer
-from agentlightning_plugins.dashboard.table import ACTIONS, PAGES
-from agentlightning_plugins.dashboard.views.export import read_labelled
+from agentlightning_plugins.dashboard.visit import Visit
 from agentlightning_plugins.shared.monitoring.runs import find_newest_runs, find_run
+from agentlightning_plugins.shared.rendering.page import make_environment, read_style
 from agentlightning_plugins.shared.web.request import RequestRefused, read_body
 
 logger = logging.getLogger("agentlightning")
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _MAX_FORM: Final = 64 * 1024
 _STATUSES = ((NotFoundError, 404), (ConflictError, 409), (ConfigError, 422), (ValueError, 422), (LightningError, 503))
+_CSP: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+_HEADERS: Final = {
+    "content-security-policy": _CSP,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_STATIC_TYPES: Final = {"js": "text/javascript", "svg": "image/svg+xml"}
+
+
+class _Page(NamedTuple):
+    """A page; its JSON twin has the same path with ``.json``."""
+
+    path: str
+    """Path of the page, with ``{names}``, such as ``/runs/{run_id}/ledger``."""
+    view: Callable[[Visit], Awaitable[dict[str, Any]]]
+    """Returns the contents as plain values, which the JSON twin returns and the template renders."""
+    template: str
+    tab: str = ""
+    """Label in the navigation of a run, or in the main navigation for a path without a run; empty for no entry."""
+
+
+_PAGES: Final[tuple[_Page, ...]] = (
+    _Page("/", runs.list_runs, "runs.html.jinja", "Runs"),
+    _Page("/runs/{run_id}", runs.show_run, "run.html.jinja", "Overview"),
+    _Page("/runs/{run_id}/rollouts", rollouts.list_rollouts, "rollouts.html.jinja", "Rollouts"),
+    _Page("/runs/{run_id}/rollouts/{rollout_id}/tokens", training.show_tokens, "tokens.html.jinja"),
+    _Page("/runs/{run_id}/rollouts/{rollout_id}", rollout.show_rollout, "rollout.html.jinja"),
+    _Page("/runs/{run_id}/ledger", training.show_ledger, "ledger.html.jinja", "Ledger"),
+    _Page("/runs/{run_id}/group", training.show_group, "group.html.jinja"),
+    _Page("/runs/{run_id}/resources", resources.list_resources, "resources.html.jinja", "Resources"),
+    _Page("/runs/{run_id}/resources/{resources_id}", resources.show_resources, "resource.html.jinja"),
+    _Page("/fleet", runs.show_fleet, "fleet.html.jinja", "Fleet"),
+    _Page("/compare", runs.compare, "compare.html.jinja", "Compare"),
+)
+"""All pages. To add one, write a view and a template, and add a line here."""
+_ACTIONS: Final[dict[str, Callable[[Visit], Awaitable[str]]]] = {
+    "/runs/{run_id}/rollouts/{rollout_id}/cancel": rollout.cancel,
+    "/runs/{run_id}/rollouts/{rollout_id}/retry": rollout.retry,
+    "/runs/{run_id}/rollouts/{rollout_id}/label": rollout.label,
+    "/runs/{run_id}/resources/{resources_id}/promote": resources.promote,
+}
+"""The forms of pages: the path, and a function that performs the action and returns the path to show next."""
 
 
 class Dashboard:
     """The pages of one store."""
 
     def __init__(self, store: LightningStore, tokens: Sequence[str] = (), *, read_only: bool = False) -> None:
-        """Creates the dashboard.
-
-        Args:
-            store: the store to show, with all its runs.
-            tokens: tokens with which users sign in; if empty, only programs on this machine are admitted.
-            read_only: disable the actions.
-        """
+        """Shows all runs of a store. Without tokens, only programs on this machine are admitted."""
         self._store = store
         self._access = Access(tokens)
         self._read_only = read_only
-        self._renderer = Renderer()
         self._live = LiveRuns()
 
     def routes(self) -> Iterable[web.RouteDef]:
@@ -52,12 +95,13 @@ class Dashboard:
         yield web.get("/static/{name}", self._answer_static)
         yield web.get("/live/{run_id}", self._guarded(self._answer_live))
         yield web.get("/runs/{run_id}/labelled.jsonl", self._guarded(self._export))
-        for page in PAGES:  # the twin first, because an id may contain a dot
+        for page in _PAGES:  # the twin first, because an id may contain a dot
             twin = "/index.json" if page.path == "/" else f"{page.path}.json"
             yield web.get(twin, self._guarded(self._json_handler(page), as_json=True))
             yield web.get(page.path, self._guarded(self._page_handler(page)))
-        for action in () if self._read_only else ACTIONS:
-            yield web.post(action.path, self._guarded(self._action_handler(action)))
+        if not self._read_only:
+            for path, action in _ACTIONS.items():
+                yield web.post(path, self._guarded(self._action_handler(action)))
 
     def admits(self, request: web.Request) -> bool:
         """Returns whether a request comes from a client that has signed in."""
@@ -99,7 +143,7 @@ class Dashboard:
         if as_json or request.method != "GET" or "authorization" in request.headers:
             return self._error(request, 401, "The token is missing or wrong: sign in, or send the store's token.", True)
         back = quote(request.path_qs, safe="")
-        return web.Response(status=303, headers={**HEADERS, "location": f"/login?next={back}"})
+        return web.Response(status=303, headers={**_HEADERS, "location": f"/login?next={back}"})
 
     def _answer_error(self, request: web.Request, error: Exception, as_json: bool) -> web.Response:
         if isinstance(error, RequestRefused):
@@ -126,55 +170,58 @@ class Dashboard:
             raise NotFoundError(f"this store has no run {visit.run_id!r}; its newest runs: {known}")
         return visit
 
-    def _json_handler(self, page: DashboardPage) -> _Handler:
+    def _json_handler(self, page: _Page) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
             return _json(await page.view(await self._open(request)))
 
         return answer
 
-    def _page_handler(self, page: DashboardPage) -> _Handler:
+    def _page_handler(self, page: _Page) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
             data = await page.view(await self._open(request))
             return self._html(page.template, request, page, data=data)
 
         return answer
 
-    def _action_handler(self, action: Action) -> _Handler:
+    def _action_handler(self, action: Callable[[Visit], Awaitable[str]]) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
             form = await _read_form(request)
             session = self._access.find_session(request)
             if not self._access.allows_form(request, session, form.pop("form_token", "")):
                 return self._refuse_form(request)
-            target = await action.run(Visit(self._store, request.match_info, form))
-            return web.Response(status=303, headers={**HEADERS, "location": target})
+            target = await action(Visit(self._store, request.match_info, form))
+            return web.Response(status=303, headers={**_HEADERS, "location": target})
 
         return answer
 
     def _html(
-        self, template: str, request: web.Request, page: DashboardPage | None, status: int = 200, **values: Any
+        self, template: str, request: web.Request, page: _Page | None, status: int = 200, **values: Any
     ) -> web.Response:
         session: SignedIn | None = self._access.find_session(request)
         run_id = request.match_info.get("run_id") if session is not None else None
         tabs = [
             (each.tab, each.path.replace("{run_id}", quote(run_id or "", safe="")), each is page)
-            for each in PAGES
+            for each in _PAGES
             if each.tab and ("{run_id}" not in each.path or run_id)
         ]
-        html = self._renderer.render(
-            template,
-            request=request,
-            query=dict(request.query),
-            path=request.rel_url.raw_path,
-            run_id=run_id,
-            live_run=run_id or values["data"].get("live_run"),
-            tabs=tabs,
-            form_token=self._access.form_token(session),
-            can_act=not self._read_only,
-            can_sign_out=session is not None and self._access.needs_token,
-            signed_in=session is not None,
-            **values,
+        html = (
+            _environment()
+            .get_template(template)
+            .render(
+                request=request,
+                query=dict(request.query),
+                path=request.rel_url.raw_path,
+                run_id=run_id,
+                live_run=run_id or values["data"].get("live_run"),
+                tabs=tabs,
+                form_token=self._access.form_token(session),
+                can_act=not self._read_only,
+                can_sign_out=session is not None and self._access.needs_token,
+                signed_in=session is not None,
+                **values,
+            )
         )
-        response = web.Response(body=html.encode("utf-8", "replace"), status=status, headers=HEADERS)
+        response = web.Response(body=html.encode("utf-8", "replace"), status=status, headers=_HEADERS)
         response.content_type, response.charset = "text/html", "utf-8"
         if len(html) > 4096:
             response.enable_compression()
@@ -191,7 +238,7 @@ class Dashboard:
         if not target.startswith("/") or target.startswith(("//", "/\\")) or not target.isprintable():
             target = "/"
         allowed = self._access.allows_form(request, None, self._access.form_token(None))
-        response = web.Response(status=303, headers={**HEADERS, "location": target})
+        response = web.Response(status=303, headers={**_HEADERS, "location": target})
         if allowed and await self._access.sign_in(request, response, token):
             return response
         return self._html("login.html.jinja", request, None, status=401, data={"wrong": True, "next": target})
@@ -200,7 +247,7 @@ class Dashboard:
         form, session = await _read_form(request), self._access.find_session(request)
         if not self._access.allows_form(request, session, form.get("form_token", "")):
             return self._refuse_form(request)
-        response = web.Response(status=303, headers={**HEADERS, "location": "/login"})
+        response = web.Response(status=303, headers={**_HEADERS, "location": "/login"})
         self._access.sign_out(request, response)
         return response
 
@@ -208,20 +255,20 @@ class Dashboard:
         return self._error(request, 403, "The form did not come from this page; reload the page and try again.", False)
 
     async def _answer_static(self, request: web.Request) -> web.StreamResponse:
-        found = self._renderer.static.get(request.match_info["name"])
+        found = _static_files().get(request.match_info["name"])
         if found is None:
-            return web.Response(status=404, text="not found\n", headers=HEADERS)
+            return web.Response(status=404, text="not found\n", headers=_HEADERS)
         kind, body = found
         return web.Response(
-            body=body, content_type=kind, charset="utf-8", headers={**HEADERS, "cache-control": "no-cache"}
+            body=body, content_type=kind, charset="utf-8", headers={**_HEADERS, "cache-control": "no-cache"}
         )
 
     async def _export(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(
-            headers={**HEADERS, "content-disposition": 'attachment; filename="labelled.jsonl"'}
+            headers={**_HEADERS, "content-disposition": 'attachment; filename="labelled.jsonl"'}
         )
         response.content_type = "application/x-ndjson"
-        records = read_labelled(self._visit(request).run_store)
+        records = rollout.read_labelled(self._visit(request).run_store)
         await response.prepare(request)
         async for record in records:
             await response.write(to_json(record, inf_nan_mode="null") + b"\n")
@@ -232,18 +279,32 @@ class Dashboard:
 
 
 async def _read_form(request: web.Request) -> dict[str, str]:
-    """Reads the fields of a form.
-
-    Raises:
-        RequestRefused: the body is too large.
-    """
     body = await read_body(request, _MAX_FORM, _MAX_FORM)
     return dict(parse_qsl(body.decode(errors="replace"), max_num_fields=20))
 
 
 def _json(data: dict[str, Any], status: int = 200) -> web.Response:
     body = to_json(data, inf_nan_mode="null", indent=2) + b"\n"
-    response = web.Response(body=body, status=status, content_type="application/json", headers=HEADERS)
+    response = web.Response(body=body, status=status, content_type="application/json", headers=_HEADERS)
     if len(body) > 4096:
         response.enable_compression()
     return response
+
+
+@functools.cache
+def _environment() -> Environment:
+    """Returns the templates of the dashboard and of all pages."""
+    environment = make_environment(PackageLoader("agentlightning_plugins.dashboard"))
+    environment.globals["describe_row"] = training.describe_row
+    return environment
+
+
+@functools.cache
+def _static_files() -> dict[str, tuple[str, bytes]]:
+    """Returns type and contents of each file that pages load, by name."""
+    found = {
+        file.name: (_STATIC_TYPES[file.name.rpartition(".")[2]], file.read_bytes())
+        for file in (files("agentlightning_plugins.dashboard") / "static").iterdir()
+        if file.name.rpartition(".")[2] in _STATIC_TYPES
+    }
+    return {**found, "dashboard.css": ("text/css", read_style().encode())}

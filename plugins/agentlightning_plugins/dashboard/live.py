@@ -18,7 +18,6 @@ _PAUSE_S: Final = 1.0
 _PAUSE_OF_PAGE_S: Final = 0.25
 """Added to ``_PAUSE_S`` for each open page, so that many pages do not slow down the run."""
 _KEEPALIVE_S: Final = 10.0
-_LINGER_S: Final = 30.0
 _HEADERS: Final = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}
 
 
@@ -59,7 +58,9 @@ class LiveRuns:
         finally:
             run.readers -= 1
             if not run.readers:
-                asyncio.get_running_loop().call_later(_LINGER_S, self._end, run)
+                run.task.cancel()
+                if self._runs.get(store.run_id) is run:
+                    del self._runs[store.run_id]
         return response
 
     async def stop(self) -> None:
@@ -70,10 +71,6 @@ class LiveRuns:
             run.task.cancel()
         if runs:
             await asyncio.wait([run.task for run in runs])
-
-    def _end(self, run: _LiveRun) -> None:
-        if not run.readers:
-            run.task.cancel()
 
 
 class _LiveRun:

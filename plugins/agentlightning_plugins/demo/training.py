@@ -45,16 +45,9 @@ GRPO_SETTINGS: Final[dict[str, Any]] = {
 
 
 def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bool = False) -> dict[str, float]:
-    """Trains in ``directory`` and writes its report.
+    """Trains in ``directory``, or continues the run there with its own seed and steps; shows the result.
 
-    Args:
-        directory: directory of the run; contains metrics, checkpoint, rollouts and report afterwards.
-        seed: seed for everything random.
-        steps: maximum number of updates; default is the number that the demo was tuned for.
-        resume: continue the run in ``directory`` with the seed and steps that it was started with.
-
-    Returns:
-        ``before`` and ``after``: the mean greedy reward on the test split.
+    Returns ``before`` and ``after``: the mean greedy reward on the test split.
     """
     console = Console(stderr=True)
     settings = _settings(directory, seed, steps, resume)

@@ -10,8 +10,7 @@ from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter, reading
-from agentlightning.adapter.call import find_calls
-from agentlightning.adapter.call import build_tree
+from agentlightning.adapter.call import build_tree, find_calls
 from agentlightning.frozen import thaw
 from agentlightning.reward import read_final_reward
 from agentlightning.store.protocol import LightningStore

@@ -14,12 +14,10 @@ from agentlightning.execution.strategy import Role
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.shared.processes.agent_loop import run_with_agents
 from agentlightning_plugins.shared.processes.child_process import ChildProcesses, RunnerProcesses
 from agentlightning_plugins.shared.processes.job_process import JobTarget
-from agentlightning_plugins.shared.processes.serving import served
-from agentlightning_plugins.shared.processes.stopping import until_sigterm
-from agentlightning_plugins.shared.processes.supervisor import Supervisor, run_both
+from agentlightning_plugins.shared.processes.stopping import run_with_agents, until_sigterm
+from agentlightning_plugins.shared.processes.supervisor import Supervisor, run_both, served
 
 
 class ClientServerExecutionStrategy(ExecutionStrategy):
@@ -129,11 +127,7 @@ def _port_from_environment() -> int | None:
 
 
 def _read_flag(variable: str, default: bool) -> bool:
-    """Reads a boolean from an environment variable; an unset or empty one means ``default``.
-
-    Raises:
-        ConfigError: neither 1, true, yes or on, nor 0, false, no or off.
-    """
+    """Reads a boolean from an environment variable; an unset or empty one means ``default``."""
     text = os.environ.get(variable, "").strip().lower()
     if text in ("1", "true", "yes", "on"):
         return True

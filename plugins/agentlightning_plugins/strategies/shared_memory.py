@@ -15,8 +15,7 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.run.thread import STOP_CHECK_S
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.shared.garbage_collection import relaxed_collector
-from agentlightning_plugins.shared.processes.agent_loop import run_with_agents
-from agentlightning_plugins.shared.processes.stopping import until_sigterm
+from agentlightning_plugins.shared.processes.stopping import run_with_agents, until_sigterm
 
 logger = logging.getLogger("agentlightning")
 _DRAIN_S = 30.0

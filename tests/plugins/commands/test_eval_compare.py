@@ -146,7 +146,7 @@ def test_compare_detects_a_better_algorithm_on_held_out_tasks_and_keeps_its_budg
         folder, "compare", "config.yaml", "-a", "baseline", "-a", "{name: learner, wasteful: true}",
         "--seeds", "0,1", "--budget", "20", "--json",
     )  # fmt: skip
-    assert [row["algorithm"] for row in rows] == ["baseline", "learner"]
+    assert [row["label"] for row in rows] == ["baseline", "learner"]
     assert [row["reward"] for row in rows] == [0.25, 1.0]
     assert rows[0]["p"] is None
     assert rows[1]["p"] == pytest.approx(2 / 2**6 * 1.0, abs=1e-9)  # all six differing tasks point one way
@@ -172,7 +172,7 @@ def test_compare_uses_the_settings_of_the_configuration_and_labels_variants(fold
         folder, "compare", "config.yaml", "-a", "learner", "-a", "{name: learner, wasteful: false}", "-a", "baseline",
         "--budget", "10", "--json",
     )  # fmt: skip
-    labels = [row["algorithm"] for row in rows]
+    labels = [row["label"] for row in rows]
     assert labels == ["learner (wasteful=True)", "learner (wasteful=False)", "baseline"]
     assert [row["rollouts"] > 10 for row in rows[:2]] == [True, False], "the first wastes, as configured"
 
@@ -187,7 +187,7 @@ def test_each_algorithm_of_a_list_begins_with_the_result_of_the_previous_one_and
         "-a", "[{name: prepender, text: good, rollouts: 5}, learner]", "-a", wasteful,
         "-a", "[]", "--budget", "12", "--run-dir", "compared", "--json",
     )  # fmt: skip
-    rows = {row["algorithm"]: row for row in said}
+    rows = {row["label"]: row for row in said}
     assert [row["reward"] for row in said] == [1.0, 0.0, 1.0, 1.0, 0.0]
     assert [row["rollouts"] for row in said][:3] == [11.0, 0.0, 5.0]
     assert 12 < said[3]["rollouts"] < 30
@@ -236,12 +236,12 @@ def test_the_results_are_shown_even_if_two_algorithms_have_no_task_in_common(
     rows = compare_variants(variants)
     assert [row["difference"] for row in rows] == [None, None, -1.0]
     assert [row["p"] for row in rows] == [None, None, 1.0]
-    print_comparison(rows, 1)
+    print_comparison(variants, rows)
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert shown[2] == ["other", "1.000", *["none"] * 4, "0", "1", "1.0"]
-    page = write_comparison(variants, rows, [0], tmp_path).read_text()
+    page = write_comparison(variants, rows, tmp_path).read_text()
     assert "other" in page
-    print_comparison(rows[:2], 1)
+    print_comparison(variants[:2], rows[:2])
     note = "p-values are adjusted for several comparisons (Holm); intervals are not"
     assert [shown.count(note.split()), page.count(note), capsys.readouterr().out.count(note)] == [1, 1, 0]
     with pytest.raises(click.ClickException, match="other cannot be compared: no test task has rewards of both it and"):
@@ -254,7 +254,7 @@ def test_the_interval_of_an_algorithm_is_wider_if_its_seeds_differ(tmp_path: Pat
         numbers: dict[str, Any] = {"rollouts": [1, 1], "seconds": [1.0, 1.0], "prompts": [{}, {}]}
         variant = Variant([], "apo", scores, **numbers, places=[tmp_path] * 2)
         (row,) = compare_variants([variant])
-        page = write_comparison([variant], [row], [0, 1], tmp_path).read_text()
+        page = write_comparison([variant], [row], tmp_path).read_text()
         assert f"{row['low']:.3f} to {row['high']:.3f}" in page
         return row
 
@@ -282,10 +282,10 @@ def test_two_texts_of_a_prompt_are_compared_in_one_command(folder: Path) -> None
     found = run_here(folder, "compare", "config.yaml", "-p", "prompt=bad {n}", "-p", "@better.txt", "--json")
     assert found.code == 0, found.stderr
     first, second = json.loads(found.stdout)
-    assert (first["prompt"], first["reward"], first["p"]) == ("bad {n}", 0.25, None)
-    assert (second["prompt"], second["reward"], second["difference"]) == ("@better.txt", 1.0, 0.75)
+    assert (first["label"], first["reward"], first["p"]) == ("bad {n}", 0.25, None)
+    assert (second["label"], second["reward"], second["difference"]) == ("@better.txt", 1.0, 0.75)
     assert second["p"] < 0.05
-    assert second["low"] > 0
+    assert second["difference_low"] > 0
     texts = ("bad {n}", "@better.txt", "good {n}")
     several = run_here(folder, "compare", "config.yaml", *(part for text in texts for part in ("-p", text)), "--json")
     assert [row["p"] for row in json.loads(several.stdout)[1:]] == pytest.approx([2 * second["p"]] * 2)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import struct
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,10 @@ from click.testing import CliRunner
 
 import agentlightning as agl
 from agentlightning.cli import cli
-from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import PluginManager
 from agentlightning_algorithms.shared.prompt_search.candidate import CANDIDATE_NAME, Candidate
-from agentlightning_plugins.commands.report.command import command
-from agentlightning_plugins.commands.report.html import write_html, write_png
-from agentlightning_plugins.shared.charts import png
-from agentlightning_plugins.shared.charts.line import Point, Series, line_chart
-from agentlightning_plugins.shared.charts.png import to_png
+from agentlightning_plugins.commands.report import command
+from agentlightning_plugins.commands.report.report import write_html
 from agentlightning_plugins.shared.monitoring.metrics import make_series, sum_phases
 from agentlightning_plugins.shared.rendering.text import show_text
 from agentlightning_plugins.shared.training_records.record import LedgerEntry
@@ -202,32 +196,7 @@ async def test_of_candidates_with_the_same_score_the_page_shows_the_published_on
     assert '<h2>Best prompt</h2>\n<h3>p</h3>\n<pre class="block">best</pre>' in page
 
 
-async def test_the_curve_is_written_as_a_png(run: tuple[agl.LightningStore, Path], tmp_path: Path) -> None:
-    store, _ = run
-    picture = await write_png(store, tmp_path / "curve.png")
-    data = picture.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", data[16:24]) == (1080, 540)
-
-
-def test_a_png_is_refused_if_its_fonts_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    chart = line_chart([Series("reward", [Point(0, 0.0), Point(1, 1.0)])], title="t")
-    assert to_png(chart)
-    monkeypatch.setattr(png, "_FONTS", "No Such Font")
-    with pytest.raises(ConfigError, match="writing PNG needs one of the fonts No Such Font"):
-        to_png(chart)
-
-
-async def test_without_the_png_library_the_error_names_the_extra(
-    run: tuple[agl.LightningStore, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "resvg_py", None)
-    with pytest.raises(ConfigError, match=r"needs resvg-py. Install with: pip install 'lightning\[png\]'"):
-        await write_png(run[0], tmp_path / "curve.png")
-    assert not (tmp_path / "curve.png").exists()
-
-
-def test_the_command_writes_html_and_png(tmp_path: Path) -> None:
+def test_the_command_writes_html(tmp_path: Path) -> None:
     async def fill() -> None:
         store = agl.create_store(f"sqlite:///{tmp_path}/store.db")
         await store.add_metrics(1, {"reward": 0.5})
@@ -235,7 +204,6 @@ def test_the_command_writes_html_and_png(tmp_path: Path) -> None:
 
     asyncio.run(fill())
     (tmp_path / "run.json").write_text(json.dumps({"key": "k", "seed": 0}))
-    page, picture = tmp_path / "a.html", tmp_path / "a.png"
-    said = CliRunner().invoke(command, [str(tmp_path), "--html", str(page), "--png", str(picture)])
-    assert said.output == f"{page}\n{picture}\n"
-    assert picture.read_bytes()[:4] == b"\x89PNG"
+    page = tmp_path / "a.html"
+    said = CliRunner().invoke(command, [str(tmp_path), "--html", str(page)])
+    assert said.output == f"{page}\n"

@@ -12,8 +12,8 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.types import Span
-from agentlightning_plugins.commands.replay.command import _to_answer
-from agentlightning_plugins.shared.configuration.attribute import load_attribute
+from agentlightning_plugins.commands.replay import _to_answer
+from agentlightning_plugins.shared.configuration.sources import load_attribute
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.plugins.commands.agl_here import Said, run_here
 

@@ -19,10 +19,9 @@ from click.testing import CliRunner
 
 import agentlightning as agl
 from agentlightning.types import AttemptFailure, AttemptStatus, Metrics, Run, Span, TraceStatus
-from agentlightning_plugins.commands.top.command import command
-from agentlightning_plugins.commands.top.snapshot import read_snapshot
-from agentlightning_plugins.shared.monitoring.backends import read_backends
-from agentlightning_plugins.shared.monitoring.fleet import read_activity, read_workers
+from agentlightning_plugins.commands.top import command
+from agentlightning_plugins.commands.top.screen import read_snapshot
+from agentlightning_plugins.shared.monitoring.fleet import read_activity, read_backends, read_workers
 from agentlightning_plugins.shared.monitoring.metrics import estimate_left
 from tests.waiting import LIMIT_S, blocking_until
 

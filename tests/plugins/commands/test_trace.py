@@ -17,7 +17,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.errors import StoreError
 from agentlightning.types import AttemptedRollout, Span
-from agentlightning_plugins.commands.trace import command as trace_command
+from agentlightning_plugins.commands import trace as trace_command
 from agentlightning_plugins.shared.chat_history import TraceToMessages
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.waiting import LIMIT_S, until
@@ -58,7 +58,7 @@ async def trace(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProc
             "OPENAI_BASE_URL": server.endpoint,
             "PYTHONPATH": os.pathsep.join([str(folder / "site"), os.environ.get("PYTHONPATH", "")]),
         }
-        start = "from agentlightning_plugins.commands.trace.command import command; command()"
+        start = "from agentlightning_plugins.commands.trace import command; command()"
         done = await asyncio.to_thread(
             subprocess.run,
             [sys.executable, "-c", start, *arguments],
@@ -198,7 +198,7 @@ async def test_a_command_without_model_calls_keeps_its_lease(monkeypatch: pytest
 
 
 async def test_sigterm_ends_the_command_and_the_attempt(tmp_path: Path) -> None:
-    start = "from agentlightning_plugins.commands.trace.command import command; command()"
+    start = "from agentlightning_plugins.commands.trace import command; command()"
     tracing = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", start, "sh", "-c", "echo $$; exec sleep 10000"), cwd=tmp_path, stdout=subprocess.PIPE
     )

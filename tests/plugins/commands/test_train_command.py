@@ -20,8 +20,8 @@ from click.testing import CliRunner
 import agentlightning as agl
 from agentlightning.errors import StoreError
 from agentlightning.plugin.registry import get_manager
-from agentlightning_plugins.commands.runner.command import command as runner_command
-from agentlightning_plugins.commands.train.command import command
+from agentlightning_plugins.commands.runner import command as runner_command
+from agentlightning_plugins.commands.train import command
 from agentlightning_plugins.shared.configuration import assembly
 from agentlightning_plugins.shared.configuration.config import read_config
 from agentlightning_plugins.shared.configuration.document import read_document
@@ -279,18 +279,6 @@ def test_runners_and_port_reach_the_strategy_however_the_strategy_is_given(
         asyncio.run(trainer.store.close())
 
 
-def test_toml_is_read_like_yaml_and_errors_name_its_lines(folder: Path) -> None:
-    (folder / "c.toml").write_text(
-        'agent = "my_agents:agent"\nstrategy = "shm"\ntracer = "dummy"\ntrackers = ["jsonl"]\n'
-        '[data]\ntrain = "my_agents:TASKS"\n[algorithm]\nname = "baseline"\nn_epoch = 2\n'
-    )
-    assert "c.toml, line 9: algorithm 'baseline' has no setting 'n_epoch'. Did you mean 'n_epochs'?" in refused(
-        folder, "c.toml"
-    )
-    (folder / "c.toml").write_text((folder / "c.toml").read_text().replace("n_epoch =", "n_epochs ="))
-    assert run_here(folder, "train", "c.toml").code == 0
-
-
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -334,7 +322,7 @@ def test_an_error_names_file_line_key_and_closest_match(folder: Path, changes: d
     [
         ((), "give a configuration file"),
         (("missing.yaml",), "missing.yaml does not exist (working directory: "),
-        (("my_agents.py",), "ends in .yaml, .yml or .toml"),
+        (("my_agents.py",), "ends in .yaml or .yml"),
         (("config.yaml", "algorithm"), "written key=value"),
         (("config.yaml", "n_runners.x=1"), "command line, n_runners.x=1"),
         (("config.yaml", "algorithm.n_epoch=1"), "command line, algorithm.n_epoch=1"),
@@ -475,7 +463,7 @@ def test_a_dry_run_checks_endpoints_and_writes_nothing(folder: Path) -> None:
     ],
 )
 def test_tasks_come_from_files(tmp_path: Path, name: str, content: str) -> None:
-    from agentlightning_plugins.shared.configuration.dataset import load_dataset
+    from agentlightning_plugins.shared.configuration.sources import load_dataset
 
     (tmp_path / name).write_text(content)
     tasks = load_dataset(str(tmp_path / name))
@@ -487,7 +475,7 @@ def test_tasks_come_from_parquet_and_hugging_face_folders(tmp_path: Path) -> Non
     import pyarrow
     import pyarrow.parquet
 
-    from agentlightning_plugins.shared.configuration.dataset import load_dataset
+    from agentlightning_plugins.shared.configuration.sources import load_dataset
 
     rows = [{"n": number} for number in range(10)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
@@ -510,7 +498,7 @@ def test_tasks_come_from_parquet_and_hugging_face_folders(tmp_path: Path) -> Non
     ],
 )
 def test_damaged_task_files_are_refused(tmp_path: Path, name: str, content: str, complaint: str) -> None:
-    from agentlightning_plugins.shared.configuration.dataset import load_dataset
+    from agentlightning_plugins.shared.configuration.sources import load_dataset
 
     (tmp_path / name).write_text(content)
     with pytest.raises(agl.ConfigError, match=complaint):

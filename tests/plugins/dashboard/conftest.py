@@ -50,8 +50,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         ThreadPoolExecutor(1) as executor,
     ):  # Playwright may run a loop in this thread
         for module in (
-            "dashboard.views.rollouts",
-            "shared.monitoring.backends",
+            "dashboard.rollouts",
+            "shared.monitoring.fleet",
         ):  # so that a slow machine finds everything
             patch.setattr(f"agentlightning_plugins.{module}._BUDGET_S", LIMIT_S)
         ids = executor.submit(asyncio.run, start()).result()

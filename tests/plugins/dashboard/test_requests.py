@@ -24,9 +24,9 @@ from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import EnqueueRolloutRequest
 from agentlightning_plugins.dashboard.dashboard import Dashboard
-from agentlightning_plugins.dashboard.views.rollouts import select
-from agentlightning_plugins.dashboard.views.tasks import compare_tasks
-from agentlightning_plugins.shared.rendering.difference import find_difference
+from agentlightning_plugins.dashboard.rollouts import select
+from agentlightning_plugins.dashboard.runs import compare_tasks
+from agentlightning_plugins.shared.rendering.text import find_difference
 from agentlightning_plugins.shared.training_records.record import TrainedCall, TrainedRow
 from tests.port import reserve_port
 from tests.process import wait_for

@@ -10,13 +10,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from examples.demo.warm_start import demonstrate, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import agentlightning_plugins.demo
 from agentlightning.resources import LLM
 from agentlightning_plugins.demo.agent import CALCULATOR, SYSTEM_PROMPT, calculate, calculator_agent
 from agentlightning_plugins.demo.task import SPLITS, TEMPLATES, Operator, Problem, apply, make_problems, number_pairs
-from agentlightning_plugins.demo.warm_start import demonstrate, make_tokenizer
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 
 CHECKPOINT = Path(agentlightning_plugins.demo.__file__).with_name("checkpoint")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentlightning_plugins.shared.chat_history import find_first_edit
-from agentlightning_plugins.shared.monitoring.candidates import list_distributions
+from agentlightning_plugins.shared.monitoring.evaluation import list_distributions
 
 
 def test_the_best_candidate_has_the_highest_score_even_if_all_scores_are_negative() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.types import EnqueueRolloutRequest
-from agentlightning_plugins.shared.processes.serving import served
+from agentlightning_plugins.shared.processes.supervisor import served
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.port import reserve_port

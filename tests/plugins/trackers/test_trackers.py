@@ -26,7 +26,7 @@ import agentlightning as agl
 from agentlightning.event import AttemptFinished, RolloutFinished, RunFinished, StepFinished
 from agentlightning.types import Run
 from agentlightning_plugins.trackers.console import tracker as console_tracker
-from agentlightning_plugins.trackers.shared.sample import make_row
+from agentlightning_plugins.trackers.shared import make_row
 from tests.waiting import LIMIT_S
 
 REWARDS = [0.25, 0.5, 1.0]
@@ -107,7 +107,7 @@ def test_mlflow_stores_metrics_parameters_and_status(tmp_path: Path, monkeypatch
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
 
-    from agentlightning_plugins.trackers.mlflow.tracker import MlflowTracker
+    from agentlightning_plugins.trackers.mlflow import MlflowTracker
 
     uri = (tmp_path / "mlruns").as_uri()
     track([{"name": "mlflow", "tracking_uri": uri, "experiment": "test"}], tmp_path / "run")
@@ -204,8 +204,8 @@ def test_a_tracker_gets_the_last_rollouts_of_a_step_with_their_last_model_call()
     assert [call if isinstance(call, int) else call[0] for call in showing.calls] == [1, 1, 2, 3, 3]
     first, second = (call[1] for call in showing.calls if not isinstance(call, int))
     assert (len(first), len(second)) == (8, 2)
-    sample = next(sample for sample in second if sample.task == "11")
-    assert sample[1:] == ("train", "succeeded", 1.1, "11", "last", "last answer")
+    sample = next(sample for sample in second if sample["task"] == "11")
+    assert tuple(sample.values())[1:] == ("train", "succeeded", 1.1, "11", "last", "last answer")
 
 
 class Slow:

@@ -4,30 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
+import importlib.metadata
+import importlib.util
+import json
 import logging
-from collections.abc import Mapping
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from agentlightning import __version__
 from agentlightning.adapter import TraceToTriplet
 from agentlightning.errors import LightningError
 from agentlightning.litagent import LitAgent, wrap
-from agentlightning.plugin.registry import get_manager
+from agentlightning.plugin.registry import GROUP, get_manager
 from agentlightning.resources import LLM, Resource, read_resources
 from agentlightning.runner import LitAgentRunner
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, RolloutConfig
-from agentlightning_plugins.commands.doctor.check import NAMES, Check, broken, ok, one_line, unchecked
-from agentlightning_plugins.commands.doctor.endpoint import answer_request, check_endpoint
-from agentlightning_plugins.commands.doctor.environment import check_environment
-from agentlightning_plugins.commands.doctor.rollout_check import RolloutChecks, describe_failure
+from agentlightning_plugins.commands.doctor.checks import (
+    NAMES,
+    Check,
+    RolloutChecks,
+    broken,
+    describe_failure,
+    ok,
+    one_line,
+    unchecked,
+)
 from agentlightning_plugins.shared.configuration.assembly import load_agent
-from agentlightning_plugins.shared.configuration.attribute import load_attribute
 from agentlightning_plugins.shared.configuration.config import AgentConfig, CommandConfig
+from agentlightning_plugins.shared.configuration.sources import load_attribute
 
 if TYPE_CHECKING:
     from agentlightning.tracer.tracer import Tracer
+    from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 
 logger = logging.getLogger("agentlightning")
 _SCRIPTED: Final = "scripted"
@@ -173,3 +191,136 @@ def _suggest_fix(request: Request, rollout: AttemptedRollout, task: Any) -> str:
     if request.task is NO_TASK and request.agent != _DEMO:
         return f"the task was {task!r}; give a task that the agent accepts, as JSON or text: --task ..."
     return "fix the agent; the log above has its traceback"
+
+
+_TIMEOUT_S: Final = 10.0
+_EXAMPLES: Final[dict[str, Any]] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+
+
+async def check_endpoint(endpoint: str, model: str | None, api_key: str | None) -> tuple[Check, str | None]:
+    """Lists a server's models, which costs nothing; returns the check and the model to use, None if it failed."""
+    try:
+        models = await asyncio.to_thread(_list_models, endpoint, api_key)
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            said = f"{endpoint} refuses the key ({error.code} {error.reason})"
+            return broken("endpoint", said, "give a valid key: --api-key, or OPENAI_API_KEY"), None
+        if error.code == 404 and model is not None:  # not every server has a list
+            return ok("endpoint", f"{endpoint} answers, but lists no models; using {model}"), model
+        said = f"{endpoint}/models answers {error.code} {error.reason}"
+        return broken("endpoint", said, _suggest_url(endpoint)), None
+    except OSError as error:
+        said = f"{endpoint} cannot be reached: {one_line(getattr(error, 'reason', error))}"
+        return broken("endpoint", said, "start the model server, or give another --endpoint"), None
+    except (ValueError, http.client.HTTPException) as error:
+        said = f"{endpoint}/models is not an OpenAI-compatible server: {one_line(error)}"
+        return broken("endpoint", said, _suggest_url(endpoint)), None
+    if model is None and not models:
+        return broken("endpoint", f"{endpoint} serves no model", "load a model there, or name one with --model"), None
+    if model is not None and models and model not in models:
+        said = f"{endpoint} has no model {model!r}; it has: {', '.join(models[:10])}"
+        return broken("endpoint", said, "name one of them with --model"), None
+    chosen = model or models[0]
+    return ok("endpoint", f"{endpoint} answers; model {chosen}"), chosen
+
+
+def _suggest_url(endpoint: str) -> str:
+    if endpoint.rstrip("/").endswith("/v1"):
+        return "give the base URL of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1"
+    return "the base URL usually ends in /v1, such as http://127.0.0.1:8000/v1"
+
+
+def _list_models(endpoint: str, api_key: str | None) -> list[str]:
+    request = urllib.request.Request(endpoint.rstrip("/") + "/models")  # noqa: S310 # the user's own endpoint
+    if api_key is not None:
+        request.add_header("Authorization", f"Bearer {api_key}")
+    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310 # as above
+        answer = json.load(response)
+    data = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(data, list):
+        raise ValueError("the response is not a list of models")
+    return [str(item["id"]) for item in data if isinstance(item, dict) and "id" in item]
+
+
+def answer_request(request: RecordedRequest) -> Answer:
+    """Answers as the scripted server: calls the first tool once, with valid arguments, then replies with text."""
+    from agentlightning_plugins.shared.scripted_model.server import Answer
+
+    tools = request.body.get("tools") or ()
+    messages = request.body.get("messages") or ()
+    has_called = any(message.get("role") == "tool" for message in messages)
+    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping)]
+    if functions and not has_called:
+        function = functions[0]
+        return Answer(tool_calls=[(function["name"], _example(function.get("parameters") or {}))])
+    return Answer("This is a scripted answer.")
+
+
+def _example(schema: Mapping[str, Any]) -> Any:
+    """Returns a value that is valid under a JSON schema; supports the keywords that tool parameters use."""
+    for key in ("default", "const"):
+        if key in schema:
+            return schema[key]
+    if schema.get("enum"):
+        return schema["enum"][0]
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if options:
+        return _example(options[0])
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "object":
+        wanted = schema.get("required", list(schema.get("properties") or ()))
+        return {name: _example(value) for name, value in (schema.get("properties") or {}).items() if name in wanted}
+    return _EXAMPLES.get(kind, "1")
+
+
+_OURS = "lightning"
+_OWN_PLACE = "the two cannot share an environment: create a new one, and install this Lightning there from its checkout"
+
+
+def check_environment() -> Check:
+    """Looks for conflicting distributions, unsupported versions and broken plugins."""
+    foreign = _find_foreign()
+    if foreign is not None:
+        return broken("environment", foreign, _OWN_PLACE)
+    if wrong := list(_find_wrong_versions()):
+        return broken("environment", "; ".join(sorted(set(wrong))), "install the required versions")
+    plugins = get_manager().plugins.values()
+    faulty = [f"{plugin.name} of {plugin.origin}: {plugin.error}" for plugin in plugins if plugin.state == "broken"]
+    if faulty:
+        return broken(
+            "environment", one_line("plugins cannot be loaded: " + "; ".join(faulty)), "repair or uninstall them"
+        )
+    python = ".".join(map(str, sys.version_info[:3]))
+    return ok("environment", f"Python {python}, Lightning {__version__}, {len(plugins)} plugins")
+
+
+def _find_foreign() -> str | None:
+    """Finds PyTorch Lightning, which has the same distribution name."""
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name and canonicalize_name(name) == _OURS and not any(p.group == GROUP for p in distribution.entry_points):
+            return f"PyTorch Lightning (distribution lightning {distribution.version}) is installed here"
+    if importlib.util.find_spec(_OURS) is not None:
+        return "a module named lightning can be imported; it belongs to PyTorch Lightning, not to this package"
+    return None
+
+
+def _find_wrong_versions() -> Iterator[str]:
+    """Yields each installed distribution whose version this package, or an extra of it, does not support."""
+    distributions = (plugin.distribution for plugin in get_manager().plugins.values())
+    ours = next((d for d in distributions if d is not None and canonicalize_name(d.name) == _OURS), None)
+    extras = ("", *(ours.metadata.get_all("Provides-Extra") or ())) if ours is not None else ("",)
+    for line in (ours.requires if ours is not None else None) or ():
+        requirement = Requirement(line)
+        if requirement.marker is not None and not any(requirement.marker.evaluate({"extra": e}) for e in extras):
+            continue
+        is_base = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            if is_base:
+                yield f"{requirement.name} is missing"
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            yield f"{requirement.name} {version} is installed, but {requirement.specifier} is required"

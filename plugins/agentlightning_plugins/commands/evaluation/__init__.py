@@ -3,7 +3,6 @@
 from agentlightning_plugins.shared.lazy import lazy_commands
 
 add_commands = lazy_commands(
-    "agentlightning_plugins.commands.evaluation.eval_command:command",
-    "agentlightning_plugins.commands.evaluation.compare_command:command",
-    "agentlightning_plugins.commands.evaluation.compare_command:renamed",
+    "agentlightning_plugins.commands.evaluation.evaluate:command",
+    "agentlightning_plugins.commands.evaluation.compare:command",
 )

@@ -14,7 +14,7 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import NotFoundError
 from agentlightning_plugins.commands.evaluation.variant import Variant
-from agentlightning_plugins.shared.charts.line import Point, Series, line_chart
+from agentlightning_plugins.shared.rendering.line import Point, Series, line_chart
 from agentlightning_plugins.shared.rendering.page import write_page
 from agentlightning_plugins.shared.rendering.table import print_table
 from agentlightning_plugins.shared.statistics.comparison import Difference, difference_over_seeds, interval_over_seeds
@@ -24,11 +24,11 @@ _SIGNIFICANT: Final = 0.05
 """A p-value below this counts for ``--fail-if-worse``."""
 PAGE_NAME: Final = "report.html"
 _COLUMNS: Final = (
-    *("algorithm", "reward", "95 % interval", "difference", "95 % interval", "p"),
+    *("", "reward", "95 % interval", "difference", "95 % interval", "p"),
     *("missing", "rollouts", "seconds"),
 )
 _ONE_SEED: Final = "one seed: intervals and p-values do not cover the variation between trainings; use --seeds"
-ADJUSTED: Final = "p-values are adjusted for several comparisons (Holm); intervals are not"
+_ADJUSTED: Final = "p-values are adjusted for several comparisons (Holm); intervals are not"
 _FAILED: Final = "failed rollouts count as 0; rollouts without a reward (missing) are excluded"
 
 
@@ -44,7 +44,7 @@ def compare_variants(variants: Sequence[Variant]) -> list[dict[str, Any]]:
         is_open = found is None or math.isinf(found.low)
         rows.append(
             {
-                "algorithm": variant.label,
+                "label": variant.label,
                 "reward": score.mean,
                 "low": low,
                 "high": high,
@@ -69,50 +69,41 @@ def _difference(variant: Variant, first: Variant) -> Difference | None:
 
 
 def check_regression(rows: Sequence[dict[str, Any]]) -> None:
-    """Checks the rows for ``--fail-if-worse``.
-
-    Raises:
-        ClickException: a row is significantly worse than the first, or cannot be compared.
-    """
+    """Raises ClickException if a row is significantly worse than the first, or cannot be compared with it."""
     for row in rows[1:]:
-        label = next(row[key] for key in ("algorithm", "prompt", "label") if key in row)
+        label = row["label"]
         if row["difference"] is None:
             raise click.ClickException(f"{label} cannot be compared: no test task has rewards of both it and the first")
         if row["difference"] < 0 and row["p"] < _SIGNIFICANT:
             raise click.ClickException(f"{label} is worse by {-row['difference']:.3f}, p = {row['p']:.2g}")
 
 
-def print_comparison(rows: Sequence[dict[str, Any]], n_seeds: int) -> None:
+def print_comparison(variants: Sequence[Variant], rows: Sequence[dict[str, Any]]) -> None:
     """Prints the rows as a table, followed by notes that explain its numbers."""
     print_table(_COLUMNS, _to_table(rows))
     echo()
-    for note in _notes(rows, n_seeds):
+    for note in _notes(variants):
         echo(note)
 
 
-def _notes(rows: Sequence[dict[str, Any]], n_seeds: int) -> list[str]:
+def _notes(variants: Sequence[Variant]) -> list[str]:
     """Returns the lines below the table, which explain its numbers."""
-    return [_FAILED, *([ADJUSTED] if len(rows) > 2 else []), *([_ONE_SEED] if n_seeds == 1 else [])]
+    has_one_seed = any(len(variant.stages) > 0 and len(variant.scores) == 1 for variant in variants)
+    return [_FAILED, *([_ADJUSTED] if len(variants) > 2 else []), *([_ONE_SEED] if has_one_seed else [])]
 
 
-def write_comparison(
-    variants: Sequence[Variant], rows: Sequence[dict[str, Any]], seeds: Sequence[int], directory: Path
-) -> Path:
-    """Writes the report of the comparison, which links to the reports of its runs.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+def write_comparison(variants: Sequence[Variant], rows: Sequence[dict[str, Any]], directory: Path) -> Path:
+    """Writes the report of the comparison, which links to the reports of its runs."""
     return write_page(
         Path(__file__).with_name("report.html.jinja"),
         directory / PAGE_NAME,
         columns=_COLUMNS,
         rows=_to_table(rows),
-        notes=_notes(rows, len(seeds)),
+        notes=_notes(variants),
         n_tasks=len(variants[0].scores[0].rewards),
         chart=line_chart(
             [
-                Series(row["algorithm"], [Point(place, row["reward"], row["low"], row["high"])], is_line=False)
+                Series(row["label"], [Point(place, row["reward"], row["low"], row["high"])], is_line=False)
                 for place, row in enumerate(rows, start=1)
             ],
             title="Mean reward on the test tasks, with 95 % intervals",
@@ -121,8 +112,7 @@ def write_comparison(
             width=540,
         ),
         results=[
-            (variant.label, list(zip(seeds, variant.prompts, _links(variant, directory), strict=True)))
-            for variant in variants
+            (variant.label, list(zip(variant.prompts, _links(variant, directory), strict=True))) for variant in variants
         ],
     )
 
@@ -138,10 +128,10 @@ def _links(variant: Variant, directory: Path) -> list[list[str]]:
 def _to_table(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [
         (
-            row["algorithm"],
+            row["label"],
             f"{row['reward']:.3f}",
             "none" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}",
-            *difference_cells(row["difference"], row["difference_low"], row["difference_high"], row["p"], place == 0),
+            *_difference_cells(row, place == 0),
             str(row["missing"]),
             f"{row['rollouts']:.0f}",
             f"{row['seconds']:.1f}",
@@ -150,12 +140,11 @@ def _to_table(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     ]
 
 
-def difference_cells(
-    difference: float | None, low: float | None, high: float | None, p: float | None, is_first: bool
-) -> tuple[str, str, str]:
-    """Returns the cells of a difference to the first row: the difference, its interval and its p-value."""
-    if difference is None or p is None:
+def _difference_cells(row: dict[str, Any], is_first: bool) -> tuple[str, str, str]:
+    """Returns the difference to the first row, its interval and its p-value."""
+    low, high, p = row["difference_low"], row["difference_high"], row["p"]
+    if p is None:
         absent = "" if is_first else "none"
         return absent, absent, absent
-    interval = "none" if low is None or high is None else f"{low:+.3f} to {high:+.3f}"
-    return f"{difference:+.3f}", interval, f"{p:.3f}" if p >= 0.001 else "<0.001"
+    interval = "none" if low is None else f"{low:+.3f} to {high:+.3f}"
+    return f"{row['difference']:+.3f}", interval, f"{p:.3f}" if p >= 0.001 else "<0.001"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import inspect
@@ -14,14 +15,17 @@ from typing import Any
 import click
 import yaml
 
+from agentlightning.algorithm.algorithm import Algorithm, RunContext
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
-from agentlightning.resources import PromptTemplate, Resource
-from agentlightning_plugins.commands.evaluation.budget import Budgeted
-from agentlightning_plugins.commands.evaluation.eval_command import evaluate, failing_run
+from agentlightning.event import RolloutEnqueued
+from agentlightning.resources import LLM, PromptTemplate, Resource
+from agentlightning.run.thread import run_in_thread
+from agentlightning.types import Dataset
+from agentlightning_plugins.commands.evaluation.evaluate import evaluate, failing_run
 from agentlightning_plugins.shared.configuration.assembly import find_class, fit, load_parts, make_trainer
 from agentlightning_plugins.shared.configuration.config import read_config
-from agentlightning_plugins.shared.configuration.learned import saved_weights, served_model
+from agentlightning_plugins.shared.configuration.run_directory import saved_weights, served_model
 from agentlightning_plugins.shared.statistics.score import Score
 
 Spec = dict[str, Any]
@@ -81,11 +85,9 @@ class _Learned:
 
 
 def make_variants(texts: Sequence[str], configured: Any) -> list[Variant]:
-    """Reads each ``--algorithm``: a name, a mapping with a name, or a list of these.
+    """Reads each ``--algorithm``, in YAML: a name, a mapping with a name, or a list of these.
 
-    Args:
-        texts: the values of ``--algorithm``, in YAML.
-        configured: the configuration's algorithm, whose settings are the defaults for algorithms of the same name.
+    The settings of the configuration's algorithm are the defaults for algorithms of the same name.
     """
     chains = [_read_stages(text, configured) for text in texts]
     return [Variant(stages, label) for stages, label in zip(chains, _labels(chains), strict=True)]
@@ -144,11 +146,7 @@ def load(document: Any, spec: Spec | None, seed: int) -> tuple[Any, Any]:
 
 
 def hold_out(parts: Any, tasks: Any) -> tuple[Any, list[Any]]:
-    """Separates the tasks for training and validation from the tasks on which algorithms are compared.
-
-    Returns:
-        The parts without test tasks in their data, and the test tasks.
-    """
+    """Returns the parts without test tasks in their data, and the test tasks."""
     if tasks is None and (parts.val is None or len(parts.val) < 2):
         raise ConfigError(
             "comparing needs test tasks: --test SOURCE, or at least two tasks in data.val to hold out half"
@@ -186,15 +184,7 @@ def run_variant(
 ) -> None:
     """Trains with the algorithms of a variant, evaluates the learned resources, and adds the results to the variant.
 
-    Args:
-        document: the configuration.
-        variant: the variant to run.
-        seed: seed of the algorithms.
-        place: directory of the run; for several algorithms, each run has a subdirectory.
-        tasks: the tasks of ``--test``, or None.
-        repetitions: number of rollouts of each test task.
-        budget: maximum number of rollouts of all algorithms together, without the test.
-        quiet: do not print progress.
+    The directory is ``place``; several algorithms have subdirectories. The budget holds for all of them together.
     """
     learned, rollouts, started = _Learned(), 0, time.monotonic()
     for number, spec in enumerate(variant.stages, start=1):
@@ -246,3 +236,76 @@ def _train(
 
 def _prompts(resources: Mapping[str, Resource]) -> dict[str, str]:
     return {name: value.template for name, value in resources.items() if isinstance(value, PromptTemplate)}
+
+
+class Budgeted(Algorithm):
+    """Runs another algorithm, counts its rollouts and stops the algorithm when they exceed the budget."""
+
+    def __init__(self, algorithm: Algorithm, budget: int | None) -> None:
+        """Wraps an algorithm; a synchronous one cannot be stopped. A budget of None only counts rollouts."""
+        self.algorithm = algorithm
+        self.budget = budget
+        self._counted: set[str] = set()
+        self.was_stopped = False
+        self.resources: dict[str, Resource] = {}
+        """The run's latest resources, set when the algorithm has ended."""
+
+    @property
+    def rollouts(self) -> int:
+        """Number of rollouts so far, without those in mode ``test``."""
+        return len(self._counted)
+
+    @property
+    def default_adapter(self) -> str | None:  # type: ignore[override] # depends on the wrapped algorithm
+        return self.algorithm.default_adapter
+
+    @property
+    def rollouts_at_once(self) -> int | None:  # type: ignore[override] # likewise
+        return self.algorithm.rollouts_at_once
+
+    @property
+    def context(self) -> RunContext:
+        return self.algorithm.context
+
+    @context.setter
+    def context(self, context: RunContext) -> None:
+        self.algorithm.context = context
+
+    def check_setup(self, context: RunContext) -> Sequence[LLM]:
+        return self.algorithm.check_setup(context)
+
+    async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
+        """Runs the algorithm until it ends or exceeds its budget."""
+        work = asyncio.ensure_future(self._work(train_dataset, val_dataset))
+        counting = asyncio.create_task(self._count(work))
+        await asyncio.sleep(0)  # lets it subscribe before the first rollout
+        try:
+            await work
+        except asyncio.CancelledError:
+            if self.budget is None or self.rollouts <= self.budget:
+                raise
+            self.was_stopped = True
+        finally:
+            counting.cancel()
+            await asyncio.gather(counting, work, return_exceptions=True)
+        # Events of the last rollouts may not have arrived yet; earlier rollouts may have been deleted.
+        self._counted |= {each.rollout_id for each in await self.get_store().query_rollouts() if each.mode != "test"}
+        latest = await self.get_store().get_latest_resources()
+        self.resources = {} if latest is None else dict(latest.resources)
+
+    async def _work(self, train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None) -> None:
+        algorithm = self.algorithm
+        if not algorithm.is_async():
+            await run_in_thread(lambda: algorithm.run(train_dataset, val_dataset), name="algorithm")
+        elif (work := algorithm.run(train_dataset, val_dataset)) is not None:
+            await work
+
+    async def _count(self, work: asyncio.Future[None]) -> None:
+        store = self.get_store()
+        async for event in store.subscribe(["rollout_enqueued"]):
+            if isinstance(event, RolloutEnqueued):
+                rollout = await store.get_rollout_by_id(event.rollout_id)
+                if rollout is None or rollout.mode != "test":
+                    self._counted.add(event.rollout_id)
+                if self.budget is not None and self.rollouts > self.budget:
+                    work.cancel()

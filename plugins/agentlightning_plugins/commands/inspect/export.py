@@ -29,18 +29,9 @@ export_path = click.argument("path", type=click.Path(path_type=Path, dir_okay=Fa
 
 
 async def export(records: AsyncIterator[M], path: Path, what: str, as_json: bool) -> None:
-    """Writes records to a .jsonl or .parquet file, and prints their number.
+    """Writes records, whose name is ``what``, to a .jsonl or .parquet file, and prints their number.
 
     The file appears only when it is complete. In Parquet, mappings and lists are stored as JSON text.
-
-    Args:
-        records: the records to write.
-        path: the file.
-        what: name of the records; for a Parquet file, ``rollouts``, ``snapshots``, ``spans`` or ``workers``.
-        as_json: print JSON.
-
-    Raises:
-        ConfigError: the suffix is not supported, or the file cannot be written.
     """
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{path}: the file name of an export must end in .jsonl or .parquet")

@@ -1,20 +1,96 @@
-"""``agl report``."""
+"""``agl report``: prints the report of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
+import click
+
+from agentlightning.cli import echo
+from agentlightning.errors import ConfigError, StoreError
 from agentlightning.plugin.hookspecs import Component, hookimpl
-from agentlightning_plugins.shared.lazy import lazy_commands
+from agentlightning.run.directory import read_record
+from agentlightning.store.factory import create_store
+from agentlightning_plugins.shared.terminal import json_option, print_json
+
+if TYPE_CHECKING:
+    from agentlightning.store.protocol import LightningStore
+
+T = TypeVar("T")
+
+
+@click.command("report")
+@click.argument("directory", type=click.Path(path_type=Path), metavar="RUN_DIR")
+@click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write one web page instead.")
+@json_option
+def command(directory: Path, page: Path | None, as_json: bool) -> None:
+    """Print the report of the run in RUN_DIR: rollouts, metrics, errors and learned resources."""
+    from agentlightning_plugins.commands.report.report import REPORT_NAME, read_report, write_html
+
+    if page is not None:
+        if as_json:
+            raise click.UsageError("--html writes a file and --json prints values; choose one of them")
+        try:
+            _with_store(directory, lambda store: write_html(store, directory, page))
+        except OSError as error:
+            raise ConfigError(f"{error.filename or directory} cannot be written: {error.strerror or error}") from error
+        echo(str(page))
+        return
+    written = directory / REPORT_NAME
+    try:
+        report = _with_store(directory, lambda store: read_report(store, directory))
+    except StoreError as error:
+        if as_json or not written.is_file():
+            raise
+        echo(f"{error}\nThe report that was written when the run ended:\n", err=True)
+        echo(written.read_text(encoding="utf-8"), nl=False)
+        return
+    if as_json:
+        print_json(report.to_json())
+    else:
+        echo(report.to_markdown(), nl=False)
+
+
+def _with_store(directory: Path, action: Callable[[LightningStore], Awaitable[T]]) -> T:
+    """Returns the result of an action on the store of a run."""
+
+    async def main() -> T:
+        read_record(directory)
+        store = _open_store(directory)
+        try:
+            return await action(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+def _open_store(directory: Path) -> LightningStore:
+    from agentlightning_plugins.shared.configuration.assembly import open_store
+    from agentlightning_plugins.shared.configuration.config import read_config
+    from agentlightning_plugins.shared.configuration.document import read_document
+    from agentlightning_plugins.shared.configuration.run_directory import CONFIG_NAME
+
+    if (directory / "store.db").is_file():
+        return create_store(f"sqlite:///{directory / 'store.db'}")
+    config = directory / CONFIG_NAME
+    if config.is_file() and (checked := read_config(read_document(config))).store is not None:
+        return open_store(checked, directory.resolve())
+    raise ConfigError(f"{directory} has no store; see {directory}/report.md, written when the run ended")
 
 
 @hookimpl
 def components() -> Iterable[Component]:
-    where = "agentlightning_plugins.commands.report"
+    where = "agentlightning_plugins.commands.report.report"
     return [
-        Component("report", "html", f"{where}.html:write_html", summary="report.html in the run's directory"),
-        Component("report", "markdown", f"{where}.report:write_report", summary="report.md in the run's directory"),
+        Component("report", "html", f"{where}:write_html", summary="report.html in the run's directory"),
+        Component("report", "markdown", f"{where}:write_report", summary="report.md in the run's directory"),
     ]
 
 
-add_commands = lazy_commands("agentlightning_plugins.commands.report.command:command")
+@hookimpl
+def add_commands(cli: click.Group) -> None:
+    cli.add_command(command)

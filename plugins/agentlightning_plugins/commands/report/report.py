@@ -1,4 +1,4 @@
-"""The report of a run: rollouts, metrics, errors and learned resources."""
+"""The report of a run: as Markdown, as JSON, and as ``report.html``, the dashboard's page of a run in one file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,21 @@ from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.run.directory import RECORD_NAME, read_record
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Metrics, Run
-from agentlightning_plugins.shared.monitoring.candidates import CANDIDATE, find_best, read_candidate
-from agentlightning_plugins.shared.monitoring.runs import count_rollouts, describe_run
+from agentlightning_plugins.shared.monitoring.evaluation import (
+    CANDIDATE,
+    compare_first_and_last,
+    find_best,
+    list_distributions,
+    read_candidate,
+    read_rewards,
+)
+from agentlightning_plugins.shared.monitoring.metrics import make_series
+from agentlightning_plugins.shared.monitoring.runs import count_rollouts, describe_run, read_result
+from agentlightning_plugins.shared.rendering.page import write_page
 from agentlightning_plugins.shared.rendering.table import to_markdown
+from agentlightning_plugins.shared.statistics.interval import mean_interval
+from agentlightning_plugins.shared.training_records.query import count_outcomes, read_ledger
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN
 
 REPORT_NAME: Final = "report.md"
 CANDIDATE_COLUMNS: Final = ("candidate", "round", "score", "on a batch", "parent", "critique")
@@ -83,11 +95,7 @@ class Report(NamedTuple):
 
 
 async def read_report(store: LightningStore, directory: Path) -> Report:
-    """Builds the report of a store's run from the records that exist now.
-
-    Raises:
-        ConfigError: ``directory`` contains no run.
-    """
+    """Builds the report of a store's run from the records that exist now."""
     run = await store.get_run_by_id(store.run_id)
     failed = await store.query_rollouts(
         status_in=["failed"], sort_by="start_time", sort_order="desc", limit=_MAX_FAILED
@@ -118,14 +126,7 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
 
 
 async def write_report(store: LightningStore, directory: Path) -> Path:
-    """Writes the report into the directory of its run, and the best prompts of a search as plain files next to it.
-
-    Returns:
-        The path of the report.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Writes the report into the directory of its run, and the best prompts of a search as plain files next to it."""
     file, report = directory / REPORT_NAME, await read_report(store, directory)
     file.write_text(report.to_markdown(), encoding="utf-8")
     for name, text in find_published_prompts(report).items():
@@ -171,3 +172,64 @@ def _describe(resource: Any) -> str:
     if isinstance(resource, LLM):
         return f"{resource.model} at {resource.endpoint}"
     return str(resource.model_dump_json())
+
+
+HTML_NAME: Final = "report.html"
+_COSTS: Final = {
+    "calls": "model calls",
+    "tokens": "tokens",
+    "sampled_tokens": "sampled tokens",
+    "cost": "cost",
+}
+_CONFIRMATION: Final = ("confirmed_first", "confirmed_best", "confirmed_p")
+_MAX_INTERVALS: Final = 30
+"""Maximum number of evaluations whose intervals are computed from their rollouts."""
+
+
+async def write_html(store: LightningStore, directory: Path, file: Path | None = None) -> Path:
+    """Writes the page into ``file``, or into the directory of the run."""
+    report = await read_report(store, directory)
+    metrics = (await store.query_metrics()).items
+    published = find_published_prompts(report)
+    comparison = await compare_first_and_last(store, metrics, report.candidates, published)
+    has_ledger = bool((await store.query_spans(None, name=LEDGER_SPAN, limit=1)).items)
+    data = await read_result(store)
+    return write_page(
+        Path(__file__).with_name("report.html.jinja"),
+        file or directory / HTML_NAME,
+        data={**data, "reward": await _with_intervals(store, metrics, data["reward"])},
+        report=report,
+        comparison=comparison,
+        is_published=published == {name: text for name, text, _ in comparison.prompts},
+        confirmation={name: report.metrics[name]["last"] for name in _CONFIRMATION if name in report.metrics},
+        candidate_columns=CANDIDATE_COLUMNS,
+        candidates=[candidate_row(each) for each in report.candidates],
+        distributions=list_distributions(report.candidates),
+        ledger=count_outcomes(await read_ledger(store)) if has_ledger else {},
+        costs=_sum_costs(metrics, report),
+    )
+
+
+async def _with_intervals(
+    store: LightningStore, metrics: Sequence[Metrics], reward: Mapping[str, Sequence[Mapping[str, float]]]
+) -> dict[str, Sequence[Mapping[str, float]]]:
+    """Adds the best score of a prompt search, and the intervals of evaluations, from the rewards of their rollouts."""
+    series = {**reward, "best_score": make_series(metrics, "best_score")}
+    for name in ("val_reward", "test_reward"):
+        points = []
+        for point in series.get(name, ()) if len(series.get(name, ())) <= _MAX_INTERVALS else ():
+            rewards = await read_rewards(store, int(point["step"]), name.removesuffix("_reward"))
+            low, high = mean_interval(list(rewards.values())) or (None, None)
+            points.append({**point, **({} if low is None or high is None else {"low": low, "high": high})})
+        series[name] = points or series.get(name, ())
+    return {name: points for name, points in series.items() if points}
+
+
+def _sum_costs(metrics: Sequence[Metrics], report: Report) -> list[tuple[str, float]]:
+    """Sums the costs over all steps; for a prompt search, which reports totals, takes the last values."""
+    found = []
+    for name, label in _COSTS.items():
+        values = [entry.values[name] for entry in metrics if name in entry.values]
+        if values:
+            found.append((label, values[-1] if report.candidates else sum(values)))
+    return found

@@ -1,9 +1,9 @@
-"""Draws the state of a store for a terminal."""
+"""The state of a store at one moment, and its picture for a terminal."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -11,7 +11,52 @@ from rich.table import Table
 from rich.text import Text
 
 from agentlightning.cli import printable
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.shared.monitoring.fleet import read_activity, read_backends, read_queue, read_workers
+from agentlightning_plugins.shared.monitoring.metrics import estimate_left, judge, read_metrics
+from agentlightning_plugins.shared.monitoring.runs import describe_run, find_curve, find_newest_runs, find_run
 from agentlightning_plugins.shared.rendering.text import show_span
+from agentlightning_plugins.shared.terminal import found
+
+_READ_WORKERS: Final = 50
+_STEPS: Final = 60
+
+
+async def read_snapshot(store: LightningStore, run_id: str | None) -> dict[str, Any]:
+    """Reads the state of a run and the workers of its store; by default of the newest run, preferably in progress."""
+    if run_id is not None:
+        run = found(await find_run(store.with_run(run_id)), "run", run_id)
+    else:
+        runs = await find_newest_runs(store)
+        if not runs:
+            return {"time": store.now(), "run": None, **await _read_fleet(store)}
+        run = runs[0]
+    view = store.with_run(run.run_id)
+    steps = await read_metrics(view, _STEPS)
+    last = {name: value for step in steps[-5:] for name, value in step.values.items()}
+    curve = find_curve(steps)
+    return {
+        "time": store.now(),
+        "run": describe_run(run),
+        "step": steps[-1].step if steps else None,
+        "progress": estimate_left(run, steps, store.now()),
+        "reward": curve[-1]["value"] if curve else None,
+        "val_reward": last.get("val_reward"),
+        "curve": [point["value"] for point in curve],
+        "tokens_per_s": last.get("tokens_per_s", last.get("sample_tokens_per_s")),
+        "seconds_per_step": last.get("seconds"),
+        "health": [health._asdict() for health in judge(steps) if health.level != "good"],
+        **await read_queue(view),
+        "activity": await read_activity(view),
+        "backends": await read_backends(view),
+        **await _read_fleet(store),
+    }
+
+
+async def _read_fleet(store: LightningStore) -> dict[str, Any]:
+    workers, total = await read_workers(store, _READ_WORKERS)
+    return {"workers": workers, "n_workers": total}
+
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _STYLES: Final = {
@@ -20,23 +65,26 @@ _STYLES: Final = {
 }  # fmt: skip
 _OPEN: Final = ("queuing", "requeuing", "preparing", "running")
 _ENDED: Final = ("succeeded", "failed", "cancelled")
-_MAX_WORKERS: Final = 12
+_SHOWN_WORKERS: Final = 12
+_BACKEND_COLUMNS: Final = ("model", "endpoint", "state", "calls", "failed", "latency", "95 %", "tokens in/out", "cost")
+_WORKER_COLUMNS: Final = ("worker", "state", "heartbeat", "works on", "reports")
 
 
 def draw(snapshot: Mapping[str, Any]) -> Group:
     """Draws a snapshot: the run, its rollouts and rewards, backends, workers and errors."""
     parts: list[RenderableType] = [_title(snapshot)]
     if snapshot["run"] is not None:
-        parts += [_figures(snapshot), *_health(snapshot["health"])]
-        parts += _section("backends", _backends(snapshot["backends"]))
-    workers = snapshot["workers"]
-    left = snapshot["n_workers"] - min(len(workers), _MAX_WORKERS)
-    parts += _section(f"workers ({snapshot['n_workers']})", _workers(workers[:_MAX_WORKERS]))
-    if left:
-        parts.append(Text(f"and {left} more; agl workers list shows them", style="dim"))
+        parts.append(_figures(snapshot))
+        parts += [Text(f"{each['name']}: {each['words']}", style=_STYLES[each["level"]]) for each in snapshot["health"]]
+        parts += _section("backends", _BACKEND_COLUMNS, map(_backend_row, snapshot["backends"]))
+    workers, total = snapshot["workers"][:_SHOWN_WORKERS], snapshot["n_workers"]
+    parts += _section(f"workers ({total})", _WORKER_COLUMNS, map(_worker_row, workers))
+    if total > len(workers):
+        parts.append(Text(f"and {total - len(workers)} more; agl workers list shows them", style="dim"))
     if snapshot["run"] is not None:
-        newest = snapshot["activity"]["searched"]
-        parts += _section(f"errors of the newest {newest:,} rollouts", _errors(snapshot["activity"]["errors"]))
+        activity = snapshot["activity"]
+        title = f"errors of the newest {activity['searched']:,} rollouts"
+        parts += _section(title, ("count", "error", "last message"), map(_error_row, activity["errors"]))
     return Group(*parts)
 
 
@@ -62,11 +110,8 @@ def _title(snapshot: Mapping[str, Any]) -> Text:
 
 
 def _figures(snapshot: Mapping[str, Any]) -> Table:
-    table = _table(None, None)
     counts, activity = snapshot["rollouts"], snapshot["activity"]
     waits = f", the oldest for {show_span(snapshot['time'] - snapshot['oldest'])}" if snapshot["oldest"] else ""
-    table.add_row("queue", f"{snapshot['waiting']:,} waiting{waits}; {_counts(counts, _OPEN[2:]) or '0 running'}")
-    table.add_row("rollouts", _counts(counts, _ENDED) or "none ended yet")
     speed = f"{60 * activity['ended'] / activity['window_s']:.0f} rollouts/min"
     if activity["ended"]:
         speed += f" ({activity['failed']} failed)"
@@ -74,79 +119,65 @@ def _figures(snapshot: Mapping[str, Any]) -> Table:
         speed += f", {snapshot['tokens_per_s']:,.0f} tokens/s"
     if snapshot["seconds_per_step"] is not None:
         speed += f", {show_span(snapshot['seconds_per_step'])} per step"
-    table.add_row("throughput", speed)
+    rows = [
+        ("queue", f"{snapshot['waiting']:,} waiting{waits}; {_counts(counts, _OPEN[2:]) or '0 running'}"),
+        ("rollouts", _counts(counts, _ENDED) or "none ended yet"),
+        ("throughput", speed),
+    ]
     if snapshot["step"] is not None:
         progress = snapshot["progress"] or {}
         of = f" of {progress['steps']}" if progress.get("steps") else ""
         share = f", {progress['share']:.0%}" if progress else ""
         left = f", about {show_span(progress['seconds_left'])} left" if progress.get("seconds_left") else ""
-        table.add_row("step", f"{snapshot['step']}{of}{share}{left}")
+        rows.append(("step", f"{snapshot['step']}{of}{share}{left}"))
     if snapshot["reward"] is not None:
         validated = "" if snapshot["val_reward"] is None else f"   validation {snapshot['val_reward']:.3f}"
-        table.add_row("reward", f"{snapshot['reward']:.3f}  {sparkline(snapshot['curve'])}{validated}")
-    return table
+        rows.append(("reward", f"{snapshot['reward']:.3f}  {sparkline(snapshot['curve'])}{validated}"))
+    return _table(("", ""), rows)
 
 
-def _health(health: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
-    return [Text(f"{each['name']}: {each['words']}", style=_STYLES[each["level"]]) for each in health]
-
-
-def _backends(backends: Sequence[Mapping[str, Any]]) -> Table | None:
-    table = _table("model", "endpoint", "state", "calls", "failed", "latency", "95 %", "tokens in/out", "cost")
-    for each in backends:
-        table.add_row(
-            printable(each["model"]),
-            printable(each["endpoint"]),
-            Text(each["state"], style=_STYLES[each["state"]]),
-            f"{each['calls']:,}",
-            f"{each['failed']:,}",
-            show_span(each["latency_s"]),
-            show_span(each["latency_p95_s"]),
-            f"{each['input_tokens']:,}/{each['output_tokens']:,}",
-            "–" if each["cost"] is None else f"{each['cost']:.4g}",
-        )
-    return table if backends else None
-
-
-def _workers(workers: Sequence[Mapping[str, Any]]) -> Table | None:
-    table = _table("worker", "state", "heartbeat", "works on", "reports")
-    for each in workers:
-        stats = ", ".join(f"{name} {_number(value)}" for name, value in (each["heartbeat_stats"] or {}).items())
-        table.add_row(
-            printable(each["worker_id"]),
-            Text(each["state"], style=_STYLES.get(each["state"], "")),
-            "never" if each["silent_s"] is None else f"{show_span(each['silent_s'])} ago",
-            _work(each),
-            printable(stats)[:60],
-        )
-    return table if workers else None
-
-
-def _work(worker: Mapping[str, Any]) -> str:
-    if worker["state"] != "busy" or not worker["current_rollout_id"]:
-        return ""
-    others = len(worker["attempt_ids"] or ()) - 1
-    return printable(worker["current_rollout_id"]) + (f" and {others} more" if others > 0 else "")
-
-
-def _errors(errors: Sequence[Mapping[str, Any]]) -> Table | None:
-    table = _table("count", "error", "last message")
-    for each in errors:
-        message = " ".join(each["message"][:1000].split())
-        table.add_row(f"{each['count']:,}", Text(printable(each["type"]), style="red"), printable(message)[:160])
-    return table if errors else None
-
-
-def _section(title: str, table: Table | None) -> list[RenderableType]:
-    return [Text(), Text(title, style="bold"), Text("none", style="dim") if table is None else table]
-
-
-def _table(*columns: str | None) -> Table:
-    table = Table(
-        box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), show_header=columns[0] is not None
+def _backend_row(backend: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    return (
+        printable(backend["model"]),
+        printable(backend["endpoint"]),
+        Text(backend["state"], style=_STYLES[backend["state"]]),
+        f"{backend['calls']:,}",
+        f"{backend['failed']:,}",
+        show_span(backend["latency_s"]),
+        show_span(backend["latency_p95_s"]),
+        f"{backend['input_tokens']:,}/{backend['output_tokens']:,}",
+        "–" if backend["cost"] is None else f"{backend['cost']:.4g}",
     )
+
+
+def _worker_row(worker: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    stats = ", ".join(f"{name} {_number(value)}" for name, value in (worker["heartbeat_stats"] or {}).items())
+    work, others = worker["current_rollout_id"] or "", len(worker["attempt_ids"] or ()) - 1
+    return (
+        printable(worker["worker_id"]),
+        Text(worker["state"], style=_STYLES.get(worker["state"], "")),
+        "never" if worker["silent_s"] is None else f"{show_span(worker['silent_s'])} ago",
+        printable(work) + (f" and {others} more" if others > 0 else "") if worker["state"] == "busy" and work else "",
+        printable(stats)[:60],
+    )
+
+
+def _error_row(error: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    message = " ".join(error["message"][:1000].split())
+    return f"{error['count']:,}", Text(printable(error["type"]), style="red"), printable(message)[:160]
+
+
+def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> list[RenderableType]:
+    table = _table(columns, rows)
+    return [Text(), Text(title, style="bold"), table if table.row_count else Text("none", style="dim")]
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns))
     for column in columns:
-        table.add_column(column or "", no_wrap=True, overflow="ellipsis")
+        table.add_column(column, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -1,8 +1,185 @@
 """``agl train`` and ``agl config``."""
 
-from agentlightning_plugins.shared.lazy import lazy_commands
+from __future__ import annotations
 
-add_commands = lazy_commands(
-    "agentlightning_plugins.commands.train.command:command",
-    "agentlightning_plugins.commands.train.command:config_command",
-)
+import contextlib
+import json
+import os
+import traceback
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from agentlightning.cli import echo
+from agentlightning.errors import ConfigError, LightningError, PluginError
+from agentlightning.plugin.hookspecs import hookimpl
+from agentlightning.run.directory import RECORD_NAME, make_directory, read_record
+from agentlightning.types import DEFAULT_RUN_ID
+from agentlightning_plugins.shared.configuration.run_directory import CONFIG_NAME
+from agentlightning_plugins.shared.log_setup import setup_logging
+
+EXIT_CODES: Final = """
+\b
+Exit codes:
+  0    success
+  1    the algorithm or every rollout failed; the reason is printed above
+  2    the configuration, the data or an argument is invalid; nothing was run
+  130  stopped by Ctrl-C; 143 by SIGTERM. Continue with --resume.
+"""
+
+
+@click.command("train", epilog=EXIT_CODES)
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the run; default runs/<name>.")
+@click.option("--resume", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Continue an interrupted run.")
+@click.option("--new-store", is_flag=True, help="With --resume: the run's store is lost; run its rollouts again.")
+@click.option("--print-config", is_flag=True, help="Print the resolved configuration and exit.")
+@click.option("--dry-run", is_flag=True, help="Check agent, data, plugins and endpoints, and exit.")
+def command(
+    config: Path | None,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    resume: Path | None,
+    new_store: bool,
+    print_config: bool,
+    dry_run: bool,
+) -> None:
+    """Train the agent of CONFIG, a YAML file.
+
+    KEY=VALUE overrides a setting for this run: algorithm.steps=20.
+    """
+    from agentlightning_plugins.shared.configuration.assembly import check_setup, load_parts, make_trainer
+    from agentlightning_plugins.shared.configuration.config import read_config
+    from agentlightning_plugins.shared.configuration.document import read_with_overrides
+    from agentlightning_plugins.shared.configuration.run_directory import choose_directory
+
+    if resume is not None:
+        if run_dir is not None:
+            raise click.UsageError("--resume already names the directory; remove --run-dir")
+        overrides = (str(config), *overrides) if config is not None else overrides
+        if config is not None and "=" not in str(config):
+            raise click.UsageError(f"--resume uses the run's own configuration; remove {config}")
+        resume = _enter(resume)
+        config = resume / CONFIG_NAME
+    if config is None:
+        raise click.UsageError("give a configuration file, or a run to continue: agl train --resume RUN_DIR")
+    document = read_with_overrides(config, overrides)
+    checked = read_config(document)
+    if checked.algorithm is None:
+        raise ConfigError(f"{document.name}: algorithm is missing; set one, as in algorithm: baseline")
+    if resume is not None and checked.store is None and not new_store:
+        _check_store(resume)
+    if print_config:
+        _print_config(checked, document)
+        return
+    parts = load_parts(checked, document)
+    if dry_run:
+        from agentlightning_plugins.commands.train.check import check_run
+
+        if not check_run(checked, parts, echo):
+            raise SystemExit(2)
+        return
+    check_setup(checked, parts)  # before the directory is created
+    directory = resume or run_dir or choose_directory(checked.run_dir, checked.name or config.stem)
+    if resume is None and (directory / RECORD_NAME).exists():
+        raise ConfigError(f"{directory} already contains a run; continue it with: agl train --resume {directory}")
+    try:
+        trainer = make_trainer(checked, parts, directory, resume=resume is not None)
+    except LightningError:
+        with contextlib.suppress(OSError):  # nothing was run, so remove the empty directories
+            directory.rmdir()
+            directory.parent.rmdir()
+        raise
+    trainer.run_config = document.values
+    if resume is None:
+        make_directory(directory)
+        try:
+            (directory / CONFIG_NAME).write_text(_dump(document.values), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{directory / CONFIG_NAME} cannot be written: {error.strerror or error}") from error
+    setup_logging()
+    if trainer.strategy.role == "algorithm":
+        _show_runner_command(trainer, checked.store, config)
+    _fit(trainer, parts, directory)
+
+
+@click.group("config")
+def config_command() -> None:
+    """Describe the configuration format."""
+
+
+@config_command.command("schema")
+def schema_command() -> None:
+    """Print the JSON schema of the configuration, for editors."""
+    from agentlightning_plugins.shared.configuration.config import config_schema
+
+    echo(json.dumps(config_schema(), indent=2))
+
+
+def _print_config(checked: Any, document: Any) -> None:
+    """Prints the configuration, followed by the algorithm's resolved settings, if any, as a second document."""
+    from agentlightning_plugins.shared.configuration.assembly import compose_algorithm
+
+    echo(_dump(document.values), nl=False)
+    if (composed := compose_algorithm(checked, document)) is not None:
+        echo(f"---  # the algorithm's resolved settings\n{_dump(composed)}", nl=False)
+
+
+def _show_runner_command(trainer: Any, store: str | None, config: Path) -> None:
+    """Prints the command that starts the runners of this run."""
+    strategy = trainer.strategy
+    url = store or f"http://{strategy.server_host}:{strategy.server_port}"
+    run = "" if trainer.store.run_id == DEFAULT_RUN_ID else f" --run {trainer.store.run_id}"
+    echo(f"this process runs no agents; start runners with:\n\n    agl runner {config} --store {url}{run}\n", err=True)
+
+
+def _fit(trainer: Any, parts: Any, directory: Path) -> None:
+    from agentlightning_plugins.shared.configuration.assembly import fit
+
+    try:
+        run = fit(trainer, parts)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        echo(f"\nstopped; continue with:\n\n    agl train --resume {directory}\n", err=True)
+        raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
+    except (ConfigError, PluginError):
+        raise
+    except LightningError as error:  # raised by a running algorithm: the configuration was valid
+        traceback.print_exc()
+        raise SystemExit(1) from error
+    if run.status == "failed":
+        echo(f"failed: no rollout of {directory} succeeded; agl report {directory} lists the errors", err=True)
+        raise SystemExit(1)
+    echo(f"done: {directory}", err=True)
+
+
+def _enter(directory: Path) -> Path:
+    """Changes to the directory in which the run was started, because the configuration's paths are relative to it."""
+    record = read_record(directory)
+    directory = directory.resolve()
+    began_in = Path(record.get("working_directory", "."))
+    if began_in.is_dir():
+        os.chdir(began_in)
+    return directory
+
+
+def _check_store(directory: Path) -> None:
+    file = directory / "store.db"
+    if not file.is_file() or not file.stat().st_size:
+        what = "is empty" if file.is_file() else "is missing"
+        raise ConfigError(
+            f"{file} {what}, so finished rollouts would run again; restore it from a copy, or add --new-store"
+        )
+
+
+def _dump(values: dict[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+@hookimpl
+def add_commands(cli: click.Group) -> None:
+    cli.add_command(command)
+    cli.add_command(config_command)

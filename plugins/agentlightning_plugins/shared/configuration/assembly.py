@@ -28,7 +28,6 @@ from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.trainer import Trainer, first_resources
 from agentlightning.types import Dataset, Run
-from agentlightning_plugins.shared.configuration.attribute import load_attribute
 from agentlightning_plugins.shared.configuration.config import (
     COMPONENTS,
     AgentConfig,
@@ -38,8 +37,8 @@ from agentlightning_plugins.shared.configuration.config import (
     TrainConfig,
     read_config,
 )
-from agentlightning_plugins.shared.configuration.dataset import load_dataset
 from agentlightning_plugins.shared.configuration.document import ConfigDocument, KeyPath, read_document
+from agentlightning_plugins.shared.configuration.sources import load_attribute, load_dataset
 
 T = TypeVar("T")
 _REFERENCE: Final = r"\$\{(\w+)\}"
@@ -91,9 +90,6 @@ def compose_algorithm(config: TrainConfig, document: ConfigDocument) -> Any:
     """Returns the algorithm's resolved settings as plain values; None if the algorithm does not resolve any.
 
     Values from the environment stay references, because they may be secrets.
-
-    Raises:
-        LightningError: the algorithm is not installed, or rejects its settings.
     """
     if config.algorithm is None:
         return None
@@ -170,11 +166,7 @@ def open_store(config: TrainConfig, directory: Path) -> LightningStore:
 
 
 def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
-    """Loads the agent that a configuration names.
-
-    Raises:
-        ConfigError: the object cannot be imported, or is not an agent.
-    """
+    """Loads the agent that a configuration names."""
     if isinstance(spec, str):
         return wrap(load_attribute(spec))
     reward = _load_reward(spec)
@@ -198,7 +190,7 @@ def _load_reward(spec: AgentConfig | CommandConfig) -> Any:
 
 def is_config_file(argument: str) -> bool:
     """Whether the argument AGENT of a command is a configuration file of ``agl train``."""
-    return Path(argument).suffix in (".yaml", ".yml", ".toml")
+    return Path(argument).suffix in (".yaml", ".yml")
 
 
 def load_agent_argument(argument: str, reward: str | None) -> LitAgent[Any]:
@@ -220,22 +212,14 @@ def load_agent_argument(argument: str, reward: str | None) -> LitAgent[Any]:
 
 
 def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
-    """Loads the tasks that a configuration names.
-
-    Raises:
-        ConfigError: the tasks cannot be loaded, or there are none.
-    """
+    """Loads the tasks that a configuration names."""
     if isinstance(spec, str):
         return load_dataset(expand(spec))
     return load_dataset(expand(spec.source), split=spec.split, limit=spec.limit, shuffle_seed=spec.shuffle_seed)
 
 
 def _load_resources(given: Mapping[str, Any]) -> dict[str, Resource]:
-    """Expands references except secrets: the store saves resources, so runners expand secrets (``resolve_secrets``).
-
-    Raises:
-        ConfigError: a resource is invalid, a variable is not set, or a URL has a password.
-    """
+    """Expands references except secrets: the store saves resources, so runners expand secrets (``resolve_secrets``)."""
 
     def expand_but_secrets(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -255,11 +239,7 @@ def _load_resources(given: Mapping[str, Any]) -> dict[str, Resource]:
 
 
 def expand(value: Any) -> Any:
-    """Replaces ``${NAME}`` with the environment variable's value in all strings of a nested value.
-
-    Raises:
-        ConfigError: the variable is not set.
-    """
+    """Replaces ``${NAME}`` with the environment variable's value in all strings of a nested value."""
     return _map_text(value, lambda text: re.sub(_REFERENCE, _from_environment, text))
 
 
@@ -296,15 +276,7 @@ def _split(spec: ComponentSpec) -> tuple[str, dict[str, Any]]:
 
 
 def find_class(kind: str, name: str) -> Any:
-    """Returns the class of a component.
-
-    Args:
-        kind: the kind of the component.
-        name: a registered name, ``module:Class`` or ``file.py:Class``.
-
-    Raises:
-        LightningError: there is no such component, or it cannot be imported.
-    """
+    """Returns the class of a component: a registered name, ``module:Class`` or ``file.py:Class``."""
     return load_attribute(name) if ":" in name else get_manager().get(kind, name)
 
 

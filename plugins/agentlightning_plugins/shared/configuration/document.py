@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,11 +53,7 @@ class ConfigDocument:
         return self.name
 
     def override(self, arguments: Sequence[str]) -> None:
-        """Applies ``a.b=value`` arguments; values are read as YAML.
-
-        Raises:
-            ConfigError: an argument is not ``key=value``, or its key is below a value that is not a mapping.
-        """
+        """Applies ``a.b=value`` arguments; values are read as YAML."""
         for argument in arguments:
             key, separator, text = argument.partition("=")
             if not separator or not key:
@@ -84,11 +79,7 @@ class ConfigDocument:
 
 
 def read_document(path: Path) -> ConfigDocument:
-    """Reads a YAML or TOML file.
-
-    Raises:
-        ConfigError: the file cannot be read, is not a mapping, or contains a key twice.
-    """
+    """Reads a YAML file; raises ConfigError with the place of the mistake."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -96,20 +87,18 @@ def read_document(path: Path) -> ConfigDocument:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path} cannot be read: {reason}") from error
-    if path.suffix == ".toml":
-        return _read_toml(path, text)
     if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"{path}: a configuration ends in .yaml, .yml or .toml")
-    return _read_yaml(path, text)
+        raise ConfigError(f"{path}: a configuration ends in .yaml or .yml")
+    values = _parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a mapping of settings is needed, got {type(values).__name__}")
+    document = ConfigDocument(str(path), values)
+    _note_lines(yaml.compose(text, Loader=_Loader), (), document)
+    return document
 
 
 def read_with_overrides(path: Path, overrides: Sequence[str]) -> ConfigDocument:
-    """Reads a file, applies overrides, and rejects literal secrets, because a run prints and stores its configuration.
-
-    Raises:
-        ConfigError: as in ``read_document`` and ``ConfigDocument.override``; or a secret is not a reference to an
-            environment variable.
-    """
+    """Reads a file, applies overrides, and rejects literal secrets: a run prints and stores its configuration."""
     document = read_document(path)
     document.override(overrides)
     for key, value in _walk(document.values, ()):
@@ -130,17 +119,6 @@ def _walk(value: Any, path: KeyPath) -> list[tuple[KeyPath, Any]]:
     if isinstance(value, list):
         return [found for index, child in enumerate(value) for found in _walk(child, (*path, index))]
     return [(path, value)]
-
-
-def _read_yaml(path: Path, text: str) -> ConfigDocument:
-    values = _parse_yaml(text, str(path))
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a mapping of settings is needed, got {type(values).__name__}")
-    document = ConfigDocument(str(path), values)
-    root = yaml.compose(text, Loader=_Loader)
-    if root is not None:
-        _note_lines(root, (), document)
-    return document
 
 
 def _parse_yaml(text: str, where: str) -> Any:
@@ -167,18 +145,3 @@ def _note_lines(node: yaml.Node, path: KeyPath, document: ConfigDocument) -> Non
         for index, value in enumerate(node.value):
             document.lines[(*path, index)] = value.start_mark.line + 1
             _note_lines(value, (*path, index), document)
-
-
-def _read_toml(path: Path, text: str) -> ConfigDocument:
-    try:
-        document = ConfigDocument(str(path), tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
-    table: KeyPath = ()
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[([\w.\-]+)\]", line):
-            table = tuple(header[1].split("."))
-            document.lines[table] = number
-        elif key := re.match(r"\s*([\w.\-]+)\s*=", line):
-            document.lines[(*table, *key[1].split("."))] = number
-    return document

@@ -1,11 +1,18 @@
-"""The directory of a run that was started from the command line."""
+"""The directory of a run that was started from the command line, and the resources that a run learned."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from agentlightning.errors import NotFoundError
+from agentlightning.resources import Resource
 from agentlightning.run.directory import make_directory
+from agentlightning_algorithms.shared.trained_model import list_checkpoints, read_training, serve_model
+from agentlightning_plugins.shared.terminal import open_store
 
 CONFIG_NAME: Final = "config.yaml"
 """The file in a run's directory that contains the run's configuration."""
@@ -20,3 +27,57 @@ def choose_directory(named: str | None, name: str) -> Path:
     while not make_directory(directory := root / (name if number == 1 else f"{name}-{number}")):
         number += 1
     return directory
+
+
+@contextlib.contextmanager
+def learned_resources(where: str | None) -> Iterator[dict[str, Resource]]:
+    """Yields the latest resources of a run's directory or a store's URL; serves the model if the run trained weights.
+
+    Raises:
+        LightningError: the store has no resources, or the model cannot be served.
+    """
+    if where is None:
+        yield {}
+        return
+    run = Path(where)
+    if read_training(run) is None:
+        latest = asyncio.run(_read_latest(where))
+        if latest is None:
+            raise NotFoundError(f"{where} contains no resources")
+        yield latest
+        return
+    # If the run's store was in memory or elsewhere, its directory has only the model.
+    learned = asyncio.run(_read_latest(where)) if (run / "store.db").is_file() else None
+    with served_model(run) as models:
+        yield {**(learned or {}), **models}
+
+
+def saved_weights(run: Path) -> list[str] | None:
+    """Returns the names of the checkpoints that a run saved; None if the run does not train weights.
+
+    Raises:
+        ConfigError: the run's record is damaged.
+    """
+    return None if read_training(run) is None else list(list_checkpoints(run))
+
+
+@contextlib.contextmanager
+def served_model(run: Path | None, checkpoint: str | None = None) -> Iterator[dict[str, Resource]]:
+    """Serves the model that a run trained, and yields its resources; without a run, yields none.
+
+    The checkpoint is ``best``, ``latest`` or a step; None selects best, or latest if there is no best.
+    """
+    if run is None:
+        yield {}
+        return
+    with serve_model(str(run), checkpoint) as served:
+        yield served.resources()
+
+
+async def _read_latest(where: str) -> dict[str, Resource] | None:
+    store = open_store(where)
+    try:
+        latest = await store.get_latest_resources()
+    finally:
+        await store.close()
+    return None if latest is None else dict(latest.resources)

@@ -85,13 +85,7 @@ def sum_phases(metrics: Sequence[Metrics]) -> list[dict[str, Any]]:
 
 
 def estimate_left(run: Run, metrics: Sequence[Metrics], now: float) -> dict[str, Any] | None:
-    """Returns a run's progress and remaining time; None if the total amount of work is not known.
-
-    Args:
-        run: the run.
-        metrics: the metrics of its steps, in order.
-        now: Unix time by the clock of the store.
-    """
+    """Returns a run's progress and remaining time by the store's clock; None if the amount of work is not known."""
     if not metrics:
         return None
     last = metrics[-1]
@@ -127,7 +121,7 @@ def judge(metrics: Sequence[Metrics]) -> list[Health]:
     last: dict[str, float] = {}
     for each in metrics[-5:]:
         last |= each.values
-    found = [*_judge_policy(metrics, last), *_judge_batch(last), *_judge_validation(metrics)]
+    found = [*_judge_policy(metrics, last), *_judge_limits(last), *_judge_validation(metrics)]
     return sorted(found, key=lambda health: ("bad", "watch", "good").index(health.level))
 
 
@@ -155,37 +149,37 @@ def _judge_policy(metrics: Sequence[Metrics], last: Mapping[str, float]) -> list
         level = "bad" if far > 0.2 or cut > 0.5 else "watch" if far > 0.05 or cut > 0.25 else "good"
         words = "Updates are small." if level == "good" else "One update moves the policy far; lower the learning rate."
         found.append(Health("Update size", level, f"KL {far:.2g}, {cut:.0%} of the tokens clipped. {words}"))
-    gap = last.get("logprob_gap_max")
-    if gap is not None:
-        level = "bad" if gap > 1 else "watch" if gap > 0.1 else "good"
-        words = "Sampler and trainer agree." if level == "good" else "Sampler and trainer disagree about tokens."
-        found.append(Health("Sampler gap", level, f"At most {gap:.2g} in log-probability. {words}"))
     norms = [each.values["grad_norm"] for each in metrics if "grad_norm" in each.values]
     if norms:
         usual = statistics.median(norms)
         level = "watch" if usual > 0 and norms[-1] > 10 * usual else "good"
         words = "Usual." if level == "good" else "More than ten times the usual."
         found.append(Health("Gradient norm", level, f"{norms[-1]:.3g}, median {usual:.3g}. {words}"))
-    stale = last.get("staleness")
-    if stale is not None:
-        level = "watch" if stale > 4 else "good"
-        words = "Rollouts come from the current weights." if stale == 0 else f"Rollouts are {stale:.0f} updates old."
-        found.append(Health("Staleness", level, words))
     return found
 
 
-def _judge_batch(last: Mapping[str, float]) -> list[Health]:
-    rules = (
-        ("groups_without_spread", "Flat groups", 0.6, 0.9, "of the groups have no spread, so they teach nothing."),
-        ("responses_cut_off", "Truncation", 0.1, 0.5, "of the answers are cut off at the token limit."),
-        ("failure_rate", "Failures", 0.1, 0.5, "of the rollouts failed."),
-    )
-    found = []
-    for key, name, watch, bad, words in rules:
-        if key in last:
-            level = "bad" if last[key] >= bad else "watch" if last[key] >= watch else "good"
-            found.append(Health(name, level, f"{last[key]:.0%} {words}"))
-    return found
+_LIMITS: Final = (
+    (
+        "logprob_gap_max",
+        "Sampler gap",
+        0.1,
+        1.0,
+        "At most {:.2g} between the log-probabilities of sampler and trainer.",
+    ),
+    ("staleness", "Staleness", 5.0, math.inf, "Rollouts are {:.0f} updates old."),
+    ("groups_without_spread", "Flat groups", 0.6, 0.9, "{:.0%} of the groups have no spread, so they teach nothing."),
+    ("responses_cut_off", "Truncation", 0.1, 0.5, "{:.0%} of the answers are cut off at the token limit."),
+    ("failure_rate", "Failures", 0.1, 0.5, "{:.0%} of the rollouts failed."),
+)
+"""Metrics with the value from which to watch them, the value that is bad, and what a value means."""
+
+
+def _judge_limits(last: Mapping[str, float]) -> list[Health]:
+    return [
+        Health(name, "bad" if last[key] >= bad else "watch" if last[key] >= watch else "good", words.format(last[key]))
+        for key, name, watch, bad, words in _LIMITS
+        if key in last
+    ]
 
 
 def _judge_validation(metrics: Sequence[Metrics]) -> list[Health]:

@@ -71,11 +71,7 @@ class JobTarget(NamedTuple):
 
 
 def load_job(pickled: bytes, target: JobTarget) -> Any:
-    """Unpickles a job from the parent process, and sets up logging as in the parent.
-
-    Raises:
-        Exception: importing the user's modules failed.
-    """
+    """Unpickles a job from the parent process, and sets up logging as in the parent; importing may raise anything."""
     sys.path[:] = [*target.sys_path, *(path for path in sys.path if path not in target.sys_path)]
     if target.log_level is not None:
         setup_logging(target.log_level)

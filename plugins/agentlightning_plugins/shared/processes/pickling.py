@@ -32,10 +32,7 @@ def dump_job(job: Any) -> bytes:
     """Pickles a job.
 
     A global of the user's script that cannot be pickled, such as ``client = OpenAI()``, is created again in the other
-    process by evaluating the expression that the script assigns to it.
-
-    Raises:
-        ConfigError: a global cannot be pickled, and no such expression is found.
+    process by evaluating the expression that the script assigns to it. Raises ConfigError if there is none.
     """
     expressions: dict[int, tuple[str, str]] = {}
     while True:

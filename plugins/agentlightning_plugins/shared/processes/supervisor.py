@@ -1,4 +1,4 @@
-"""Supervises runners: restarts those that die and releases their rollouts in the store."""
+"""Supervises runners: serves them the store, restarts those that die and releases their rollouts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.execution import RUNNERS_FAILED, AlgorithmJob
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.shared.garbage_collection import relaxed_collector
+from agentlightning_plugins.shared.processes.job_process import JobTarget
+from agentlightning_plugins.shared.token import find_token
 
 logger = logging.getLogger("agentlightning")
 
@@ -174,3 +178,35 @@ def _is_active(pid: int, key: str) -> bool:
     except PermissionError:
         return True
     return True
+
+
+@contextlib.asynccontextmanager
+async def served(
+    store: LightningStore, host: str, port: int, *, is_private: bool, share_environment: bool = False
+) -> AsyncIterator[JobTarget]:
+    """Serves a store during the context, unless it is served already; yields settings for processes that use it.
+
+    Args:
+        store: the store that runners use.
+        host: address to bind.
+        port: port to bind; 0 selects a free one.
+        is_private: only our own runners use the store, so it gets a random token when the environment has none.
+        share_environment: the processes have this process's environment. If the store is already served, they take the
+            token from the environment, as this process does, and follow changes of the token file.
+    """
+    from agentlightning.store import LightningStoreClient, LightningStoreServer
+
+    if isinstance(store, LightningStoreClient):
+        token = store.given_token if share_environment else store.token
+        yield JobTarget.of_this_process(store.urls, token, store.run_id)
+        return
+    token = find_token()
+    if token is None and is_private:
+        token = secrets.token_urlsafe(24)
+    server = LightningStoreServer(store, host, port, token=token)
+    await server.start()
+    try:
+        with relaxed_collector():
+            yield JobTarget.of_this_process(server.endpoint, token, store.run_id)
+    finally:
+        await server.stop()

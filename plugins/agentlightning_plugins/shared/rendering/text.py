@@ -1,12 +1,14 @@
-"""Formats text and numbers for people: makes hidden characters visible and cuts long text."""
+"""Formats text and numbers for people: makes hidden characters visible, cuts long text, finds differences."""
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 import time
 from typing import Any, Final
 
-from agentlightning_plugins.shared.charts.hidden import show_hidden
+from agentlightning_plugins.shared.rendering.svg import show_hidden
 
 MAX_SHOWN: Final = 20_000
 """Maximum number of characters that a page shows of one text."""
@@ -80,3 +82,28 @@ def show_ago(instant: float | None) -> str:
         if seconds >= size:
             return f"{int(seconds // size)} {unit} ago"
     return "now"
+
+
+_MAX_WORDS: Final = 3_000
+"""Texts with more words are compared by line, and texts with more lines as a whole: the time grows quadratically."""
+_MAX_LENGTH: Final = 200_000
+
+
+def find_difference(before: str, after: str) -> list[tuple[str, str]]:
+    """Returns the pieces of both texts in order, each with ``same``, ``add`` or ``remove``."""
+    whole = [("same", after)] if before == after else [("remove", before), ("add", after)]
+    if len(before) + len(after) > _MAX_LENGTH:
+        return whole
+    one, other = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (before, after))
+    if len(one) + len(other) > _MAX_WORDS:
+        one, other = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    if len(one) + len(other) > _MAX_WORDS:
+        return whole
+    pieces: list[tuple[str, str]] = []
+    for kind, start, end, to_start, to_end in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        if kind == "equal":
+            pieces.append(("same", "".join(one[start:end])))
+        else:
+            pieces += [("remove", "".join(one[start:end]))] * (end > start)
+            pieces += [("add", "".join(other[to_start:to_end]))] * (to_end > to_start)
+    return pieces

@@ -20,9 +20,8 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.shared.processes.job_process import JobTarget, load_job, run_runner
 from agentlightning_plugins.shared.processes.pickling import dump_job
-from agentlightning_plugins.shared.processes.serving import served
 from agentlightning_plugins.shared.processes.stopping import until_second_interrupt, until_sigterm
-from agentlightning_plugins.shared.processes.supervisor import Ending, Supervisor, run_both
+from agentlightning_plugins.shared.processes.supervisor import Ending, Supervisor, run_both, served
 
 _QUIET: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -31,8 +31,7 @@ from agentlightning_algorithms.shared.policy.server.request import (
 )
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy_backend import digest_weights
-from agentlightning_plugins.shared.web.request import check_local, is_among
-from agentlightning_plugins.shared.web.request import RequestRefused, parse_json, read_body
+from agentlightning_plugins.shared.web.request import RequestRefused, check_local, is_among, parse_json, read_body
 from agentlightning_plugins.shared.web.server import WebServer, answer_expect
 
 logger = logging.getLogger("agentlightning")

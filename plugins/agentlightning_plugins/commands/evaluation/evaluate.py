@@ -1,0 +1,159 @@
+"""``agl eval``: evaluates one agent on one dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agentlightning.cli import echo
+from agentlightning.errors import ConfigError, LightningError, PluginError
+from agentlightning_plugins.shared.configuration.run_directory import learned_resources
+from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.statistics.score import POWER, SampleSizePlan, plan
+from agentlightning_plugins.shared.terminal import json_option, print_json
+
+
+@click.command("eval")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--data", metavar="val|train|SOURCE", help="The tasks; default is data.val, else data.train.")
+@click.option(
+    "--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Rollouts per task."
+)
+@click.option("--success", default=1.0, show_default=True, type=float, help="Smallest reward that counts as a success.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Time limit of a rollout."
+)
+@click.option(
+    "--resources",
+    "learned",
+    metavar="RUN_DIR|URL",
+    help="Use the prompts and model that a run learned.",
+)
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the rollouts in this directory.")
+@click.option("--fail-under", type=float, metavar="REWARD", help="Exit with 1 if the mean reward is lower.")
+@click.option(
+    "--plan",
+    "difference",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="DIFFERENCE",
+    help="Print how many tasks and repetitions are needed to detect this difference between two agents.",
+)
+@json_option
+def command(
+    config: Path,
+    overrides: tuple[str, ...],
+    data: str | None,
+    repetitions: int,
+    success: float,
+    timeout_s: float | None,
+    learned: str | None,
+    run_dir: Path | None,
+    fail_under: float | None,
+    difference: float | None,
+    as_json: bool,
+) -> None:
+    """Evaluate the agent of CONFIG: mean reward with its 95 % interval, pass@k, errors.
+
+    The exit code is 1 if no rollout succeeded or the mean reward is less than --fail-under, else 0.
+    """
+    from agentlightning_plugins.shared.configuration.assembly import load_parts
+    from agentlightning_plugins.shared.configuration.config import read_config
+    from agentlightning_plugins.shared.configuration.document import read_with_overrides
+    from agentlightning_plugins.shared.configuration.sources import load_dataset
+
+    document = read_with_overrides(config, overrides)
+    document.values.pop("algorithm", None)  # evaluation ignores the training algorithm
+    checked = read_config(document)
+    parts = load_parts(checked, document)
+    chosen: Any
+    if data not in (None, "val", "train"):
+        chosen = load_dataset(str(data))
+    elif data == "train" or (data is None and parts.val is None):
+        chosen = parts.train
+    else:
+        chosen = parts.val
+    if chosen is None:
+        raise click.UsageError(f"{config} has no data.{data or 'val'}; add it, or use --data SOURCE")
+    if difference is not None and len(chosen) < 2:
+        raise click.UsageError(f"--plan needs at least two tasks, but there is {len(chosen)}")
+    settings = {"repetitions": repetitions, "success_threshold": success, "rollout_timeout_s": timeout_s}
+    with tempfile.TemporaryDirectory() as scratch, failing_run(), learned_resources(learned) as found:
+        resources = {**(parts.resources or {}), **found}
+        own = dataclasses.replace(parts, resources=resources or None)
+        score = evaluate(checked, own, chosen, run_dir or Path(scratch) / "eval", settings, quiet=as_json)
+    metrics = score.to_metrics()
+    plans = [] if difference is None else plan(score, difference)
+    if as_json:
+        print_json({**metrics, **({"plan": [dataclasses.asdict(each) for each in plans]} if plans else {})})
+    else:
+        _print_score(metrics)
+        if difference is not None:
+            _print_plan(plans, difference, is_repeated=repetitions > 1)
+    if fail_under is not None and metrics["reward"] < fail_under:
+        raise click.ClickException(
+            f"the mean reward {metrics['reward']:.3f} is less than {fail_under:g} (--fail-under)"
+        )
+    if score.errors.total() == metrics["rollouts"]:
+        raise SystemExit(1)
+
+
+def evaluate(config: Any, parts: Any, dataset: Any, directory: Path, settings: dict[str, Any], *, quiet: bool) -> Any:
+    """Runs the algorithm ``evaluation`` with these settings in a directory, and returns its score."""
+    from agentlightning.plugin.registry import get_manager
+    from agentlightning_plugins.shared.configuration.assembly import fit, make_trainer
+
+    components = {key: value for key, value in parts.components.items() if key not in ("algorithm", "trackers")}
+    algorithm = get_manager().create("algorithm", {"name": "evaluation", **settings})
+    components |= {"algorithm": algorithm, "trackers": [] if quiet else [{"name": "console", "brief": True}]}
+    own = dataclasses.replace(parts, train=None, val=dataset, components=components)
+    fit(make_trainer(config, own, directory, resume=False), own)
+    return algorithm.score
+
+
+@contextlib.contextmanager
+def failing_run() -> Iterator[None]:
+    """Makes the exit code of a failed run 1 instead of 2, which means that a setting is wrong."""
+    try:
+        yield
+    except (ConfigError, PluginError):
+        raise
+    except LightningError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _print_score(metrics: dict[str, float]) -> None:
+    interval = "no interval from these rewards"
+    if "reward_low" in metrics:
+        interval = f"95 % interval [{metrics['reward_low']:.3f}, {metrics['reward_high']:.3f}]"
+    elif metrics["tasks"] == 1:
+        interval = "no interval from one task"
+    echo(f"reward   {metrics['reward']:.3f}  {interval}")
+    for name, value in metrics.items():
+        if name.startswith("pass@"):
+            echo(f"{name:<8} {value:.3f}")
+    echo(f"{metrics['tasks']:.0f} tasks, {metrics['rollouts']:.0f} rollouts; failed rollouts count as 0")
+    if "missing" in metrics:
+        echo(f"{metrics['missing']:.0f} rollouts without a reward, excluded")
+    for name, value in metrics.items():
+        if name.startswith("errors/"):
+            echo(f"{value:.0f} failed: {name.removeprefix('errors/')}")
+
+
+def _print_plan(plans: list[SampleSizePlan], difference: float, *, is_repeated: bool) -> None:
+    conditions = f"(power {POWER * 100:.0f} %, level 5 %)"
+    echo(f"\ntasks needed to detect a difference of {difference:g} between two agents {conditions}:")
+    rows = [(each.repetitions, each.same_tasks, each.other_tasks) for each in plans]
+    print_table(("repetitions", "same tasks", "different tasks"), rows)
+    echo("assuming the same difference on every task; more tasks are needed if it varies")
+    if not is_repeated:
+        echo(
+            "with one repetition the variance within a task is unknown, so the worst case is assumed; "
+            "measure it with -n 2 or more"
+        )

@@ -1,5 +1,0 @@
-"""``agl plugins``."""
-
-from agentlightning_plugins.shared.lazy import lazy_commands
-
-add_commands = lazy_commands("agentlightning_plugins.commands.plugins.command:command")

@@ -1,0 +1,151 @@
+"""Resources: their versions, the difference between them, and the lineage of a prompt search."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import quote
+
+from agentlightning.errors import NotFoundError
+from agentlightning.resources import SECRET_NAME, PromptTemplate, ResourcesUpdate
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.dashboard.visit import Visit
+from agentlightning_plugins.shared.monitoring.evaluation import CANDIDATE, list_distributions, read_candidate
+from agentlightning_plugins.shared.rendering.text import find_difference
+
+_PAGE_SIZE: Final = 50
+_MAXCANDIDATES: Final = 500
+_SHOWN: Final = ("candidate_id", "parent_id", "round", "full_score", "batch_score", "critique", "edited")
+
+
+async def list_resources(visit: Visit) -> dict[str, Any]:
+    """Returns the newest versions of a run's resources, and the candidates of its prompt search as trees."""
+    store = visit.run_store
+    offset = visit.number("offset", 0)
+    page = await store.query_resources(sort_order="desc", limit=_PAGE_SIZE, offset=offset)
+    latest = await store.get_latest_resources()
+    updates: Sequence[ResourcesUpdate] = page.items
+    if page.total > _PAGE_SIZE and any(CANDIDATE in update.resources for update in page):
+        updates = await _read_newest(store)
+    candidates = _find_candidates(updates)
+    return {
+        "versions": [
+            {
+                "version_id": update.version_id,
+                "time": update.update_time,
+                "is_latest": latest is not None and update.version_id == latest.version_id,
+                "contents": {
+                    name: value.model_dump(mode="json")["resource_type"] for name, value in update.resources.items()
+                },
+            }
+            for update in page
+        ],
+        "total": page.total,
+        "next": offset + _PAGE_SIZE if offset + _PAGE_SIZE < page.total else None,
+        "candidates": _make_trees(candidates),
+        "distributions": list_distributions(candidates),
+    }
+
+
+async def show_resources(visit: Visit) -> dict[str, Any]:
+    """Returns one version of resources and its difference from the parent candidate or the previous version."""
+    store, wanted = visit.run_store, visit.names["resources_id"]
+    update = await store.get_resources_by_id(wanted)
+    if update is None:
+        raise NotFoundError(f"this store has no resources {wanted!r}")
+    base_id = visit.query.get("base") or await _find_base(visit, update)
+    base = await store.get_resources_by_id(base_id) if base_id else None
+    old = {} if base is None else _describe(base)
+    latest = await store.get_latest_resources()
+    return {
+        "version_id": update.version_id,
+        "resources_id": update.resources_id,
+        "version": update.version,
+        "time": update.update_time,
+        "is_latest": latest is not None and latest.version_id == update.version_id,
+        "base": None if base is None else base.version_id,
+        "resources": [
+            {
+                "name": name,
+                "type": value["resource_type"],
+                "text": value["text"],
+                "difference": await asyncio.to_thread(find_difference, old[name]["text"], value["text"])
+                if name in old
+                else None,
+                "candidate": _read_candidate(update, base) if name == CANDIDATE else None,
+            }
+            for name, value in _describe(update).items()
+        ],
+    }
+
+
+async def promote(visit: Visit) -> str:
+    """Makes a version the latest resources of the run."""
+    update = await visit.run_store.promote(visit.names["resources_id"])
+    return f"/runs/{quote(visit.run_id, safe='')}/resources/{quote(update.version_id, safe='')}"
+
+
+async def _find_base(visit: Visit, update: ResourcesUpdate) -> str | None:
+    if parent := read_candidate(update).get("parent_id"):
+        for other in sorted(await _read_newest(visit.run_store), key=operator.attrgetter("version"), reverse=True):
+            if read_candidate(other).get("candidate_id") == parent:
+                return other.version_id
+    return f"{update.resources_id}@{update.version - 1}" if update.version > 1 else None
+
+
+async def _read_newest(store: LightningStore) -> Sequence[ResourcesUpdate]:
+    return (await store.query_resources(sort_order="desc", limit=_MAXCANDIDATES)).items
+
+
+def _read_candidate(update: ResourcesUpdate, base: ResourcesUpdate | None) -> dict[str, Any]:
+    """Returns the fields of a candidate, and the scores of the candidate that it is compared with."""
+    fields, scores = read_candidate(update), read_candidate(base)
+    parent = {f"parent_{name}": scores.get(name) for name in ("full_score", "batch_score")}
+    is_parent = scores.get("candidate_id") == fields.get("parent_id")
+    pairs = (("task rewards", fields), ("task rewards of the parent", scores if is_parent else {}))
+    return {
+        **{name: fields.get(name) for name in (*_SHOWN, "task_scores")},
+        **parent,
+        "distributions": [{"name": name, "values": of["task_scores"]} for name, of in pairs if of.get("task_scores")],
+    }
+
+
+def _describe(update: ResourcesUpdate) -> dict[str, dict[str, str]]:
+    """Returns the resources as text, without secrets."""
+    described = {}
+    for name, resource in update.resources.items():
+        fields = resource.model_dump(mode="json")
+        kind = str(fields.pop("resource_type"))
+        if name == CANDIDATE:
+            fields.pop("prompts", None)  # the version has them as separate resources
+        shown = {key: "***" if value and SECRET_NAME.search(key) else value for key, value in fields.items()}
+        text = (
+            resource.template
+            if isinstance(resource, PromptTemplate)
+            else json.dumps(shown, indent=2, ensure_ascii=False)
+        )
+        described[name] = {"resource_type": kind, "text": text}
+    return described
+
+
+def _find_candidates(updates: Sequence[ResourcesUpdate]) -> list[dict[str, Any]]:
+    """Returns the candidates of a search by round, each in its newest version: later versions add scores."""
+    found: dict[str, dict[str, Any]] = {}
+    for update in sorted(updates, key=operator.attrgetter("version")):
+        if fields := read_candidate(update):
+            shown = {key: fields.get(key) for key in (*_SHOWN, "task_scores")}
+            found[str(fields.get("candidate_id"))] = {**shown, "version_id": update.version_id}
+    return sorted(found.values(), key=lambda candidate: candidate["round"] or 0)
+
+
+def _make_trees(candidates: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the candidates as trees: each candidate has ``children``."""
+    nodes: dict[str, dict[str, Any]] = {str(each["candidate_id"]): {**each, "children": []} for each in candidates}
+    roots: list[dict[str, Any]] = []
+    for each in nodes.values():
+        parent = nodes.get(str(each["parent_id"]))
+        (roots if parent is None or parent is each else parent["children"]).append(each)
+    return roots

@@ -1,0 +1,188 @@
+"""The list of rollouts: filters, search, and paging from the newest to the oldest."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, get_args
+
+from agentlightning.errors import ConfigError
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Rollout, RolloutMode, RolloutStatus
+from agentlightning_plugins.dashboard.visit import Visit
+
+PAGE_SIZE: Final = 50
+_CHUNK: Final = 200
+_BUDGET_S: Final = 0.12
+"""Time limit for one page to count and search without an index of the store; the next page continues from there."""
+_INDEXED: Final = ("step", "task_id", "group")
+FILTERS: Final = ("status", "mode", "label", *_INDEXED, "min", "max", "meta", "text", "messages")
+LABEL: Final = "label"
+NOTE: Final = "label_note"
+"""Keys of a rollout's metadata that contain the label and the note that people gave it."""
+
+
+def describe_rollout(rollout: Rollout) -> dict[str, Any]:
+    """Returns a row of the list."""
+    attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
+    metadata = rollout.metadata or {}
+    ended = rollout.end_time or (attempt.end_time if attempt is not None else None)
+    return {
+        "rollout_id": rollout.rollout_id,
+        "status": rollout.status,
+        "mode": rollout.mode,
+        "reward": None if attempt is None else attempt.reward,
+        "attempt": None if attempt is None else attempt.sequence_id,
+        "error": None if attempt is None or attempt.error is None else attempt.error.type,
+        "start_time": rollout.start_time,
+        "seconds": None if attempt is None or ended is None else max(0.0, ended - attempt.start_time),
+        "input": _preview(rollout.input),
+        **{key: metadata.get(key) for key in (*_INDEXED, LABEL)},
+    }
+
+
+async def list_rollouts(visit: Visit) -> dict[str, Any]:
+    """Returns the rollouts of a run that match the filters, the newest first."""
+    query = {name: visit.query[name].strip() for name in FILTERS if visit.query.get(name, "").strip()}
+    before = visit.number("before", -1)
+    found = await select(visit.run_store, query, None if before < 0 else before)
+    return {"filters": {name: query.get(name, "") for name in FILTERS}, **found}
+
+
+async def select(store: LightningStore, query: Mapping[str, str], before: int | None = None) -> dict[str, Any]:
+    """Finds a page of rollouts; the cursor ``before`` limits the search to this many of the oldest rollouts."""
+    status, mode = query.get("status"), query.get("mode")
+    _check("status", status, get_args(RolloutStatus))
+    _check("mode", mode, (*get_args(RolloutMode), "none"))
+    conditions: dict[str, Any] = {"status_in": [status] if status else None}
+    deadline = time.monotonic() + _BUDGET_S
+    total = (await store.query_rollouts(limit=0, **conditions)).total
+    indexed = {key: query[key] for key in _INDEXED if key in query}
+    readers: tuple[Callable[[str], Any], ...] = (_number_or_text, str)
+    for read in readers if indexed else ():
+        conditions["metadata"] = {key: read(value) for key, value in indexed.items()}
+        total = (await store.query_rollouts(limit=0, **conditions)).total
+        if total:
+            break
+    matches = _make_test(query)
+    position = total if before is None else min(before, total)
+    rows: list[dict[str, Any]] = []
+    searched, chunk_s = 0, 0.0
+    while position > 0 and len(rows) < PAGE_SIZE and (not searched or time.monotonic() + chunk_s < deadline):
+        started = time.monotonic()
+        size = PAGE_SIZE if matches is None else min(_CHUNK, position)
+        found = await _read(store, total, position, size, conditions)
+        if not found:
+            break
+        for rollout in found:
+            position -= 1
+            searched += 1
+            if (matches is None or matches(rollout)) and await _mentions(store, rollout, query):
+                rows.append(describe_rollout(rollout))
+                if len(rows) == PAGE_SIZE:
+                    break
+            if "messages" in query and time.monotonic() > deadline:
+                break
+        chunk_s = time.monotonic() - started
+    return {
+        "rollouts": rows,
+        "total": total,
+        "searched": searched,
+        "is_exact": matches is None and "messages" not in query,
+        "next": position if position > 0 else None,
+    }
+
+
+async def _read(
+    store: LightningStore, total: int, position: int, size: int, conditions: Mapping[str, Any]
+) -> Sequence[Rollout]:
+    """Reads the newest of the ``position`` oldest rollouts, the newest first, from the nearer end of the list."""
+    if position < total / 2:
+        first = max(0, position - size)
+        return (await store.query_rollouts(offset=first, limit=position - first, **conditions)).items[::-1]
+    return (await store.query_rollouts(sort_order="desc", offset=total - position, limit=size, **conditions)).items
+
+
+def _check(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
+    if value and value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not a {name}; allowed are {', '.join(allowed)}")
+
+
+def _number_or_text(value: str) -> Any:
+    try:
+        return int(value)
+    except ValueError:
+        return value
+
+
+def _to_number(query: Mapping[str, str], name: str) -> float | None:
+    if name not in query:
+        return None
+    try:
+        return float(query[name])
+    except ValueError:
+        raise ConfigError(f"{name}={query[name]!r} is not a number; write a reward such as 0.5") from None
+
+
+def _make_test(query: Mapping[str, str]) -> Callable[[Rollout], bool] | None:
+    """Returns a test for the filters without an index in the store; None if there are no such filters."""
+    tests: list[Callable[[Rollout], bool]] = []
+    mode, label, meta = query.get("mode"), query.get("label"), query.get("meta")
+    low, high = _to_number(query, "min"), _to_number(query, "max")
+    if mode:
+        tests.append(lambda rollout: (rollout.mode or "none") == mode)
+    if label:
+        tests.append(
+            lambda rollout: bool(rollout.metadata) and _label_matches((rollout.metadata or {}).get(LABEL), label)
+        )
+    if low is not None or high is not None:
+        least, most = -float("inf") if low is None else low, float("inf") if high is None else high
+        tests.append(lambda rollout: (reward := _reward(rollout)) is not None and least <= reward <= most)
+    if meta:
+        key, _, value = meta.partition("=")
+        tests.append(lambda rollout: _metadata_matches(rollout, key.strip(), value.strip()))
+    if "text" in query and "messages" not in query:
+        wanted = query["text"].casefold()
+        tests.append(lambda rollout: wanted in _all_text(rollout))
+    return (lambda rollout: all(test(rollout) for test in tests)) if tests else None
+
+
+def _label_matches(found: Any, wanted: str | None) -> bool:
+    return found is not None if wanted == "any" else found == wanted
+
+
+def _reward(rollout: Rollout) -> float | None:
+    return rollout.attempt.reward if isinstance(rollout, AttemptedRollout) else None
+
+
+def _metadata_matches(rollout: Rollout, key: str, value: str) -> bool:
+    metadata = rollout.metadata or {}
+    if key not in metadata:
+        return False
+    found = metadata[key]
+    return not value or (found if isinstance(found, str) else json.dumps(found)) == value
+
+
+def _all_text(rollout: Rollout) -> str:
+    """Returns the text that is searched: id, input, metadata and error, in lower case."""
+    error = rollout.attempt.error if isinstance(rollout, AttemptedRollout) else None
+    parts = [rollout.rollout_id, json.dumps([rollout.input, rollout.metadata], ensure_ascii=False, default=str)]
+    parts += [error.type, error.message, error.traceback] if error is not None else []
+    return "\n".join(parts).casefold()
+
+
+async def _mentions(store: LightningStore, rollout: Rollout, query: Mapping[str, str]) -> bool:
+    """Returns whether the text occurs in the rollout or its messages; True if messages are not searched."""
+    if "messages" not in query or "text" not in query:
+        return True
+    wanted = query["text"].casefold()
+    if wanted in _all_text(rollout):
+        return True
+    spans = await store.query_spans(rollout.rollout_id, "latest")
+    return any(wanted in str(value).casefold() for span in spans for value in span.attributes.values())
+
+
+def _preview(task: Any) -> str:
+    text = task if isinstance(task, str) else json.dumps(task, ensure_ascii=False, default=str)
+    return text[:400]

@@ -1,0 +1,184 @@
+"""The list of runs, one run, two runs side by side, and the workers and queues of the runs in progress."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from agentlightning.store.check import check_run_id
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Metrics, Rollout
+from agentlightning_plugins.dashboard.rollouts import describe_rollout
+from agentlightning_plugins.dashboard.visit import Visit
+from agentlightning_plugins.shared.monitoring import metrics as numbers
+from agentlightning_plugins.shared.monitoring.fleet import read_backends, read_queue, read_workers
+from agentlightning_plugins.shared.monitoring.metrics import read_metrics
+from agentlightning_plugins.shared.monitoring.runs import (
+    count_rollouts,
+    describe_run,
+    find_curve,
+    find_newest_runs,
+    find_run,
+    read_result,
+)
+from agentlightning_plugins.shared.rendering.text import dump, find_difference
+from agentlightning_plugins.shared.statistics.interval import paired_p_value
+
+_RUNS_OF_PAGE: Final = 20
+_CURVE_STEPS: Final = 100
+
+
+async def list_runs(visit: Visit) -> dict[str, Any]:
+    """Returns the newest runs, with rollouts by status and the reward curve."""
+    store = visit.store
+    total = (await store.query_runs(limit=0)).total
+    first = visit.number("before", total)
+    start = max(0, first - _RUNS_OF_PAGE)
+    runs = list(await store.query_runs(offset=start, limit=min(first, total) - start))[::-1] if first > 0 else []
+    if first >= total and all(run.run_id != store.run_id for run in runs):
+        own = await find_run(store)
+        runs += [own] if own is not None else []
+    rows = []
+    for run in runs:
+        view = store.with_run(run.run_id)
+        counts = await count_rollouts(view)
+        steps = await read_metrics(view, _CURVE_STEPS)
+        series = find_curve(steps)
+        rows.append(
+            {
+                **describe_run(run),
+                "rollouts": counts,
+                "total": sum(counts.values()),
+                "step": steps[-1].step if steps else None,
+                "reward": series[-1]["value"] if series else None,
+                "best_val": max(
+                    (each.values["val_reward"] for each in steps if "val_reward" in each.values), default=None
+                ),
+                "curve": [point["value"] for point in series],
+            }
+        )
+    live = next((row["run_id"] for row in rows if row["status"] == "running"), None)
+    return {"live_run": live, "runs": rows, "total": total, "next": start or None}
+
+
+async def show_run(visit: Visit) -> dict[str, Any]:
+    """Returns one run: reward, health, time by phase, all metrics, and the newest rollouts."""
+    store = visit.run_store
+    newest = await store.query_rollouts(sort_order="desc", limit=8)
+    return {
+        **await read_result(store, visit.query.get("metric", "")),
+        "newest": [describe_rollout(rollout) for rollout in newest],
+    }
+
+
+_MAX_RUNS: Final = 10
+_MAX_RUNS_OF_BACKENDS: Final = 2
+
+
+async def show_fleet(visit: Visit) -> dict[str, Any]:
+    """Returns workers with their heartbeats, queues, backends of the gateway, and the store's statistics."""
+    store = visit.store
+    workers, total = await read_workers(store)
+    runs = await find_newest_runs(store)
+    live = [run for run in runs if run.status == "running"]
+    return {
+        "live_run": live[0].run_id if live else None,
+        "workers": workers,
+        "total": total,
+        "queues": [{**describe_run(run), **await read_queue(store.with_run(run.run_id))} for run in live[:_MAX_RUNS]],
+        "backends": [
+            {**backend, "run_id": run.run_id}
+            for run in (live or runs[:1])[:_MAX_RUNS_OF_BACKENDS]
+            for backend in await read_backends(store.with_run(run.run_id))
+        ],
+        "statistics": await store.statistics(),
+    }
+
+
+_MAX_CHOICES: Final = 100
+
+
+async def compare(visit: Visit) -> dict[str, Any]:
+    """Compares the runs ``a`` and ``b`` of the query, or else the newest two runs."""
+    store = visit.store
+    total = (await store.query_runs(limit=0)).total
+    known = [run.run_id for run in await store.query_runs(offset=max(0, total - _MAX_CHOICES))][::-1]
+    chosen = [check_run_id(visit.query[name]) for name in ("a", "b") if visit.query.get(name)]
+    if len(chosen) < 2:
+        chosen = known[:2][::-1]
+    sides, recorded = [], []
+    for run_id in chosen:
+        view = store.with_run(run_id)
+        steps = await numbers.read_metrics(view)
+        recorded.append((view, steps))
+        last: dict[str, float] = {}
+        for each in steps:
+            last |= each.values
+        run = await find_run(view)
+        curves = {name: numbers.make_series(steps, name) for name in ("reward", "val_reward")}
+        described: dict[str, Any] = {
+            "run_id": run_id,
+            "name": run_id,
+            "status": "unknown",
+            "config": {},
+            "algorithm": "",
+        }
+        sides.append({**(described if run is None else describe_run(run)), "last": last, "curves": curves})
+    names = sorted({name for side in sides for name in side["last"]}) if len(sides) == 2 else []
+    texts = [dump(side["config"]) for side in sides]
+    return {
+        "choices": known,
+        "runs": sides,
+        "metrics": [{"name": name, "values": [side["last"].get(name) for side in sides]} for name in names],
+        "tasks": await compare_tasks(recorded) if len(sides) == 2 else None,
+        "configuration": await asyncio.to_thread(find_difference, *texts) if len(sides) == 2 else [],
+    }
+
+
+_MAX_ROLLOUTS: Final = 400
+"""Number of the newest rollouts that are searched for the validation of an algorithm without steps."""
+_MAX_FLIPPED: Final = 50
+_SOLVED: Final = 0.5
+"""Minimum mean reward of a solved task; a task flipped if only one of the runs solved it."""
+
+
+async def compare_tasks(sides: Sequence[tuple[LightningStore, Sequence[Metrics]]]) -> dict[str, Any] | None:
+    """Compares two runs by the rollouts of their last validations; None if they share no task."""
+    one, other = [await _read_rewards(store, steps) for store, steps in sides]
+    shared = sorted(one.keys() & other.keys())
+    if not shared:
+        return None
+    means = [(task, statistics.fmean(one[task][0]), statistics.fmean(other[task][0])) for task in shared]
+    differences = [after - before for _, before, after in means]
+    flipped: list[dict[str, Any]] = [
+        {"task": task[:400], "rewards": [before, after], "rollouts": [one[task][1], other[task][1]]}
+        for task, before, after in means
+        if (before >= _SOLVED) != (after >= _SOLVED)
+    ]
+    return {
+        "count": len(shared),
+        "difference": statistics.fmean(differences),
+        "p_value": await asyncio.to_thread(paired_p_value, differences),
+        "gained": sum(each["rewards"][1] >= _SOLVED for each in flipped),
+        "lost": sum(each["rewards"][1] < _SOLVED for each in flipped),
+        "flipped": flipped[:_MAX_FLIPPED],
+    }
+
+
+async def _read_rewards(store: LightningStore, steps: Sequence[Metrics]) -> dict[str, tuple[list[float], str]]:
+    """Returns the rewards of each task and the id of one of its rollouts, keyed by the task as JSON."""
+    step = next((each.step for each in reversed(steps) if "val_reward" in each.values), None)
+    found: Iterable[Rollout] = ()
+    if step is not None:
+        found = await store.query_rollouts(metadata={"step": step}, sort_order="desc")  # includes training rollouts
+    if not any(rollout.mode == "val" for rollout in found):  # an algorithm that records no steps
+        found = await store.query_rollouts(sort_order="desc", limit=_MAX_ROLLOUTS)
+    rewards: dict[str, tuple[list[float], str]] = {}
+    for rollout in found:
+        if rollout.mode == "val" and isinstance(rollout, AttemptedRollout) and rollout.attempt.reward is not None:
+            task = json.dumps(rollout.input, sort_keys=True, ensure_ascii=False, default=str)
+            rewards.setdefault(task, ([], rollout.rollout_id))[0].append(rollout.attempt.reward)
+    return rewards

@@ -1,0 +1,185 @@
+"""Imports objects and loads tasks that are named in a configuration or on the command line."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import hashlib
+import importlib
+import importlib.util
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, cast
+
+import cloudpickle
+
+from agentlightning.errors import ConfigError, suggest
+from agentlightning.types import Dataset
+
+
+def load_attribute(target: str) -> Any:
+    """Imports ``module:attribute`` or ``path/to/file.py:attribute``.
+
+    The folder of the file, or the working directory, is appended to the import path: a file there never replaces an
+    installed package that other code imports.
+
+    Raises:
+        ConfigError: the form is invalid, the module cannot be imported, or the attribute does not exist.
+    """
+    name, separator, attribute = target.rpartition(":")
+    if not separator or not name or not attribute:
+        raise ConfigError(f"{target!r}: write module:attribute or path/to/file.py:attribute, as in my_agents:writer")
+    file = Path(name if name.endswith(".py") else f"{name}.py").resolve()
+    if name.endswith(".py"):
+        if not file.is_file():
+            raise ConfigError(f"{target!r}: {file} does not exist; paths start at the working directory")
+        name = file.stem
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        module = _import_file(name, file) if file.is_file() else importlib.import_module(name)
+    except Exception as error:  # isolation point: the user's module may raise anything
+        raise ConfigError(f"{target!r}: importing {name} failed: {type(error).__name__}: {error}") from error
+    try:
+        return functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError as error:
+        known = [known for known in vars(module) if not known.startswith("_")]
+        raise ConfigError(f"{target!r}: {name} has no {attribute}.{suggest(attribute, known)}") from error
+
+
+def _import_file(name: str, file: Path) -> ModuleType:
+    """Imports the module of a file, under a different name if an installed module is called ``name``."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ValueError:  # the module of this name has no spec, like __main__
+        return importlib.import_module(name)
+    if found is None or (found.origin is not None and Path(found.origin).resolve() == file):
+        return importlib.import_module(name)
+    own_name = f"{name}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    if own_name in sys.modules:
+        return sys.modules[own_name]
+    spec = importlib.util.spec_from_file_location(own_name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[own_name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[own_name]
+        raise
+    cloudpickle.register_pickle_by_value(module)  # runner processes cannot import it by this name
+    return module
+
+
+_READERS: Final = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def load_dataset(
+    source: str, *, split: str | None = None, limit: int | None = None, shuffle_seed: int | None = None
+) -> Dataset[Any]:
+    """Loads tasks.
+
+    Args:
+        source: a file (.jsonl, .json, .csv, .parquet), ``module:attribute`` of a sequence or of a function that returns
+            one, or ``hf:name`` of a Hugging Face data set.
+        split: the split of a Hugging Face data set; default ``train``.
+        limit: maximum number of tasks, applied after shuffling.
+        shuffle_seed: seed for shuffling; None keeps the order.
+
+    Raises:
+        ConfigError: the source cannot be loaded, or is empty.
+    """
+    if source.startswith("hf:"):
+        tasks: Dataset[Any] = _load_hugging_face(source.removeprefix("hf:"), split or "train")
+    elif split is not None:
+        raise ConfigError(f"{source!r} has no splits; only hf: data sets do")
+    elif Path(source).suffix in _READERS:
+        tasks = _read_file(Path(source))
+    elif ":" in source:
+        tasks = _load_sequence(source)
+    else:
+        raise ConfigError(
+            f"{source!r}: give a file ({', '.join(_READERS)}), module:attribute, or hf:name of a Hugging Face data set"
+        )
+    if not len(tasks):
+        raise ConfigError(f"{source} contains no tasks")
+    if shuffle_seed is None and limit is None:
+        return tasks
+    order = list(range(len(tasks)))
+    if shuffle_seed is not None:
+        random.Random(shuffle_seed).shuffle(order)
+    return [tasks[index] for index in order[:limit]]
+
+
+def _read_file(path: Path) -> Sequence[Any]:
+    try:
+        if path.suffix == ".jsonl":
+            return _read_lines(path)
+        if path.suffix == ".json":
+            tasks = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(tasks, list):
+                raise ConfigError(f"{path}: a list of tasks is needed, got {type(tasks).__name__}")
+            return tasks
+        if path.suffix == ".csv":
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                return list(csv.DictReader(file))
+        return _read_parquet(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist (working directory: {Path.cwd()})") from None
+    except (OSError, UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _read_lines(path: Path) -> list[Any]:
+    tasks = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                tasks.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
+    return tasks
+
+
+def _read_parquet(path: Path) -> list[Any]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ConfigError(f"{path}: Parquet needs pyarrow. Install with: pip install 'lightning[datasets]'") from error
+    try:
+        return list(parquet.read_table(path).to_pylist())
+    except ValueError as error:  # pyarrow's own errors are ValueErrors
+        raise ConfigError(f"{path} is not a Parquet file: {error}") from error
+
+
+def _load_hugging_face(name: str, split: str) -> Dataset[Any]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"hf:{name} needs datasets. Install with: pip install 'lightning[datasets]'") from error
+    try:
+        if Path(name).is_dir():
+            loaded = datasets.load_from_disk(name)
+            loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            loaded = datasets.load_dataset(name, split=split)
+    except Exception as error:  # isolation point: loaders of the library raise arbitrary exceptions
+        raise ConfigError(f"hf:{name}, split {split!r}, cannot be loaded: {type(error).__name__}: {error}") from error
+    return cast(Dataset[Any], loaded)
+
+
+def _load_sequence(source: str) -> Dataset[Any]:
+    found = load_attribute(source)
+    if callable(found) and not hasattr(found, "__getitem__"):
+        found = found()
+    if isinstance(found, (str, bytes, dict)) or not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
+        raise ConfigError(
+            f"{source} is a {type(found).__name__}; a sequence of tasks is needed, or a function that returns one"
+        )
+    return cast(Dataset[Any], found)
