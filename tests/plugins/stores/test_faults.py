@@ -53,6 +53,16 @@ RUNNER = """
 """
 
 
+PATIENT_STORE = """
+from agentlightning.cli import main
+from agentlightning_plugins.stores.http import command
+from agentlightning_plugins.stores.http.server import application
+
+command._CLOSE_S = application._FINISH_S = 600.0  # however slow the machine is
+main()
+"""
+
+
 @contextlib.contextmanager
 def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Starts a Python process whose output can be read, and kills it at the end."""
@@ -79,7 +89,7 @@ class Server:
         self._process = await asyncio.to_thread(self._start)
 
     def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "agentlightning", "store", "--backend", f"sqlite:///{self.path}"]
+        command = [sys.executable, "-c", PATIENT_STORE, "store", "--backend", f"sqlite:///{self.path}"]
         started = subprocess.Popen([*command, "--port", str(self.port)], stdout=subprocess.PIPE, text=True)
         assert started.stdout is not None
         assert "Serving" in started.stdout.readline()

@@ -55,7 +55,7 @@ class Service:
 PROGRAM = """
 from agentlightning.cli import main
 from agentlightning_plugins.stores.http import command
-from agentlightning_plugins.stores.http.server import metrics, server
+from agentlightning_plugins.stores.http.server import application, metrics
 
 {times}
 main()
@@ -132,7 +132,7 @@ async def scrape(service: Service) -> dict[str, float]:
 async def test_sigterm_stops_the_server_while_the_database_is_unavailable(
     own_server: PostgresServer, tmp_path: Path
 ) -> None:
-    times = "command._CLOSE_S = server._FINISH_REQUESTS_S = 0.5"
+    times = "command._CLOSE_S = application._FINISH_S = 0.5"
     async with serving(tmp_path, times=times, AGL_BACKEND=own_server.url()) as service:
         client = LightningStoreClient(service.url, retry_s=0.1)
         await client.query_rollouts()

@@ -37,8 +37,10 @@ async def _start(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 async def _until_asleep(task: asyncio.Task[object]) -> None:
-    """Gives a task time to start waiting."""
+    """Gives a task time to start waiting; on a busy machine the time may pass in an iteration of the event loop."""
     await asyncio.sleep(0.02)
+    for _ in range(100):
+        await asyncio.sleep(0)
     assert not task.done(), "it did not wait"
 
 
