@@ -13,6 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.cli import cli, main
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.hookspecs import Component, Kind, hookimpl
@@ -21,11 +22,15 @@ from agentlightning_plugins.commands import plugins as plugins_command
 from tests.source import run_python
 
 
-class Tuned:
+class Tuned(Algorithm):
     """A component with settings."""
 
     def __init__(self, *, rate: float = 0.5, label: str = "x", steps: int) -> None:
         self.rate, self.label, self.steps = rate, label, steps
+
+
+class Other(Tuned):
+    """Another component of the same name."""
 
 
 def offering(*components: Component) -> Any:
@@ -78,7 +83,8 @@ def test_a_class_of_the_user_can_be_given_by_its_import_path(
     manager: PluginManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_parts.py").write_text(
-        "class Tuned:\n    def __init__(self, *, rate: float = 0.0): self.rate = rate\n"
+        "from agentlightning import Algorithm\n"
+        "class Tuned(Algorithm):\n    def __init__(self, *, rate: float = 0.0): self.rate = rate\n"
         "def make(*, rate: float): return Tuned(rate=rate)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -89,14 +95,16 @@ def test_a_class_of_the_user_can_be_given_by_its_import_path(
 
 
 def test_a_component_name_offered_by_two_plugins_is_an_error_when_it_is_used(manager: PluginManager) -> None:
-    manager.register(offering(Component("algorithm", "tuned", "elsewhere:Tuned")), "theirs")
-    with pytest.raises(PluginError, match=r"offered by mine .* and theirs"):
+    manager.register(offering(Component("algorithm", "tuned", f"{__name__}:Other")), "theirs")
+    with pytest.raises(PluginError, match=r"offered by mine .* and theirs .*; write 'tuned@mine' or 'tuned@theirs'"):
         manager.get("algorithm", "tuned")
+    assert manager.get("algorithm", "tuned@theirs") is Other
+    assert list(manager.components("algorithm")) == ["tuned@mine", "tuned@theirs"]
 
 
 def test_the_error_about_a_component_that_cannot_be_imported_names_its_plugin(manager: PluginManager) -> None:
-    manager.register(offering(Component("store", "gone", "no_such_module:Store")), "other")
-    with pytest.raises(PluginError, match=r"store 'gone' of plugin other .*no_such_module"):
+    manager.register(offering(Component("store", "gone", f"{__name__}:Gone")), "other")
+    with pytest.raises(PluginError, match=r"store 'gone' of plugin other .*has no attribute 'Gone'"):
         manager.get("store", "gone")
 
 
@@ -118,6 +126,10 @@ def test_a_plugin_that_fails_to_import_is_reported_and_does_not_stop_other_plugi
         ("@hookimpl\ndef componets():\n    return []", r"no hook 'componets'\. Did you mean 'components'\?"),
         ("@hookimpl\nasync def instrument(tracer_provider):\n    return None", "hook 'instrument' is async"),
         ("@hookimpl\ndef instrument(provider):\n    return None", "provider"),
+        ("@hookimpl\ndef observe(event=None):\n    pass", "hook 'observe' has a default for 'event'"),
+        ("def observe(event):\n    pass", "'observe' is the name of a hook, .* not decorated with @hookimpl"),
+        ("@hookimpl\ndef components():\n    return ['x']", "returned 'x', which is no Component"),
+        ("plugin_interface = 99", "written for plugin interface 99"),
     ],
 )
 def test_a_plugin_with_an_invalid_hook_is_broken_with_a_clear_reason(
@@ -207,7 +219,179 @@ def test_two_plugins_with_one_name_are_both_listed(tmp_path: Path, monkeypatch: 
     points = [entry_point(tmp_path / "first_of_two.py", "same"), entry_point(tmp_path / "second_of_two.py", "same")]
     states = [(plugin.state, plugin.error) for plugin in PluginManager(points).plugins.values()]
     assert [state for state, _ in states] == ["loaded", "broken"]
-    assert "taken by first_of_two" in states[1][1]
+    assert "declares this name for first_of_two too" in states[1][1]
+
+
+def install(folder: Path, name: str, source: str, *, metadata: str = "", entry_point: str = "") -> None:
+    """Installs a distribution with one module, ``<name>_plugin``, into a folder of ``sys.path``."""
+    sys.modules.pop(f"{name}_plugin", None)  # of another test
+    (folder / f"{name}_plugin.py").write_text(
+        "from agentlightning import Algorithm, Component, hookimpl\n"
+        f"class Tuned(Algorithm):\n    origin = {name!r}\n"
+        "def offer(*components):\n"
+        "    return hookimpl(lambda: [Component(*component) for component in components])\n" + source
+    )
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{metadata}")
+    (info / "entry_points.txt").write_text(f"[agentlightning]\n{entry_point or name} = {name}_plugin\n")
+
+
+def test_no_installed_package_changes_what_a_built_in_name_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(
+        tmp_path,
+        "intruder",
+        "T = 'intruder_plugin:Tuned'\ncomponents = offer(('store', 'memory', T), ('tracker', 'mine', T))",
+        entry_point="stores.memory",
+    )
+    for first in (True, False):  # in whatever order the packages are found
+        monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path] if first else [*sys.path, str(tmp_path)])
+        manager = PluginManager()
+        assert manager.get("store", "memory") is PluginManager([]).get("store", "agentlightning:InMemoryLightningStore")
+        assert manager.get("tracker", "mine").origin == "intruder"
+        assert manager.get("store", "memory@Intruder").origin == "intruder"
+        assert {"memory", "memory@intruder"} <= manager.components("store").keys()
+        states = {name: plugin.state for name, plugin in manager.plugins.items() if "stores.memory" in name}
+        assert states == {"stores.memory@lightning": "loaded", "stores.memory@intruder": "loaded"}
+
+
+def test_two_packages_that_offer_one_name_are_both_listed_and_selected_by_their_full_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("acme", "zeta"):
+        install(tmp_path, name, f"components = offer(('algorithm', 'tuned', '{name}_plugin:Tuned'))")
+    manager = PluginManager()
+    with pytest.raises(PluginError, match=r"write 'tuned@acme' or 'tuned@zeta'"):
+        manager.create("algorithm", "tuned")
+    assert manager.create("algorithm", {"name": "tuned@zeta"}).origin == "zeta"
+    monkeypatch.setattr(plugins_command, "get_manager", lambda: manager)
+    printed = CliRunner().invoke(plugins_command.command).output
+    assert "tuned@acme" in printed
+    assert "tuned@zeta" in printed
+    with pytest.raises(PluginError, match=r"no algorithm named 'tuned@acne'\. Did you mean 'tuned@acme'\?"):
+        manager.get("algorithm", "tuned@acne")
+
+
+@pytest.mark.parametrize("name", ["acme", "noisy", "noisy@acme"])
+def test_a_plugin_can_be_switched_off_without_uninstalling_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, "acme", "raise AssertionError('imported')", entry_point="noisy")
+    monkeypatch.setenv("AGL_DISABLED_PLUGINS", f"{name}, trackers.console")
+    manager = PluginManager()
+    assert manager.plugins["noisy@acme"].state == "off"
+    assert manager.plugins["trackers.console@lightning"].state == "off"
+    with pytest.raises(PluginError, match=r"no tracker named 'console'.*console@lightning \(switched off by AGL_DIS"):
+        manager.get("tracker", "console")
+
+
+def test_a_switch_that_names_no_plugin_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AGL_DISABLED_PLUGINS", "trackers.consol")
+    PluginManager()
+    assert "'trackers.consol', which is not installed. Did you mean 'trackers.console'?" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("requirement", "complaint"),
+    [
+        ("lightning>=9", r"it needs lightning>=9, and .* is installed"),
+        ("lightning[warp]", r"it needs lightning\[warp\], and lightning .* has no such extra"),
+    ],
+)
+def test_a_plugin_for_another_version_is_refused_and_not_imported(
+    requirement: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, "acme", "raise AssertionError('imported')", metadata=f"Requires-Dist: {requirement}\n")
+    plugin = PluginManager().plugins["acme"]
+    assert plugin.state == "refused"
+    assert re.match(complaint, plugin.error)
+
+
+@pytest.mark.parametrize(
+    ("offer", "complaint"),
+    [
+        ("('tracker', 'x', 'acme_plugin.Tuned')", "a target 'acme_plugin.Tuned'; write 'module:attribute'"),
+        ("('tracker', 'x', 'acme_plugin.parts:X')", "there is no module 'acme_plugin.parts'"),
+        ("('tracker', 'x', 'acme_plugin:Tuned', 'nosuch')", "an extra 'nosuch', which acme 1.0 does not declare"),
+    ],
+)
+def test_a_component_that_cannot_work_is_reported_when_its_plugin_is_loaded(
+    offer: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, "acme", f"components = offer({offer}, ('algorithm', 'tuned', 'acme_plugin:Tuned'))")
+    manager = PluginManager()
+    assert complaint in manager.plugins["acme"].error
+    with pytest.raises(PluginError, match=re.escape(complaint)):
+        manager.get("tracker", "x")
+    assert manager.get("algorithm", "tuned").origin == "acme"
+
+
+def test_an_installed_requirement_of_another_version_counts_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    install(
+        tmp_path,
+        "acme",
+        "components = offer(('algorithm', 'tuned', 'acme_plugin:Tuned', 'new'))",
+        metadata="Provides-Extra: new\nRequires-Dist: pluggy>=99; extra == 'new'\n",
+    )
+    with pytest.raises(
+        PluginError, match=r"needs pluggy>=99 \(.* is installed\)\. Install with: pip install 'acme\[new"
+    ):
+        PluginManager().get("algorithm", "tuned")
+
+
+def scaled(progress: float, *, factor: float = 1.0) -> float:
+    return progress * factor
+
+
+def twice(progress: float) -> float:
+    return progress * 2
+
+
+class Stepped:
+    def __init__(self, *, at: float) -> None:
+        self.at = at
+
+    def __call__(self, progress: float) -> float:
+        return float(progress < self.at)
+
+
+def test_a_component_that_is_a_function_has_settings(manager: PluginManager) -> None:
+    @hookimpl
+    def kinds() -> Iterable[Kind]:
+        return [Kind("curve", "(progress: float) -> float", "a curve"), Kind("pair", "(a, *, b) -> int", "two")]
+
+    names = {"curve": ("scaled", "twice", "Stepped", "Tuned"), "pair": ("scaled",)}
+    offers = [Component(kind, name, f"{__name__}:{name}") for kind in names for name in names[kind]]
+    manager.register(SimpleNamespace(kinds=kinds, components=offering(*offers).components), "curves")
+    assert manager.create("curve", "twice") is twice
+    assert manager.create("curve", "scaled")(0.5) == 0.5
+    assert manager.create("curve", {"name": "scaled", "factor": 3})(0.5) == 1.5
+    assert manager.create("curve", {"name": "Stepped", "at": 0.7})(0.5) == 1.0
+    with pytest.raises(ConfigError, match=r"curve 'scaled' has no setting 'factr'\. Did you mean 'factor'\?"):
+        manager.check("curve", {"name": "scaled", "factr": 3})
+    with pytest.raises(PluginError, match=r"'Tuned' .* is not callable; a curve is called with \(progress\)"):
+        manager.create("curve", {"name": "Tuned", "steps": 1})
+    with pytest.raises(ConfigError, match=r"pair 'scaled'.* called with \(a, \*, b\), and takes \(progress"):
+        manager.check("pair", "scaled")
+
+
+def test_what_a_plugin_makes_must_be_of_its_kind(manager: PluginManager) -> None:
+    names = ("store", "tracer", "adapter", "strategy", "tracker")
+    manager.register(offering(*[Component(kind, "tuned", f"{__name__}:Tuned") for kind in names]), "wrong")
+    for kind in names:
+        with pytest.raises(PluginError, match=rf"the {kind} 'tuned' of plugin wrong .* is a Tuned (and no|without) "):
+            manager.create(kind, {"name": "tuned", "steps": 1})
 
 
 def test_a_missing_extra_is_found_without_importing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +464,9 @@ def test_a_component_may_have_annotations_that_are_not_defined_at_run_time(
     (tmp_path / "typed_parts.py").write_text(
         "from __future__ import annotations\nfrom typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from openai import AsyncOpenAI\n"
-        "class Tuned:\n    def __init__(self, client: AsyncOpenAI | None = None, rate: float = 0.0): self.rate = rate\n"
+        "from agentlightning import Algorithm\n"
+        "class Tuned(Algorithm):\n"
+        "    def __init__(self, client: AsyncOpenAI | None = None, rate: float = 0.0): self.rate = rate\n"
         "def make(rate: float): return Tuned(rate=rate)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -295,7 +481,8 @@ def test_a_component_can_be_created_by_a_partial_or_a_callable_object(
 ) -> None:
     (tmp_path / "callable_parts.py").write_text(
         "import functools\n"
-        "class Tuned:\n    def __init__(self, rate: float = 0.0): self.rate = rate\n"
+        "from agentlightning import Algorithm\n"
+        "class Tuned(Algorithm):\n    def __init__(self, rate: float = 0.0): self.rate = rate\n"
         "class Factory:\n    def __call__(self, rate: float = 0.0): return Tuned(rate)\n"
         "part, factory = functools.partial(Tuned), Factory()\n"
     )

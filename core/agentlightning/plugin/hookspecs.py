@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
     from agentlightning.event import Event
 
+INTERFACE: Final = 1
+"""The number of this plugin interface. A plugin may state the number that it was written for: ``plugin_interface = 1``
+in its module. It grows when a plugin that works has to be changed; a plugin for a later number is refused."""
+
 hookspec: Final = pluggy.HookspecMarker("agentlightning")
 hookimpl: Final = pluggy.HookimplMarker("agentlightning")
 
@@ -28,7 +32,8 @@ class Kind:
     name: str
     """Unique name, as in ``Component.kind``."""
     expects: str
-    """``"module:attribute"`` of the class or protocol of the components, or the signature of a function."""
+    """What the components are, which is checked when one is made: ``"module:attribute"`` of their class or protocol, or
+    the signature of a function, such as ``"(task, output, rollout) -> float"``; any other text is only shown."""
     summary: str
     """One line for ``agl plugins``."""
 
@@ -57,7 +62,7 @@ class Component:
     """A class that a plugin offers under a name. Users select it by kind and name; ``agl plugins`` lists it.
 
     Describing a component is cheap: ``target`` is imported, and the packages of ``extra`` are looked up, on first use.
-    Several plugins may offer one target under the same kind and name; different targets raise an error on use.
+    The names of Lightning's own components keep their meaning whatever else is installed.
 
         Component("tracker", "slack", "my_company.slack:SlackTracker", extra="slack", summary="posts to a channel")
     """
@@ -65,9 +70,12 @@ class Component:
     kind: str
     """Name of a ``Kind``."""
     name: str
-    """Name, unique within the kind, for code and configuration: ``Trainer(trackers=["slack"])``."""
+    """Name for code and configuration: ``Trainer(trackers=["slack"])``; ``slack@distribution`` if several offer it."""
     target: str
-    """``"module:attribute"`` of the class, whose constructor takes the component's settings as keyword arguments."""
+    """``"module:attribute"`` of the class, whose constructor takes the component's settings as keyword arguments.
+
+    If the kind is a function: of the function, whose other parameters are settings, or of a class of callable objects.
+    """
     extra: str | None = None
     """The extra of the plugin's distribution that installs what the target imports."""
     summary: str = ""

@@ -7,52 +7,102 @@ of its names is requested.
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import logging
+import os
+import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import pluggy
 
 from agentlightning.errors import PluginError, PluginImportError, suggest
 from agentlightning.plugin import hookspecs
-from agentlightning.plugin.hookspecs import CORE_KINDS, Component, Kind
+from agentlightning.plugin.hookspecs import CORE_KINDS, INTERFACE, Component, Kind
 from agentlightning.plugin.settings import bind_settings
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 logger = logging.getLogger("agentlightning")
-GROUP = "agentlightning"
+GROUP: Final = "agentlightning"
+OURS: Final = "lightning"
+"""The distribution of the built-in plugins."""
+DISABLED: Final = "AGL_DISABLED_PLUGINS"
+"""The environment variable that lists plugins to switch off: names of plugins or distributions, separated by commas."""
+_MAX_ERROR: Final = 500
 _HOOKS = [name for name, value in vars(hookspecs).items() if hasattr(value, "agentlightning_spec")]
+_TARGET: Final = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
 
 
 @dataclass
 class Plugin:
-    """The state of one plugin."""
+    """The state of one plugin, which a distribution and the name of its entry point identify."""
 
     name: str
+    owner: str
+    """Name of the distribution that installed the plugin, as in ``slack@owner``; its own name if registered by hand."""
     origin: str
-    """Name and version of the distribution that installed the plugin, such as ``lightning 0.1.0``."""
+    """Name and version of the distribution, such as ``lightning 0.1.0``."""
     target: str
-    state: Literal["loaded", "broken"] = "loaded"
+    distribution: importlib.metadata.Distribution | None = None
+    state: Literal["loaded", "off", "refused", "broken"] = "loaded"
     error: str = ""
+    interface: int | None = None
+    """The number of the plugin interface that it was written for, if it states one."""
     kinds: list[Kind] = field(default_factory=list)
     offers: list[Component] = field(default_factory=list)
-    distribution: importlib.metadata.Distribution | None = None
+
+    @property
+    def full_name(self) -> str:
+        """Name that no other plugin has."""
+        return self.name if self.owner == self.name else f"{self.name}@{self.owner}"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the plugin is built in: nothing that others install changes what its names mean."""
+        return self.owner == OURS
+
+
+class Offer(NamedTuple):
+    """A component, and the plugin that offers it."""
+
+    plugin: Plugin
+    component: Component
+
+    @property
+    def full_name(self) -> str:
+        """The name that selects this component even if other plugins offer one of the same name."""
+        return f"{self.component.name}@{self.plugin.owner}"
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the description of the component, found without importing it; empty if nothing is."""
+        plugin, component = self
+        if not _TARGET.fullmatch(component.target):
+            return f"a target {component.target!r}; write 'module:attribute'"
+        if plugin.distribution is not None and component.extra is not None:
+            extras = plugin.distribution.metadata.get_all("Provides-Extra") or ()
+            if _normal(component.extra) not in map(_normal, extras):
+                return f"an extra {component.extra!r}, which {plugin.origin} does not declare"
+        module = component.target.partition(":")[0]
+        return "" if _has_module(module) else f"a target {component.target!r}, and there is no module {module!r}"
 
 
 @functools.cache  # parses a file, which costs as much as loading several plugins
-def _read_origin(distribution: importlib.metadata.Distribution | None) -> str:
-    if distribution is None:
-        return "unknown"
+def _read_origin(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
+    """Returns the name of a distribution, and the name with the version."""
     metadata = distribution.metadata
-    return f"{metadata['Name']} {metadata['Version']}"
+    return _normal(metadata["Name"]), f"{metadata['Name']} {metadata['Version']}"
 
 
 @functools.cache
@@ -63,10 +113,9 @@ def _read_requirements(distribution: importlib.metadata.Distribution) -> list[Re
 
 
 @functools.cache  # `agl plugins` asks for the extra of every component
-def _names_of_extra(distribution: importlib.metadata.Distribution, extra: str) -> list[str]:
-    """Returns the distributions that an extra adds."""
+def _requirements_of_extra(distribution: importlib.metadata.Distribution, extra: str) -> list[Requirement]:
     return [
-        requirement.name
+        requirement
         for requirement in _read_requirements(distribution)
         if (marker := requirement.marker) and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
     ]
@@ -78,19 +127,26 @@ class PluginManager:
     def __init__(self, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> None:
         """Loads plugins; by default those that installed distributions declare in the group ``agentlightning``."""
         self.plugins: dict[str, Plugin] = {}
+        """The plugins by ``full_name``."""
         self._pluggy = pluggy.PluginManager(GROUP)
         self._pluggy.add_hookspecs(hookspecs)
         self.kinds = {kind.name: kind for kind in CORE_KINDS}
         """The kinds of components by name: core's and those that plugins declare."""
-        self._offers: dict[tuple[str, str], list[tuple[Plugin, Component]]] = {}
+        self._offers: dict[tuple[str, str], list[Offer]] = {}
         self._complete: set[tuple[str, str]] = set()
         """Components whose extras are installed, cached because reading distributions takes milliseconds."""
-        if entry_points is None:
-            entry_points = importlib.metadata.entry_points(group=GROUP)
-        for entry_point in sorted(entry_points, key=lambda point: point.name):
-            self._load(entry_point)
+        self._disabled = {name for name in re.split(r"[,\s]+", os.environ.get(DISABLED, "")) if name}
+        points = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
+        found = [
+            (*_read_origin(point.dist), point) if point.dist else (point.name, "unknown", point) for point in points
+        ]
+        for owner, origin, point in sorted(found, key=lambda each: (each[0] != OURS, each[0], each[2].name)):
+            self._load(owner, origin, point)
         for plugin in self.plugins.values():  # after all have declared their kinds
             self._offer(plugin)
+        known = {name for plugin in self.plugins.values() for name in _names_of(plugin)}
+        for name in sorted(self._disabled - known):
+            logger.warning("%s names %r, which is not installed.%s", DISABLED, name, suggest(name, known))
 
     @property
     def hook(self) -> pluggy.HookRelay:
@@ -99,59 +155,102 @@ class PluginManager:
 
     def register(self, module: ModuleType | object, name: str) -> Plugin:
         """Adds a plugin object, for tests and notebooks; raises PluginError for a wrong hook or a taken name."""
-        plugin = Plugin(name, "registered by hand", getattr(module, "__name__", repr(module)))
+        plugin = Plugin(name, name, "registered by hand", getattr(module, "__name__", repr(module)))
         self._add(plugin, module)
-        if unknown := self._describe_unused(plugin):
-            self._pluggy.unregister(name=name)
-            del self.plugins[name]
-            raise PluginError(unknown)
+        if problems := self._problems_of(plugin):
+            self._pluggy.unregister(name=plugin.full_name)
+            del self.plugins[plugin.full_name]
+            raise PluginError(problems)
         self._offer(plugin)
         return plugin
 
     def components(self, kind: str) -> dict[str, Component]:
-        """Returns the components of a kind by name, in alphabetical order."""
-        names = sorted(name for offered, name in self._offers if offered == kind)
-        return {name: self._offers[kind, name][0][1] for name in names}
+        """Returns the components of a kind by the name that selects each, in alphabetical order."""
+        found: dict[str, Component] = {}
+        for (offered, name), offers in self._offers.items():
+            if offered == kind:
+                meant = self._find(kind, name)
+                is_clear = len({offer.component.target for offer in meant}) == 1
+                found |= {name: meant[0].component} if is_clear else {}
+                found |= {offer.full_name: offer.component for offer in offers if not is_clear or offer not in meant}
+        return dict(sorted(found.items()))
+
+    def offers_of(self, plugin: Plugin) -> list[tuple[str, Offer]]:
+        """Returns the components of a plugin, each with the name that selects it."""
+        offers = [Offer(plugin, component) for component in plugin.offers if component.kind in self.kinds]
+        found = []
+        for offer in offers:
+            meant = {other.component.target for other in self._find(offer.component.kind, offer.component.name)}
+            is_clear = meant == {offer.component.target}
+            found.append((offer.component.name if is_clear else offer.full_name, offer))
+        return found
+
+    def hooks_of(self, plugin: Plugin) -> list[str]:
+        """Returns the names of the hooks that a plugin implements."""
+        module = self._pluggy.get_plugin(plugin.full_name)
+        return sorted(caller.name for caller in self._pluggy.get_hookcallers(module) or ()) if module else []
 
     def missing_requirements(self, kind: str, name: str) -> list[str]:
-        """Returns the distributions of a component's extra that are not installed. Imports nothing of the component."""
-        plugin, component = self._offers[kind, name][0]
+        """Returns the requirements of a component's extra that are not met. Imports nothing of the component."""
+        plugin, component = self._find(kind, name)[0]
         if component.extra is None or plugin.distribution is None:
             return []
         missing = []
-        for required in _names_of_extra(plugin.distribution, component.extra):
+        for requirement in _requirements_of_extra(plugin.distribution, component.extra):
             try:
-                importlib.metadata.distribution(required)  # `version` would parse its metadata, which takes longer
+                installed = importlib.metadata.distribution(requirement.name)
             except importlib.metadata.PackageNotFoundError:
-                missing.append(required)
+                missing.append(requirement.name)
+                continue
+            # Reading a version parses a file, which takes longer than finding it.
+            if not plugin.is_ours and not requirement.specifier.contains(installed.version, prereleases=True):
+                missing.append(f"{requirement.name}{requirement.specifier} ({installed.version} is installed)")
         return missing
 
     def install_command(self, kind: str, name: str) -> str:
         """Returns the command that installs what a component needs."""
-        plugin, component = self._offers[kind, name][0]
-        distribution = plugin.distribution.name if plugin.distribution is not None else plugin.name
-        return f"pip install '{distribution}[{component.extra}]'"
+        plugin, component = self._find(kind, name)[0]
+        return f"pip install '{plugin.owner}[{component.extra}]'"
 
     def get(self, kind: str, name: str) -> Any:
         """Imports a component by its name, or a class by its path: ``module:Class`` or ``package.module.Class``.
+
+        ``name@distribution`` selects the component of one distribution.
 
         Raises:
             PluginError: no plugin offers it, several plugins offer different targets, or its plugin is broken.
             PluginImportError: its extra is not installed, or it cannot be imported.
         """
+        return self._get(kind, name)[0]
+
+    def _get(self, kind: str, name: str) -> tuple[Any, str]:
+        """Imports a component, or a class by its path; returns it with its description for messages."""
         if kind not in self.kinds:
             raise PluginError(self._describe_unknown_kind(kind))
-        offers = self._offers.get((kind, name), [])
+        what = f"the {kind} {name!r}"
+        offers = self._find(kind, name)
         if not offers and set(".:") & set(name) and name.replace(".", "_").replace(":", "_", 1).isidentifier():
-            return _import_target(name if ":" in name else ":".join(name.rsplit(".", 1)), f"the {kind} {name!r}")
+            return _import_target(name if ":" in name else ":".join(name.rsplit(".", 1)), what), what
         if not offers:
             raise PluginError(self._describe_unknown(kind, name))
-        if len({component.target for _, component in offers}) > 1:
-            plugins = " and ".join(f"{plugin.name} ({plugin.origin})" for plugin, _ in offers)
-            raise PluginError(f"the {kind} {name!r} is offered by {plugins}; uninstall one of them")
+        if len({offer.component.target for offer in offers}) > 1:
+            plugins = " and ".join(f"{offer.plugin.full_name} ({offer.plugin.origin})" for offer in offers)
+            names = " or ".join(dict.fromkeys(repr(offer.full_name) for offer in offers))
+            raise PluginError(f"{what} is offered by {plugins}; write {names}")
         self._require_extra(kind, name)
-        plugin, component = offers[0]
-        return _import_target(component.target, f"the {kind} {name!r} of plugin {plugin.name} ({plugin.origin})")
+        (plugin, component), *_ = offers
+        what += f" of plugin {plugin.full_name} ({plugin.origin})"
+        if not plugin.is_ours and (problem := offers[0].problem):
+            raise PluginImportError(f"{what} has {problem}")
+        return _import_target(component.target, what), what
+
+    def _find(self, kind: str, name: str) -> list[Offer]:
+        """Returns the components that a name means: the built-in one, else those of all others."""
+        plain, _, owner = name.partition("@")
+        offers = self._offers.get((kind, plain), [])
+        if owner:
+            return [offer for offer in offers if offer.plugin.owner == _normal(owner)]
+        return [offer for offer in offers if offer.plugin.is_ours] or offers
 
     def get_target(self, target: str) -> Any:
         """Imports ``"module:attribute"``; raises PluginImportError, which names the missing extra, if any."""
@@ -163,9 +262,10 @@ class PluginManager:
 
     def require(self, *targets: str) -> None:
         """Raises PluginImportError if one of these targets is a component whose extra is not installed."""
-        for (kind, name), offers in self._offers.items():
-            if any(component.target in targets for _, component in offers):
-                self._require_extra(kind, name)
+        for (kind, _), offers in self._offers.items():
+            for offer in offers:
+                if offer.component.target in targets:
+                    self._require_extra(kind, offer.full_name)
 
     def _require_extra(self, kind: str, name: str) -> None:
         if (kind, name) in self._complete:
@@ -179,97 +279,208 @@ class PluginManager:
     def create(self, kind: str, spec: str | type | Mapping[str, Any]) -> Any:
         """Makes a component from its name, the path of its class, the class, or ``{"name": any of these, **settings}``.
 
-        A function that returns the component may take the place of the class. ``type``, the key of release 0.3, may
-        replace ``name``. Raises PluginError like ``get``, and ConfigError for an unknown setting or a wrong type.
-        """
-        cls, settings = self.check(kind, spec)
-        return cls(**settings)
+        A function that returns the component may take the place of the class. If the components of the kind are
+        functions, a function is the component itself, and its other parameters are its settings. ``type``, the key of
+        release 0.3, may replace ``name``.
 
-    def check(self, kind: str, spec: str | type | Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Returns the class and the checked settings of a component that is created later; raises like ``create``."""
+        Raises:
+            PluginError: as ``get``; or what was made is not what the kind expects.
+            ConfigError: an unknown setting or a wrong type.
+        """
+        target, settings, what = self._check(kind, spec)
+        expects = self.kinds[kind].expects
+        call = _call_of(expects)
+        if call is not None and not inspect.isclass(target):
+            return functools.partial(target, **settings) if settings else target
+        made = target(**settings)
+        if call is not None:
+            if not callable(made):
+                raise PluginError(f"{what} is not callable; a {kind} is called with {call}")
+        elif wrong := _describe_wrong_type(made, expects):
+            raise PluginError(f"{what} is a {type(made).__name__} {wrong}")
+        return made
+
+    def check(self, kind: str, spec: str | type | Mapping[str, Any]) -> None:
+        """Checks name and settings of a component that is created later; raises like ``create``."""
+        self._check(kind, spec)
+
+    def _check(self, kind: str, spec: str | type | Mapping[str, Any]) -> tuple[Any, dict[str, Any], str]:
+        """Returns the target, its checked settings, and its description for messages."""
         settings = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
         name = settings.pop("name" if "name" in settings else "type", None)
         if isinstance(name, type):
-            return name, bind_settings(name, settings, f"{kind} {name.__name__!r}")
+            return name, bind_settings(name, settings, f"{kind} {name.__name__!r}"), f"the {kind} {name.__name__!r}"
         if not isinstance(name, str):
             raise PluginError(f"a {kind} given as a mapping needs a 'name', got {spec!r}")
-        cls = self.get(kind, name)
-        return cls, bind_settings(cls, settings, f"{kind} {name!r}")
+        target, what = self._get(kind, name)
+        if not callable(target):
+            raise PluginError(f"{what} is a {type(target).__name__}, not a class or a function")
+        return target, bind_settings(target, settings, f"{kind} {name!r}", _call_of(self.kinds[kind].expects)), what
 
     def _describe_unknown(self, kind: str, name: str) -> str:
         installed = self.components(kind)
-        broken = [f"{plugin.name} ({plugin.error})" for plugin in self.plugins.values() if plugin.error]
+        broken = [f"{plugin.full_name} ({plugin.error})" for plugin in self.plugins.values() if plugin.error]
         message = f"no {kind} named {name!r}.{suggest(name, installed)} Installed: {', '.join(installed)}."
         return message + (f" Not loaded: {'; '.join(broken)}." if broken else "")
 
-    def _load(self, entry_point: importlib.metadata.EntryPoint) -> None:
-        plugin = Plugin(
-            entry_point.name, _read_origin(entry_point.dist), entry_point.value, distribution=entry_point.dist
-        )
-        if (other := self.plugins.get(plugin.name)) is not None:
-            plugin.name = f"{entry_point.name} ({plugin.origin})"
-            self._report(plugin, f"its name is taken by {other.target} of {other.origin}; rename its entry point")
-            return
-        try:
-            self._add(plugin, entry_point.load())
-        except (Exception, SystemExit) as error:  # isolation point: a broken plugin must not stop the host
-            self._report(plugin, f"{type(error).__name__}: {error}")
+    def _load(self, owner: str, origin: str, entry_point: importlib.metadata.EntryPoint) -> None:
+        distribution = entry_point.dist
+        plugin = Plugin(entry_point.name, owner, origin, entry_point.value, distribution)
+        if plugin.full_name in self.plugins:
+            other = self.plugins[plugin.full_name]
+            plugin.name = f"{entry_point.name} ({plugin.target})"
+            self._report(plugin, "broken", f"{other.origin} declares this name for {other.target} too; rename one")
+        elif not self._disabled.isdisjoint(_names_of(plugin)):
+            plugin.state, plugin.error = "off", f"switched off by {DISABLED}"
+            self.plugins[plugin.full_name] = plugin
+        elif distribution is not None and not plugin.is_ours and (unmet := _find_unmet(distribution)):
+            self._report(plugin, "refused", unmet)
+        else:
+            try:
+                self._add(plugin, entry_point.load())
+            except (Exception, SystemExit) as error:  # isolation point: a broken plugin must not stop the host
+                self._report(plugin, "broken", f"{type(error).__name__}: {error}")
 
-    def _report(self, plugin: Plugin, error: str) -> None:
-        plugin.state, plugin.error = "broken", error
-        self.plugins[plugin.name] = plugin
+    def _report(self, plugin: Plugin, state: Literal["refused", "broken"], error: str) -> None:
+        error = error if len(error) <= _MAX_ERROR else error[:_MAX_ERROR] + "..."
+        plugin.state, plugin.error = state, error
+        self.plugins[plugin.full_name] = plugin
         logger.warning("plugin %s of %s is not loaded: %s", plugin.name, plugin.origin, error)
 
     def _add(self, plugin: Plugin, module: object) -> None:
-        if plugin.name in self.plugins:
-            raise PluginError(f"a plugin named {plugin.name!r} is already loaded")
+        if plugin.full_name in self.plugins:
+            raise PluginError(f"a plugin named {plugin.full_name!r} is already loaded")
+        plugin.interface = INTERFACE if plugin.is_ours else getattr(module, "plugin_interface", None)
+        if plugin.interface is not None and plugin.interface > INTERFACE:
+            raise PluginError(
+                f"it was written for plugin interface {plugin.interface}, and this is {INTERFACE}; upgrade {OURS}"
+            )
         _check_hooks(module)
         try:
-            self._pluggy.register(module, plugin.name)
-            plugin.kinds = _ask(module, "kinds")
-            plugin.offers = _ask(module, "components")
+            self._pluggy.register(module, plugin.full_name)
+            plugin.kinds = _ask(module, "kinds", Kind)
+            plugin.offers = _ask(module, "components", Component)
         except (Exception, SystemExit):
-            self._pluggy.unregister(name=plugin.name)  # pluggy keeps the hooks it had registered before the error
+            self._pluggy.unregister(name=plugin.full_name)  # pluggy keeps the hooks it had registered before the error
             raise
         for kind in plugin.kinds:
             self.kinds.setdefault(kind.name, kind)
-        self.plugins[plugin.name] = plugin
+        self.plugins[plugin.full_name] = plugin
 
     def _offer(self, plugin: Plugin) -> None:
-        """Makes the components of a plugin available; reports components of a kind that no plugin uses."""
-        if unknown := self._describe_unused(plugin):
-            plugin.error = unknown
-            logger.warning("plugin %s of %s: %s", plugin.name, plugin.origin, unknown)
-        plugin.offers = [component for component in plugin.offers if component.kind in self.kinds]
+        """Makes the components of a plugin available; reports those that cannot be used."""
+        if not plugin.is_ours and (problems := self._problems_of(plugin)):  # a test checks ours
+            plugin.error = problems
+            logger.warning("plugin %s of %s: %s", plugin.name, plugin.origin, problems)
         for component in plugin.offers:
-            self._offers.setdefault((component.kind, component.name), []).append((plugin, component))
+            if component.kind in self.kinds:
+                self._offers.setdefault((component.kind, component.name), []).append(Offer(plugin, component))
 
-    def _describe_unused(self, plugin: Plugin) -> str:
-        return "; ".join(
-            f"component {component.name!r} has an {self._describe_unknown_kind(component.kind)}"
-            for component in plugin.offers
-            if component.kind not in self.kinds
-        )
+    def _problems_of(self, plugin: Plugin) -> str:
+        """Describes the kinds and components of a plugin that have no effect."""
+        problems = [
+            f"kind {kind.name!r} is declared already, as {self.kinds[kind.name].expects!r}"
+            for kind in plugin.kinds
+            if self.kinds[kind.name].expects != kind.expects
+        ]
+        for component in plugin.offers:
+            known = component.kind in self.kinds
+            problem = Offer(plugin, component).problem if known else f"an {self._describe_unknown_kind(component.kind)}"
+            if problem:
+                problems.append(f"component {component.name!r} has {problem}")
+        return "; ".join(problems)
 
     def _describe_unknown_kind(self, kind: str) -> str:
         return f"unknown kind {kind!r}.{suggest(kind, self.kinds)} Kinds: {', '.join(sorted(self.kinds))}"
 
 
-def _ask(module: object, hook: str) -> list[Any]:
+def _ask(module: object, hook: str, expected: type) -> list[Any]:
     """Returns the answer of a module's implementation of ``kinds`` or ``components``."""
     implementation: Any = getattr(module, hook, None)
-    return list(implementation()) if hasattr(implementation, "agentlightning_impl") else []
+    answer = list(implementation()) if hasattr(implementation, "agentlightning_impl") else []
+    if wrong := [each for each in answer if not isinstance(each, expected)]:
+        raise PluginError(f"hook {hook!r} returned {wrong[0]!r:.100}, which is no {expected.__name__}")
+    return answer
 
 
 def _check_hooks(module: object) -> None:
     for name in dir(module):
         value = getattr(module, name)
         if not hasattr(value, "agentlightning_impl"):
+            if name in _HOOKS and inspect.isfunction(value) and value.__module__ == getattr(module, "__name__", ""):
+                raise PluginError(f"{name!r} is the name of a hook, and the function is not decorated with @hookimpl")
             continue
         if name not in _HOOKS:
             raise PluginError(f"there is no hook {name!r}.{suggest(name, _HOOKS)} Hooks: {', '.join(_HOOKS)}")
         if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
             raise PluginError(f"hook {name!r} is async; hooks are plain functions")
+        for parameter in inspect.signature(value).parameters.values():
+            if parameter.default is not parameter.empty:  # pluggy would never pass it
+                raise PluginError(f"hook {name!r} has a default for {parameter.name!r}, so it would not get it")
+
+
+def _normal(name: str) -> str:
+    """Returns the name of a distribution as the package index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _names_of(plugin: Plugin) -> set[str]:
+    """Returns the names by which a plugin can be switched off."""
+    return {plugin.name, plugin.full_name} if plugin.is_ours else {plugin.name, plugin.full_name, plugin.owner}
+
+
+def _find_unmet(distribution: importlib.metadata.Distribution) -> str:
+    """Returns why a distribution does not fit this version of ours, as its metadata say; empty if it fits."""
+    ours = importlib.metadata.distribution(OURS)
+    extras = set(map(_normal, ours.metadata.get_all("Provides-Extra") or ()))
+    for requirement in _read_requirements(distribution):
+        if _normal(requirement.name) != OURS or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        if not requirement.specifier.contains(ours.version, prereleases=True):
+            return f"it needs {OURS}{requirement.specifier}, and {ours.version} is installed"
+        if unknown := set(map(_normal, requirement.extras)) - extras:
+            return f"it needs {OURS}[{', '.join(sorted(unknown))}], and {OURS} {ours.version} has no such extra"
+    return ""
+
+
+def _has_module(name: str) -> bool:
+    """Whether a module is installed, without importing it or its packages."""
+    if name in sys.modules:
+        return True
+    first, *others = name.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except ValueError:  # a module without a spec, such as a namespace that was made by hand
+        return True
+    for other in others:
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        spec = PathFinder.find_spec(f"{spec.name}.{other}", spec.submodule_search_locations)
+    return spec is not None
+
+
+@functools.cache
+def _call_of(expects: str) -> inspect.Signature | None:
+    """Returns the signature with which components of a kind are called; None if they are not functions."""
+    if not expects.startswith("("):
+        return None
+    (function,) = ast.parse(f"def call{expects.partition(' ->')[0]}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    positional = [inspect.Parameter(each.arg, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in function.args.args]
+    by_keyword = [inspect.Parameter(each.arg, inspect.Parameter.KEYWORD_ONLY) for each in function.args.kwonlyargs]
+    return inspect.Signature(positional + by_keyword)
+
+
+def _describe_wrong_type(made: object, expects: str) -> str:
+    """Returns what an object lacks to be a component of a kind; empty if nothing is found."""
+    if not _TARGET.fullmatch(expects):
+        return ""
+    expected = _import_target(expects, f"the class {expects!r}")
+    if not getattr(expected, "_is_protocol", False):
+        return "" if isinstance(made, expected) else f"and no {expected.__qualname__} ({expected.__module__})"
+    names = {name for base in expected.__mro__[:-1] for name in vars(base) if not name.startswith("_")}
+    missing = sorted(name for name in names if callable(getattr(expected, name, None)) and not hasattr(made, name))
+    return f"without {', '.join(missing)}, which {expects} has" if missing else ""
 
 
 def _import_target(target: str, what: str) -> Any:

@@ -19,16 +19,46 @@ def require_least(least: float, **settings: float | None) -> None:
         raise ConfigError(f"{', '.join(wrong)}: at least {least:g} is needed")
 
 
-def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Checks settings from a configuration against ``target``'s constructor, converting simple types.
+def settings_of(target: Callable[..., Any], call: inspect.Signature | None = None) -> dict[str, inspect.Parameter]:
+    """Returns the parameters that are settings, by name.
+
+    Args:
+        target: a class or a function.
+        call: the signature with which the component is called, if ``target`` is that component and not its class: these
+            parameters are not settings.
+
+    Raises:
+        ConfigError: ``target`` cannot be called like that.
+    """
+    parameters = list(inspect.signature(target).parameters.values())
+    if call is not None and not inspect.isclass(target):
+        try:
+            given = inspect.signature(target).bind_partial(
+                *[name for name, each in call.parameters.items() if each.kind is not each.KEYWORD_ONLY],
+                **{name: None for name, each in call.parameters.items() if each.kind is each.KEYWORD_ONLY},
+            )
+        except TypeError as error:
+            message = f"is called with {call}, and takes {inspect.signature(target)}: {error}"
+            raise ConfigError(message) from None
+        parameters = [parameter for parameter in parameters if parameter.name not in given.arguments]
+    return {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+
+
+def bind_settings(
+    target: Callable[..., Any], settings: Mapping[str, Any], owner: str, call: inspect.Signature | None = None
+) -> dict[str, Any]:
+    """Checks settings from a configuration against the ``settings_of`` a target, converting simple types.
 
     Raises ConfigError for an unknown or missing setting or a wrong type; the message calls the target ``owner``.
     """
-    parameters = {
-        name: parameter
-        for name, parameter in inspect.signature(target).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
+    try:
+        parameters = settings_of(target, call)
+    except ConfigError as error:
+        raise ConfigError(f"{owner} {error}") from None
     hints = setting_types(target)
     bound: dict[str, Any] = {}
     for name, value in settings.items():

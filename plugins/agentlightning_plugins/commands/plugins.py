@@ -30,35 +30,39 @@ def command(as_json: bool) -> None:
 
 def _describe(manager: PluginManager, plugin: Plugin) -> dict[str, Any]:
     offers = []
-    for component in plugin.offers:
-        missing = manager.missing_requirements(component.kind, component.name)
-        install = manager.install_command(component.kind, component.name) if missing else None
-        offers.append({**asdict(component), "missing": missing, "install": install})
-    described = {"plugin": plugin.name, "origin": plugin.origin, "state": plugin.state, "error": plugin.error}
-    return {**described, "offers": offers}
+    for name, offer in manager.offers_of(plugin):
+        missing = manager.missing_requirements(offer.component.kind, offer.full_name)
+        install = manager.install_command(offer.component.kind, offer.full_name) if missing else None
+        state = "broken" if offer.problem else "missing" if missing else "ready"
+        described = {**asdict(offer.component), "selected_by": name, "state": state, "problem": offer.problem}
+        offers.append({**described, "missing": missing, "install": install})
+    hooks = [hook for hook in manager.hooks_of(plugin) if hook not in ("components", "kinds")]
+    names = {"plugin": plugin.name, "full_name": plugin.full_name, "origin": plugin.origin}
+    status = {"interface": plugin.interface, "state": plugin.state, "error": plugin.error}
+    return {**names, **status, "hooks": hooks, "offers": offers}
 
 
 def _print_plugins(rows: Sequence[dict[str, Any]]) -> None:
     unique = {
-        (offer["kind"], offer["name"], offer["target"]): {**offer, "origin": row["origin"]}
+        (offer["kind"], offer["selected_by"], offer["target"]): {**offer, "origin": row["origin"]}
         for row in reversed(rows)
         for offer in row["offers"]
     }
     offers = [unique[key] for key in sorted(unique)]
+    hooks = [("hook", hook, "ready", row["origin"], row["full_name"]) for row in rows for hook in row["hooks"]]
     print_table(
         ("kind", "name", "state", "from", "summary"),
-        [(o["kind"], o["name"], "missing" if o["missing"] else "ready", o["origin"], o["summary"]) for o in offers],
+        [*[(o["kind"], o["selected_by"], o["state"], o["origin"], o["summary"]) for o in offers], *sorted(hooks)],
     )
     missing: dict[str, list[str]] = {}
     for offer in offers:
         if offer["missing"]:
-            missing.setdefault(offer["install"], []).append(offer["name"])
+            missing.setdefault(offer["install"], []).append(offer["selected_by"])
     for command, names in missing.items():
         echo(f"{command}  installs the requirements of {', '.join(names)}")
     for row in rows:
         if row["error"]:
-            state = "broken" if row["state"] == "broken" else "incomplete"
-            echo(f"{state}: {row['plugin']} ({row['origin']}): {row['error']}")
+            echo(f"{'incomplete' if row['state'] == 'loaded' else row['state']}: {row['full_name']}: {row['error']}")
 
 
 @hookimpl

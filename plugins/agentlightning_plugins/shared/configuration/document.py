@@ -93,7 +93,9 @@ def read_document(path: Path) -> ConfigDocument:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a mapping of settings is needed, got {type(values).__name__}")
     document = ConfigDocument(str(path), values)
-    _note_lines(yaml.compose(text, Loader=_Loader), (), document)
+    node = yaml.compose(text, Loader=_Loader)
+    assert node is not None
+    _note_lines(node, (), document)
     return document
 
 
