@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -344,9 +345,60 @@ def test_plugins_observe_every_event_of_a_run_and_a_failing_plugin_does_not_stop
     kinds = [event.kind for event in seen]
     assert kinds.count("rollout_finished") == len(TASKS)
     assert kinds[-1] == "run_finished"
-    assert caplog.text.count("observe of plugin broken failed") == 1
+    assert caplog.text.count("plugin broken failed") == 1
     logged = [record for record in caplog.records if record.name == "agentlightning.event"]
     assert len(logged) == len(seen)
+
+
+def test_a_plugin_sees_each_rollout_that_has_finished_with_its_spans(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[Any] = []
+
+    class Exporter:
+        @agl.hookimpl
+        def observe_rollout(self, rollout: Any, spans: Any, run: Any, directory: Any) -> None:
+            seen.append(
+                (
+                    rollout.status,
+                    [value for span in spans if (value := agl.get_reward_value(span)) is not None],
+                    run.run_id,
+                    directory,
+                )
+            )
+
+    manager = PluginManager()
+    manager.register(Exporter(), "exporter")
+    monkeypatch.setattr("agentlightning.run.tracker.get_manager", lambda: manager)
+    run = trainer(strategy="shm", run_dir=tmp_path / "run").fit(halving_agent, TASKS[:2])
+    rewards = sorted(each[1] for each in seen)
+    assert rewards == [[0.0], [0.5]]
+    assert {(status, run_id, directory) for status, _, run_id, directory in seen} == {
+        ("succeeded", run.run_id, tmp_path / "run")
+    }
+
+
+def test_a_slow_observer_delays_the_end_of_a_run_for_a_limited_time_and_its_losses_are_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    released = threading.Event()
+
+    class Slow:
+        @agl.hookimpl
+        def observe(self, event: Any) -> None:
+            released.wait(LIMIT_S)
+
+    manager = PluginManager()
+    manager.register(Slow(), "slow")
+    monkeypatch.setattr("agentlightning.run.tracker.get_manager", lambda: manager)
+    monkeypatch.setattr("agentlightning.run.tracker._CLOSE_PLUGIN_S", 0.1)
+    monkeypatch.setattr("agentlightning.run.tracker._MAX_BEHIND", 2)
+    assert trainer(strategy="shm").fit(halving_agent, TASKS).status == "succeeded"
+    released.set()
+    assert "plugin slow is 2 events behind and loses the next ones" in caplog.text
+    lost = re.search(r"plugin slow lost (\d+) events of the run: it was too slow", caplog.text)
+    assert lost is not None
+    assert int(lost[1]) > len(TASKS)
 
 
 def fail_to_report(store: agl.LightningStore, directory: Path) -> None:

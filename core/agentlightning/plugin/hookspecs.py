@@ -6,16 +6,19 @@ A plugin is a module named by an entry point of the group ``agentlightning``; it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import pluggy
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import click
 
     from agentlightning.event import Event
+    from agentlightning.records import Rollout, Run, Span
 
 INTERFACE: Final = 1
 """The number of this plugin interface. A plugin may state the number that it was written for: ``plugin_interface = 1``
@@ -120,10 +123,24 @@ def wrap_agent(agent: Any, options: WrapOptions) -> Any:
 
 
 @hookspec
-def observe(event: Event) -> None:
+def observe(event: Event, run: Run, directory: Path | None) -> None:
     """Called in the trainer's process with every event of a run, in order, once the event is durable.
 
-    Runs in a separate thread. If it raises, the error is logged and this plugin is not called again for the run.
+    Runs in a thread of the plugin. If it raises, the error is logged and this plugin is not called again for the run.
+    Events are lost, and counted in the log, if it is 10,000 events behind or still busy 5 s after the end of the run.
+
+    Args:
+        event: what has happened.
+        run: the run.
+        directory: where the run keeps its files; None if it keeps none.
+    """
+
+
+@hookspec
+def observe_rollout(rollout: Rollout, spans: Sequence[Span], run: Run, directory: Path | None) -> None:
+    """Called like ``observe`` with each rollout that has finished, and the spans of its latest attempt.
+
+    The spans are those of the agent and of the gateway that are stored by then.
     """
 
 
