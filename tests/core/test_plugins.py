@@ -350,6 +350,58 @@ def test_an_installed_requirement_of_another_version_counts_as_missing(
         PluginManager().get("algorithm", "tuned")
 
 
+OWN_PLUGIN = """
+from agentlightning import Component, hookimpl
+
+class Shout:
+    def start(self, run, directory): ...
+    def on_event(self, event): ...
+    def close(self): ...
+
+@hookimpl
+def components():
+    return [Component("tracker", "shout", f"{__name__}:Shout")]
+"""
+
+
+@pytest.mark.parametrize("path", ["own_shout.py", "own_pack/__init__.py"])
+def test_a_file_is_a_plugin_here_and_in_processes_that_start_later(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("AGL_PLUGINS", "")
+    file = tmp_path / path
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(OWN_PLUGIN)
+    given = file if file.parent == tmp_path else file.parent
+    manager = PluginManager()
+    manager.load_files([given])
+    manager.load_files([given])  # twice does no harm
+    assert type(manager.create("tracker", "shout")).__module__ == given.stem
+    code = "from agentlightning.plugin.registry import get_manager as m; print(m().create('tracker', 'shout'))"
+    assert f"{given.stem}.Shout" in run_python("-c", code)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "complaint"),
+    [
+        ("missing.py", None, "there is no file .*missing.py; give a file"),
+        ("json.py", "", r"its name 'json' is taken by the module .*; rename the file"),
+        ("own_error.py", "1 / 0", "ZeroDivisionError"),
+        ("own_typo.py", OWN_PLUGIN.replace("__name__}:Shout", "__name__}.Shout"), "write 'module"),
+    ],
+)
+def test_a_file_that_is_no_plugin_is_refused(
+    name: str, source: str | None, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("AGL_PLUGINS", "")
+    if source is not None:
+        (tmp_path / name).write_text(source)
+    with pytest.raises(PluginError, match=complaint):
+        PluginManager().load_files([tmp_path / name])
+
+
 def scaled(progress: float, *, factor: float = 1.0) -> float:
     return progress * factor
 

@@ -7,11 +7,9 @@ of its names is requested.
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import inspect
 import logging
 import os
@@ -19,29 +17,37 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import pluggy
 
 from agentlightning.errors import PluginError, PluginImportError, suggest
 from agentlightning.plugin import hookspecs
+from agentlightning.plugin.checks import (
+    OURS,
+    TARGET,
+    ask,
+    call_of,
+    check_hooks,
+    describe_wrong_type,
+    find_unmet,
+    has_module,
+    import_target,
+    normalize,
+    requirements_of_extra,
+)
 from agentlightning.plugin.hookspecs import CORE_KINDS, INTERFACE, Component, Kind
 from agentlightning.plugin.settings import bind_settings
 
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
-
 logger = logging.getLogger("agentlightning")
 GROUP: Final = "agentlightning"
-OURS: Final = "lightning"
-"""The distribution of the built-in plugins."""
 DISABLED: Final = "AGL_DISABLED_PLUGINS"
 """The environment variable that lists plugins to switch off: names of plugins or distributions, separated by commas."""
+FILES: Final = "AGL_PLUGINS"
+"""The environment variable with the paths of plugins that are not installed; the processes of a run inherit it."""
 _MAX_ERROR: Final = 500
-_HOOKS = [name for name, value in vars(hookspecs).items() if hasattr(value, "agentlightning_spec")]
-_TARGET: Final = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
 
 
 @dataclass
@@ -88,37 +94,21 @@ class Offer(NamedTuple):
     def problem(self) -> str:
         """What is wrong with the description of the component, found without importing it; empty if nothing is."""
         plugin, component = self
-        if not _TARGET.fullmatch(component.target):
+        if not TARGET.fullmatch(component.target):
             return f"a target {component.target!r}; write 'module:attribute'"
         if plugin.distribution is not None and component.extra is not None:
             extras = plugin.distribution.metadata.get_all("Provides-Extra") or ()
-            if _normal(component.extra) not in map(_normal, extras):
+            if normalize(component.extra) not in map(normalize, extras):
                 return f"an extra {component.extra!r}, which {plugin.origin} does not declare"
         module = component.target.partition(":")[0]
-        return "" if _has_module(module) else f"a target {component.target!r}, and there is no module {module!r}"
+        return "" if has_module(module) else f"a target {component.target!r}, and there is no module {module!r}"
 
 
 @functools.cache  # parses a file, which costs as much as loading several plugins
 def _read_origin(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
     """Returns the name of a distribution, and the name with the version."""
     metadata = distribution.metadata
-    return _normal(metadata["Name"]), f"{metadata['Name']} {metadata['Version']}"
-
-
-@functools.cache
-def _read_requirements(distribution: importlib.metadata.Distribution) -> list[Requirement]:
-    from packaging.requirements import Requirement
-
-    return [Requirement(line) for line in distribution.requires or []]
-
-
-@functools.cache  # `agl plugins` asks for the extra of every component
-def _requirements_of_extra(distribution: importlib.metadata.Distribution, extra: str) -> list[Requirement]:
-    return [
-        requirement
-        for requirement in _read_requirements(distribution)
-        if (marker := requirement.marker) and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
-    ]
+    return normalize(metadata["Name"]), f"{metadata['Name']} {metadata['Version']}"
 
 
 class PluginManager:
@@ -142,6 +132,8 @@ class PluginManager:
         ]
         for owner, origin, point in sorted(found, key=lambda each: (each[0] != OURS, each[0], each[2].name)):
             self._load(owner, origin, point)
+        if entry_points is None:
+            self._load_files(os.environ.get(FILES, "").split(os.pathsep))
         for plugin in self.plugins.values():  # after all have declared their kinds
             self._offer(plugin)
         known = {name for plugin in self.plugins.values() for name in _names_of(plugin)}
@@ -163,6 +155,39 @@ class PluginManager:
             raise PluginError(problems)
         self._offer(plugin)
         return plugin
+
+    def load_files(self, paths: Iterable[str | os.PathLike[str]]) -> None:
+        """Adds plugins that are not installed, here and in all processes that this one starts from now on.
+
+        Args:
+            paths: files such as ``mine.py``, or folders that are packages. Their names are the plugins' names, and what
+                lies beside them can be imported.
+
+        Raises:
+            PluginError: a path does not exist, or its plugin is broken.
+        """
+        for plugin in self._load_files(map(str, paths)):
+            if plugin.error:
+                raise PluginError(f"plugin {plugin.target}: {plugin.error}")
+            self._offer(plugin)
+            if plugin.error:
+                raise PluginError(f"plugin {plugin.target}: {plugin.error}")
+
+    def _load_files(self, paths: Iterable[str]) -> list[Plugin]:
+        loaded = []
+        for path in [Path(path).absolute() for path in paths if path]:
+            plugin = Plugin(path.stem, path.stem, str(path), str(path))
+            if (known := self.plugins.get(plugin.full_name)) is not None and known.target == plugin.target:
+                continue
+            loaded.append(plugin)
+            try:
+                self._add(plugin, _import_file(path))
+            except (Exception, SystemExit) as error:  # isolation point: a broken plugin must not stop the host
+                self._report(plugin, "broken", f"{type(error).__name__}: {error}")
+                continue
+            others = [other for other in os.environ.get(FILES, "").split(os.pathsep) if other]
+            os.environ[FILES] = os.pathsep.join(dict.fromkeys([*others, str(path)]))
+        return loaded
 
     def components(self, kind: str) -> dict[str, Component]:
         """Returns the components of a kind by the name that selects each, in alphabetical order."""
@@ -196,7 +221,7 @@ class PluginManager:
         if component.extra is None or plugin.distribution is None:
             return []
         missing = []
-        for requirement in _requirements_of_extra(plugin.distribution, component.extra):
+        for requirement in requirements_of_extra(plugin.distribution, component.extra):
             try:
                 installed = importlib.metadata.distribution(requirement.name)
             except importlib.metadata.PackageNotFoundError:
@@ -230,7 +255,7 @@ class PluginManager:
         what = f"the {kind} {name!r}"
         offers = self._find(kind, name)
         if not offers and set(".:") & set(name) and name.replace(".", "_").replace(":", "_", 1).isidentifier():
-            return _import_target(name if ":" in name else ":".join(name.rsplit(".", 1)), what), what
+            return import_target(name if ":" in name else ":".join(name.rsplit(".", 1)), what), what
         if not offers:
             raise PluginError(self._describe_unknown(kind, name))
         if len({offer.component.target for offer in offers}) > 1:
@@ -242,20 +267,20 @@ class PluginManager:
         what += f" of plugin {plugin.full_name} ({plugin.origin})"
         if not plugin.is_ours and (problem := offers[0].problem):
             raise PluginImportError(f"{what} has {problem}")
-        return _import_target(component.target, what), what
+        return import_target(component.target, what), what
 
     def _find(self, kind: str, name: str) -> list[Offer]:
         """Returns the components that a name means: the built-in one, else those of all others."""
         plain, _, owner = name.partition("@")
         offers = self._offers.get((kind, plain), [])
         if owner:
-            return [offer for offer in offers if offer.plugin.owner == _normal(owner)]
+            return [offer for offer in offers if offer.plugin.owner == normalize(owner)]
         return [offer for offer in offers if offer.plugin.is_ours] or offers
 
     def get_target(self, target: str) -> Any:
         """Imports ``"module:attribute"``; raises PluginImportError, which names the missing extra, if any."""
         try:
-            return _import_target(target, f"the name {target.rpartition(':')[2]!r}")
+            return import_target(target, f"the name {target.rpartition(':')[2]!r}")
         except PluginImportError:
             self.require(target)
             raise
@@ -289,14 +314,14 @@ class PluginManager:
         """
         target, settings, what = self._check(kind, spec)
         expects = self.kinds[kind].expects
-        call = _call_of(expects)
+        call = call_of(expects)
         if call is not None and not inspect.isclass(target):
             return functools.partial(target, **settings) if settings else target
         made = target(**settings)
         if call is not None:
             if not callable(made):
                 raise PluginError(f"{what} is not callable; a {kind} is called with {call}")
-        elif wrong := _describe_wrong_type(made, expects):
+        elif wrong := describe_wrong_type(made, expects):
             raise PluginError(f"{what} is a {type(made).__name__} {wrong}")
         return made
 
@@ -315,7 +340,7 @@ class PluginManager:
         target, what = self._get(kind, name)
         if not callable(target):
             raise PluginError(f"{what} is a {type(target).__name__}, not a class or a function")
-        return target, bind_settings(target, settings, f"{kind} {name!r}", _call_of(self.kinds[kind].expects)), what
+        return target, bind_settings(target, settings, f"{kind} {name!r}", call_of(self.kinds[kind].expects)), what
 
     def _describe_unknown(self, kind: str, name: str) -> str:
         installed = self.components(kind)
@@ -333,7 +358,7 @@ class PluginManager:
         elif not self._disabled.isdisjoint(_names_of(plugin)):
             plugin.state, plugin.error = "off", f"switched off by {DISABLED}"
             self.plugins[plugin.full_name] = plugin
-        elif distribution is not None and not plugin.is_ours and (unmet := _find_unmet(distribution)):
+        elif distribution is not None and not plugin.is_ours and (unmet := find_unmet(distribution)):
             self._report(plugin, "refused", unmet)
         else:
             try:
@@ -355,11 +380,11 @@ class PluginManager:
             raise PluginError(
                 f"it was written for plugin interface {plugin.interface}, and this is {INTERFACE}; upgrade {OURS}"
             )
-        _check_hooks(module)
+        check_hooks(module)
         try:
             self._pluggy.register(module, plugin.full_name)
-            plugin.kinds = _ask(module, "kinds", Kind)
-            plugin.offers = _ask(module, "components", Component)
+            plugin.kinds = ask(module, "kinds", Kind)
+            plugin.offers = ask(module, "components", Component)
         except (Exception, SystemExit):
             self._pluggy.unregister(name=plugin.full_name)  # pluggy keeps the hooks it had registered before the error
             raise
@@ -394,101 +419,23 @@ class PluginManager:
         return f"unknown kind {kind!r}.{suggest(kind, self.kinds)} Kinds: {', '.join(sorted(self.kinds))}"
 
 
-def _ask(module: object, hook: str, expected: type) -> list[Any]:
-    """Returns the answer of a module's implementation of ``kinds`` or ``components``."""
-    implementation: Any = getattr(module, hook, None)
-    answer = list(implementation()) if hasattr(implementation, "agentlightning_impl") else []
-    if wrong := [each for each in answer if not isinstance(each, expected)]:
-        raise PluginError(f"hook {hook!r} returned {wrong[0]!r:.100}, which is no {expected.__name__}")
-    return answer
-
-
-def _check_hooks(module: object) -> None:
-    for name in dir(module):
-        value = getattr(module, name)
-        if not hasattr(value, "agentlightning_impl"):
-            if name in _HOOKS and inspect.isfunction(value) and value.__module__ == getattr(module, "__name__", ""):
-                raise PluginError(f"{name!r} is the name of a hook, and the function is not decorated with @hookimpl")
-            continue
-        if name not in _HOOKS:
-            raise PluginError(f"there is no hook {name!r}.{suggest(name, _HOOKS)} Hooks: {', '.join(_HOOKS)}")
-        if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
-            raise PluginError(f"hook {name!r} is async; hooks are plain functions")
-        for parameter in inspect.signature(value).parameters.values():
-            if parameter.default is not parameter.empty:  # pluggy would never pass it
-                raise PluginError(f"hook {name!r} has a default for {parameter.name!r}, so it would not get it")
-
-
-def _normal(name: str) -> str:
-    """Returns the name of a distribution as the package index compares it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def _names_of(plugin: Plugin) -> set[str]:
     """Returns the names by which a plugin can be switched off."""
     return {plugin.name, plugin.full_name} if plugin.is_ours else {plugin.name, plugin.full_name, plugin.owner}
 
 
-def _find_unmet(distribution: importlib.metadata.Distribution) -> str:
-    """Returns why a distribution does not fit this version of ours, as its metadata say; empty if it fits."""
-    ours = importlib.metadata.distribution(OURS)
-    extras = set(map(_normal, ours.metadata.get_all("Provides-Extra") or ()))
-    for requirement in _read_requirements(distribution):
-        if _normal(requirement.name) != OURS or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
-            continue
-        if not requirement.specifier.contains(ours.version, prereleases=True):
-            return f"it needs {OURS}{requirement.specifier}, and {ours.version} is installed"
-        if unknown := set(map(_normal, requirement.extras)) - extras:
-            return f"it needs {OURS}[{', '.join(sorted(unknown))}], and {OURS} {ours.version} has no such extra"
-    return ""
-
-
-def _has_module(name: str) -> bool:
-    """Whether a module is installed, without importing it or its packages."""
-    if name in sys.modules:
-        return True
-    first, *others = name.split(".")
-    try:
-        spec = importlib.util.find_spec(first)
-    except ValueError:  # a module without a spec, such as a namespace that was made by hand
-        return True
-    for other in others:
-        if spec is None or spec.submodule_search_locations is None:
-            return False
-        spec = PathFinder.find_spec(f"{spec.name}.{other}", spec.submodule_search_locations)
-    return spec is not None
-
-
-@functools.cache
-def _call_of(expects: str) -> inspect.Signature | None:
-    """Returns the signature with which components of a kind are called; None if they are not functions."""
-    if not expects.startswith("("):
-        return None
-    (function,) = ast.parse(f"def call{expects.partition(' ->')[0]}: ...").body
-    assert isinstance(function, ast.FunctionDef)
-    positional = [inspect.Parameter(each.arg, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in function.args.args]
-    by_keyword = [inspect.Parameter(each.arg, inspect.Parameter.KEYWORD_ONLY) for each in function.args.kwonlyargs]
-    return inspect.Signature(positional + by_keyword)
-
-
-def _describe_wrong_type(made: object, expects: str) -> str:
-    """Returns what an object lacks to be a component of a kind; empty if nothing is found."""
-    if not _TARGET.fullmatch(expects):
-        return ""
-    expected = _import_target(expects, f"the class {expects!r}")
-    if not getattr(expected, "_is_protocol", False):
-        return "" if isinstance(made, expected) else f"and no {expected.__qualname__} ({expected.__module__})"
-    names = {name for base in expected.__mro__[:-1] for name in vars(base) if not name.startswith("_")}
-    missing = sorted(name for name in names if callable(getattr(expected, name, None)) and not hasattr(made, name))
-    return f"without {', '.join(missing)}, which {expects} has" if missing else ""
-
-
-def _import_target(target: str, what: str) -> Any:
-    module, _, attribute = target.partition(":")
-    try:
-        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise PluginImportError(f"{what} cannot be imported from {target!r}: {error}") from error
+def _import_file(path: Path) -> ModuleType:
+    """Imports a file or a package by its name, so that targets such as ``mine:Tracker`` refer to it."""
+    source = path / "__init__.py" if path.is_dir() else path
+    if not source.is_file():
+        raise PluginError(f"there is no file {source}; give a file such as mine.py, or a folder that is a package")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = importlib.import_module(path.stem)
+    found = getattr(module, "__file__", None)
+    if found is None or not source.samefile(found):
+        raise PluginError(f"its name {path.stem!r} is taken by the module {found}; rename the file")
+    return module
 
 
 @functools.cache
