@@ -183,7 +183,7 @@ class RolloutCollector:
 
     def choose_tasks(self, train: Dataset[Any], count: int, position: int) -> list[tuple[int, Any]]:
         """Returns the next tasks of the training set, with their indices."""
-        choose = get_manager().get("task_sampler", self.settings.task_sampler)
+        choose = get_manager().create("task_sampler", self.settings.task_sampler)
         seed = self.policies.first.updater.settings.seed
         chosen = choose(len(train), count, position, seed=seed, rewards=self.task_rewards)
         return [(index, train[index]) for index in chosen]
@@ -201,10 +201,10 @@ class RolloutCollector:
         """Returns the episodes to train on, with the rewards to train with."""
         settings, experience = self.settings, self.settings.experience
         if experience.rollout_filter is not None:
-            episodes = get_manager().get("rollout_filter", experience.rollout_filter)(episodes, settings)
+            episodes = get_manager().create("rollout_filter", experience.rollout_filter)(episodes, settings)
         if experience.reward_shaping is None:
             return list(episodes)
-        shape = get_manager().get("reward_shaping", experience.reward_shaping)
+        shape = get_manager().create("reward_shaping", experience.reward_shaping)
         return [replace(episode, reward=shape(episode, settings)) for episode in episodes]
 
     async def sampler_metrics(self) -> dict[str, float]:

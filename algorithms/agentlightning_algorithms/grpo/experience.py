@@ -154,7 +154,7 @@ def _find_advantages(scored_R: Sequence[tuple[Episode, float]], settings: Experi
     items = _score_calls(scored_R)
     if not items:
         return {}
-    estimate = get_manager().get("advantage", settings.estimator)
+    estimate = get_manager().create("advantage", settings.estimator)
     advantages = estimate([item for item, _ in items], std_floor=settings.std_floor)
     return {id(call): value for value, (_, calls) in zip(advantages, items, strict=True) for call in calls}
 

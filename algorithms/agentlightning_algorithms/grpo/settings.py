@@ -116,20 +116,20 @@ class ExperienceSettings:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     rows: Literal["transitions", "trajectories"] = "transitions"
-    estimator: str = "grpo"
+    estimator: str | Mapping[str, Any] = "grpo"
     std_floor: float = STD_FLOOR
     failed_reward: float | None = 0.0
     keep_flat_groups: bool = False
     drop_cut_off: bool = False
-    reward_shaping: str | None = None
-    rollout_filter: str | None = None
+    reward_shaping: str | Mapping[str, Any] | None = None
+    rollout_filter: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        get_manager().get("advantage", self.estimator)
+        get_manager().check("advantage", self.estimator)
         if self.reward_shaping is not None:
-            get_manager().get("reward_shaping", self.reward_shaping)
+            get_manager().check("reward_shaping", self.reward_shaping)
         if self.rollout_filter is not None:
-            get_manager().get("rollout_filter", self.rollout_filter)
+            get_manager().check("rollout_filter", self.rollout_filter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +223,8 @@ class GRPOSettings:
     backend: str | Mapping[str, Any] = "transformers"
     refill_rounds: int = 0
     staleness: int = 0
-    task_sampler: str = "shuffled"
-    extra_metrics: Sequence[str] = ()
+    task_sampler: str | Mapping[str, Any] = "shuffled"
+    extra_metrics: Sequence[str | Mapping[str, Any]] = ()
     success_threshold: float = 1.0
     rollout_timeout_s: float = 300.0
     eval_every: int = 10
@@ -263,9 +263,10 @@ class GRPOSettings:
             self.experience = replace(self.experience, keep_flat_groups=True)
         if self.rollouts_per_task < 2 and learns_from_rewards:
             raise ConfigError(f"rollouts_per_task = {self.rollouts_per_task}: a group needs at least 2 to compare")
-        get_manager().get("task_sampler", self.task_sampler)
+        get_manager().check("policy_backend", self.backend)
+        get_manager().check("task_sampler", self.task_sampler)
         for name in self.extra_metrics:
-            get_manager().get("training_metrics", name)
+            get_manager().check("training_metrics", name)
         self.model = find_model(self.model)
         given = unnest_temperature(self.sampling or {})
         self.sampling = {"force": True, "temperature": 1.0, **given}

@@ -392,7 +392,7 @@ class TrainingSession:
         threshold, failed_reward = self.settings.success_threshold, self.settings.experience.failed_reward
         found = describe_episodes(episodes, success_threshold=threshold, failed_reward=failed_reward)
         for name in self.settings.extra_metrics:
-            found |= get_manager().get("training_metrics", name)(episodes)
+            found |= get_manager().create("training_metrics", name)(episodes)
         return found
 
     def _is_reached(self, metrics: Mapping[str, float]) -> bool:

@@ -378,11 +378,19 @@ def test_a_plugin_can_add_a_loss_and_an_advantage(tiny_policy: Policy, third_par
     assert maxrl(items, std_floor=0.01) == [3.0, -1.0, -1.0, -1.0]
 
 
-def test_an_unknown_loss_or_advantage_is_refused_with_a_suggestion(tiny_policy: Policy) -> None:
+def test_an_unknown_part_of_a_training_or_setting_of_it_is_refused_with_a_suggestion() -> None:
     with pytest.raises(PluginError, match="no policy_loss named 'pp0'. Did you mean 'ppo'"):
-        Updater(tiny_policy, UpdateSettings(objective="pp0"))
+        UpdateSettings(objective="pp0")
     with pytest.raises(PluginError, match="no advantage named 'grp0'. Did you mean 'grpo'"):
         ExperienceSettings(estimator="grp0")
+    with pytest.raises(ConfigError, match="advantage 'rloo' has no setting 'temperature'"):
+        ExperienceSettings(estimator={"name": "rloo", "temperature": 2})
+    with pytest.raises(PluginError, match="no aggregation named 'token-men'. Did you mean 'token-mean'"):
+        UpdateSettings(aggregation="token-men")
+    with pytest.raises(PluginError, match="no policy_backend named 'transfomers'. Did you mean 'transformers'"):
+        GRPO(model="nowhere", backend="transfomers")
+    with pytest.raises(ConfigError, match="training_metrics 'pass_at_k' has no setting 'treshold'"):
+        GRPO(model="nowhere", extra_metrics=[{"name": "pass_at_k", "treshold": 1.0}])
 
 
 def test_lora_on_the_output_layer_trains_it(tiny_policy: Policy, tmp_path: Path) -> None:

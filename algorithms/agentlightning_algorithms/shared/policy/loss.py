@@ -10,8 +10,8 @@ Log-probabilities are natural. The numbers and gradients equal verl 0.9.1's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -182,17 +182,21 @@ def rollout_mean(length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | 
 
 
 def _aggregated(
-    mask_BT: Tensor, aggregation: str, weight_B: Tensor | None, rollout_length_B: Tensor | None, horizon: int
+    mask_BT: Tensor,
+    aggregation: str | Mapping[str, Any],
+    weight_B: Tensor | None,
+    rollout_length_B: Tensor | None,
+    horizon: int,
 ) -> Aggregated:
     length_B = mask_BT.sum(-1)
     weight_B = torch.ones_like(length_B) if weight_B is None else weight_B
-    component: Callable[..., tuple[Tensor, Tensor]] = get_manager().get("aggregation", aggregation)
+    component: Callable[..., tuple[Tensor, Tensor]] = get_manager().create("aggregation", aggregation)
     return Aggregated(*component(length_B, weight_B, rollout_length_B, horizon))
 
 
 def loss_normalizer(
     mask_BT: Tensor,
-    aggregation: str,
+    aggregation: str | Mapping[str, Any],
     weight_B: Tensor | None = None,
     *,
     rollout_length_B: Tensor | None = None,
@@ -208,7 +212,7 @@ def loss_normalizer(
 def aggregate(
     value_BT: Tensor,
     mask_BT: Tensor,
-    aggregation: str = "token-mean",
+    aggregation: str | Mapping[str, Any] = "token-mean",
     *,
     weight_B: Tensor | None = None,
     normalizer: Tensor | float | None = None,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
@@ -64,7 +65,7 @@ class UpdateSettings:
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
-    schedule: str = "constant"
+    schedule: str | Mapping[str, Any] = "constant"
     total_updates: int | None = None
     warmup_updates: int = 0
     final_lr_fraction: float = 0.1
@@ -73,11 +74,11 @@ class UpdateSettings:
     minibatches: int = 1
     max_tokens_per_microbatch: int = 8192
     gradient_checkpointing: bool | None = None
-    objective: str = "ppo"
+    objective: str | Mapping[str, Any] = "ppo"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = 3.0
-    aggregation: str = "token-mean"
+    aggregation: str | Mapping[str, Any] = "token-mean"
     horizon: int | None = None
     temperature: float = 1.0
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
@@ -96,7 +97,9 @@ class UpdateSettings:
         for name in ("lr", "max_grad_norm", "temperature", "epochs", "minibatches", "max_tokens_per_microbatch"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}; it must be above 0.")
-        get_manager().get("schedule", self.schedule)
+        get_manager().check("schedule", self.schedule)
+        get_manager().check("policy_loss", self.objective)
+        get_manager().check("aggregation", self.aggregation)
         names = ("weight_decay", "warmup_updates", "final_lr_fraction", "clip_low", "clip_high", "kl_coefficient")
         require_least(0, **{name: getattr(self, name) for name in names})
         if self.dual_clip is not None and self.dual_clip <= 1:
@@ -126,7 +129,7 @@ class UpdateSettings:
             return self.lr
         decaying = max(1, self.total_updates - 1 - self.warmup_updates)
         progress = min(1.0, (update - self.warmup_updates) / decaying)
-        share = float(get_manager().get("schedule", self.schedule)(progress))
+        share = float(get_manager().create("schedule", self.schedule)(progress))
         return self.lr * (self.final_lr_fraction + (1.0 - self.final_lr_fraction) * share)
 
 

@@ -60,7 +60,7 @@ class Updater:
         self.settings = settings = settings or UpdateSettings()
         if settings.schedule != "constant" and settings.total_updates is None:
             raise ConfigError(f"schedule = {settings.schedule!r} needs total_updates, the number of updates it spans.")
-        self._objective: Objective = get_manager().get("policy_loss", settings.objective)
+        self._objective: Objective = get_manager().create("policy_loss", settings.objective)
         self.updates = 0  # made so far
         self.uses: list[RowUse] = []  # uses of the rows in the last update
         self._open_step: tuple[StepMetrics, list[PreparedRow]] = StepMetrics(), []  # added, but not yet applied
@@ -190,7 +190,7 @@ class Updater:
         ]
 
     def forward_backward(
-        self, rows: Sequence[TrainingRow], objective: str | Objective | None = None
+        self, rows: Sequence[TrainingRow], objective: str | Mapping[str, Any] | Objective | None = None
     ) -> Mapping[str, float]:
         """Adds the gradient of the loss of ``rows``, without an optimizer step; returns ``loss`` and ``rows``.
 
@@ -203,7 +203,7 @@ class Updater:
         """
         check_rows(rows, self.policy.max_length)
         found: Objective | None = (
-            get_manager().get("policy_loss", objective) if isinstance(objective, str) else objective
+            get_manager().create("policy_loss", objective) if isinstance(objective, (str, Mapping)) else objective
         )
         step, added = self._open_step
         before = float(step.totals.get("loss", torch.zeros(())))
