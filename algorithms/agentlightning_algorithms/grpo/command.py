@@ -237,18 +237,11 @@ def _curve(file: Path) -> list[str]:
     curve = sorted((step, values) for step, values in steps.items() if values)
     if not curve:
         return []
-    chosen = [curve[round(i * (len(curve) - 1) / max(1, _ROWS - 1))] for i in range(_ROWS)]
-    shown = curve if len(curve) <= _ROWS else chosen
     lines = ["## Learning curve", "", "| step | training reward | validation reward |", "|---|---|---|"]
-    return [
-        *lines,
-        *(f"| {step} | {_show(values, 'reward')} | {_show(values, 'val_reward')} |" for step, values in shown),
-        "",
-    ]
-
-
-def _show(values: dict[str, float], name: str) -> str:
-    return f"{values[name]:.3f}" if name in values else ""
+    for step, values in reversed(curve[:: -max(1, -(-len(curve) // _ROWS))]):  # the last step is shown
+        reward, val_reward = (f"{values[name]:.3f}" if name in values else "" for name in ("reward", "val_reward"))
+        lines.append(f"| {step} | {reward} | {val_reward} |")
+    return [*lines, ""]
 
 
 def _versions(file: Path) -> list[str]:

@@ -75,7 +75,7 @@ class OfflineTraining(Algorithm):
         self._resume_from: Path | None = None
 
     form: ClassVar[str]
-    """What a line of a file looks like."""
+    """Example of a line of a file, for errors."""
 
     @abstractmethod
     def parse_line(self, line: Any) -> Any:

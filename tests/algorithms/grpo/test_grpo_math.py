@@ -168,7 +168,10 @@ def test_gspo_and_cispo_and_their_gradients_agree_with_verl(surrogate: Any, gold
 )
 def test_importance_weights_agree_with_verl(level: WeightLevel, lower: float | None, golden: str) -> None:
     log_ratio_BT = given_tensor("old") - given_tensor("rollout")
-    assert_equal(importance_weights(log_ratio_BT, given_tensor("mask"), level, upper=2.0, lower=lower), VERL[golden])
+    settings = UpdateSettings(
+        old_logprobs="trainer", importance_weights=level, importance_upper=2.0, importance_lower=lower
+    )
+    assert_equal(importance_weights(log_ratio_BT, given_tensor("mask"), settings), VERL[golden])
 
 
 @pytest.mark.parametrize(
@@ -181,7 +184,8 @@ def test_importance_weights_agree_with_verl(level: WeightLevel, lower: float | N
 )
 def test_trust_masks_agree_with_verl(level: MaskLevel, lower: float, upper: float, golden: str) -> None:
     log_ratio_BT = given_tensor("old") - given_tensor("rollout")
-    assert_equal(trusted_tokens(log_ratio_BT, given_tensor("mask"), level, lower=lower, upper=upper), VERL[golden])
+    settings = UpdateSettings(old_logprobs="trainer", trust_mask=level, trust_lower=lower, trust_upper=upper)
+    assert_equal(trusted_tokens(log_ratio_BT, given_tensor("mask"), settings), VERL[golden])
 
 
 @given(st.integers(0, 1000), st.integers(1, 5), st.sampled_from([ppo, gspo, cispo]))

@@ -1,4 +1,4 @@
-"""What an update works with: rows with old log-probabilities and corrections, and metrics of its steps.
+"""Rows with the values that are fixed during an update: old log-probabilities, and corrections; metrics of its steps.
 
     B               rows of a batch
     T               sampled tokens of a row; in a batch, response tokens, padded to the longest
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agentlightning_algorithms.shared.policy.settings import MaskLevel, UpdateSettings, WeightLevel
+from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_plugins.shared.training_records.record import Outcome
 
@@ -85,26 +85,18 @@ def prepare_rows(
         log_ratio_T = old_T - torch.tensor(row.sampled(row.logprobs))
         reference_T = None if reference_logprobs is None else torch.tensor(row.sampled(reference_logprobs[i]))
         advantage_T = torch.tensor(row.advantages, dtype=torch.float32)
-        kept_T, importance_T = _correct(log_ratio_T, settings)
+        ones_1T = torch.ones_like(log_ratio_T)[None]
+        kept_T = importance_T = ones_1T[0]
+        if settings.trust_mask is not None:
+            kept_T = trusted_tokens(log_ratio_T[None], ones_1T, settings)[0]
+        if settings.importance_weights is not None:
+            importance_T = importance_weights(log_ratio_T[None], ones_1T, settings)[0]
         rollout = i if row.rollout is None else ("rollout", row.rollout)
         prepared.append(PreparedRow(row, advantage_T, old_T, log_ratio_T, reference_T, kept_T, importance_T, rollout))
         lengths[rollout] += row.weight * float(kept_T.sum())
     for each in prepared:
         each.rollout_length = lengths[each.rollout]
     return prepared
-
-
-def _correct(log_ratio_T: Tensor, settings: UpdateSettings) -> tuple[Tensor, Tensor]:
-    """Returns trust mask and importance weights for the difference between sampler and trainer."""
-    s, log_ratio_1T = settings, log_ratio_T[None]
-    ones_1T = kept_1T = importance_1T = torch.ones_like(log_ratio_1T)
-    if s.trust_mask is not None:
-        kept_1T = trusted_tokens(log_ratio_1T, ones_1T, s.trust_mask, lower=s.trust_lower, upper=s.trust_upper)
-    if s.importance_weights is not None:
-        importance_1T = importance_weights(
-            log_ratio_1T, ones_1T, s.importance_weights, lower=s.importance_lower, upper=s.importance_upper
-        )
-    return kept_1T[0], importance_1T[0]
 
 
 def describe_correction(rows: Sequence[PreparedRow], settings: UpdateSettings) -> dict[str, float]:
@@ -124,48 +116,41 @@ def describe_correction(rows: Sequence[PreparedRow], settings: UpdateSettings) -
     return report
 
 
-def importance_weights(
-    log_ratio_BT: Tensor,
-    mask_BT: Tensor,
-    level: WeightLevel = "token",
-    *,
-    upper: float = 2.0,
-    lower: float | None = None,
-) -> Tensor:
+def importance_weights(log_ratio_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings) -> Tensor:
     """Returns the factor for the loss of each token; 0 outside the mask.
 
-    Without ``lower`` weights are truncated: min(ratio, upper) (Ionides 2008; for sampler and trainer Yao et al. 2025).
-    With ``lower`` they are IcePop's: the ratio within [lower, upper], 0 outside (Ling Team 2025, arXiv:2510.18855).
+    Without ``importance_lower`` weights are truncated: min(ratio, ``importance_upper``) (Ionides 2008; for sampler and
+    trainer Yao et al. 2025). With it they are IcePop's: the ratio within the bounds, 0 outside (Ling Team 2025,
+    arXiv:2510.18855).
 
-    ``level``: ``token`` weights each token by its own ratio, biased with low variance; ``sequence`` weights all tokens
-    of a row by the product of its ratios, unbiased with high variance.
+    ``token`` weights each token by its own ratio, biased with low variance; ``sequence`` weights all tokens of a row by
+    the product of its ratios, unbiased with high variance.
     """
-    if level == "sequence":
+    if settings.importance_weights == "sequence":
         log_ratio_BT = (log_ratio_BT * mask_BT).sum(-1, keepdim=True).expand_as(log_ratio_BT)
     ratio_BT = log_ratio_BT.detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp() * mask_BT
+    lower, upper = settings.importance_lower, settings.importance_upper
     if lower is None:
         return ratio_BT.clamp(max=upper)
     return torch.where((ratio_BT >= lower) & (ratio_BT <= upper), ratio_BT, 0.0)
 
 
-def trusted_tokens(
-    log_ratio_BT: Tensor, mask_BT: Tensor, level: MaskLevel = "token", *, lower: float = 0.5, upper: float = 2.0
-) -> Tensor:
-    """Returns the mask without the tokens whose ratio is outside [lower, upper].
+def trusted_tokens(log_ratio_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings) -> Tensor:
+    """Returns the mask without the tokens whose ratio is outside [``trust_lower``, ``trust_upper``].
 
     Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
 
-    ``level``: ``token`` drops tokens by their ratio; ``sequence`` drops rows by the product of their ratios, and
-    ``sequence-mean`` by the geometric mean, which does not penalise length.
+    ``token`` drops tokens by their ratio; ``sequence`` drops rows by the product of their ratios, and ``sequence-mean``
+    by the geometric mean, which does not penalise length.
     """
     log_ratio_BT = log_ratio_BT.detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    if level != "token":
+    if settings.trust_mask != "token":
         total_B1 = (log_ratio_BT * mask_BT).sum(-1, keepdim=True)
-        if level == "sequence-mean":
+        if settings.trust_mask == "sequence-mean":
             total_B1 = total_B1 / mask_BT.sum(-1, keepdim=True).clamp(min=1.0)
         log_ratio_BT = total_B1.expand_as(log_ratio_BT)
     ratio_BT = log_ratio_BT.exp()
-    return mask_BT * ((ratio_BT >= lower) & (ratio_BT <= upper))
+    return mask_BT * ((ratio_BT >= settings.trust_lower) & (ratio_BT <= settings.trust_upper))
 
 
 class StepMetrics:
