@@ -401,6 +401,47 @@ def test_a_slow_observer_delays_the_end_of_a_run_for_a_limited_time_and_its_loss
     assert int(lost[1]) > len(TASKS)
 
 
+class Counting(agl.Algorithm):
+    """Counts to three; stops once, after ``stop_after`` steps."""
+
+    def __init__(self, *, stop_after: int | None) -> None:
+        self.stop_after = stop_after
+        self.step = 0
+        self.done: list[int] = []
+
+    def save_state(self, directory: Path) -> None:
+        assert not list(directory.iterdir())
+        (directory / "step").write_text(str(self.step))
+
+    def load_state(self, directory: Path) -> None:
+        self.step = int((directory / "step").read_text())
+
+    def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+        while self.step < 3:
+            if self.step == self.stop_after:
+                raise ConnectionError("stopped")
+            self.step += 1
+            self.done.append(self.step)
+            self.context.log(self.step, {"reward": 0.5, "progress": self.step / 3})
+            self.checkpoint()
+
+
+@pytest.mark.parametrize(("stop_after", "continued"), [(0, [1, 2, 3]), (2, [3])])
+def test_an_algorithm_that_makes_checkpoints_continues_after_the_last_one(
+    stop_after: int, continued: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, Any] = {"strategy": "shm", "run_dir": tmp_path / "run", "store": agl.create_store("memory://")}
+    with pytest.raises(ConnectionError):
+        trainer(**settings, algorithm=Counting(stop_after=stop_after)).fit(halving_agent)
+    algorithm = Counting(stop_after=None)
+    trainer(**settings, algorithm=algorithm, resume=True).fit(halving_agent)
+    assert algorithm.done == continued
+    assert ("checkpoint yet; Counting starts from the beginning" in caplog.text) == (stop_after == 0)
+    (run,) = asyncio.run(settings["store"].query_runs())
+    metrics = asyncio.run(settings["store"].with_run(run.run_id).query_metrics())
+    assert [(each.step, each.values["reward"]) for each in metrics] == [(1, 0.5), (2, 0.5), (3, 0.5)]
+
+
 def fail_to_report(store: agl.LightningStore, directory: Path) -> None:
     raise ZeroDivisionError("in the report")
 

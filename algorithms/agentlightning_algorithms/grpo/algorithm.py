@@ -20,7 +20,7 @@ from agentlightning.types import Dataset
 from agentlightning_algorithms.grpo.sampling import agent_sampling
 from agentlightning_algorithms.grpo.settings import GRPOSettings
 from agentlightning_algorithms.grpo.training_session import TrainingSession
-from agentlightning_algorithms.shared.trained_model import TrainingRecord, recover_directory
+from agentlightning_algorithms.shared.trained_model import TrainingRecord
 
 logger = logging.getLogger("agentlightning")
 
@@ -43,20 +43,13 @@ class GRPO(GRPOSettings, Algorithm):
     _resume_from: Path | None = None
 
     def save_state(self, directory: Path) -> None:
-        """Writes ``directory/checkpoint`` atomically: weights, optimizer, random state, step and data position.
-
-        The checkpoint can be read at any time: by ``load_state``, or as a model by ``from_pretrained``.
-        """
+        """Writes weights, which ``from_pretrained`` can load, optimizer, random state, step and data position."""
         if self._session is not None:
-            self._session.policies.write(directory / "checkpoint", self._session.state())
+            self._session.policies.write(directory, self._session.state())
 
     def load_state(self, directory: Path) -> None:
-        """Makes ``run`` continue from ``directory/checkpoint``, or start over if there is no checkpoint yet."""
-        checkpoint = recover_directory(directory / "checkpoint")
-        if checkpoint.is_dir():
-            self._resume_from = checkpoint
-        else:
-            logger.warning("%s holds no checkpoint yet; the training starts from the beginning", directory)
+        """Makes ``run`` continue from what ``save_state`` wrote."""
+        self._resume_from = directory
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Trains until ``steps`` or ``target_reward`` is reached."""

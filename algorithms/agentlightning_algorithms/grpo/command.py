@@ -21,10 +21,9 @@ import yaml
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError
-from agentlightning.run.directory import RECORD_NAME
+from agentlightning.run.directory import RECORD_NAME, atomic_directory
 from agentlightning_algorithms.shared.trained_model import (
     ServedModel,
-    atomic_directory,
     find_checkpoint,
     has_adapters,
     list_policies,

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 
+from agentlightning.algorithm.algorithm import CHECKPOINT
+from agentlightning.run.directory import atomic_directory
 from agentlightning.types import Triplet
 from agentlightning_algorithms.grpo.episode import Episode, describe_calls
 from agentlightning_algorithms.grpo.experience import Experience, build_experience
@@ -23,7 +25,7 @@ from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.prepared_row import RowUse
 from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 from agentlightning_algorithms.shared.policy.updater import Updater
-from agentlightning_algorithms.shared.trained_model import STEPS, atomic_directory
+from agentlightning_algorithms.shared.trained_model import STEPS
 
 logger = logging.getLogger("agentlightning")
 
@@ -174,10 +176,9 @@ class PolicySet:
             policy.updater.policy.save(directory / policy.name, merge=False)
 
     def write(self, directory: Path, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Writes a checkpoint, atomically: weights, and the state of each policy's updater by its name."""
-        with atomic_directory(directory) as scratch:
-            for policy in self:
-                policy.updater.write(scratch / policy.name, states[policy.name])
+        """Writes a checkpoint: weights, and the state of each policy's updater by its name."""
+        for policy in self:
+            policy.updater.write(directory / policy.name, states[policy.name])
 
     def read(self, directory: Path) -> Mapping[str, Any]:
         """Restores what :meth:`write` wrote, and returns the caller's state, which is stored with each policy."""
@@ -270,7 +271,8 @@ class CheckpointWriter:
     def _write(self, directory: Path, state: Mapping[str, Mapping[str, Any]] | None, step: int, keeps: bool) -> float:
         started = time.monotonic()
         if state is not None:
-            self._policies.write(directory / "checkpoint", state)
+            with atomic_directory(directory / CHECKPOINT) as scratch:
+                self._policies.write(scratch, state)
         if keeps:
             with atomic_directory(directory / STEPS / str(step)) as scratch:
                 self._policies.save(scratch)

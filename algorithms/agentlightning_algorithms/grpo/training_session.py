@@ -18,9 +18,10 @@ from typing import Any, Final, cast
 
 import torch
 
-from agentlightning.algorithm.algorithm import Gateway, RunContext
+from agentlightning.algorithm.algorithm import CHECKPOINT, Gateway, RunContext
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
+from agentlightning.run.directory import atomic_directory, recover_directory
 from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.grpo.batches import make_batches
 from agentlightning_algorithms.grpo.collector import RolloutCollector, model_entries
@@ -39,7 +40,6 @@ from agentlightning_algorithms.grpo.trained_policy import (
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Objective
 from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup, serve_models
-from agentlightning_algorithms.shared.trained_model import atomic_directory, recover_directory
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry
 
 logger = logging.getLogger("agentlightning")
@@ -112,7 +112,7 @@ class TrainingSession:
         if settings.train_threads is not None:
             torch.set_num_threads(settings.train_threads)
         if resume_from is None and context.directory is not None:
-            resume_from = recover_directory(context.directory / "checkpoint")
+            resume_from = recover_directory(context.directory / CHECKPOINT)
         assert settings.update is not None, "set by __post_init__"
         seed = context.seed if settings.seed is None else settings.seed
         adapter = context.adapter or get_manager().create("adapter", "triplet")

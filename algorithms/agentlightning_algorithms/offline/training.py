@@ -27,7 +27,7 @@ from agentlightning_algorithms.shared.policy.server.request import restore_argum
 from agentlightning_algorithms.shared.policy.settings import Aggregation, LoraSettings, UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Updater
-from agentlightning_algorithms.shared.trained_model import TrainingRecord, find_model, recover_directory
+from agentlightning_algorithms.shared.trained_model import TrainingRecord, find_model
 from agentlightning_plugins.shared.chat_history import FineTuningExample, select_examples
 from agentlightning_plugins.shared.configuration.sources import load_dataset
 
@@ -131,14 +131,13 @@ class OfflineTraining(Algorithm):
         return self.context.seed if self.seed is None else self.seed
 
     def save_state(self, directory: Path) -> None:
-        """Writes ``directory/checkpoint`` atomically: weights, optimizer, random state and number of updates."""
+        """Writes weights, optimizer, random state and number of updates."""
         if self._updater is not None:
-            self._updater.save(directory / "checkpoint")
+            self._updater.write(directory, self._updater.state())
 
     def load_state(self, directory: Path) -> None:
-        """Makes ``run`` continue from ``directory/checkpoint``, if there is one."""
-        checkpoint = recover_directory(directory / "checkpoint")
-        self._resume_from = checkpoint if checkpoint.is_dir() else None
+        """Makes ``run`` continue from what ``save_state`` wrote."""
+        self._resume_from = directory
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Trains for ``epochs``; the datasets are not used."""
@@ -152,8 +151,7 @@ class OfflineTraining(Algorithm):
             metrics = await asyncio.to_thread(self.run_epoch, updater, items, epoch)
             metrics["progress"] = (epoch + 1) / self.epochs
             await self.get_store().add_metrics(epoch + 1, metrics)
-            if directory is not None:
-                await asyncio.to_thread(self.save_state, directory)
+            await asyncio.to_thread(self.checkpoint)
         self._updater = None
 
     def run_epoch(self, updater: Updater, items: Sequence[Any], epoch: int) -> dict[str, float]:

@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from agentlightning.algorithm.algorithm import Algorithm, RunContext
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.resources import LLM
-from agentlightning.store.protocol import LightningStore
-from agentlightning.types import Dataset, Metrics
+from agentlightning.types import Dataset
 
 INJECTED: Final = (
     "store", "train_dataset", "val_dataset", "llm_proxy", "adapter", "initial_resources", "tracker", "run", "context"
 )  # fmt: skip
-
-
-class MetricLog:
-    """The injected ``tracker``: stores the metrics of a step, which the run's trackers then receive."""
-
-    def __init__(self, store: LightningStore) -> None:
-        self._store = store
-        self._pending: list[asyncio.Task[Metrics]] = []
-
-    def log(self, step: int, values: Mapping[str, float]) -> asyncio.Task[Metrics] | None:
-        """Stores the metrics of a step; repeating a step adds and replaces values.
-
-        In a synchronous function, they are stored when ``log`` returns None; in an async function, when the task is
-        awaited or the function ends.
-        """
-        adding = self._store.add_metrics(step, dict(values))
-        try:
-            task = asyncio.get_running_loop().create_task(adding)
-        except RuntimeError:
-            asyncio.run(adding)
-            return None
-        self._pending.append(task)
-        return task
-
-    async def flush(self) -> None:
-        """Waits until all metrics are stored; raises StoreError if some could not be stored."""
-        pending, self._pending = self._pending, []
-        await asyncio.gather(*pending)
 
 
 class FunctionalAlgorithm(Algorithm):
@@ -83,17 +53,8 @@ class FunctionalAlgorithm(Algorithm):
 
     def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> Any:
         context = self.context
-        given: dict[str, Any] = {"context": context, "train_dataset": train_dataset, "val_dataset": val_dataset}
-        log = given["tracker"] = MetricLog(self.get_store()) if "tracker" in self._wanted else None
-        arguments = {name: given[name] if name in given else getattr(context, name) for name in self._wanted}
-        if log is None or not self.is_async():
-            return self._function(**arguments)
-        return self._run_and_flush(arguments, log)
-
-    async def _run_and_flush(self, arguments: Mapping[str, Any], log: MetricLog) -> Any:
-        result = await self._function(**arguments)
-        await log.flush()
-        return result
+        given = {"context": context, "tracker": context, "train_dataset": train_dataset, "val_dataset": val_dataset}
+        return self._function(**{name: given.get(name, getattr(context, name, None)) for name in self._wanted})
 
 
 def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -278,44 +277,3 @@ def serve_model(
             asyncio.run(backend.load_adapter(policy, path, 0))
         endpoint = str(backend.model_entry["endpoint"])
         yield ServedModel(shown, endpoint, name, backend, record, tuple(policies))
-
-
-@contextlib.contextmanager
-def atomic_directory(target: Path) -> Iterator[Path]:
-    """Yields an empty directory that replaces ``target``, durably, when the block ends without an error.
-
-    An existing ``target`` is first moved to ``<target>.old``; if the process is killed before the replacement,
-    :func:`recover_directory` restores it.
-    """
-    scratch = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
-    scratch.mkdir(parents=True)
-    try:
-        yield scratch
-        for path in [*scratch.rglob("*"), scratch]:
-            _fsync(path)
-        old = target.with_name(f"{target.name}.old")
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            target.rename(old)
-        scratch.rename(target)
-        _fsync(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def recover_directory(target: Path) -> Path:
-    """Returns ``target``, after restoring its predecessor if the process was killed while replacing it."""
-    old = target.with_name(f"{target.name}.old")
-    if old.exists() and not target.exists():
-        old.rename(target)
-    return target
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -71,7 +71,6 @@ class VERL(RolloutSettings, Algorithm):
             compose_without_verl(self.config)
         else:
             self.composed = compose_config(self.config)
-        self._is_resumed = False
 
     def print_config(self) -> str:
         """Returns verl's whole configuration as YAML; without verl installed, only given settings and our defaults."""
@@ -82,10 +81,6 @@ class VERL(RolloutSettings, Algorithm):
             return f"# verl is not installed here: its own defaults are not shown.\n{composed}"
         return dump_config(self.composed)
 
-    def load_state(self, directory: Path) -> None:
-        """Continues from verl's newest checkpoint, or from the beginning if there is none."""
-        self._is_resumed = True
-
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Trains for ``trainer.total_training_steps``, or ``trainer.total_epochs``."""
         check_release()
@@ -93,7 +88,7 @@ class VERL(RolloutSettings, Algorithm):
         adapter = cast(TraceAdapter[Sequence[Triplet]], self.get_adapter())
         _check_credit(adapter, self.composed)
         async with contextlib.AsyncExitStack() as stack:
-            if self._is_resumed:
+            if self.context.is_resumed:
                 await cancel_open(self.get_store())  # first, because runners start at the same time
             directory = self.context.directory
             if directory is None:
@@ -170,7 +165,7 @@ class VERL(RolloutSettings, Algorithm):
             for seed in _SEEDS:
                 if seed not in given:
                     OmegaConf.update(config, seed, self.context.seed)
-            if self._is_resumed:
+            if self.context.is_resumed:
                 config.trainer.resume_mode = "auto"
             if not n_val:
                 config.data.val_batch_size = 1  # verl makes a loader even of an empty set

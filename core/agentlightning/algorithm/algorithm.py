@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.errors import ConfigError
-from agentlightning.records import Dataset, Run
+from agentlightning.records import Dataset, Metrics, Run
 from agentlightning.resources import LLM, NamedResources, Resource, read_resources
+from agentlightning.run.directory import atomic_directory
 from agentlightning.store.protocol import LightningStore
+
+CHECKPOINT: Final = "checkpoint"
+"""The folder of a run's directory that holds the state of its algorithm."""
 
 
 class Gateway(Protocol):
@@ -82,8 +87,33 @@ class RunContext:
     directory: Path | None = None
     """Directory for the files of the run; None if the run keeps no files."""
     seed: int = 0
+    is_resumed: bool = False
+    """Whether the run continues an earlier one."""
     key: str = field(default_factory=lambda: os.urandom(16).hex())
     """Text from which the ids of this run's rollouts are derived; a resumed run keeps it."""
+
+    _logging: list[asyncio.Task[Metrics]] = field(default_factory=list, init=False, repr=False)
+
+    def log(self, step: int, values: Mapping[str, float]) -> asyncio.Task[Metrics] | None:
+        """Stores the metrics of a step, which trackers and dashboard show; repeating a step adds and replaces values.
+
+        In a synchronous algorithm, they are stored when ``log`` returns None; in an async one, when the task is awaited
+        or the algorithm ends. ``progress`` is the share of the run that is done, from 0 to 1.
+        """
+        assert self.store is not None, "a run has a store"
+        adding = self.store.add_metrics(step, dict(values))
+        try:
+            task = asyncio.get_running_loop().create_task(adding)
+        except RuntimeError:
+            asyncio.run(adding)
+            return None
+        self._logging.append(task)
+        return task
+
+    async def flush(self) -> None:
+        """Waits until all logged metrics are stored; raises StoreError if some could not be stored."""
+        pending, self._logging = self._logging, []
+        await asyncio.gather(*pending)
 
     def rollout_id(self, *place: str | int) -> str:
         """Returns a reproducible id for a place in this run, such as ``("train", step, task, repetition)``.
@@ -139,11 +169,21 @@ class Algorithm:
         """Returns the effective settings as YAML, for ``--print-config``; empty if they equal the given settings."""
         return ""
 
+    def checkpoint(self) -> None:
+        """Saves the state of the run, atomically; call it between steps. Does nothing if the run keeps no files.
+
+        ``checkpoint`` in the run's directory is replaced when ``save_state`` has returned, so a killed process loses
+        what came after the last call.
+        """
+        if self.context.directory is not None:
+            with atomic_directory(self.context.directory / CHECKPOINT) as scratch:
+                self.save_state(scratch)
+
     def save_state(self, directory: Path) -> None:
-        """Writes the state that ``load_state`` continues from; called between steps."""
+        """Writes the state that ``load_state`` continues from into an empty directory; ``checkpoint`` calls it."""
 
     def load_state(self, directory: Path) -> None:
-        """Restores the state that ``save_state`` wrote."""
+        """Restores what ``save_state`` wrote to this directory; called before ``run`` when a run is resumed."""
 
     @property
     def context(self) -> RunContext:

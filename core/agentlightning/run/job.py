@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from agentlightning.algorithm.algorithm import Algorithm, RunContext, model_resources
+from agentlightning.algorithm.algorithm import CHECKPOINT, Algorithm, RunContext, model_resources
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import RUNNERS_FAILED
 from agentlightning.litagent import LitAgent
 from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import LLM
+from agentlightning.run.directory import recover_directory
 from agentlightning.run.thread import StopEvent, run_in_thread
 from agentlightning.run.tracker import Tracker, follow
 from agentlightning.runner import Hook, LitAgentRunner, Runner
@@ -73,9 +74,11 @@ class TrainerJob:
                 if not any(isinstance(resource, LLM) for resource in given.values()):
                     context.initial_resources = {**model_resources(gateway), **given}
             await self._publish_initial(store)
+            context.is_resumed = self.resume
             if self.resume and directory is not None:
-                _load_state(algorithm, directory)
+                _load_state(algorithm, recover_directory(directory / CHECKPOINT))
             await self._run_algorithm()
+            await context.flush()
             status = "failed" if await _has_only_failed(store) else "succeeded"
         except (asyncio.CancelledError, KeyboardInterrupt) as stop:
             if RUNNERS_FAILED not in stop.args:
@@ -116,6 +119,10 @@ class TrainerJob:
 
 
 def _load_state(algorithm: Algorithm, directory: Path) -> None:
+    if not directory.is_dir():
+        if type(algorithm).save_state is not Algorithm.save_state:
+            logger.warning("there is no %s yet; %s starts from the beginning", directory, type(algorithm).__name__)
+        return
     try:
         algorithm.load_state(directory)
     except LightningError:

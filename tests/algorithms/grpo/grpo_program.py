@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import agentlightning as agl
+from agentlightning.run import directory as run_directory
 from agentlightning_algorithms.grpo import algorithm as _algorithm  # noqa: F401 # loads the heavy packages before a fork
-from agentlightning_algorithms.shared.trained_model import checkpoint
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
@@ -97,7 +97,7 @@ def main_until_killed(
             die()
         return await asyncio.to_thread(calculator_agent, task, llm)
 
-    write = checkpoint._fsync
+    write = run_directory._fsync
 
     def mortal_write(path: Path) -> None:
         if dies == "checkpoint" and ".checkpoint." in str(path):
@@ -106,6 +106,6 @@ def main_until_killed(
             die()
         write(path)
 
-    checkpoint._fsync = mortal_write
+    run_directory._fsync = mortal_write
     with threads_for_servers():
         main(directory, steps, staleness, mortal_agent)

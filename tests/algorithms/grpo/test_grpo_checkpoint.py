@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from agentlightning.run.directory import atomic_directory
 from agentlightning_algorithms.grpo.trained_policy import CheckpointWriter
-from agentlightning_algorithms.shared.trained_model import atomic_directory
 from tests.waiting import LIMIT_S
 
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from agentlightning.errors import ConfigError
+from agentlightning.run.directory import atomic_directory, recover_directory
 from agentlightning_algorithms.shared.policy.draw import SamplingParams
 from agentlightning_algorithms.shared.policy.model import Policy, batch_by_tokens, collate, load_policy
 from agentlightning_algorithms.shared.policy.sampler import Sampler
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
-from agentlightning_algorithms.shared.trained_model import atomic_directory, recover_directory
 from tests.source import run_python
 
 ROWS = [

@@ -37,21 +37,15 @@ class Accumulator(agl.Algorithm):
         self.prompt = "seed|0"
 
     def save_state(self, directory: Path) -> None:
-        draft = directory / "state.draft"
-        draft.write_text(json.dumps({"step": self.step, "prompt": self.prompt}))
-        draft.replace(directory / "state.json")
+        (directory / "state.json").write_text(json.dumps({"step": self.step, "prompt": self.prompt}))
 
     def load_state(self, directory: Path) -> None:
-        file = directory / "state.json"
-        if file.exists():
-            state = json.loads(file.read_text())
-            self.step, self.prompt = state["step"], state["prompt"]
+        state = json.loads((directory / "state.json").read_text())
+        self.step, self.prompt = state["step"], state["prompt"]
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         store = self.get_store()
         config = RolloutConfig(max_attempts=100, retry_condition=["unresponsive"], unresponsive_seconds=10)
-        directory = self.context.directory
-        assert directory is not None
         while self.step < self.steps:
             resources = await store.add_resources({"prompt": self.prompt})
             requests = [
@@ -75,8 +69,8 @@ class Accumulator(agl.Algorithm):
                 rewards.append(reward)
             self.prompt = next_prompt(self.prompt, rewards)
             self.step += 1
-            self.save_state(directory)
-            await store.add_metrics(self.step, {"reward": sum(rewards)})
+            self.checkpoint()
+            await self.context.log(self.step, {"reward": sum(rewards), "progress": self.step / self.steps})
         await store.add_resources({"prompt": self.prompt})
 
 

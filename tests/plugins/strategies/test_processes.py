@@ -327,6 +327,12 @@ async def one_rollout(store: agl.LightningStore, rollout_id: str) -> agl.Rollout
 
 
 class Unloadable(agl.Baseline):
+    def save_state(self, directory: Path) -> None:
+        (directory / "state").touch()
+
+    async def run(self, *args: Any, **kwargs: Any) -> None:
+        self.checkpoint()
+
     def load_state(self, directory: Path) -> None:
         raise ZeroDivisionError("the checkpoint is damaged")
 
@@ -334,7 +340,7 @@ class Unloadable(agl.Baseline):
 def test_a_run_whose_state_cannot_be_loaded_is_recorded_as_failed(tmp_path: Path) -> None:
     store = agl.create_store("memory://")
     settings: dict[str, Any] = {"store": store, "strategy": "shm", "run_dir": tmp_path / "run"}
-    trainer(**settings).fit(pid_agent, TASKS)
+    trainer(**settings, algorithm=Unloadable()).fit(pid_agent, TASKS)
     with pytest.raises(agl.ConfigError, match=r"state of Unloadable .* \(ZeroDivisionError: the checkpoint"):
         trainer(**settings, algorithm=Unloadable(), resume=True).fit(pid_agent, TASKS)
     (run,) = asyncio.run(store.query_runs()).items

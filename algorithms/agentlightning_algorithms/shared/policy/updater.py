@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
+from agentlightning.run.directory import atomic_directory, recover_directory
 from agentlightning_algorithms.shared.policy.loss import Surrogate, aggregate, kl_penalty, loss_normalizer
 from agentlightning_algorithms.shared.policy.model import Policy, batch_by_tokens, collate
 from agentlightning_algorithms.shared.policy.prepared_row import (
@@ -34,7 +35,6 @@ from agentlightning_algorithms.shared.policy.prepared_row import (
 )
 from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow, check_rows
-from agentlightning_algorithms.shared.trained_model import atomic_directory, recover_directory
 
 logger = logging.getLogger("agentlightning")
 
