@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("tests.integrations.team")
+pytest.register_assert_rewrite("tests.integrations.team", "tests.core.tracer_semantics")
 # Hypothesis measures how long an example takes, and a machine with other work to do takes longer.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")

@@ -18,6 +18,11 @@ from agentlightning.testing.tracer import TracerConformance
 from agentlightning.tracer import DummyTracer, OpenSpan, Trace, Tracer
 from agentlightning.tracer import tracer as tracer_module
 from agentlightning.types import Span, TraceStatus
+from tests.core.tracer_semantics import TracerSemantics
+
+
+class Semantics(TracerSemantics, TracerConformance):
+    """All tests of a tracer."""
 
 
 class Planted(DummyTracer):
@@ -186,7 +191,7 @@ async def test_a_tracer_with_a_planted_bug_fails_the_test_of_the_broken_behaviou
 ) -> None:
     test, _, kind = name.partition("[")
     arguments = {"kind": kind.rstrip("]")} if kind else {}
-    method = getattr(TracerConformance(), test)
+    method = getattr(Semantics(), test)
     inspect.signature(method).bind(make_tracer(), **arguments)  # a TypeError of a wrong call must not count below
     with pytest.raises(BaseException) as failure:  # noqa: PT011 # any error counts, except those below
         await method(make_tracer(), **arguments)

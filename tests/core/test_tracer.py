@@ -23,6 +23,7 @@ from agentlightning.tracer import DummyTracer, OtelTracer, Tracer, get_active_tr
 from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from agentlightning_plugins.tracers.shared.pipeline import pipeline
+from tests.core.tracer_semantics import TracerSemantics
 from tests.source import run_python
 
 PIPELINE = pipeline
@@ -61,13 +62,13 @@ async def stored(store: InMemoryLightningStore, rollout: AttemptedRollout) -> di
     return {span.name: span for span in await store.query_spans(rollout.rollout_id)}
 
 
-class TestOtelTracer(TracerConformance):
+class TestOtelTracer(TracerSemantics, TracerConformance):
     @pytest.fixture
     def tracer(self) -> Tracer:
         return OtelTracer()
 
 
-class TestDummyTracer(TracerConformance):
+class TestDummyTracer(TracerSemantics, TracerConformance):
     @pytest.fixture
     def tracer(self) -> Tracer:
         return DummyTracer()

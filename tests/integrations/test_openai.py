@@ -30,7 +30,7 @@ from agentlightning.run.thread import run_in_thread
 from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, add
 from agentlightning.tracer import OtelTracer
 from agentlightning.types import Span
-from agentlightning_integrations.openai import client as openai_integration
+from agentlightning_integrations.openai import agent as openai_integration
 from agentlightning_plugins.shared.instrumentation import _functions
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI, decode
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore

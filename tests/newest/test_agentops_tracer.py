@@ -26,11 +26,12 @@ from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.shared.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.core.tracer_semantics import TracerSemantics
 
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-class TestAgentOpsTracer(TracerConformance):
+class TestAgentOpsTracer(TracerSemantics, TracerConformance):
     @pytest.fixture
     def tracer(self) -> Tracer:
         return AgentOpsTracer()

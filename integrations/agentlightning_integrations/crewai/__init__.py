@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from agentlightning_integrations.shared.hooks import Framework
 
-_framework = Framework(package="crewai", module="agentlightning_integrations.crewai.agent", extra="crewai")
+_framework = Framework(__name__, package="crewai", extra="crewai")
 wrap_agent, instrument = _framework.wrap_agent, _framework.instrument

@@ -11,9 +11,7 @@ from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.records import Span
 from agentlightning_integrations.shared.hooks import Framework
 
-_framework = Framework(
-    package="langchain_core", module="agentlightning_integrations.langchain.agent", extra="langchain"
-)
+_framework = Framework(__name__, package="langchain_core", extra="langchain")
 wrap_agent, instrument = _framework.wrap_agent, _framework.instrument
 
 

@@ -1,8 +1,8 @@
-"""Clients of the ``openai`` package: see ``client.py``."""
+"""Clients of the ``openai`` package: see ``agent.py``."""
 
 from __future__ import annotations
 
 from agentlightning_integrations.shared.hooks import Framework
 
-_framework = Framework(package="openai", module="agentlightning_integrations.openai.client", extra="openai")
+_framework = Framework(__name__, package="openai", extra="openai")
 wrap_agent, instrument = _framework.wrap_agent, _framework.instrument

@@ -67,7 +67,6 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
         return self.run(task, llm, texts)
 
     def initial_prompts(self) -> dict[str, PromptTemplate]:
-        """Returns the initial tuned texts, by the name of their resource."""
         return dict(self._prompts.values())
 
     def is_async(self) -> bool:
@@ -75,11 +74,9 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
         return type(self).run_async is not FrameworkAgent.run_async
 
     def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
-        """Runs the object with this rollout's endpoint and prompts and returns the framework's own result."""
         return self.run(task, *self._read(task, resources, rollout))
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
-        """Runs the object as ``rollout`` does, for async frameworks."""
         return await self.run_async(task, *self._read(task, resources, rollout))
 
     def _read(self, task: Any, resources: NamedResources, rollout: Rollout) -> tuple[LLM | None, dict[str, str]]:

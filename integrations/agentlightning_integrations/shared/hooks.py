@@ -7,22 +7,32 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from agentlightning import semconv
 from agentlightning.errors import PluginError
 from agentlightning.litagent import LitAgent
-from agentlightning.plugin.hookspecs import WrapOptions, hookimpl
+from agentlightning.plugin.hookspecs import Component, WrapOptions, hookimpl
 from agentlightning_plugins.shared.instrumentation import OnImport
 
 
 class Framework:
-    """The hooks ``wrap_agent`` and ``instrument`` of one framework.
+    """The hooks of one framework, for the plugin package ``plugin``.
 
-    ``module`` defines functions of the same names and signatures. It may import the framework at its top, because it is
-    loaded only after the framework. ``extra`` installs what it imports. ``package`` is the framework's top-level name;
-    if users may have a package of that name too, ``has`` is a name that only the framework's package defines.
+    Its module ``agent`` defines ``wrap_agent`` and ``instrument`` with the signatures of the hooks. It may import the
+    framework at its top, because it is loaded only after the framework. ``extra`` installs what it imports. ``package``
+    is the framework's top-level name; if users may have a package of that name too, ``has`` is a name that only the
+    framework's package defines. ``agent_name`` is the attribute of the framework's own spans that names the agent;
+    ``READER`` of the plugin must then be ``self.reader``.
     """
 
-    def __init__(self, *, package: str, module: str, extra: str, has: str = "__name__") -> None:
-        self.package, self.module, self.extra, self.has = package, module, extra, has
+    def __init__(
+        self, plugin: str, *, package: str, extra: str, has: str = "__name__", agent_name: str = "gen_ai.agent.name"
+    ) -> None:
+        self.plugin, self.module, self.package, self.extra, self.has = plugin, f"{plugin}.agent", package, extra, has
+        self.reader: semconv.SpanReader = {semconv.GEN_AI_AGENT_NAME: lambda span: span.attributes.get(agent_name)}
+
+    @hookimpl
+    def components(self) -> list[Component]:
+        return [Component("span_reader", self.extra, f"{self.plugin}:READER", summary=f"agents of {self.package}")]
 
     @hookimpl
     def wrap_agent(self, agent: Any, options: WrapOptions) -> LitAgent[Any] | None:

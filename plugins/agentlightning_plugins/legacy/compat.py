@@ -38,6 +38,7 @@ MODULES: Final[Mapping[str, str]] = {
     "litagent.decorator": "litagent",
     "litagent.litagent": "litagent",
     "llm_proxy": "",
+    "logging": "",
     "runner.agent": "runner",
     "runner.base": "runner",
     "store.base": "store",
@@ -222,7 +223,7 @@ def install() -> None:
         return
     for old, new in MODULES.items():
         _add_module(f"agentlightning.{old}", ".".join(filter(None, ("agentlightning", new))))
-    for name in ("", ".emitter", ".reward", ".semconv", ".logging", ".types", ".store", ".tracer", ".litagent"):
+    for name in ("", ".emitter", ".reward", ".semconv", ".types", ".store", ".tracer", ".litagent"):
         _extend_module(importlib.import_module(f"agentlightning{name}"))
     _wrap_constructor(agl.Trainer, _convert_trainer)
     _wrap_constructor(agl.LightningStoreClient, _convert_client)

@@ -8,7 +8,7 @@ from typing import Any, Final
 from agentlightning import semconv
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.records import Span
-from agentlightning_plugins.tracers.shared.indexed_messages import read_functions, read_messages
+from agentlightning_plugins.tracers.shared.indexed_messages import read_functions, read_messages, to_operation
 
 
 @hookimpl
@@ -20,14 +20,11 @@ def components() -> list[Component]:
     ]
 
 
-_OPERATIONS: Final = {"llm": "chat", "tool": "execute_tool", "agent": "invoke_agent", "completion": "text_completion"}
-
-
 def _read_operation(span: Span) -> str | None:
     attributes = span.attributes
     kind = attributes.get("traceloop.span.kind", attributes.get("llm.request.type"))
     if kind is not None:
-        return _OPERATIONS.get(str(kind).lower(), str(kind).lower())
+        return to_operation(kind)
     is_call = semconv.GEN_AI_REQUEST_MODEL in attributes and "gen_ai.prompt.0.role" in attributes
     return "chat" if is_call else None
 

@@ -7,33 +7,55 @@ own stores.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import datetime
+import time
+from typing import Any, Final
 
 import pytest
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
+from agentlightning.event import AttemptRevoked
 from agentlightning.resources import PromptTemplate
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import (
     PATIENCE_S,
     claim,
+    close,
     dequeue,
     finish,
+    in_other_thread,
     latest_attempt,
     make_span,
+    next_event,
     read,
     read_attempted,
+    soon,
+    subscribe,
 )
-from agentlightning.testing.store.recording import NOT_JSON
+from agentlightning.testing.store.waiting import begin
 from agentlightning.types import (
     UNSET,
     AttemptedRollout,
     AttemptFailure,
     AttemptStatus,
     EnqueueRolloutRequest,
+    Rollout,
     RolloutConfig,
+    SpanEvent,
     Worker,
 )
+
+NOT_JSON: Final[dict[str, Any]] = {
+    "nan": float("nan"),
+    "infinity": float("-inf"),
+    "set": {1},
+    "date": datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
+    "bytes": b"\x00",
+    "huge integer": 2**63,
+    "lone surrogate": "\ud800",
+    "key": {1: "a"},
+    "object": object(),
+}
 
 
 async def get_worker(store: LightningStore, worker_id: str) -> Worker:
@@ -596,3 +618,230 @@ class EngineSemantics:
             await store.query_rollouts(filter_logic="xor")
         with pytest.raises(ConfigError, match="queuing"):
             await store.query_rollouts(status_in=["queueing"])
+
+    async def test_a_waiting_claim_gives_up_after_its_timeout(self, store: LightningStore) -> None:
+        start = time.monotonic()
+        assert await soon(store.dequeue_rollout(timeout=0.1)) is None
+        assert time.monotonic() - start > 0.09
+        with pytest.raises(ConfigError):
+            await store.dequeue_rollout(timeout=-1)
+
+    async def test_a_waiting_claim_gets_a_rollout_that_is_queued_again(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        await finish(store, claimed, "failed")
+        waiting = await begin(store.dequeue_rollout(timeout=PATIENCE_S))
+        await store.retry_rollout(claimed.rollout_id)
+        again = await soon(waiting)
+        assert again is not None
+        assert (again.rollout_id, again.attempt.sequence_id) == (claimed.rollout_id, 2)
+
+    async def test_a_cancelled_rollout_ends_a_wait(self, store: LightningStore) -> None:
+        queued = await store.enqueue_rollout("a")
+        waiting = await begin(store.wait_for_rollouts([queued.rollout_id]))
+        await store.cancel_rollout(queued.rollout_id)
+        assert [rollout.status for rollout in await soon(waiting)] == ["cancelled"]
+
+    async def test_waiting_returns_the_rollouts_that_ended_in_time(self, store: LightningStore) -> None:
+        done, open_ = await claim(store), await claim(store)
+        await finish(store, done)
+        ids = [open_.rollout_id, done.rollout_id]
+        for timeout in (0, 0.1):
+            ended = await soon(store.wait_for_rollouts(ids, timeout))
+            assert [rollout.rollout_id for rollout in ended] == [done.rollout_id]
+        assert list(await store.wait_for_rollouts(rollout_ids=[], timeout=None)) == []
+
+    async def test_an_id_given_twice_is_returned_twice(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        waiting = await begin(store.wait_for_rollouts([claimed.rollout_id, claimed.rollout_id]))
+        await finish(store, claimed)
+        assert [rollout.rollout_id for rollout in await soon(waiting)] == [claimed.rollout_id] * 2
+
+    async def test_waiting_for_an_unknown_rollout_is_refused(self, store: LightningStore) -> None:
+        queued = await store.enqueue_rollout("a")
+        with pytest.raises(NotFoundError, match="ro-unknown"):
+            await store.wait_for_rollouts([queued.rollout_id, "ro-unknown"], timeout=PATIENCE_S)
+
+    async def test_a_cancelled_wait_leaves_other_waits_alone(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        gone = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id]))
+        stays = await begin(store.wait_for_rollouts([claimed.rollout_id]))
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        await finish(store, claimed)
+        assert len(await soon(stays)) == 1
+
+    async def test_a_subscriber_gets_only_the_kinds_it_asked_for(self, store: LightningStore) -> None:
+        events = await subscribe(store, ["step_finished"])
+        await store.enqueue_rollout("a")
+        await store.add_metrics(1, {"reward": 0.5})
+        while (event := await next_event(events)).kind == "step_finished" and event.step == 0:
+            pass
+        assert event.kind == "step_finished"
+        assert (event.step, event.values) == (1, {"reward": 0.5})
+        await close(events)
+
+    async def test_subscribing_to_an_unknown_kind_is_refused(self, store: LightningStore) -> None:
+        with pytest.raises(ConfigError, match="rollout_finished"):
+            await next_event(store.subscribe(["rollout_finish"]))
+
+    async def test_an_event_reports_that_the_store_ended_an_attempt(self, store: LightningStore) -> None:
+        events = await subscribe(store, ["step_finished", "attempt_revoked"])
+        cancelled, lost = await claim(store), await claim(store, "dead")
+        late = await claim(store, config=RolloutConfig(timeout_seconds=0.3))
+        await store.cancel_rollout(cancelled.rollout_id)
+        await store.end_worker("dead")
+        reasons: dict[str, str] = {}
+        while len(reasons) < 3:
+            event = await next_event(events)
+            if isinstance(event, AttemptRevoked):
+                reasons[event.attempt_id] = event.reason
+        assert reasons == {
+            cancelled.attempt.attempt_id: "cancelled",
+            lost.attempt.attempt_id: "unresponsive",
+            late.attempt.attempt_id: "timeout",
+        }
+        await close(events)
+
+    async def test_a_silent_attempt_is_given_to_another_worker(self, store: LightningStore) -> None:
+        config = RolloutConfig(unresponsive_seconds=0.3, max_attempts=2, retry_condition=["unresponsive"])
+        claimed = await claim(store, config=config)
+        again = await soon(dequeue(store, "worker-2", timeout=20))
+        assert (again.rollout_id, again.attempt.sequence_id) == (claimed.rollout_id, 2)
+        statuses = [attempt.status for attempt in await store.query_attempts(claimed.rollout_id)]
+        assert statuses == ["unresponsive", "preparing"]
+
+    async def test_spans_and_heartbeats_keep_an_attempt_alive(self, store: LightningStore) -> None:
+        status = ""
+        for limit_s in (0.4, 2.0, 10.0):  # a machine may stop for longer than a limit, but not for all of them
+            config = RolloutConfig(unresponsive_seconds=limit_s)
+            alive = await store.start_rollout("alive", config=config)
+            for _ in range(2):  # attempts that began later are lost one after the other
+                silent = await store.start_rollout("silent", config=config)
+                while (await read(store, silent.rollout_id)).status == "preparing":
+                    await store.add_span(make_span(alive))
+                    await asyncio.sleep(0.05)
+            status = (await read(store, alive.rollout_id)).status
+            if status == "running":
+                break
+        assert status == "running"
+
+    async def test_rollouts_are_deleted_by_age_count_and_status(self, store: LightningStore) -> None:
+        ended: list[AttemptedRollout] = []
+        for status in ("succeeded", "failed", "succeeded", "failed", "succeeded"):
+            claimed = await claim(store)
+            await finish(store, claimed, status)
+            ended.append(claimed)
+        open_ = await store.enqueue_rollout("open")
+        elsewhere = await claim(store.with_run("other"))
+        await finish(store, elsewhere)
+
+        async def left() -> list[int]:
+            ids = [rollout.rollout_id for rollout in ended]
+            return [ids.index(rollout.rollout_id) for rollout in await store.query_rollouts(rollout_id_in=ids)]
+
+        second = await read(store, ended[1].rollout_id)
+        assert second.end_time is not None
+        assert await store.delete_rollouts(ended_before=second.end_time) == 1
+        assert await left() == [1, 2, 3, 4]
+        assert await store.delete_rollouts(status_in=["failed"], keep=1) == 1
+        assert await left() == [2, 3, 4]
+        assert await store.delete_rollouts(keep=2) == 1
+        assert await left() == [3, 4]
+        assert await store.delete_rollouts(status_in=["succeeded"]) == 1
+        assert await left() == [3]
+        assert await store.delete_rollouts(keep=0) == 1
+        assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [open_.rollout_id]
+        assert await read(store, elsewhere.rollout_id) is not None
+
+    async def test_a_span_number_that_leaves_no_room_for_others_is_refused(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        span = make_span(claimed)
+        for number in (2**53, 2**63 - 1, 2**63, -1):
+            with pytest.raises(ConfigError, match="sequence_id"):
+                await store.add_many_spans([make_span(claimed), span.model_copy(update={"sequence_id": number})])
+        assert list(await store.query_spans(claimed.rollout_id)) == []
+        for number in (2**53 - 1, 0, 0):
+            assert await store.add_span(make_span(claimed).model_copy(update={"sequence_id": number})) is not None
+        numbers = [span.sequence_id for span in await store.query_spans(claimed.rollout_id)]
+        assert numbers == [2**53 - 1, 2**53, 2**53 + 1]
+
+    async def test_getters_return_none_for_unknown_ids(self, store: LightningStore) -> None:
+        assert await store.get_rollout_by_id("ro-unknown") is None
+        assert await store.get_latest_attempt("ro-unknown") is None
+        assert await store.get_resources_by_id("rs-unknown") is None
+        assert await store.get_latest_resources() is None
+        assert await store.get_worker_by_id("worker-unknown") is None
+        assert list(await store.query_attempts("ro-unknown")) == []
+        assert list(await store.query_spans("ro-unknown")) == []
+
+    async def test_rollouts_come_with_their_latest_attempt(self, store: LightningStore) -> None:
+        tried = await claim(store)
+        await finish(store, tried, "failed")
+        tried = await store.start_attempt(tried.rollout_id)
+        queued = await store.enqueue_rollout("untried")
+        first, second = await store.query_rollouts()
+        assert isinstance(first, AttemptedRollout)
+        assert first == tried
+        assert second == queued
+        assert await store.get_rollout_by_id(tried.rollout_id) == tried
+        assert type(await store.get_rollout_by_id(queued.rollout_id)) is Rollout
+
+    async def test_the_latest_resources_are_those_published_last_in_the_run(self, store: LightningStore) -> None:
+        first = await store.add_resources({"prompt": "one"})
+        second = await store.update_resources("named", {"prompt": "two"})
+        await store.with_run("other").add_resources({"prompt": "theirs"})
+        assert (second.resources_id, second.version) == ("named", 1)
+        assert await store.get_latest_resources() == second
+        bumped = await store.update_resources(first.resources_id, {"prompt": "three"})
+        assert await store.get_latest_resources() == bumped
+        assert [update.version for update in await store.query_resources()] == [1, 1, 2]
+        assert [update.run_id for update in await store.with_run("other").query_resources()] == ["other"]
+
+    async def test_a_span_with_values_that_are_not_json_is_stored(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        span = make_span(claimed, "broken \udc80 name", **NOT_JSON, fine=[1, None, "grüße"])
+        event = SpanEvent(name="e", attributes={"loss": float("nan")})
+        late = make_span(claimed).model_copy(update={"attributes": {"loss": float("inf")}, "events": [event]})
+        await store.add_many_spans([span, late])
+        found = await store.query_spans(claimed.rollout_id)
+        assert len(found) == 2
+        first, second = found
+        kept = dict(first.attributes)
+        assert "object" in kept.pop("object")
+        assert kept == {
+            "nan": "NaN",
+            "infinity": "-Infinity",
+            "set": [1],
+            "date": "2026-01-02T03:04:05+00:00",
+            "bytes": "\x00",
+            "huge integer": str(2**63),
+            "lone surrogate": "\\ud800",
+            "key": {"1": "a"},
+            "fine": [1, None, "grüße"],
+        }
+        assert first.name == "broken \\udc80 name"
+        assert second.attributes == {"loss": "Infinity"}
+        assert second.events[0].attributes == {"loss": "NaN"}
+
+    async def test_a_claim_begins_the_first_attempt(self, store: LightningStore) -> None:
+        queued = await store.enqueue_rollout({"question": "?"}, mode="train", metadata={"group": "g", "step": 3})
+        assert queued.status == "queuing"
+        assert queued.end_time is None
+        claimed = await store.dequeue_rollout("worker-1")
+        assert isinstance(claimed, AttemptedRollout)
+        assert (claimed.rollout_id, claimed.input, claimed.mode) == (queued.rollout_id, {"question": "?"}, "train")
+        assert claimed.metadata == {"group": "g", "step": 3}
+        assert claimed.status == "preparing"
+        assert (claimed.attempt.sequence_id, claimed.attempt.status) == (1, "preparing")
+        assert (claimed.attempt.rollout_id, claimed.attempt.worker_id) == (queued.rollout_id, "worker-1")
+        assert await read(store, queued.rollout_id) == claimed
+
+    async def test_an_empty_queue_gives_nothing(self, store: LightningStore) -> None:
+        assert await store.dequeue_rollout() is None
+        assert list(await store.dequeue_many_rollouts(limit=3)) == []
+
+    async def test_a_wait_notices_an_end_in_another_thread(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        waiting = await begin(store.wait_for_rollouts([claimed.rollout_id]))
+        await in_other_thread(lambda: finish(store, claimed))
+        assert [rollout.rollout_id for rollout in await soon(waiting)] == [claimed.rollout_id]

@@ -21,13 +21,14 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.tracer import TracerConformance
 from agentlightning.tracer import OpenInferenceTracer, Tracer
 from agentlightning_plugins.shared.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob
+from tests.core.tracer_semantics import TracerSemantics
 from tests.integrations.framework_agent import make_langchain_agent
 from tests.plugins.gateway.gateway_setup import ADD, gateway
 
 IMAGE = "data:image/png;base64," + "A" * 100_000
 
 
-class TestOpenInferenceTracer(TracerConformance):
+class TestOpenInferenceTracer(TracerSemantics, TracerConformance):
     @pytest.fixture
     def tracer(self) -> Tracer:
         return OpenInferenceTracer()

@@ -27,21 +27,14 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import claim, dequeue, finish, make_span, read, soon
 from agentlightning.testing.store.model import Reopen, compare_with_model
 from agentlightning.testing.store.queueing import QueueingTests
-from agentlightning.testing.store.reading import FindingTests, TracingTests
-from agentlightning.testing.store.recording import RecordingTests
+from agentlightning.testing.store.reading import ReadingTests
 from agentlightning.testing.store.waiting import WaitingTests
 
 __all__ = ["DurableStoreConformance", "StoreConformance"]
 
 
 @pytest.mark.asyncio
-class StoreConformance(
-    QueueingTests,
-    WaitingTests,
-    TracingTests,
-    FindingTests,
-    RecordingTests,
-):
+class StoreConformance(QueueingTests, WaitingTests, ReadingTests):
     """The tests that every store must pass.
 
     A subclass provides a fixture ``store``: an empty store that enforces deadlines by itself, with a lease of at least

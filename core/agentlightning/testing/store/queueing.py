@@ -11,22 +11,16 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
-from agentlightning.event import AttemptRevoked
-from agentlightning.records import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
+from agentlightning.records import EnqueueRolloutRequest, RolloutConfig
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import (
     claim,
-    close,
-    dequeue,
     finish,
     in_other_thread,
     latest_attempt,
     make_span,
-    next_event,
-    read,
     read_attempted,
     soon,
-    subscribe,
 )
 
 
@@ -41,23 +35,6 @@ class QueueingTests:
         claimed = [await store.dequeue_rollout() for _ in range(3)]
         claimed += await store.dequeue_many_rollouts(limit=100)
         assert [rollout.rollout_id for rollout in claimed if rollout is not None] == queued
-
-    async def test_a_claim_begins_the_first_attempt(self, store: LightningStore) -> None:
-        queued = await store.enqueue_rollout({"question": "?"}, mode="train", metadata={"group": "g", "step": 3})
-        assert queued.status == "queuing"
-        assert queued.end_time is None
-        claimed = await store.dequeue_rollout("worker-1")
-        assert isinstance(claimed, AttemptedRollout)
-        assert (claimed.rollout_id, claimed.input, claimed.mode) == (queued.rollout_id, {"question": "?"}, "train")
-        assert claimed.metadata == {"group": "g", "step": 3}
-        assert claimed.status == "preparing"
-        assert (claimed.attempt.sequence_id, claimed.attempt.status) == (1, "preparing")
-        assert (claimed.attempt.rollout_id, claimed.attempt.worker_id) == (queued.rollout_id, "worker-1")
-        assert await read(store, queued.rollout_id) == claimed
-
-    async def test_an_empty_queue_gives_nothing(self, store: LightningStore) -> None:
-        assert await store.dequeue_rollout() is None
-        assert list(await store.dequeue_many_rollouts(limit=3)) == []
 
     async def test_a_claim_takes_no_more_than_its_limit(self, store: LightningStore) -> None:
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(5)])
@@ -126,24 +103,6 @@ class QueueingTests:
         order = [rollout.rollout_id for rollout in await store.dequeue_many_rollouts(limit=9)]
         assert order == [waiting.rollout_id, claimed.rollout_id]
 
-    async def test_an_event_reports_that_the_store_ended_an_attempt(self, store: LightningStore) -> None:
-        events = await subscribe(store, ["step_finished", "attempt_revoked"])
-        cancelled, lost = await claim(store), await claim(store, "dead")
-        late = await claim(store, config=RolloutConfig(timeout_seconds=0.3))
-        await store.cancel_rollout(cancelled.rollout_id)
-        await store.end_worker("dead")
-        reasons: dict[str, str] = {}
-        while len(reasons) < 3:
-            event = await next_event(events)
-            if isinstance(event, AttemptRevoked):
-                reasons[event.attempt_id] = event.reason
-        assert reasons == {
-            cancelled.attempt.attempt_id: "cancelled",
-            lost.attempt.attempt_id: "unresponsive",
-            late.attempt.attempt_id: "timeout",
-        }
-        await close(events)
-
     async def test_concurrent_changes_are_all_kept(self, store: LightningStore) -> None:
         claimed = await claim(store)
         id_ = claimed.rollout_id
@@ -169,29 +128,6 @@ class QueueingTests:
         assert attempt.end_time is not None
         assert attempt.end_time - attempt.start_time >= 0.3
 
-    async def test_a_silent_attempt_is_given_to_another_worker(self, store: LightningStore) -> None:
-        config = RolloutConfig(unresponsive_seconds=0.3, max_attempts=2, retry_condition=["unresponsive"])
-        claimed = await claim(store, config=config)
-        again = await soon(dequeue(store, "worker-2", timeout=20))
-        assert (again.rollout_id, again.attempt.sequence_id) == (claimed.rollout_id, 2)
-        statuses = [attempt.status for attempt in await store.query_attempts(claimed.rollout_id)]
-        assert statuses == ["unresponsive", "preparing"]
-
-    async def test_spans_and_heartbeats_keep_an_attempt_alive(self, store: LightningStore) -> None:
-        status = ""
-        for limit_s in (0.4, 2.0, 10.0):  # a machine may stop for longer than a limit, but not for all of them
-            config = RolloutConfig(unresponsive_seconds=limit_s)
-            alive = await store.start_rollout("alive", config=config)
-            for _ in range(2):  # attempts that began later are lost one after the other
-                silent = await store.start_rollout("silent", config=config)
-                while (await read(store, silent.rollout_id)).status == "preparing":
-                    await store.add_span(make_span(alive))
-                    await asyncio.sleep(0.05)
-            status = (await read(store, alive.rollout_id)).status
-            if status == "running":
-                break
-        assert status == "running"
-
     async def test_only_ended_rollouts_can_be_deleted(self, store: LightningStore) -> None:
         done, open_ = await claim(store), await claim(store)
         await store.add_many_spans([make_span(done), make_span(open_)])
@@ -206,31 +142,3 @@ class QueueingTests:
         assert len(await store.query_spans(open_.rollout_id)) == 1
         statistics = await store.statistics()
         assert (statistics["rollouts"], statistics["attempts"], statistics["spans"]) == (1, 1, 1)
-
-    async def test_rollouts_are_deleted_by_age_count_and_status(self, store: LightningStore) -> None:
-        ended: list[AttemptedRollout] = []
-        for status in ("succeeded", "failed", "succeeded", "failed", "succeeded"):
-            claimed = await claim(store)
-            await finish(store, claimed, status)
-            ended.append(claimed)
-        open_ = await store.enqueue_rollout("open")
-        elsewhere = await claim(store.with_run("other"))
-        await finish(store, elsewhere)
-
-        async def left() -> list[int]:
-            ids = [rollout.rollout_id for rollout in ended]
-            return [ids.index(rollout.rollout_id) for rollout in await store.query_rollouts(rollout_id_in=ids)]
-
-        second = await read(store, ended[1].rollout_id)
-        assert second.end_time is not None
-        assert await store.delete_rollouts(ended_before=second.end_time) == 1
-        assert await left() == [1, 2, 3, 4]
-        assert await store.delete_rollouts(status_in=["failed"], keep=1) == 1
-        assert await left() == [2, 3, 4]
-        assert await store.delete_rollouts(keep=2) == 1
-        assert await left() == [3, 4]
-        assert await store.delete_rollouts(status_in=["succeeded"]) == 1
-        assert await left() == [3]
-        assert await store.delete_rollouts(keep=0) == 1
-        assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [open_.rollout_id]
-        assert await read(store, elsewhere.rollout_id) is not None

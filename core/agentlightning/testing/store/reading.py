@@ -1,19 +1,21 @@
-"""Spans: numbering, idempotence, attribution, search."""
+"""Stored records: numbering, idempotence, filters, order, pages, versions, JSON."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from agentlightning.errors import ConfigError, NotFoundError
-from agentlightning.records import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span, SpanEvent, TraceStatus
+from agentlightning.records import EnqueueRolloutRequest, Rollout, Span, SpanEvent, TraceStatus
+from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import claim, dequeue, finish, latest_attempt, make_span, soon
 
 
-class TracingTests:
-    """Tests of spans."""
+class ReadingTests:
+    """Tests of stored records and of queries."""
 
     async def test_a_span_comes_back_unchanged(self, store: LightningStore) -> None:
         claimed = await claim(store)
@@ -41,18 +43,6 @@ class TracingTests:
         assert far is not None
         assert next_ is not None
         assert (far.sequence_id, next_.sequence_id) == (10, 11)
-
-    async def test_a_span_number_that_leaves_no_room_for_others_is_refused(self, store: LightningStore) -> None:
-        claimed = await claim(store)
-        span = make_span(claimed)
-        for number in (2**53, 2**63 - 1, 2**63, -1):
-            with pytest.raises(ConfigError, match="sequence_id"):
-                await store.add_many_spans([make_span(claimed), span.model_copy(update={"sequence_id": number})])
-        assert list(await store.query_spans(claimed.rollout_id)) == []
-        for number in (2**53 - 1, 0, 0):
-            assert await store.add_span(make_span(claimed).model_copy(update={"sequence_id": number})) is not None
-        numbers = [span.sequence_id for span in await store.query_spans(claimed.rollout_id)]
-        assert numbers == [2**53 - 1, 2**53, 2**53 + 1]
 
     async def test_span_numbers_strictly_increase_for_each_attempt(self, store: LightningStore) -> None:
         one, two = await claim(store), await claim(store)
@@ -157,31 +147,6 @@ class TracingTests:
         assert [span.name for span in await store.query_spans(None, rollout_id_in=two, name="step 5")] == ["step 5"]
         assert list(await store.query_spans(None, rollout_id_in=[])) == []
 
-
-class FindingTests:
-    """Tests of queries and getters."""
-
-    async def test_getters_return_none_for_unknown_ids(self, store: LightningStore) -> None:
-        assert await store.get_rollout_by_id("ro-unknown") is None
-        assert await store.get_latest_attempt("ro-unknown") is None
-        assert await store.get_resources_by_id("rs-unknown") is None
-        assert await store.get_latest_resources() is None
-        assert await store.get_worker_by_id("worker-unknown") is None
-        assert list(await store.query_attempts("ro-unknown")) == []
-        assert list(await store.query_spans("ro-unknown")) == []
-
-    async def test_rollouts_come_with_their_latest_attempt(self, store: LightningStore) -> None:
-        tried = await claim(store)
-        await finish(store, tried, "failed")
-        tried = await store.start_attempt(tried.rollout_id)
-        queued = await store.enqueue_rollout("untried")
-        first, second = await store.query_rollouts()
-        assert isinstance(first, AttemptedRollout)
-        assert first == tried
-        assert second == queued
-        assert await store.get_rollout_by_id(tried.rollout_id) == tried
-        assert type(await store.get_rollout_by_id(queued.rollout_id)) is Rollout
-
     async def test_pages_cover_everything_once(self, store: LightningStore) -> None:
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(10)])
         seen: list[int] = []
@@ -277,3 +242,55 @@ class FindingTests:
         assert page.total == 5
         latest = await latest_attempt(store, claimed)
         assert latest.sequence_id == 5
+
+    async def test_every_version_of_resources_stays_readable(self, store: LightningStore) -> None:
+        first = await store.add_resources({"prompt": "one", "llm": LLM(endpoint="http://localhost/v1", model="m")})
+        second = await store.update_resources(first.resources_id, {"prompt": PromptTemplate("two")})
+        assert (first.version, second.version, second.resources_id) == (1, 2, first.resources_id)
+        assert first.resources["prompt"] == PromptTemplate("one", "f-string")
+        assert second.create_time == first.create_time <= second.update_time
+        assert await store.get_resources_by_id(first.resources_id, 1) == first
+        assert await store.get_resources_by_id(first.resources_id) == second
+        assert await store.get_resources_by_id(first.resources_id, 3) is None
+        assert list(await store.query_resources(resources_id=first.resources_id)) == [first, second]
+
+    async def test_concurrently_published_versions_are_kept(self, store: LightningStore) -> None:
+        await soon(asyncio.gather(*(store.update_resources("shared", {"prompt": f"{n}"}) for n in range(10))))
+        updates = await store.query_resources(resources_id="shared")
+        assert [update.version for update in updates] == list(range(1, 11))
+        texts = {update.resources["prompt"].format() for update in updates}  # type: ignore[attr-defined] # a prompt
+        assert texts == {str(n) for n in range(10)}
+
+    async def test_metrics_of_a_step_add_up(self, store: LightningStore) -> None:
+        await store.add_metrics(2, {"reward": 0.5})
+        await store.add_metrics(1, {"reward": 0.25, "loss": 1.0})
+        merged = await store.add_metrics(1, {"loss": 0.5, "entropy": 2.0})
+        assert merged.values == {"reward": 0.25, "loss": 0.5, "entropy": 2.0}
+        await store.with_run("other").add_metrics(1, {"reward": 9.0})
+        metrics = await store.query_metrics()
+        assert [(item.step, item.values["reward"]) for item in metrics] == [(1, 0.25), (2, 0.5)]
+        assert [item.step for item in await store.query_metrics(limit=1, offset=1)] == [2]
+
+    async def test_statistics_count_what_is_stored(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        await store.add_many_spans([make_span(claimed) for _ in range(3)])
+        await store.add_resources({"prompt": "one"})
+        await store.update_worker("worker-1")
+        statistics = await store.statistics()
+        counts = {name: statistics[name] for name in ("rollouts", "attempts", "spans", "resources", "workers")}
+        assert counts == {"rollouts": 1, "attempts": 1, "spans": 3, "resources": 1, "workers": 1}
+        assert statistics["uptime"] >= 0
+
+    async def test_json_values_come_back_unchanged(self, store: LightningStore) -> None:
+        value: dict[str, Any] = {
+            "text": 'grüße "quoted" \\ \n\t\u2028 😀 ',
+            "numbers": [0, -1, 2**63 - 1, -(2**63), 0.1, 1e-300, 1.7976931348623157e308, 1.0],
+            "nothing": [None, True, False, [], {}, "", [[[]]]],
+            "": {"a.b": 1, "$c": [2], "grüße": 3},
+        }
+        await store.enqueue_rollout(value, metadata=value)
+        claimed = await dequeue(store)
+        assert (claimed.input, claimed.metadata) == (value, value)
+        assert [type(number) for number in claimed.input["numbers"]] == [int] * 4 + [float] * 4
+        await store.add_span(make_span(claimed, **value))
+        assert (await store.query_spans(claimed.rollout_id))[0].attributes == value

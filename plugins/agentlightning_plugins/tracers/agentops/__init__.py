@@ -8,6 +8,7 @@ from typing import Any, Final
 from agentlightning import semconv
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.records import Span
+from agentlightning_plugins.tracers.shared.indexed_messages import to_operation
 
 
 @hookimpl
@@ -20,12 +21,8 @@ def components() -> list[Component]:
     ]
 
 
-_OPERATIONS: Final = {"llm": "chat", "tool": "execute_tool", "agent": "invoke_agent"}
-
-
 def _read_operation(span: Span) -> str | None:
-    kind = span.attributes.get("agentops.span.kind")
-    return None if kind is None else _OPERATIONS.get(str(kind).lower(), str(kind).lower())
+    return to_operation(span.attributes.get("agentops.span.kind"))
 
 
 def _read_agent_name(span: Span) -> Any:

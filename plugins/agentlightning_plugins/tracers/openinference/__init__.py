@@ -8,7 +8,7 @@ from typing import Any, Final
 from agentlightning import semconv
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.records import Span
-from agentlightning_plugins.tracers.shared.indexed_messages import read_functions, read_messages
+from agentlightning_plugins.tracers.shared.indexed_messages import read_functions, read_messages, to_operation
 
 
 @hookimpl
@@ -21,12 +21,8 @@ def components() -> list[Component]:
     ]
 
 
-_OPERATIONS: Final = {"LLM": "chat", "TOOL": "execute_tool", "AGENT": "invoke_agent"}
-
-
 def _read_operation(span: Span) -> str | None:
-    kind = span.attributes.get("openinference.span.kind")
-    return None if kind is None else _OPERATIONS.get(str(kind).upper(), str(kind).lower())
+    return to_operation(span.attributes.get("openinference.span.kind"))
 
 
 def _read_raw_answer(span: Span) -> Mapping[str, Any]:

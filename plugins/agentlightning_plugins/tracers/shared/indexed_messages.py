@@ -1,12 +1,19 @@
-"""Reads messages and tools that libraries record as one attribute for each field: ``gen_ai.prompt.0.content``."""
+"""Reads operations, and messages and tools with one attribute for each field, such as ``gen_ai.prompt.0.content``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from agentlightning import semconv
 from agentlightning.records import Span
+
+_OPERATIONS: Final = {"llm": "chat", "tool": "execute_tool", "agent": "invoke_agent", "completion": "text_completion"}
+
+
+def to_operation(kind: object) -> str | None:
+    """Returns OpenTelemetry's name of an operation; ``kind`` is the library's, in any case, or None."""
+    return None if kind is None else _OPERATIONS.get(str(kind).lower(), str(kind).lower())
 
 
 def read_messages(span: Span, prefix: str) -> list[semconv.Message] | None:

@@ -6,7 +6,6 @@ It ignores environment variables except for the service name, so that none drops
 from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 # a forked child resets its locks before a provider uses them
-import contextlib
 import functools
 import importlib.util
 import logging
@@ -209,14 +208,17 @@ class Pipeline:
         self._joined: TracerProvider | None = None
         self.router = Router()
         self.exporters: dict[Target, SpanProcessor] = {}
-        with _without_environment("OTEL_SDK_DISABLED"):  # set for a framework, it would disable our provider too
-            service = os.environ.get("OTEL_SERVICE_NAME", "agentlightning")
-            self.provider = TracerProvider(
-                sampler=ALWAYS_ON,
-                resource=Resource({SERVICE_NAME: service, semconv.TRACER_NAME: "otel"}),
-                span_limits=SpanLimits(**{f"max_{name}": SpanLimits.UNSET for name in _LIMITS}),
-                shutdown_on_exit=False,
-            )
+        is_disabled = os.environ.pop("OTEL_SDK_DISABLED", None)  # it would disable our provider too
+        self.provider = TracerProvider(
+            sampler=ALWAYS_ON,
+            resource=Resource(
+                {SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "agentlightning"), semconv.TRACER_NAME: "otel"}
+            ),
+            span_limits=SpanLimits(**{f"max_{name}": SpanLimits.UNSET for name in _LIMITS}),
+            shutdown_on_exit=False,
+        )
+        if is_disabled is not None:
+            os.environ["OTEL_SDK_DISABLED"] = is_disabled
         self.provider.add_span_processor(self.router)
         self.tracer = self.provider.get_tracer("agentlightning")
 
@@ -285,16 +287,6 @@ def instrument_by_plugins(provider: TracerProvider) -> Iterator[Undo]:
             continue
         if undo is not None:
             yield undo
-
-
-@contextlib.contextmanager
-def _without_environment(name: str) -> Iterator[None]:
-    value = os.environ.pop(name, None)
-    try:
-        yield
-    finally:
-        if value is not None:
-            os.environ[name] = value
 
 
 pipeline: Final = Pipeline()
