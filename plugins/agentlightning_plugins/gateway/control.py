@@ -49,14 +49,7 @@ class Controls:
         models: Sequence[str],
         routes: Iterable[str],
     ) -> web.Response:
-        """Answers a request to ``CONTROL_PATHS`` or for the list of models.
-
-        Args:
-            request: the request.
-            path: its path, without the part that names an attempt.
-            named: the attempt that its URL names.
-            models: the names of the models.
-            routes: the paths of model calls, for an error that lists the endpoints.
+        """Answers a request for a path below the attempt ``named``; errors list ``routes``, the paths of model calls.
 
         Raises:
             CallRefused: the client may not send the request, or it is malformed, or its path is unknown.

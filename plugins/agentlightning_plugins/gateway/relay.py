@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from agentlightning_plugins.gateway.access import InFlightCall, attempt_over
-from agentlightning_plugins.gateway.backends.answer import MAX_ANSWER_BYTES, BackendAnswer, IdleTimeout
+from agentlightning_plugins.gateway.backends.answer import MAX_ANSWER_BYTES, BackendAnswer, idle_timeout
 from agentlightning_plugins.gateway.backends.provider import describe_error
 from agentlightning_plugins.gateway.backends.upstream import Reply, relayed_headers
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
@@ -140,13 +140,7 @@ class Relay:
     """Relays answers."""
 
     def __init__(self, recorder: CallRecorder, *, read_timeout_s: float, keeps_answers: bool) -> None:
-        """Creates a relay.
-
-        Args:
-            recorder: records the calls.
-            read_timeout_s: how long a backend may be silent during a stream.
-            keeps_answers: whether calls keep the answer as the backend sent it.
-        """
+        """Creates a relay. With ``keeps_answers``, calls keep the answer as the backend sent it."""
         self._recorder = recorder
         self._read_timeout_s = read_timeout_s
         self._keeps_answers = keeps_answers
@@ -203,7 +197,7 @@ class Relay:
             await response.prepare(request)
             call.is_streaming = True
             try:
-                with IdleTimeout(limit_s) as idle:
+                async with idle_timeout(limit_s) as keep_alive:
                     while not reader.is_done:
                         try:
                             piece = await upstream.content.readany()
@@ -216,7 +210,7 @@ class Relay:
                         relayed = reader.feed(piece)
                         if relayed and not reader.is_done:
                             await response.write(relayed)
-                        idle.reset()
+                        keep_alive()
             except TimeoutError as error:
                 failure, limit_s = f"the answer stalled: {error}", _FINAL_WRITE_S
             last = relayed if reader.is_done else reader.close(failure)

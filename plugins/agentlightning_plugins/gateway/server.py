@@ -184,14 +184,10 @@ class GatewayServer:
     async def _pass_through_chain(self, call: ModelCall, request: web.BaseRequest) -> web.StreamResponse:
         """The chain: each step may raise CallRefused, and the last one records the call."""
         backends = self._models.route(call.model, call.attempt and call.attempt[0], time.monotonic())
-        self._usage.begin(call.attempt)
         with self._in_flight.track(call) as in_flight:
+            await self._admission.enter()
             try:
-                await self._admission.enter()
-            except BaseException:  # refused, or the client did not wait
-                self._usage.take_back(call.attempt)
-                raise
-            try:
+                self._usage.begin(call.attempt)
                 call.gateway_version = self._admission.weight_version
                 call.seed = await self._seeds.next(call.attempt, backends)
                 answer = self._cache.find(call, backends) if self._cache is not None else None

@@ -34,8 +34,8 @@ def test_rollouts_are_spread_by_weight() -> None:
     models = ModelTable([entry("http://a/v1", weight=3), entry("http://b/v1", weight=1)])
     counts = Counter(first_of(models).values())
     assert counts["http://a/v1"] / len(ROLLOUTS) == pytest.approx(0.75, abs=0.03)
-    calls = Counter(models.route("m", None, 0.0)[0].endpoint for _ in range(40))
-    assert calls == {"http://a/v1": 30, "http://b/v1": 10}
+    calls = Counter(models.route("m", None, 0.0)[0].endpoint for _ in ROLLOUTS)
+    assert calls["http://a/v1"] / len(ROLLOUTS) == pytest.approx(0.75, abs=0.05), "calls without a rollout"
 
 
 async def test_entries_that_differ_only_in_their_key_share_the_calls_and_are_counted_separately() -> None:
@@ -44,7 +44,6 @@ async def test_entries_that_differ_only_in_their_key_share_the_calls_and_are_cou
         models = ModelTable(entries)
         shares = Counter(models.route("m", rollout, 0.0)[0].api_key for rollout in ROLLOUTS)
         assert shares["second"] / len(ROLLOUTS) == pytest.approx(0.5, abs=0.03)
-        assert Counter(models.route("m", None, 0.0)[0].api_key for _ in range(10)) == {"first": 5, "second": 5}
         models.backends[0].mark("gone")
         assert [backend.is_up for backend in ModelTable(entries, models).backends] == [False, True]
         async with (
@@ -85,7 +84,7 @@ def test_invalid_weights_and_prices_are_refused() -> None:
         ("weight", 0, "above 0"),
         ("weight", "much", "above 0"),
         ("price", 3, "give input_per_million"),
-        ("price", {"input": 3}, "no key 'input'"),
+        ("price", {"input": 3}, "no setting 'input'"),
         ("price", {"input_per_million": -1}, "0 or more"),
     ]:
         with pytest.raises(ConfigError, match=says):

@@ -36,7 +36,6 @@ class HealthCheck:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._silences: Counter[bytes] = Counter()
-        self._next_check: dict[bytes, float] = {}
         self._broken: set[bytes] = set()
         """Backends whose provider raised an unexpected error, which is logged once."""
 
@@ -48,14 +47,13 @@ class HealthCheck:
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=self._timeout_s / 2),
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
+            next_round = clock()
             while True:
-                backends = {backend.identity: backend for backend in self._backends() if backend.endpoint}
-                now = clock()
-                due = [b for name, b in backends.items() if not b.is_up or self._next_check.get(name, 0.0) <= now]
+                is_round = clock() >= next_round
+                due = [b for b in self._backends() if b.endpoint and (is_round or not b.is_up)]
                 await asyncio.gather(*(self._check(session, backend) for backend in due))
-                next_check = clock() + self._interval_s
-                self._next_check = {name: self._next_check.get(name, 0.0) for name in backends}
-                self._next_check.update((backend.identity, next_check) for backend in due)
+                if is_round:
+                    next_round = clock() + self._interval_s
                 await asyncio.sleep(min(_DOWN_INTERVAL_S, self._interval_s))
 
     async def _check(self, session: aiohttp.ClientSession, backend: ModelBackend) -> None:

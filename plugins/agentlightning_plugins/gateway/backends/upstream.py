@@ -7,14 +7,14 @@ import contextlib
 import random
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, Final, NamedTuple
 
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from agentlightning_plugins.gateway.backends.answer import MAX_ANSWER_BYTES, BackendAnswer, IdleTimeout
+from agentlightning_plugins.gateway.backends.answer import MAX_ANSWER_BYTES, BackendAnswer, idle_timeout
 from agentlightning_plugins.gateway.backends.provider import ModelBackend, describe_error
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, CallRefused, Dialect, TranslationError
@@ -144,15 +144,15 @@ class Upstream:
         backend = request.backend
         body = request.encode({**fields, "model": backend.served_model, **request.sampling})
         try:
-            with IdleTimeout(self._read_timeout_s) as idle:
+            async with idle_timeout(self._read_timeout_s) as keep_alive:
                 authorized = backend.authorize(headers)
                 response = await backend.provider.send(self._session, backend, request.path, body, authorized)
-                idle.reset()
+                keep_alive()
                 is_valid = not any(map(_CONTROL.search, response.headers.values()))
                 if is_valid and response.status == 200 and response.content_type == "text/event-stream":
                     return response
                 async with response:
-                    answer = await _read_answer(response, idle) if is_valid else b""
+                    answer = await _read_answer(response, keep_alive) if is_valid else b""
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             cannot_connect = isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
             if isinstance(error, TimeoutError) and not cannot_connect:
@@ -179,11 +179,11 @@ def relayed_headers(headers: CIMultiDictProxy[str], backend: ModelBackend) -> CI
     )
 
 
-async def _read_answer(response: BackendAnswer, idle: IdleTimeout) -> bytes:
+async def _read_answer(response: BackendAnswer, keep_alive: Callable[[], None]) -> bytes:
     """Reads a whole body; every byte restarts the timeout."""
     pieces, size = [], 0
     while piece := await response.content.readany():
-        idle.reset()
+        keep_alive()
         pieces.append(piece)
         size += len(piece)
         if size > MAX_ANSWER_BYTES:
