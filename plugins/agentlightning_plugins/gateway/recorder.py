@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from aiohttp import web
@@ -33,10 +33,10 @@ class GatewayMetrics(ScrapedMetrics):
 
     def __init__(
         self,
-        models: Callable[[], ModelTable],
+        models: ModelTable,
         admission: Admission,
         writer: SpanWriter,
-        running: Callable[[], Iterable[ModelCall]],
+        running: Iterable[ModelCall],
     ) -> None:
         """Creates the metrics; the gauges are read from the arguments at each scrape."""
         super().__init__()
@@ -103,8 +103,8 @@ class GatewayMetrics(ScrapedMetrics):
         labels = ["model", "backend"]
         up = GaugeMetricFamily("agl_gateway_backend_up", "1 if the backend is up.", labels=labels)
         in_flight = GaugeMetricFamily("agl_gateway_backend_in_flight", "Calls at a backend.", labels=labels)
-        counts = count_by_backend(self._running())
-        for backend in self._models().backends:
+        counts = count_by_backend(self._running)
+        for backend in self._models.backends:
             up.add_metric([backend.model, backend.label], backend.is_up)
             in_flight.add_metric([backend.model, backend.label], counts[backend.identity])
         yield up

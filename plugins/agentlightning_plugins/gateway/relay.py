@@ -51,7 +51,7 @@ class StreamReader:
         self._size += len(piece)
         if self._size > MAX_ANSWER_BYTES:
             return self._refuse_size()
-        events, relayed = self._request.backend.redact_answer(self._splitter.feed(piece)), b""
+        events, relayed = self._request.backend.redactor.redact_answer(self._splitter.feed(piece)), b""
         if not self._is_read:
             return events
         if self._translation is None and not self.is_done:
@@ -71,7 +71,7 @@ class StreamReader:
             if has_ended:
                 last = self.feed(b"\n\n")
             elif not self._is_read:
-                last = self._request.backend.redact_answer(self._splitter.rest)
+                last = self._request.backend.redactor.redact_answer(self._splitter.rest)
         if self.is_done:
             return last
         if has_ended and call.error is None and not call.completion.is_finished:
@@ -106,7 +106,7 @@ class StreamReader:
         return self._end(event) if call.completion.is_ended else event
 
     def _refuse(self, data: bytes, error: Exception) -> bytes:
-        excerpt = self._call.redact_error(data)[:200].decode(errors="replace")
+        excerpt = self._request.backend.redactor.redact_error(data)[:200].decode(errors="replace")
         self._call.error = f"the backend streamed an invalid chunk of {self._dialect.path} ({error!r}): {excerpt}"
         return self._error_event(self._call.error)
 
@@ -174,7 +174,7 @@ class Relay:
                     is_changed = request.dialect.strip(answer, request.options)
             except MALFORMED as error:
                 call.completion = Completion()
-                excerpt = call.redact_error(body)[:200].decode(errors="replace")
+                excerpt = request.backend.redactor.redact_error(body)[:200].decode(errors="replace")
                 message = f"the backend's answer is invalid for {request.dialect.path} ({error!r}): {excerpt}"
                 raise CallRefused(502, message, "bad_gateway") from None
             _set_version(call, reply.headers, call.gateway_version)

@@ -77,7 +77,7 @@ class GatewayServer:
         self._in_flight = InFlightCalls()
         self._ended = EndedAttempts(self._in_flight)
         self._writer = SpanWriter.shared(store)  # shared, so that a wait for an attempt's spans includes ours
-        self._metrics = GatewayMetrics(lambda: self._models, self._admission, self._writer, lambda: self._in_flight)
+        self._metrics = GatewayMetrics(self._models, self._admission, self._writer, self._in_flight)
         self._controls = Controls(self._authenticator, self._admission, self._metrics, self.status)
         self._cache = AnswerCache() if settings.cache else None
         self._recorder = CallRecorder(store, self._writer, self._usage, self._metrics, self._cache)
@@ -98,7 +98,7 @@ class GatewayServer:
             await self._upstream.close()
             self._writer.release()
             raise
-        health = HealthCheck(lambda: self._models.backends, settings.health_interval_s)
+        health = HealthCheck(self._models, settings.health_interval_s)
         self._background = [asyncio.create_task(work) for work in (self._ended.follow(self._store), health.run())]
         return bound
 
@@ -114,7 +114,7 @@ class GatewayServer:
         self._writer.release()
 
     async def set_models(self, model_list: Sequence[Mapping[str, Any]]) -> None:
-        self._models = ModelTable(model_list, self._models)
+        self._models.update(model_list)
 
     async def flush(self) -> None:
         await self._writer.flush()

@@ -149,7 +149,7 @@ def _add_output(call: ModelCall, attributes: dict[str, Any]) -> None:
         attributes[semconv.GEN_AI_FINISH_REASONS] = [choice.finish_reason or "" for _, choice in choices]
         text = dump_json([choice.to_message() for _, choice in choices])
         if call.backend is not None:
-            text = call.backend.redact_answer(text)  # a stream may contain the key in pieces
+            text = call.backend.redactor.redact_answer(text)  # a stream may contain the key in pieces
         attributes[semconv.GEN_AI_OUTPUT_MESSAGES] = text.decode()
 
 

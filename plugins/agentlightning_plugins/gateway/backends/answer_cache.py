@@ -80,7 +80,7 @@ class AnswerCache:
         if call.cache_key is not None:
             answer = bytes(call.answer)
             if call.request.body.get("stream"):  # whole answers are redacted already
-                answer = call.request.backend.redact_answer(answer)
+                answer = call.request.backend.redactor.redact_answer(answer)
             call.answer = bytearray(answer.decode(errors="replace").encode())
             self._add(call.cache_key, bytes(call.answer))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
 from typing import Final
 
 import aiohttp
 
+from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.provider import ModelBackend, describe_error
 
 logger = logging.getLogger("agentlightning")
@@ -26,13 +26,8 @@ _MAX_SILENCES: Final = 3
 class HealthCheck:
     """Requests the models of each backend every few seconds. Any status below 500 shows that the backend is up."""
 
-    def __init__(
-        self,
-        backends: Callable[[], Iterable[ModelBackend]],
-        interval_s: float = INTERVAL_S,
-        timeout_s: float = _TIMEOUT_S,
-    ) -> None:
-        self._backends = backends  # called for each round, because the model list may change
+    def __init__(self, models: ModelTable, interval_s: float = INTERVAL_S, timeout_s: float = _TIMEOUT_S) -> None:
+        self._models = models
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._silences: Counter[bytes] = Counter()
@@ -50,7 +45,7 @@ class HealthCheck:
             next_round = clock()
             while True:
                 is_round = clock() >= next_round
-                due = [b for b in self._backends() if b.endpoint and (is_round or not b.is_up)]
+                due = [b for b in self._models.backends if b.endpoint and (is_round or not b.is_up)]
                 await asyncio.gather(*(self._check(session, backend) for backend in due))
                 if is_round:
                     next_round = clock() + self._interval_s

@@ -62,13 +62,19 @@ def _score(key: bytes, backend: ModelBackend) -> float:
 class ModelTable:
     """The models of one ``model_list``. Entries with the same name are backends of one model."""
 
-    def __init__(self, model_list: Sequence[Mapping[str, Any]], previous: ModelTable | None = None) -> None:
-        """Reads a model list; raises ConfigError for an invalid entry.
-
-        Backends that have not changed since ``previous`` remain the same objects and keep their health.
-        """
+    def __init__(self, model_list: Sequence[Mapping[str, Any]]) -> None:
+        """Reads a model list; raises ConfigError for an invalid entry."""
         self._backends: dict[str, list[ModelBackend]] = {}
-        known = {backend.identity: backend for backend in previous.backends} if previous is not None else {}
+        self.update(model_list)
+
+    def update(self, model_list: Sequence[Mapping[str, Any]]) -> None:
+        """Replaces the models; backends that have not changed remain the same objects and keep their health.
+
+        Raises:
+            ConfigError: an entry is invalid; nothing changes.
+        """
+        updated: dict[str, list[ModelBackend]] = {}
+        known = {backend.identity: backend for backend in self.backends}
         seen: Counter[bytes | tuple[str, str]] = Counter()
         labels: list[tuple[ModelBackend, str]] = []
         for position, entry in enumerate(model_list):
@@ -78,8 +84,9 @@ class ModelTable:
             if same == backend:
                 labels.append((same, backend.label))  # which contains the number of the entry in this list
                 backend = same
-            self._backends.setdefault(backend.model, []).append(backend)
-        for same, label in labels:  # now that all entries are valid: ``previous`` may stay in use
+            updated.setdefault(backend.model, []).append(backend)
+        self._backends = updated
+        for same, label in labels:
             same.label = label
 
     @property

@@ -166,14 +166,14 @@ class Upstream:
             raise CallRefused(502, f"{backend.endpoint} answered with a malformed header", "bad_gateway")
         relayed = relayed_headers(response.headers, backend)
         if not 200 <= response.status < 300:
-            raise _read_error(dialect, request, response.status, relayed, backend.redact_error(answer))
-        return Reply(response.status, backend.redact_answer(answer), relayed)
+            raise _read_error(dialect, request, response.status, relayed, backend.redactor.redact_error(answer))
+        return Reply(response.status, backend.redactor.redact_answer(answer), relayed)
 
 
 def relayed_headers(headers: CIMultiDictProxy[str], backend: ModelBackend) -> CIMultiDict[str]:
     """Returns the headers of a backend's answer that the agent gets."""
     return CIMultiDict(
-        (name, backend.redact_answer(value.encode(errors="surrogateescape")).decode(errors="surrogateescape"))
+        (name, backend.redactor.redact_answer(value.encode(errors="surrogateescape")).decode(errors="surrogateescape"))
         for name, value in headers.items()
         if (lower := name.lower()) in _RELAYED or lower.startswith(_RELAYED_PREFIXES)
     )
