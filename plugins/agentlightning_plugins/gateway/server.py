@@ -21,11 +21,11 @@ from agentlightning_plugins.gateway.backends.health import HealthCheck
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.upstream import Upstream
 from agentlightning_plugins.gateway.call import ModelCall, read_call
-from agentlightning_plugins.gateway.control import Controls, describe_status
+from agentlightning_plugins.gateway.control import Controls, GatewayMetrics
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused, Dialect, load_dialects
 from agentlightning_plugins.gateway.dialects.openai import CHAT
 from agentlightning_plugins.gateway.limits import Admission, UsageLimits, UsageTracker
-from agentlightning_plugins.gateway.recorder import CallRecorder, GatewayMetrics
+from agentlightning_plugins.gateway.recorder import CallRecorder
 from agentlightning_plugins.gateway.relay import Relay
 from agentlightning_plugins.shared.web.request import RequestRefused, check_local, is_loopback
 from agentlightning_plugins.shared.web.server import WebServer
@@ -78,7 +78,15 @@ class GatewayServer:
         self._ended = EndedAttempts(self._in_flight)
         self._writer = SpanWriter.shared(store)  # shared, so that a wait for an attempt's spans includes ours
         self._metrics = GatewayMetrics(self._models, self._admission, self._writer, self._in_flight)
-        self._controls = Controls(self._authenticator, self._admission, self._metrics, self.status)
+        self._controls = Controls(
+            self._authenticator,
+            self._models,
+            self._admission,
+            self._in_flight,
+            self._writer,
+            self._metrics,
+            self._dialects,
+        )
         self._cache = AnswerCache() if settings.cache else None
         self._recorder = CallRecorder(store, self._writer, self._usage, self._metrics, self._cache)
         self._relay = Relay(
@@ -129,7 +137,7 @@ class GatewayServer:
         self._admission.resume(weight_version)
 
     async def status(self) -> dict[str, Any]:
-        return describe_status(self._models, self._admission, self._in_flight, self._writer)
+        return self._controls.describe()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         dialect: Dialect | None = None
@@ -143,7 +151,7 @@ class GatewayServer:
             if dialect is None:
                 if path != "health" and self._authenticator.is_operator(request.headers):
                     self._server.admit(request)
-                return await self._controls.answer(request, path, named, self._models.names, self._dialects)
+                return await self._controls.answer(request, path, named)
             call = await self._read_call(request, dialect, named)
         except RequestRefused as error:
             return self._refuse(CHAT, CallRefused(error.status, str(error), "not_local"))
