@@ -1,4 +1,4 @@
-"""Which calls are answered: the keys and ends of attempts, and the seeds of their calls."""
+"""The attempts whose calls are answered: their keys, their ends, and the seeds of their calls."""
 
 from __future__ import annotations
 

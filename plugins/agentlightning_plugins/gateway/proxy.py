@@ -15,8 +15,8 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.resources import ATTEMPT_KEY, LLM, ProxyLLM
 from agentlightning.run import attempt_token
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.backends.health import INTERVAL_S
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
+from agentlightning_plugins.gateway.backends.upstream import INTERVAL_S
 from agentlightning_plugins.gateway.launch import ServerProcess, ServerThread
 from agentlightning_plugins.gateway.limits import PAUSE_WAIT_S, UsageLimits, read_limits
 from agentlightning_plugins.gateway.server import Settings

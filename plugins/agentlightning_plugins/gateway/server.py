@@ -17,9 +17,8 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey, SpanWriter
 from agentlightning_plugins.gateway.access import Authenticator, CallSeeds, EndedAttempts, InFlightCalls
 from agentlightning_plugins.gateway.backends.answer_cache import AnswerCache
-from agentlightning_plugins.gateway.backends.health import HealthCheck
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
-from agentlightning_plugins.gateway.backends.upstream import Upstream
+from agentlightning_plugins.gateway.backends.upstream import HealthCheck, Upstream
 from agentlightning_plugins.gateway.call import ModelCall, read_call
 from agentlightning_plugins.gateway.control import Controls, GatewayMetrics
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused, Dialect, load_dialects

@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 
 from agentlightning.errors import ConfigError
-from agentlightning_plugins.gateway.backends.health import HealthCheck
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.provider import OpenAICompatible
+from agentlightning_plugins.gateway.backends.upstream import HealthCheck
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
 from tests.port import reserve_port
