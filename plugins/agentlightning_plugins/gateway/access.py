@@ -1,10 +1,11 @@
-"""Which calls are answered: the keys and ends of attempts, and the seeds of their calls."""
+"""The attempts whose calls are answered: their keys, their ends, and the seeds of their calls."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -257,8 +258,8 @@ class CallSeeds:
 
     def __init__(self, store: LightningStore) -> None:
         self._store = store
-        self._calls: dict[AttemptKey, int] = {}
-        self._seeds: dict[AttemptKey, object] = {}
+        self._known: dict[AttemptKey, tuple[object, Iterator[int]]] = {}
+        """For each attempt, the seed of its rollout and the numbers of its next calls."""
 
     async def next(self, attempt: AttemptKey | None, backends: Iterable[ModelBackend]) -> int | None:
         """Returns the seed of the next call of an attempt; None if its rollout has no seed, or no backend seeds calls.
@@ -268,21 +269,18 @@ class CallSeeds:
         """
         if attempt is None or not any(backend.seed_calls for backend in backends):
             return None
-        number = self._calls.pop(attempt, 0)
-        self._calls[attempt] = number + 1  # now the newest entry
-        if len(self._calls) > _MAX_REMEMBERED:
-            oldest = next(iter(self._calls))
-            del self._calls[oldest]
-            self._seeds.pop(oldest, None)
-        if attempt not in self._seeds:
+        if attempt not in self._known:
             try:
                 rollout = await self._store.get_rollout_by_id(attempt[0])
             except (StoreError, OSError, aiohttp.ClientError) as error:
                 logger.warning("the seed of rollout %s cannot be read, so a call gets no seed: %s", attempt[0], error)
                 return None
-            self._seeds[attempt] = None if rollout is None else (rollout.metadata or {}).get("seed")
-        seed = self._seeds[attempt]
-        return None if seed is None else derive_seed(seed, number)
+            seed = None if rollout is None else (rollout.metadata or {}).get("seed")
+            self._known.setdefault(attempt, (seed, itertools.count()))  # another call may have read it meanwhile
+            if len(self._known) > _MAX_REMEMBERED:
+                del self._known[next(iter(self._known))]
+        seed, numbers = self._known[attempt] = self._known.pop(attempt)  # now the newest entry
+        return None if seed is None else derive_seed(seed, next(numbers))
 
 
 def derive_seed(seed: object, number: int) -> int:

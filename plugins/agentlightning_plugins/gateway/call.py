@@ -148,10 +148,6 @@ class ModelCall:
         sampling = backend.sampling_fields(body, self.seed)
         return BackendRequest(backend, dialect, path, body, options, translation, sampling)
 
-    def redact_error(self, text: bytes) -> bytes:
-        """Removes the API key of the backend: some servers quote a key that they refuse."""
-        return text if self.backend is None else self.backend.redact_error(text)
-
 
 def used_tokens(call: ModelCall) -> tuple[int, int]:
     """Returns the input and output tokens of a call.

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from aiohttp import web
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
 
 from agentlightning.store.span_writer import AttemptKey, SpanWriter
 from agentlightning_plugins.gateway.access import Authenticator
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
-from agentlightning_plugins.gateway.call import ModelCall
+from agentlightning_plugins.gateway.call import ModelCall, used_tokens
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused
 from agentlightning_plugins.gateway.dialects.wire import dump_json
 from agentlightning_plugins.gateway.limits import Admission
-from agentlightning_plugins.gateway.recorder import GatewayMetrics, count_by_backend
-from agentlightning_plugins.shared.web.metrics import CONTENT_TYPE
+from agentlightning_plugins.shared.web.metrics import CONTENT_TYPE, ScrapedMetrics
 from agentlightning_plugins.shared.web.request import RequestRefused, parse_json, read_body
 
 CONTROL_PATHS: Final = ("health", "metrics", "status", "pause", "drain", "resume")
@@ -26,42 +28,130 @@ _DRAIN_S: Final = 60.0
 _MAX_DRAIN_S: Final = 600.0
 
 
+_LATENCY_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_NO_MODEL: Final = ""
+"""The label for names that are not models of this gateway: agents must not be able to create metrics."""
+
+
+class GatewayMetrics(ScrapedMetrics):
+    """The metrics of one gateway server."""
+
+    def __init__(
+        self,
+        models: ModelTable,
+        admission: Admission,
+        writer: SpanWriter,
+        running: Iterable[ModelCall],
+    ) -> None:
+        """Creates the metrics; the gauges are read from the arguments at each scrape."""
+        super().__init__()
+        self._models = models
+        self._admission = admission
+        self._writer = writer
+        self._running = running
+        registry = self.registry
+        self._calls = Counter(
+            "agl_gateway_calls_total", "Calls answered or abandoned.", ["model", "status"], registry=registry
+        )
+        self._latency = Histogram(
+            "agl_gateway_call_seconds",
+            "Time from the arrival of a call to the end of its answer.",
+            ["model"],
+            registry=registry,
+            buckets=_LATENCY_BUCKETS_S,
+        )
+        self._first_token = Histogram(
+            "agl_gateway_first_token_seconds",
+            "Time from the arrival of a call to the first bytes of its stream.",
+            ["model"],
+            registry=registry,
+            buckets=_LATENCY_BUCKETS_S,
+        )
+        self._tokens = Counter(
+            "agl_gateway_tokens_total", "Tokens of answered calls.", ["model", "kind"], registry=registry
+        )
+        self._incomplete = Counter(
+            "agl_gateway_incomplete_total", "Calls whose answer did not arrive in full.", ["model"], registry=registry
+        )
+
+    def count(self, call: ModelCall, status: str) -> None:
+        """Counts a call that has ended."""
+        model = call.model if call.backend is not None else _NO_MODEL
+        self._calls.labels(model, status).inc()
+        self._latency.labels(model).observe(call.end_time - call.start_time)
+        if call.first_time:
+            self._first_token.labels(model).observe(call.first_time - call.start_time)
+        if not call.is_complete:
+            self._incomplete.labels(model).inc()
+        input_tokens, output_tokens = used_tokens(call)
+        if input_tokens or output_tokens:
+            self._tokens.labels(model, "input").inc(input_tokens)
+            self._tokens.labels(model, "output").inc(output_tokens)
+
+    def refuse(self, status: int) -> None:
+        """Counts a request that was refused before it became a call."""
+        self._calls.labels(_NO_MODEL, status).inc()
+
+    async def render(self) -> bytes:
+        """Returns all metrics in Prometheus' text format."""
+        return await self.render_with(self._read_gauges())
+
+    def _read_gauges(self) -> Iterator[GaugeMetricFamily]:
+        admission, writer = self._admission, self._writer
+        yield GaugeMetricFamily("agl_gateway_in_flight", "Calls in flight.", admission.in_flight)
+        yield GaugeMetricFamily("agl_gateway_waiting", "Calls that wait for the end of a pause.", admission.waiting)
+        yield GaugeMetricFamily("agl_gateway_paused", "1 while new calls wait.", admission.is_paused)
+        version = GaugeMetricFamily("agl_gateway_weight_version", "Version of the weights that serve calls.", labels=[])
+        if admission.weight_version is not None:
+            version.add_metric([], admission.weight_version)
+        yield version
+        labels = ["model", "backend"]
+        up = GaugeMetricFamily("agl_gateway_backend_up", "1 if the backend is up.", labels=labels)
+        in_flight = GaugeMetricFamily("agl_gateway_backend_in_flight", "Calls at a backend.", labels=labels)
+        counts = count_by_backend(self._running)
+        for backend in self._models.backends:
+            up.add_metric([backend.model, backend.label], backend.is_up)
+            in_flight.add_metric([backend.model, backend.label], counts[backend.identity])
+        yield up
+        yield in_flight
+        yield GaugeMetricFamily("agl_gateway_span_queue", "Spans on their way to the store.", writer.queued)
+        yield GaugeMetricFamily("agl_gateway_spans_dropped", "Spans lost so far.", writer.lost)
+
+
+def count_by_backend(calls: Iterable[ModelCall]) -> collections.Counter[bytes]:
+    """Returns the number of running calls of each backend, by the backend's identity."""
+    return collections.Counter(call.backend.identity for call in calls if call.backend is not None)
+
+
 class Controls:
     """Answers requests that are not model calls."""
 
     def __init__(
         self,
         authenticator: Authenticator,
+        models: ModelTable,
         admission: Admission,
+        in_flight: Iterable[ModelCall],
+        writer: SpanWriter,
         metrics: GatewayMetrics,
-        status: Callable[[], Awaitable[dict[str, Any]]],
-    ) -> None:
-        self._authenticator = authenticator
-        self._admission = admission
-        self._metrics = metrics
-        self._status = status
-
-    async def answer(
-        self,
-        request: web.BaseRequest,
-        path: str,
-        named: AttemptKey | None,
-        models: Sequence[str],
         routes: Iterable[str],
-    ) -> web.Response:
-        """Answers a request to ``CONTROL_PATHS`` or for the list of models.
+    ) -> None:
+        """Takes the parts of a gateway; an error lists ``routes``, the paths of model calls."""
+        self._authenticator = authenticator
+        self._models = models
+        self._admission = admission
+        self._in_flight = in_flight
+        self._writer = writer
+        self._metrics = metrics
+        self._routes = routes
 
-        Args:
-            request: the request.
-            path: its path, without the part that names an attempt.
-            named: the attempt that its URL names.
-            models: the names of the models.
-            routes: the paths of model calls, for an error that lists the endpoints.
+    async def answer(self, request: web.BaseRequest, path: str, named: AttemptKey | None) -> web.Response:
+        """Answers a request for a path below the attempt ``named``.
 
         Raises:
             CallRefused: the client may not send the request, or it is malformed, or its path is unknown.
         """
-        listed = list_models(path, models)
+        listed = list_models(path, self._models.names)
         if listed is not None:
             if not self._authenticator.is_operator(request.headers):
                 self._authenticator.authenticate(request.headers, named)
@@ -69,12 +159,12 @@ class Controls:
         if path == "health":
             return json_response({"status": "paused" if self._admission.is_paused else "ok"})
         if path not in CONTROL_PATHS:
-            known = ", ".join(f"/{known}" for known in (*routes, "v1/models", *CONTROL_PATHS))
+            known = ", ".join(f"/{known}" for known in (*self._routes, "v1/models", *CONTROL_PATHS))
             raise CallRefused(404, f"no endpoint {request.method} {request.path}; endpoints: {known}", "not_found")
         if not self._authenticator.is_operator(request.headers, always=path in _CHANGES):
             raise CallRefused(401, f"/{path} requires the token of the gateway's store, or its own key", "wrong_key")
         if path == "status":
-            return json_response(await self._status())
+            return json_response(self.describe())
         if path == "metrics":
             return web.Response(body=await self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
         if request.method != "POST":
@@ -101,35 +191,32 @@ class Controls:
             if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
                 raise ValueError(f"weight_version is {version!r}; give a whole number, or leave it out")
             self._admission.resume(version)
-        return json_response(await self._status())
+        return json_response(self.describe())
 
-
-def describe_status(
-    models: ModelTable, admission: Admission, running: Iterable[ModelCall], writer: SpanWriter
-) -> dict[str, Any]:
-    """Returns the state of a gateway as JSON, without keys: the content of ``/status``."""
-    in_flight = count_by_backend(running)
-    return {
-        "backends": [
-            {
-                "model": backend.model,
-                "endpoint": backend.endpoint,
-                "served_model": backend.served_model,
-                "provider": backend.provider.name,
-                "weight": backend.weight,
-                "up": backend.is_up,
-                "failure": backend.failure,
-                "in_flight": in_flight[backend.identity],
-            }
-            for backend in models.backends
-        ],
-        "paused": admission.is_paused,
-        "in_flight": admission.in_flight,
-        "waiting": admission.waiting,
-        "weight_version": admission.weight_version,
-        "spans_queued": writer.queued,
-        "spans_lost": writer.lost,
-    }
+    def describe(self) -> dict[str, Any]:
+        """Returns the state of the gateway as JSON, without keys: the content of ``/status``."""
+        in_flight = count_by_backend(self._in_flight)
+        return {
+            "backends": [
+                {
+                    "model": backend.model,
+                    "endpoint": backend.endpoint,
+                    "served_model": backend.served_model,
+                    "provider": backend.provider.name,
+                    "weight": backend.weight,
+                    "up": backend.is_up,
+                    "failure": backend.failure,
+                    "in_flight": in_flight[backend.identity],
+                }
+                for backend in self._models.backends
+            ],
+            "paused": self._admission.is_paused,
+            "in_flight": self._admission.in_flight,
+            "waiting": self._admission.waiting,
+            "weight_version": self._admission.weight_version,
+            "spans_queued": self._writer.queued,
+            "spans_lost": self._writer.lost,
+        }
 
 
 def json_response(value: Any) -> web.Response:

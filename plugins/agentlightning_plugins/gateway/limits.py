@@ -5,34 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import aiohttp
 
-from agentlightning.errors import ConfigError, StoreError, suggest
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning.plugin.settings import bind_settings
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused
 
 logger = logging.getLogger("agentlightning")
-
-
-def check_keys(given: Iterable[object], known: Sequence[str], where: str) -> None:
-    """Raises ConfigError for the first key that is not known."""
-    for key in given:
-        if key not in known:
-            raise ConfigError(f"{where} has no key {key!r}.{suggest(str(key), known)} Keys: {', '.join(known)}.")
-
-
-def check_number(value: object, name: str, *, allow_zero: bool = False) -> float:
-    """Returns a number above 0, or of 0 or more if ``allow_zero``; raises ConfigError for anything else."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and (value > 0 or (allow_zero and value == 0)):
-        return value
-    raise ConfigError(f"{name} is {value!r}; give a number {'of 0 or more' if allow_zero else 'above 0'}")
-
-
 MAX_WAITING: Final = 10_000
 """Calls that may wait at the same time; further calls get status 429."""
 PAUSE_WAIT_S: Final = 300.0
@@ -204,12 +189,6 @@ class UsageTracker:
                 raise CallRefused(402, message, BUDGET_EXCEEDED, {"x-should-retry": "false"})
         usage.calls += 1
 
-    def take_back(self, attempt: AttemptKey | None) -> None:
-        """Reverts ``begin`` for a call that was not made."""
-        usage = self._used.get(attempt) if attempt is not None else None
-        if usage is not None:
-            usage.calls -= 1
-
     def add(self, attempt: AttemptKey, tokens: int, cost: float) -> None:
         """Adds the usage of a call; ignores attempts that were dropped, because their spans contain the usage."""
         usage = self._used.get(attempt)
@@ -243,11 +222,10 @@ def read_limits(limits: Mapping[str, Any] | UsageLimits | None) -> UsageLimits:
     """Reads ``budget`` of ``LLMProxy``; raises ConfigError for an unknown key or a limit that is not above 0."""
     if isinstance(limits, UsageLimits):
         return limits
-    given = limits or {}
-    check_keys(given, [field.name for field in fields(UsageLimits)], "budget")
+    given = bind_settings(UsageLimits, limits or {}, "budget")
     for name, limit in given.items():
-        if limit is not None:
-            check_number(limit, f"budget: {name}")
+        if limit is not None and not limit > 0:
+            raise ConfigError(f"budget: {name} is {limit!r}; give a number above 0")
     return UsageLimits(**given)
 
 
@@ -257,7 +235,8 @@ def read_price(price: Any, where: str) -> Price | None:
         return None
     if not isinstance(price, Mapping):
         raise ConfigError(f"{where}: price is {price!r}; give input_per_million and output_per_million")
-    check_keys(price, [field.name for field in fields(Price)], f"{where}['price']")
-    for name, value in price.items():
-        check_number(value, f"{where}['price']: {name}", allow_zero=True)
-    return Price(**price)
+    given = bind_settings(Price, price, f"{where}['price']")
+    for name, value in given.items():
+        if not value >= 0:
+            raise ConfigError(f"{where}['price']: {name} is {value!r}; give a number of 0 or more")
+    return Price(**given)

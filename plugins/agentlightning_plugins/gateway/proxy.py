@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any, Final, Literal, get_args
 
 from agentlightning.errors import ConfigError, ConflictError, suggest
+from agentlightning.plugin.settings import require_least
 from agentlightning.resources import ATTEMPT_KEY, LLM, ProxyLLM
 from agentlightning.run import attempt_token
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.backends.health import INTERVAL_S
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
+from agentlightning_plugins.gateway.backends.upstream import INTERVAL_S
 from agentlightning_plugins.gateway.launch import ServerProcess, ServerThread
-from agentlightning_plugins.gateway.limits import PAUSE_WAIT_S, UsageLimits, check_number, read_limits
+from agentlightning_plugins.gateway.limits import PAUSE_WAIT_S, UsageLimits, read_limits
 from agentlightning_plugins.gateway.server import Settings
 from agentlightning_plugins.shared.web.request import is_loopback
 
@@ -87,10 +88,8 @@ class LLMProxy:
         """
         if launch_mode not in get_args(LaunchMode):
             raise ConfigError(f"launch_mode = {launch_mode!r}; modes: {', '.join(get_args(LaunchMode))}")
-        check_number(num_retries, "num_retries", allow_zero=True)
-        check_number(read_timeout_s, "read_timeout_s")
-        check_number(health_interval_s, "health_interval_s")
-        check_number(pause_wait_s, "pause_wait_s", allow_zero=True)
+        require_least(0, num_retries=num_retries, pause_wait_s=pause_wait_s)
+        require_least(0.001, read_timeout_s=read_timeout_s, health_interval_s=health_interval_s)
         host = host or "127.0.0.1"
         self.store = store
         self._launch_mode = launch_mode

@@ -1,123 +1,38 @@
-"""Records how a call ended: in metrics, in the cache of answers, and as a span in the store."""
+"""Records how a call ended: in metrics, in the cache of answers, and as a span in the store.
+
+The attributes of the span follow OpenTelemetry's ``gen_ai`` conventions. Training also needs ``prompt_token_ids``,
+``response_token_ids`` and ``logprobs`` (of the sampled tokens), ``agentlightning.weight_version`` (and
+``agentlightning.weight_versions`` of the tokens, if the weights changed during the answer), and
+``agentlightning.gateway.complete``; calls for which this is false must not be trained on.
+
+With n > 1 the unprefixed token data belong to choice 0; choice i > 0 has
+``agentlightning.choice.{i}.response_token_ids`` and ``.logprobs`` (and ``.prompt_token_ids`` if prompts differ).
+``gen_ai.output.messages`` and ``gen_ai.response.finish_reasons`` list all choices in order.
+"""
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from aiohttp import web
-from prometheus_client import Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
 
+from agentlightning import semconv
+from agentlightning.frozen import FrozenList
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
-from agentlightning_plugins.gateway.backends.answer_cache import AnswerCache
-from agentlightning_plugins.gateway.backends.model_table import ModelTable
+from agentlightning.types import Span, TraceStatus
+from agentlightning_plugins.gateway.backends.answer_cache import CACHE_ANSWER, CACHE_KEY, AnswerCache
 from agentlightning_plugins.gateway.call import ModelCall, used_tokens
-from agentlightning_plugins.gateway.dialects.dialect import CallRefused
-from agentlightning_plugins.gateway.limits import Admission, UsageTracker
-from agentlightning_plugins.gateway.span import call_to_span
-from agentlightning_plugins.shared.web.metrics import ScrapedMetrics
+from agentlightning_plugins.gateway.control import GatewayMetrics
+from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, CallRefused, CompletionChoice, Dialect
+from agentlightning_plugins.gateway.dialects.wire import dump_json
+from agentlightning_plugins.gateway.limits import BACKEND, BUDGET_EXCEEDED, COST, TOKENS, UsageTracker
 
 logger = logging.getLogger("agentlightning")
-_LATENCY_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_NO_MODEL: Final = ""
-"""The label for names that are not models of this gateway: agents must not be able to create metrics."""
-
-
-class GatewayMetrics(ScrapedMetrics):
-    """The metrics of one gateway server."""
-
-    def __init__(
-        self,
-        models: Callable[[], ModelTable],
-        admission: Admission,
-        writer: SpanWriter,
-        running: Callable[[], Iterable[ModelCall]],
-    ) -> None:
-        """Creates the metrics; the gauges are read from the arguments at each scrape."""
-        super().__init__()
-        self._models = models
-        self._admission = admission
-        self._writer = writer
-        self._running = running
-        registry = self.registry
-        self._calls = Counter(
-            "agl_gateway_calls_total", "Calls answered or abandoned.", ["model", "status"], registry=registry
-        )
-        self._latency = Histogram(
-            "agl_gateway_call_seconds",
-            "Time from the arrival of a call to the end of its answer.",
-            ["model"],
-            registry=registry,
-            buckets=_LATENCY_BUCKETS_S,
-        )
-        self._first_token = Histogram(
-            "agl_gateway_first_token_seconds",
-            "Time from the arrival of a call to the first bytes of its stream.",
-            ["model"],
-            registry=registry,
-            buckets=_LATENCY_BUCKETS_S,
-        )
-        self._tokens = Counter(
-            "agl_gateway_tokens_total", "Tokens of answered calls.", ["model", "kind"], registry=registry
-        )
-        self._incomplete = Counter(
-            "agl_gateway_incomplete_total", "Calls whose answer did not arrive in full.", ["model"], registry=registry
-        )
-
-    def count(self, call: ModelCall, status: str) -> None:
-        """Counts a call that has ended."""
-        model = call.model if call.backend is not None else _NO_MODEL
-        self._calls.labels(model, status).inc()
-        self._latency.labels(model).observe(call.end_time - call.start_time)
-        if call.first_time:
-            self._first_token.labels(model).observe(call.first_time - call.start_time)
-        if not call.is_complete:
-            self._incomplete.labels(model).inc()
-        input_tokens, output_tokens = used_tokens(call)
-        if input_tokens or output_tokens:
-            self._tokens.labels(model, "input").inc(input_tokens)
-            self._tokens.labels(model, "output").inc(output_tokens)
-
-    def refuse(self, status: int) -> None:
-        """Counts a request that was refused before it became a call."""
-        self._calls.labels(_NO_MODEL, status).inc()
-
-    async def render(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
-        return await self.render_with(self._read_gauges())
-
-    def _read_gauges(self) -> Iterator[GaugeMetricFamily]:
-        admission, writer = self._admission, self._writer
-        yield GaugeMetricFamily("agl_gateway_in_flight", "Calls in flight.", admission.in_flight)
-        yield GaugeMetricFamily("agl_gateway_waiting", "Calls that wait for the end of a pause.", admission.waiting)
-        yield GaugeMetricFamily("agl_gateway_paused", "1 while new calls wait.", admission.is_paused)
-        version = GaugeMetricFamily("agl_gateway_weight_version", "Version of the weights that serve calls.", labels=[])
-        if admission.weight_version is not None:
-            version.add_metric([], admission.weight_version)
-        yield version
-        labels = ["model", "backend"]
-        up = GaugeMetricFamily("agl_gateway_backend_up", "1 if the backend is up.", labels=labels)
-        in_flight = GaugeMetricFamily("agl_gateway_backend_in_flight", "Calls at a backend.", labels=labels)
-        counts = count_by_backend(self._running())
-        for backend in self._models().backends:
-            up.add_metric([backend.model, backend.label], backend.is_up)
-            in_flight.add_metric([backend.model, backend.label], counts[backend.identity])
-        yield up
-        yield in_flight
-        yield GaugeMetricFamily("agl_gateway_span_queue", "Spans on their way to the store.", writer.queued)
-        yield GaugeMetricFamily("agl_gateway_spans_dropped", "Spans lost so far.", writer.lost)
-
-
-def count_by_backend(calls: Iterable[ModelCall]) -> collections.Counter[bytes]:
-    """Returns the number of running calls of each backend, by the backend's identity."""
-    return collections.Counter(call.backend.identity for call in calls if call.backend is not None)
-
-
 _STORE_WAIT_S: Final = 1.0
 """How long an answer may wait until its call is stored."""
 _DISCONNECTED: Final = 499
@@ -192,3 +107,140 @@ class CallRecorder:
             call.model,
             call.backend.endpoint if call.backend is not None else "?",
         )
+
+
+_OK: Final = TraceStatus(status_code="OK")
+_MIN_INT64: Final = -(2**63)
+_MAX_INT64: Final = 2**63 - 1
+_MAX_DESCRIPTION: Final = 2000
+_SAMPLING: Final = {
+    **{key: key for key in ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")},
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_tokens"),
+    **dict.fromkeys(("stop", "stop_sequences"), "stop_sequences"),
+    "n": "choice.count",
+}
+"""Sampling parameters of all dialects, and their names below ``gen_ai.request``."""
+
+
+def call_to_span(call: ModelCall) -> Span:
+    """Returns the span of a finished call of an attempt. The store assigns its ``sequence_id``."""
+    assert call.attempt is not None
+    rollout_id, attempt_id = call.attempt
+    attributes: dict[str, Any] = {
+        semconv.GEN_AI_OPERATION_NAME: call.dialect.operation,
+        semconv.GEN_AI_REQUEST_MODEL: call.model,
+        semconv.GATEWAY_COMPLETE: call.is_complete,
+    }
+    dialect, body = (call.dialect, call.body) if call.request is None else (call.request.dialect, call.request.body)
+    forced: Mapping[str, Any] = {}
+    if call.backend is not None:
+        attributes[semconv.GEN_AI_PROVIDER_NAME] = call.backend.provider.name
+        attributes[BACKEND] = call.backend.endpoint
+        used = used_tokens(call)
+        attributes[TOKENS] = sum(used)
+        if call.backend.price is not None:
+            attributes[COST] = call.backend.price.cost(*used)
+        forced = call.backend.sampling_parameters
+    sampling = {**body, **(forced if call.request is None else call.request.sampling)}
+    for key in sorted(_SAMPLING.keys() & sampling.keys(), reverse=True):  # the successors of max_tokens overwrite it
+        value = sampling[key]
+        if key == "stop" and isinstance(value, str):
+            value = [value]
+        if value is not None:
+            attributes[f"gen_ai.request.{_SAMPLING[key]}"] = value
+    if call.first_time:
+        attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = call.first_time - call.start_time
+    if call.cache_key is not None:
+        attributes |= {CACHE_KEY: call.cache_key, CACHE_ANSWER: call.answer.decode()}
+    if call.error_code == BUDGET_EXCEEDED:
+        attributes["agentlightning.gateway.budget_exceeded"] = call.error
+    if call.http_status is not None:
+        attributes["http.response.status_code"] = call.http_status
+    status = _OK
+    if call.error is not None:
+        attributes["error.type"] = str(call.http_status or "_OTHER")
+        status = TraceStatus(status_code="ERROR", description=call.error[:_MAX_DESCRIPTION])
+    _add_input(dialect, body, attributes)
+    if body.get("echo"):
+        _drop_echo(call)
+    _add_output(call, attributes)
+    return Span.from_attributes(
+        attributes=attributes,
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        trace_id=call.trace.trace_id,
+        span_id=call.trace.span_id,
+        parent_id=call.trace.parent_id,
+        name=call.dialect.span_name + (semconv.CACHED_SUFFIX if call.is_cached else ""),
+        status=status,
+        start_time=call.start_time,
+        end_time=call.end_time,
+    )
+
+
+def _add_input(dialect: Dialect, body: Mapping[str, Any], attributes: dict[str, Any]) -> None:
+    messages: list[dict[str, Any]] = []
+    tools: Sequence[Any] = ()
+    with contextlib.suppress(*MALFORMED):  # a malformed request, which the backend refused too
+        messages = dialect.read_messages(body)
+    with contextlib.suppress(*MALFORMED):
+        tools = dialect.read_tools(body)
+    attributes[semconv.GEN_AI_INPUT_MESSAGES] = dump_json(messages).decode()
+    if tools:
+        attributes[semconv.GEN_AI_TOOL_DEFINITIONS] = dump_json(tools).decode()
+
+
+def _drop_echo(call: ModelCall) -> None:
+    """Drops the log-probabilities of the prompt's tokens, which Completions with ``echo`` repeat."""
+    for choice in call.completion.choices.values():
+        if choice.logprobs is not None and choice.token_ids is not None:
+            choice.logprobs = choice.logprobs[max(len(choice.logprobs) - len(choice.token_ids), 0) :]
+
+
+def _add_output(call: ModelCall, attributes: dict[str, Any]) -> None:
+    completion = call.completion
+    choices = sorted(completion.choices.items())
+    first = completion.choices.get(0) or CompletionChoice()
+    prompt_token_ids = completion.prompt_token_ids or first.prompt_token_ids
+    input_tokens, output_tokens = completion.input_tokens, completion.output_tokens
+    if input_tokens is None and prompt_token_ids is not None:  # a stream states its usage only on request
+        input_tokens = len(prompt_token_ids)
+        output_tokens = sum(len(choice.token_ids or ()) for _, choice in choices)
+    known = {
+        semconv.GEN_AI_RESPONSE_ID: completion.id,
+        semconv.GEN_AI_RESPONSE_MODEL: completion.model,
+        semconv.GEN_AI_INPUT_TOKENS: input_tokens,
+        semconv.GEN_AI_OUTPUT_TOKENS: output_tokens,
+        semconv.WEIGHT_VERSION: completion.weight_version,
+        semconv.PROMPT_TOKEN_IDS: _freeze_numbers(prompt_token_ids),
+        semconv.RESPONSE_TOKEN_IDS: _freeze_numbers(first.token_ids),
+        semconv.LOGPROBS: _freeze_numbers(first.logprobs),
+        semconv.WEIGHT_VERSIONS: first.weight_versions,
+    }
+    for index, choice in choices:
+        if index == 0:
+            continue
+        prefix = f"{semconv.CHOICE}.{index}"
+        known[f"{prefix}.{semconv.RESPONSE_TOKEN_IDS}"] = choice.token_ids
+        known[f"{prefix}.{semconv.LOGPROBS}"] = choice.logprobs
+        known[f"{prefix}.{semconv.WEIGHT_VERSIONS}"] = choice.weight_versions
+        if choice.prompt_token_ids != first.prompt_token_ids:
+            known[f"{prefix}.{semconv.PROMPT_TOKEN_IDS}"] = choice.prompt_token_ids
+    attributes.update((name, value) for name, value in known.items() if value is not None)
+    if choices:
+        attributes[semconv.GEN_AI_FINISH_REASONS] = [choice.finish_reason or "" for _, choice in choices]
+        text = dump_json([choice.to_message() for _, choice in choices])
+        if call.backend is not None:
+            text = call.backend.redactor.redact_answer(text)  # a stream may contain the key in pieces
+        attributes[semconv.GEN_AI_OUTPUT_MESSAGES] = text.decode()
+
+
+def _freeze_numbers(values: Any) -> Any:
+    """Freezes a list of numbers and returns anything else as it is.
+
+    Hot path: the sum detects NaN, infinities and integers beyond 64 bits without a check of each value.
+    """
+    try:
+        return FrozenList(values) if type(values) is list and _MIN_INT64 <= sum(values) <= _MAX_INT64 else values
+    except TypeError:
+        return values

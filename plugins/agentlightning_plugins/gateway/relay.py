@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from agentlightning_plugins.gateway.access import InFlightCall, attempt_over
-from agentlightning_plugins.gateway.backends.answer import MAX_ANSWER_BYTES, BackendAnswer, IdleTimeout
+from agentlightning_plugins.gateway.backends.answer import MAX_ANSWER_BYTES, BackendAnswer, idle_timeout
 from agentlightning_plugins.gateway.backends.provider import describe_error
 from agentlightning_plugins.gateway.backends.upstream import Reply, relayed_headers
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
@@ -51,7 +51,7 @@ class StreamReader:
         self._size += len(piece)
         if self._size > MAX_ANSWER_BYTES:
             return self._refuse_size()
-        events, relayed = self._request.backend.redact_answer(self._splitter.feed(piece)), b""
+        events, relayed = self._request.backend.redactor.redact_answer(self._splitter.feed(piece)), b""
         if not self._is_read:
             return events
         if self._translation is None and not self.is_done:
@@ -71,7 +71,7 @@ class StreamReader:
             if has_ended:
                 last = self.feed(b"\n\n")
             elif not self._is_read:
-                last = self._request.backend.redact_answer(self._splitter.rest)
+                last = self._request.backend.redactor.redact_answer(self._splitter.rest)
         if self.is_done:
             return last
         if has_ended and call.error is None and not call.completion.is_finished:
@@ -106,7 +106,7 @@ class StreamReader:
         return self._end(event) if call.completion.is_ended else event
 
     def _refuse(self, data: bytes, error: Exception) -> bytes:
-        excerpt = self._call.redact_error(data)[:200].decode(errors="replace")
+        excerpt = self._request.backend.redactor.redact_error(data)[:200].decode(errors="replace")
         self._call.error = f"the backend streamed an invalid chunk of {self._dialect.path} ({error!r}): {excerpt}"
         return self._error_event(self._call.error)
 
@@ -140,13 +140,7 @@ class Relay:
     """Relays answers."""
 
     def __init__(self, recorder: CallRecorder, *, read_timeout_s: float, keeps_answers: bool) -> None:
-        """Creates a relay.
-
-        Args:
-            recorder: records the calls.
-            read_timeout_s: how long a backend may be silent during a stream.
-            keeps_answers: whether calls keep the answer as the backend sent it.
-        """
+        """Creates a relay. With ``keeps_answers``, calls keep the answer as the backend sent it."""
         self._recorder = recorder
         self._read_timeout_s = read_timeout_s
         self._keeps_answers = keeps_answers
@@ -180,7 +174,7 @@ class Relay:
                     is_changed = request.dialect.strip(answer, request.options)
             except MALFORMED as error:
                 call.completion = Completion()
-                excerpt = call.redact_error(body)[:200].decode(errors="replace")
+                excerpt = request.backend.redactor.redact_error(body)[:200].decode(errors="replace")
                 message = f"the backend's answer is invalid for {request.dialect.path} ({error!r}): {excerpt}"
                 raise CallRefused(502, message, "bad_gateway") from None
             _set_version(call, reply.headers, call.gateway_version)
@@ -203,7 +197,7 @@ class Relay:
             await response.prepare(request)
             call.is_streaming = True
             try:
-                with IdleTimeout(limit_s) as idle:
+                async with idle_timeout(limit_s) as keep_alive:
                     while not reader.is_done:
                         try:
                             piece = await upstream.content.readany()
@@ -216,7 +210,7 @@ class Relay:
                         relayed = reader.feed(piece)
                         if relayed and not reader.is_done:
                             await response.write(relayed)
-                        idle.reset()
+                        keep_alive()
             except TimeoutError as error:
                 failure, limit_s = f"the answer stalled: {error}", _FINAL_WRITE_S
             last = relayed if reader.is_done else reader.close(failure)

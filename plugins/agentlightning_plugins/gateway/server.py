@@ -17,15 +17,14 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey, SpanWriter
 from agentlightning_plugins.gateway.access import Authenticator, CallSeeds, EndedAttempts, InFlightCalls
 from agentlightning_plugins.gateway.backends.answer_cache import AnswerCache
-from agentlightning_plugins.gateway.backends.health import HealthCheck
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
-from agentlightning_plugins.gateway.backends.upstream import Upstream
+from agentlightning_plugins.gateway.backends.upstream import HealthCheck, Upstream
 from agentlightning_plugins.gateway.call import ModelCall, read_call
-from agentlightning_plugins.gateway.control import Controls, describe_status
+from agentlightning_plugins.gateway.control import Controls, GatewayMetrics
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused, Dialect, load_dialects
 from agentlightning_plugins.gateway.dialects.openai import CHAT
 from agentlightning_plugins.gateway.limits import Admission, UsageLimits, UsageTracker
-from agentlightning_plugins.gateway.recorder import CallRecorder, GatewayMetrics
+from agentlightning_plugins.gateway.recorder import CallRecorder
 from agentlightning_plugins.gateway.relay import Relay
 from agentlightning_plugins.shared.web.request import RequestRefused, check_local, is_loopback
 from agentlightning_plugins.shared.web.server import WebServer
@@ -77,8 +76,16 @@ class GatewayServer:
         self._in_flight = InFlightCalls()
         self._ended = EndedAttempts(self._in_flight)
         self._writer = SpanWriter.shared(store)  # shared, so that a wait for an attempt's spans includes ours
-        self._metrics = GatewayMetrics(lambda: self._models, self._admission, self._writer, lambda: self._in_flight)
-        self._controls = Controls(self._authenticator, self._admission, self._metrics, self.status)
+        self._metrics = GatewayMetrics(self._models, self._admission, self._writer, self._in_flight)
+        self._controls = Controls(
+            self._authenticator,
+            self._models,
+            self._admission,
+            self._in_flight,
+            self._writer,
+            self._metrics,
+            self._dialects,
+        )
         self._cache = AnswerCache() if settings.cache else None
         self._recorder = CallRecorder(store, self._writer, self._usage, self._metrics, self._cache)
         self._relay = Relay(
@@ -98,7 +105,7 @@ class GatewayServer:
             await self._upstream.close()
             self._writer.release()
             raise
-        health = HealthCheck(lambda: self._models.backends, settings.health_interval_s)
+        health = HealthCheck(self._models, settings.health_interval_s)
         self._background = [asyncio.create_task(work) for work in (self._ended.follow(self._store), health.run())]
         return bound
 
@@ -114,7 +121,7 @@ class GatewayServer:
         self._writer.release()
 
     async def set_models(self, model_list: Sequence[Mapping[str, Any]]) -> None:
-        self._models = ModelTable(model_list, self._models)
+        self._models.update(model_list)
 
     async def flush(self) -> None:
         await self._writer.flush()
@@ -129,7 +136,7 @@ class GatewayServer:
         self._admission.resume(weight_version)
 
     async def status(self) -> dict[str, Any]:
-        return describe_status(self._models, self._admission, self._in_flight, self._writer)
+        return self._controls.describe()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         dialect: Dialect | None = None
@@ -143,7 +150,7 @@ class GatewayServer:
             if dialect is None:
                 if path != "health" and self._authenticator.is_operator(request.headers):
                     self._server.admit(request)
-                return await self._controls.answer(request, path, named, self._models.names, self._dialects)
+                return await self._controls.answer(request, path, named)
             call = await self._read_call(request, dialect, named)
         except RequestRefused as error:
             return self._refuse(CHAT, CallRefused(error.status, str(error), "not_local"))
@@ -184,14 +191,10 @@ class GatewayServer:
     async def _pass_through_chain(self, call: ModelCall, request: web.BaseRequest) -> web.StreamResponse:
         """The chain: each step may raise CallRefused, and the last one records the call."""
         backends = self._models.route(call.model, call.attempt and call.attempt[0], time.monotonic())
-        self._usage.begin(call.attempt)
         with self._in_flight.track(call) as in_flight:
+            await self._admission.enter()
             try:
-                await self._admission.enter()
-            except BaseException:  # refused, or the client did not wait
-                self._usage.take_back(call.attempt)
-                raise
-            try:
+                self._usage.begin(call.attempt)
                 call.gateway_version = self._admission.weight_version
                 call.seed = await self._seeds.next(call.attempt, backends)
                 answer = self._cache.find(call, backends) if self._cache is not None else None

@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 
 from agentlightning.errors import ConfigError
-from agentlightning_plugins.gateway.backends.health import HealthCheck
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.provider import OpenAICompatible
+from agentlightning_plugins.gateway.backends.upstream import HealthCheck
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
 from tests.port import reserve_port
@@ -34,8 +34,8 @@ def test_rollouts_are_spread_by_weight() -> None:
     models = ModelTable([entry("http://a/v1", weight=3), entry("http://b/v1", weight=1)])
     counts = Counter(first_of(models).values())
     assert counts["http://a/v1"] / len(ROLLOUTS) == pytest.approx(0.75, abs=0.03)
-    calls = Counter(models.route("m", None, 0.0)[0].endpoint for _ in range(40))
-    assert calls == {"http://a/v1": 30, "http://b/v1": 10}
+    calls = Counter(models.route("m", None, 0.0)[0].endpoint for _ in ROLLOUTS)
+    assert calls["http://a/v1"] / len(ROLLOUTS) == pytest.approx(0.75, abs=0.05), "calls without a rollout"
 
 
 async def test_entries_that_differ_only_in_their_key_share_the_calls_and_are_counted_separately() -> None:
@@ -44,9 +44,9 @@ async def test_entries_that_differ_only_in_their_key_share_the_calls_and_are_cou
         models = ModelTable(entries)
         shares = Counter(models.route("m", rollout, 0.0)[0].api_key for rollout in ROLLOUTS)
         assert shares["second"] / len(ROLLOUTS) == pytest.approx(0.5, abs=0.03)
-        assert Counter(models.route("m", None, 0.0)[0].api_key for _ in range(10)) == {"first": 5, "second": 5}
         models.backends[0].mark("gone")
-        assert [backend.is_up for backend in ModelTable(entries, models).backends] == [False, True]
+        models.update(entries)
+        assert [backend.is_up for backend in models.backends] == [False, True]
         async with (
             gateway(model_list=entries) as case,
             session.get(case.proxy.endpoint.removesuffix("v1") + "metrics") as answer,
@@ -58,7 +58,7 @@ async def test_entries_that_differ_only_in_their_key_share_the_calls_and_are_cou
 
 async def test_entries_with_the_same_endpoint_are_health_checked_separately() -> None:
     models = ModelTable([entry("http://127.0.0.1:1/v1", api_key=key) for key in ("first", "second")])
-    check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.01).run())
+    check = asyncio.create_task(HealthCheck(models, interval_s=0.01).run())
     await until(lambda: not any(backend.is_up for backend in models.backends))
     check.cancel()
     await asyncio.gather(check, return_exceptions=True)
@@ -72,12 +72,12 @@ def test_adding_a_backend_moves_rollouts_only_to_the_new_backend() -> None:
 
 
 def test_a_new_model_list_keeps_the_health_of_unchanged_backends() -> None:
-    old = table("a", "b")
-    a, b = old.backends
+    models = table("a", "b")
+    a, b = models.backends
     a.mark("gone")
-    new = ModelTable([entry("http://a/v1"), entry("http://b/v1", api_key="another")], old)
-    assert new.backends[0] is a
-    assert new.backends[1] is not b
+    models.update([entry("http://a/v1"), entry("http://b/v1", api_key="another")])
+    assert models.backends[0] is a
+    assert models.backends[1] is not b
 
 
 def test_invalid_weights_and_prices_are_refused() -> None:
@@ -85,7 +85,7 @@ def test_invalid_weights_and_prices_are_refused() -> None:
         ("weight", 0, "above 0"),
         ("weight", "much", "above 0"),
         ("price", 3, "give input_per_million"),
-        ("price", {"input": 3}, "no key 'input'"),
+        ("price", {"input": 3}, "no setting 'input'"),
         ("price", {"input_per_million": -1}, "0 or more"),
     ]:
         with pytest.raises(ConfigError, match=says):
@@ -104,7 +104,7 @@ async def test_health_checks_notice_that_a_backend_goes_down_and_comes_back() ->
     async with ScriptedOpenAI() as server:
         models = ModelTable([entry(server.endpoint), entry(late.endpoint)])
         alive, dead = models.backends
-        check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.05).run())
+        check = asyncio.create_task(HealthCheck(models, interval_s=0.05).run())
         try:
             await until(lambda: not dead.is_up)
             assert alive.is_up
@@ -131,7 +131,7 @@ async def test_a_busy_backend_is_down_only_after_three_checks() -> None:
     async with await asyncio.start_server(stays_silent, "127.0.0.1", 0) as server:
         models = table(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
         (backend,) = models.backends
-        check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.01, timeout_s=0.5).run())
+        check = asyncio.create_task(HealthCheck(models, interval_s=0.01, timeout_s=0.5).run())
         await until(lambda: checks == 3)
         assert backend.is_up
         await until(lambda: not backend.is_up)
@@ -150,7 +150,7 @@ async def test_an_error_in_one_provider_does_not_stop_the_health_checks_of_other
     models = table("127.0.0.1:1", "127.0.0.1:2")
     strange, gone = models.backends
     strange.provider = Strange()
-    check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.01).run())
+    check = asyncio.create_task(HealthCheck(models, interval_s=0.01).run())
     await until(lambda: not gone.is_up)
     gone.mark(None)
     await until(lambda: not gone.is_up)

@@ -232,7 +232,7 @@ async def test_a_full_usage_tracker_removes_the_attempt_with_the_oldest_call() -
 
 @pytest.mark.parametrize(
     ("budget", "says"),
-    [({"token": 1}, "Did you mean 'tokens'"), ({"calls": 0}, "above 0"), ({"cost": "much"}, "above 0")],
+    [({"token": 1}, "Did you mean 'tokens'"), ({"calls": 0}, "above 0"), ({"cost": "much"}, "valid number")],
 )
 def test_an_invalid_budget_is_refused_with_a_fix(budget: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):

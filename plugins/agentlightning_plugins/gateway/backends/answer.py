@@ -3,91 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Self, TypeAlias
 
+import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
-
-
-class IdleTimeout:
-    """Raises TimeoutError from its block if ``reset`` is not called for ``limit_s`` seconds.
-
-    It uses one timer for the whole block, because a timer for each piece of a stream, as in aiohttp's ``sock_read``,
-    costs noticeable CPU time. It also works for providers that do not use aiohttp.
-    """
-
-    __slots__ = ("_cancelling", "_is_expired", "_limit_s", "_loop", "_reset_at", "_task", "_timer")
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-
-    def reset(self) -> None:
-        """Restarts the timeout."""
-        self._reset_at = self._loop.time()
-
-    def __enter__(self) -> Self:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._cancelling = task, task.cancelling()
-        self._loop = asyncio.get_running_loop()
-        self._is_expired = False
-        self._reset_at = self._loop.time()
-        self._timer = self._loop.call_at(self._reset_at + self._limit_s, self._check)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timer.cancel()
-        if self._is_expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise TimeoutError(f"it was silent for {self._limit_s:g} s") from error
-
-    def _check(self) -> None:
-        due = self._reset_at + self._limit_s
-        if self._loop.time() < due:
-            self._timer = self._loop.call_at(due, self._check)
-        else:
-            self._is_expired = True
-            self._task.cancel()
-
 
 MAX_ANSWER_BYTES: Final = 256 * 2**20
 """Largest size of a whole answer or of a stream."""
 
 
-class BackendContent(Protocol):
-    """The body of an answer while it arrives."""
+@contextlib.asynccontextmanager
+async def idle_timeout(limit_s: float) -> AsyncIterator[Callable[[], None]]:
+    """Raises TimeoutError from its block if the function that it yields is not called for ``limit_s`` seconds.
 
-    async def readany(self) -> bytes:
-        """Waits for data and returns all that has arrived; empty at the end."""
+    The timer is moved only after a hundredth of the limit: a new timer for each piece of a stream, as in aiohttp's
+    ``sock_read``, costs noticeable CPU time.
+    """
+    loop = asyncio.get_running_loop()
+    moved_at = loop.time()
 
-    def at_eof(self) -> bool:
-        """Whether everything has been read."""
+    def reset() -> None:
+        nonlocal moved_at
+        now = loop.time()
+        if now > moved_at + limit_s / 100 and not timeout.expired():
+            timeout.reschedule(now + limit_s)
+            moved_at = now
 
-
-class BackendAnswer(Protocol):
-    """The answer of a backend, such as an ``aiohttp.ClientResponse``."""
-
-    @property
-    def status(self) -> int: ...
-
-    @property
-    def headers(self) -> CIMultiDictProxy[str]: ...
-
-    @property
-    def content_type(self) -> str:
-        """``text/event-stream`` for a stream."""
-
-    @property
-    def content(self) -> BackendContent: ...
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    try:
+        async with asyncio.timeout(limit_s) as timeout:
+            yield reset
+    except TimeoutError as error:
+        if not timeout.expired():
+            raise
+        raise TimeoutError(f"it was silent for {limit_s:g} s") from error
 
 
 @dataclass(eq=False)
@@ -129,6 +81,10 @@ class IteratedAnswer:
             close = getattr(stream, "aclose", None)
             if close is not None:
                 await close()
+
+
+BackendAnswer: TypeAlias = aiohttp.ClientResponse | IteratedAnswer
+"""The answer of a backend, whose status and headers have arrived."""
 
 
 async def once(body: bytes) -> AsyncIterator[bytes]:

@@ -17,9 +17,11 @@ from agentlightning_plugins.gateway.backends.provider import ModelBackend
 from agentlightning_plugins.gateway.backends.upstream import Reply
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED
-from agentlightning_plugins.gateway.span import CACHE_ANSWER, CACHE_KEY
 
 logger = logging.getLogger("agentlightning")
+CACHE_KEY: Final = "agentlightning.gateway.cache_key"
+CACHE_ANSWER: Final = "agentlightning.gateway.cache_answer"
+"""Span attribute: the answer as the backend sent it, on calls whose answer the cache keeps."""
 _MAX_BYTES: Final = 256 * 2**20
 """Limit on the size of all answers in memory; the oldest answers are dropped."""
 _MAX_ANSWER_BYTES: Final = 4 * 2**20
@@ -80,7 +82,7 @@ class AnswerCache:
         if call.cache_key is not None:
             answer = bytes(call.answer)
             if call.request.body.get("stream"):  # whole answers are redacted already
-                answer = call.request.backend.redact_answer(answer)
+                answer = call.request.backend.redactor.redact_answer(answer)
             call.answer = bytearray(answer.decode(errors="replace").encode())
             self._add(call.cache_key, bytes(call.answer))
 

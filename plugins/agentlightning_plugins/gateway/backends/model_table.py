@@ -5,19 +5,20 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from yarl import URL
 
-from agentlightning.errors import ConfigError, PluginError
+from agentlightning.errors import ConfigError, PluginError, suggest
 from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.gateway.backends.provider import ModelBackend, Provider
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused
-from agentlightning_plugins.gateway.limits import check_keys, check_number, read_price
+from agentlightning_plugins.gateway.limits import read_price
 
 _PREFIXES: Final = {
     "hosted_vllm": "vllm",
@@ -58,32 +59,22 @@ def _score(key: bytes, backend: ModelBackend) -> float:
     return math.inf if uniform >= 1.0 else -backend.weight / math.log(uniform)
 
 
-class _RoundRobin:
-    """Smooth weighted round-robin, as in nginx."""
-
-    def __init__(self) -> None:
-        self._current_weights: dict[bytes, float] = {}
-
-    def order(self, backends: Sequence[ModelBackend]) -> list[ModelBackend]:
-        """Returns all backends, beginning with the next in turn."""
-        weights = {b.identity: self._current_weights.get(b.identity, 0.0) + b.weight for b in backends}
-        order = sorted(backends, key=lambda backend: weights[backend.identity], reverse=True)
-        weights[order[0].identity] -= sum(backend.weight for backend in backends)
-        self._current_weights = weights
-        return order
-
-
 class ModelTable:
     """The models of one ``model_list``. Entries with the same name are backends of one model."""
 
-    def __init__(self, model_list: Sequence[Mapping[str, Any]], previous: ModelTable | None = None) -> None:
-        """Reads a model list; raises ConfigError for an invalid entry.
-
-        Backends that have not changed since ``previous`` remain the same objects and keep their health.
-        """
+    def __init__(self, model_list: Sequence[Mapping[str, Any]]) -> None:
+        """Reads a model list; raises ConfigError for an invalid entry."""
         self._backends: dict[str, list[ModelBackend]] = {}
-        self._round_robin: dict[str, _RoundRobin] = {}
-        known = {backend.identity: backend for backend in previous.backends} if previous is not None else {}
+        self.update(model_list)
+
+    def update(self, model_list: Sequence[Mapping[str, Any]]) -> None:
+        """Replaces the models; backends that have not changed remain the same objects and keep their health.
+
+        Raises:
+            ConfigError: an entry is invalid; nothing changes.
+        """
+        updated: dict[str, list[ModelBackend]] = {}
+        known = {backend.identity: backend for backend in self.backends}
         seen: Counter[bytes | tuple[str, str]] = Counter()
         labels: list[tuple[ModelBackend, str]] = []
         for position, entry in enumerate(model_list):
@@ -93,8 +84,9 @@ class ModelTable:
             if same == backend:
                 labels.append((same, backend.label))  # which contains the number of the entry in this list
                 backend = same
-            self._backends.setdefault(backend.model, []).append(backend)
-        for same, label in labels:  # now that all entries are valid: ``previous`` may stay in use
+            updated.setdefault(backend.model, []).append(backend)
+        self._backends = updated
+        for same, label in labels:
             same.label = label
 
     @property
@@ -110,7 +102,7 @@ class ModelTable:
     def route(self, model: str, rollout_id: str | None, now: float) -> list[ModelBackend]:
         """Returns the backends of a model in the order in which to try them.
 
-        All calls of a rollout start at the same backend, for its prefix cache; other calls are distributed in turn.
+        All calls of a rollout start at the same backend, for its prefix cache; other calls are distributed at random.
         Backends that are down, or failed a moment before ``now`` (``time.monotonic()``), come last.
 
         Raises:
@@ -122,10 +114,7 @@ class ModelTable:
             raise CallRefused(404, f"no model {model!r}; models: {known}", "model_not_found")
         if len(backends) == 1:
             return backends
-        if rollout_id is None:
-            order = self._round_robin.setdefault(model, _RoundRobin()).order(backends)
-        else:
-            order = _rank(backends, rollout_id)
+        order = _rank(backends, rollout_id or f"{random.getrandbits(64)}")
         return sorted(order, key=lambda backend: not backend.is_up or backend.retry_at > now)
 
 
@@ -144,13 +133,13 @@ def _read_entry(entry: Mapping[str, Any], where: str) -> ModelBackend:
         raise ConfigError(f"{where} is {entry!r}; give a mapping with 'model' and 'endpoint'")
     kind, source, endpoint_key = entry.get("provider"), entry, "endpoint"
     is_litellm_form = "litellm_params" in entry
-    check_keys(entry, _ENTRY_KEYS if is_litellm_form else _PLAIN_KEYS, where)
+    _check_keys(entry, _ENTRY_KEYS if is_litellm_form else _PLAIN_KEYS, where)
     if is_litellm_form:
         source, where, endpoint_key = entry["litellm_params"], f"{where}['litellm_params']", "api_base"
         if not isinstance(source, Mapping):
             raise ConfigError(f"{where} is {source!r}; give a mapping with 'model' and 'api_base'")
         if kind != "litellm":
-            check_keys(source, _LITELLM_KEYS, where)
+            _check_keys(source, _LITELLM_KEYS, where)
     served, endpoint, key = source.get("model"), source.get(endpoint_key), source.get("api_key")
     if not isinstance(served, str) or not served:
         raise ConfigError(f"{where} needs 'model', got {served!r}")
@@ -181,9 +170,15 @@ def _read_entry(entry: Mapping[str, Any], where: str) -> ModelBackend:
         sampling_defaults=dict(entry.get("sampling_defaults") or {}),
         seed_calls=bool(entry.get("seed_calls")),
         settings=dict(source) if is_litellm_form else {},
-        weight=_read_weight(entry.get("weight"), where),
+        weight=_read_weight(entry.get("weight", 1.0), where),
         price=read_price(entry.get("price"), where),
     )
+
+
+def _check_keys(given: Iterable[object], known: Sequence[str], where: str) -> None:
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"{where} has no key {key!r}.{suggest(str(key), known)} Keys: {', '.join(known)}.")
 
 
 def _kind_of(endpoint: Any) -> str:
@@ -213,9 +208,8 @@ def _read_endpoint(endpoint: Any, where: str) -> str:
 
 
 def _read_weight(weight: Any, where: str) -> float:
-    weight = check_number(1.0 if weight is None else weight, f"{where}: weight")
-    if weight == float("inf"):
-        raise ConfigError(f"{where}: weight is infinite; give a number above 0")
+    if not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+        raise ConfigError(f"{where}: weight is {weight!r}; give a number above 0")
     return float(weight)
 
 

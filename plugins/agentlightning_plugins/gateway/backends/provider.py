@@ -27,13 +27,14 @@ _MIN_SECRET: Final = 12
 class KeyRedactor:
     """Replaces a key with asterisks: plain, in base64 or hex, and with characters escaped as in JSON, URLs or HTML."""
 
-    def __init__(self, key: str) -> None:
-        data = key.encode()
+    def __init__(self, key: str | None) -> None:
+        """Prepares a redactor; None means that there is nothing to redact."""
+        data = (key or "").encode()
         self._is_secret = len(data) >= _MIN_SECRET
-        self._literals = [data]
+        self._literals = [data] if data else []
         if self._is_secret:
             hexadecimal = data.hex().encode()
-            self._literals += [*_in_base64(data), hexadecimal, hexadecimal.upper(), quote(key, safe="").encode()]
+            self._literals += [*_in_base64(data), hexadecimal, hexadecimal.upper(), quote(data, safe="").encode()]
         self._literals = list(dict.fromkeys(self._literals))
         self._escaped = re.compile(b"".join(map(_any_form, data)), re.IGNORECASE)
 
@@ -42,7 +43,7 @@ class KeyRedactor:
         for literal in self._literals:
             if literal in text:
                 text = text.replace(literal, _STARS)
-        if any(escape in text for escape in _ESCAPES):
+        if self._literals and any(escape in text for escape in _ESCAPES):
             text = self._escaped.sub(_STARS, text)
         return text
 
@@ -169,26 +170,19 @@ class ModelBackend:
     """Hash that is the same for the same backend in every process and every model list."""
     label: str = field(init=False, repr=False, compare=False)
     """Label in metrics: the endpoint, followed by ``#2`` for the model's second entry with it, and so on."""
-    _redactor: KeyRedactor | None = field(init=False, repr=False, compare=False)
+    redactor: KeyRedactor = field(init=False, repr=False, compare=False)
+    """Removes the key from answers and errors of this endpoint."""
     _urls: dict[str, URL] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         text = "\0".join((self.model, self.served_model, self.endpoint, self.provider.name))
         self.identity = hashlib.blake2b(text.encode(), digest_size=16).digest()
         self.label = self.endpoint
-        self._redactor = None if self.api_key is None else KeyRedactor(self.api_key)
+        self.redactor = KeyRedactor(self.api_key)
 
     @property
     def is_up(self) -> bool:
         return self.failure is None
-
-    def redact_error(self, text: bytes) -> bytes:
-        """Replaces this endpoint's key with asterisks in an error."""
-        return text if self._redactor is None else self._redactor.redact_error(text)
-
-    def redact_answer(self, text: bytes) -> bytes:
-        """Replaces this endpoint's key with asterisks, unless the key may be a word of the answer."""
-        return text if self._redactor is None else self._redactor.redact_answer(text)
 
     def sampling_fields(self, body: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
         """Returns the fields to set in a request, given the seed of the call."""

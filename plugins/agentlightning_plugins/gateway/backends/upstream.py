@@ -1,25 +1,29 @@
-"""Sends calls to backends, with retries and failover."""
+"""Sends calls to backends, with retries and failover, and checks which backends are up."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import re
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, Final, NamedTuple
 
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from agentlightning_plugins.gateway.backends.answer import MAX_ANSWER_BYTES, BackendAnswer, IdleTimeout
+from agentlightning_plugins.gateway.backends.answer import MAX_ANSWER_BYTES, BackendAnswer, idle_timeout
+from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.provider import ModelBackend, describe_error
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, CallRefused, Dialect, TranslationError
 from agentlightning_plugins.gateway.dialects.wire import dump_json, parse_json
 
+logger = logging.getLogger("agentlightning")
 RETRIED_STATUS: Final = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 _CONNECT_TIMEOUT_S: Final = 10.0
 _KEEPALIVE_S: Final = 4.0  # shorter than uvicorn's 5 s, so that we rarely use a connection that it is closing
@@ -144,15 +148,15 @@ class Upstream:
         backend = request.backend
         body = request.encode({**fields, "model": backend.served_model, **request.sampling})
         try:
-            with IdleTimeout(self._read_timeout_s) as idle:
+            async with idle_timeout(self._read_timeout_s) as keep_alive:
                 authorized = backend.authorize(headers)
                 response = await backend.provider.send(self._session, backend, request.path, body, authorized)
-                idle.reset()
+                keep_alive()
                 is_valid = not any(map(_CONTROL.search, response.headers.values()))
                 if is_valid and response.status == 200 and response.content_type == "text/event-stream":
                     return response
                 async with response:
-                    answer = await _read_answer(response, idle) if is_valid else b""
+                    answer = await _read_answer(response, keep_alive) if is_valid else b""
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             cannot_connect = isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
             if isinstance(error, TimeoutError) and not cannot_connect:
@@ -166,24 +170,24 @@ class Upstream:
             raise CallRefused(502, f"{backend.endpoint} answered with a malformed header", "bad_gateway")
         relayed = relayed_headers(response.headers, backend)
         if not 200 <= response.status < 300:
-            raise _read_error(dialect, request, response.status, relayed, backend.redact_error(answer))
-        return Reply(response.status, backend.redact_answer(answer), relayed)
+            raise _read_error(dialect, request, response.status, relayed, backend.redactor.redact_error(answer))
+        return Reply(response.status, backend.redactor.redact_answer(answer), relayed)
 
 
 def relayed_headers(headers: CIMultiDictProxy[str], backend: ModelBackend) -> CIMultiDict[str]:
     """Returns the headers of a backend's answer that the agent gets."""
     return CIMultiDict(
-        (name, backend.redact_answer(value.encode(errors="surrogateescape")).decode(errors="surrogateescape"))
+        (name, backend.redactor.redact_answer(value.encode(errors="surrogateescape")).decode(errors="surrogateescape"))
         for name, value in headers.items()
         if (lower := name.lower()) in _RELAYED or lower.startswith(_RELAYED_PREFIXES)
     )
 
 
-async def _read_answer(response: BackendAnswer, idle: IdleTimeout) -> bytes:
+async def _read_answer(response: BackendAnswer, keep_alive: Callable[[], None]) -> bytes:
     """Reads a whole body; every byte restarts the timeout."""
     pieces, size = [], 0
     while piece := await response.content.readany():
-        idle.reset()
+        keep_alive()
         pieces.append(piece)
         size += len(piece)
         if size > MAX_ANSWER_BYTES:
@@ -224,3 +228,64 @@ def _retry_after_s(error: CallRefused) -> float:
     with contextlib.suppress(ValueError):
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     return 0.0
+
+
+INTERVAL_S: Final = 10.0
+"""Seconds between checks of a backend that is up."""
+_DOWN_INTERVAL_S: Final = 1.0
+"""Seconds between checks of a backend that is down, unless the other interval is shorter."""
+_TIMEOUT_S: Final = 5.0
+_MAX_SILENCES: Final = 3
+"""Unanswered checks in a row until a backend counts as down: a server that trains or compiles is only busy."""
+
+
+class HealthCheck:
+    """Requests the models of each backend every few seconds. Any status below 500 shows that the backend is up."""
+
+    def __init__(self, models: ModelTable, interval_s: float = INTERVAL_S, timeout_s: float = _TIMEOUT_S) -> None:
+        self._models = models
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._silences: Counter[bytes] = Counter()
+        self._broken: set[bytes] = set()
+        """Backends whose provider raised an unexpected error, which is logged once."""
+
+    async def run(self) -> None:
+        """Checks until cancelled."""
+        clock = asyncio.get_running_loop().time
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True),  # each check opens a new connection
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=self._timeout_s / 2),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as session:
+            next_round = clock()
+            while True:
+                is_round = clock() >= next_round
+                due = [b for b in self._models.backends if b.endpoint and (is_round or not b.is_up)]
+                await asyncio.gather(*(self._check(session, backend) for backend in due))
+                if is_round:
+                    next_round = clock() + self._interval_s
+                await asyncio.sleep(min(_DOWN_INTERVAL_S, self._interval_s))
+
+    async def _check(self, session: aiohttp.ClientSession, backend: ModelBackend) -> None:
+        failure = None
+        try:
+            url, headers = backend.url("models"), backend.authorize({})
+            async with session.get(url, headers=headers, allow_redirects=False) as answer:
+                if answer.status >= 500:
+                    failure = f"GET {url} answered {answer.status}"
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            failure = describe_error(error)
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
+                self._silences[backend.identity] += 1
+                if self._silences[backend.identity] < _MAX_SILENCES:
+                    return
+                failure = f"it did not answer for {self._timeout_s:g} s, {_MAX_SILENCES} times in a row"
+        except Exception:  # isolation point: a provider may be third-party code, and the other backends need checks
+            if backend.identity not in self._broken:
+                self._broken.add(backend.identity)
+                logger.exception("backend %s of model %r cannot be checked", backend.endpoint, backend.model)
+            return
+        else:
+            self._silences.pop(backend.identity, None)
+        backend.mark(failure)

@@ -213,15 +213,7 @@ class CallRefused(LightningError):
         *,
         body: bytes | None = None,
     ) -> None:
-        """Creates an error.
-
-        Args:
-            status: the HTTP status of the answer.
-            message: the message for the agent and for the span of the call.
-            code: a word that programs can compare.
-            headers: headers of the answer.
-            body: the body of the answer; None: an error with the message and the code.
-        """
+        """Creates an error; without a ``body``, the agent gets one with the message and the code."""
         super().__init__(message)
         self.status, self.code, self.headers, self.body = status, code, headers or {}, body
 
