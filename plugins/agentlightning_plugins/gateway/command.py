@@ -18,7 +18,7 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning_plugins.gateway.operator_key import read_key, write_key
-from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.rendering.text import print_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

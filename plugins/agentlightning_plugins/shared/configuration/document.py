@@ -93,7 +93,8 @@ def read_document(path: Path) -> ConfigDocument:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a mapping of settings is needed, got {type(values).__name__}")
     document = ConfigDocument(str(path), values)
-    _note_lines(yaml.compose(text, Loader=_Loader), (), document)
+    if (root := yaml.compose(text, Loader=_Loader)) is not None:
+        _note_lines(root, (), document)
     return document
 
 
