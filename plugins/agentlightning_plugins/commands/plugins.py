@@ -11,7 +11,7 @@ import click
 from agentlightning.cli import echo
 from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.plugin.registry import Plugin, PluginManager, get_manager
-from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.terminal import json_option, print_json
 
 

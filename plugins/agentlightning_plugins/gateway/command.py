@@ -17,7 +17,7 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.rendering.text import print_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from agentlightning.errors import NotFoundError, StoreError
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import PaginatedResult
-from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.rendering.text import print_table
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -13,8 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import agentlightning as agl
-from agentlightning_plugins.demo import training
-from agentlightning_plugins.demo.command import command
+from agentlightning_plugins.demo import command, training
 from tests.algorithms.server_thread import threads_for_servers
 from tests.process import wait_for
 from tests.waiting import LIMIT_S

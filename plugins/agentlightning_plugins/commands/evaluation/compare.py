@@ -12,7 +12,7 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
-from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.terminal import (
     json_option,
     json_or_text,

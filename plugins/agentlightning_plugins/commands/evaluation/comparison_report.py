@@ -16,7 +16,7 @@ from agentlightning.errors import NotFoundError
 from agentlightning_plugins.commands.evaluation.variant import Variant
 from agentlightning_plugins.shared.rendering.line import Point, Series, line_chart
 from agentlightning_plugins.shared.rendering.page import write_page
-from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.statistics.comparison import Difference, difference_over_seeds, interval_over_seeds
 from agentlightning_plugins.shared.statistics.interval import adjust_p_values
 

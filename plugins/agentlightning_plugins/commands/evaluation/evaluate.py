@@ -14,7 +14,7 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning_plugins.shared.configuration.run_directory import learned_resources
-from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.statistics.score import POWER, SampleSizePlan, plan
 from agentlightning_plugins.shared.terminal import json_option, print_json
 

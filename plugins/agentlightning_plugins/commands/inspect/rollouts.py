@@ -18,7 +18,7 @@ from agentlightning.types import Attempt, AttemptedRollout, Rollout, RolloutStat
 from agentlightning_plugins.commands.inspect.export import export, export_path
 from agentlightning_plugins.shared.chat_history import ChatHistory, TraceToMessages, drop_prefixes
 from agentlightning_plugins.shared.paging import every
-from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.terminal import (
     found,
     limit_option,

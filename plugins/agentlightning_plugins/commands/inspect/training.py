@@ -9,7 +9,7 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.shared.rendering.table import print_table
+from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.terminal import found, print_json, with_store
 from agentlightning_plugins.shared.training_records.query import count_outcomes, read_ledger, read_rows
 from agentlightning_plugins.shared.training_records.record import Outcome

@@ -25,7 +25,7 @@ from agentlightning_plugins.shared.monitoring.evaluation import (
 from agentlightning_plugins.shared.monitoring.metrics import make_series
 from agentlightning_plugins.shared.monitoring.runs import count_rollouts, describe_run, read_result
 from agentlightning_plugins.shared.rendering.page import write_page
-from agentlightning_plugins.shared.rendering.table import to_markdown
+from agentlightning_plugins.shared.rendering.text import to_markdown
 from agentlightning_plugins.shared.statistics.interval import mean_interval
 from agentlightning_plugins.shared.training_records.query import count_outcomes, read_ledger
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import signal
 import tempfile
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, Self
 
 import click
 from pydantic import ValidationError
@@ -17,10 +18,12 @@ from agentlightning import semconv
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.plugin.hookspecs import hookimpl
+from agentlightning.plugin.registry import get_manager
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning.store.url import hide_password
+from agentlightning.tracer.tracer import Trace, Tracer, activate
 from agentlightning.types import UNSET, AttemptedRollout, AttemptFailure, Span
 
 _BOOTSTRAP: Final = Path(__file__).parent / "bootstrap"
@@ -181,6 +184,31 @@ class _SpanFile:
     def count_unreadable(self) -> int:
         """Returns the number of spans that cannot be read, including an incomplete last span."""
         return self._unreadable + bool(self._rest)
+
+
+class FileTrace(Trace):
+    """Appends each span to a file when the span ends, so that a killed program loses only its open spans."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(os.environ["AGL_ROLLOUT_ID"], os.environ["AGL_ATTEMPT_ID"])
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)  # several processes may write
+
+    def add(self, span: Span) -> None:
+        os.write(self._file, span.model_dump_json().encode() + b"\n")
+
+    def for_late_spans(self) -> Self:
+        return self
+
+
+def start_recording(path: str) -> None:
+    """Traces this process until it exits."""
+    tracer: Tracer = get_manager().create("tracer", "otel")
+    trace = FileTrace(path)
+    trace.tracer = tracer
+    stack = contextlib.ExitStack()
+    stack.enter_context(activate(trace))
+    stack.enter_context(tracer.root_context(trace, semconv.SPAN_ROLLOUT))
+    atexit.register(stack.close)
 
 
 @hookimpl

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import http.client
 import json
 import os
 import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,10 +20,17 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.run.directory import RECORD_NAME, make_directory, read_record
+from agentlightning.store.factory import create_store
 from agentlightning.types import DEFAULT_RUN_ID
-from agentlightning_plugins.shared.configuration.run_directory import CONFIG_NAME
 from agentlightning_plugins.shared.log_setup import setup_logging
+from agentlightning_plugins.shared.terminal import shorten
 
+if TYPE_CHECKING:
+    from agentlightning_plugins.shared.configuration.assembly import Parts
+    from agentlightning_plugins.shared.configuration.config import TrainConfig
+
+_ANSWER_S: Final = 5.0
+"""Time limit for the answer of a store or an endpoint in a dry run."""
 EXIT_CODES: Final = """
 \b
 Exit codes:
@@ -53,7 +65,7 @@ def command(
     from agentlightning_plugins.shared.configuration.assembly import check_setup, load_parts, make_trainer
     from agentlightning_plugins.shared.configuration.config import read_config
     from agentlightning_plugins.shared.configuration.document import read_with_overrides
-    from agentlightning_plugins.shared.configuration.run_directory import choose_directory
+    from agentlightning_plugins.shared.configuration.run_directory import CONFIG_NAME, choose_directory
 
     if resume is not None:
         if run_dir is not None:
@@ -76,9 +88,7 @@ def command(
         return
     parts = load_parts(checked, document)
     if dry_run:
-        from agentlightning_plugins.commands.train.check import check_run
-
-        if not check_run(checked, parts, echo):
+        if not _check_run(checked, parts):
             raise SystemExit(2)
         return
     check_setup(checked, parts)  # before the directory is created
@@ -177,6 +187,72 @@ def _dump(values: dict[str, Any]) -> str:
     import yaml
 
     return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def _check_run(config: TrainConfig, parts: Parts) -> bool:
+    """Prints one line about each part; returns whether all are valid."""
+    echo(f"ok    agent        {parts.agent!r}")
+    for name, dataset in (("train", parts.train), ("val", parts.val)):
+        if dataset is not None:
+            echo(f"ok    data.{name:<8}{len(dataset)} tasks; the first: {shorten(repr(dataset[0]), 80)}")
+    for key, component in parts.components.items():
+        several = component if isinstance(component, list) else [component]
+        echo(f"ok    {key:<13}{', '.join(type(each).__name__ for each in several)}")
+    is_fine = True
+    for what, problem in _problems(config, parts):
+        is_fine &= problem is None
+        echo(f"ok    {what}" if problem is None else f"WRONG {what}: {problem}")
+    return is_fine
+
+
+def _problems(config: TrainConfig, parts: Parts) -> Iterator[tuple[str, str | None]]:
+    """Yields each part that is tried, with the problem, if any."""
+    from agentlightning.resources import LLM, resolve_secrets
+    from agentlightning_plugins.shared.configuration.assembly import check_setup, expand
+
+    if config.store is not None and not config.store.startswith(("memory://", "sqlite://")):
+        yield "store", _try_store(expand(config.store))
+    for name, resource in resolve_secrets(parts.resources or {}).items():
+        if isinstance(resource, LLM):
+            yield f"resources.{name:<13}{resource.endpoint}", _try_endpoint(resource.endpoint, resource.api_key)
+    try:
+        called = check_setup(config, parts)
+    except LightningError as error:
+        yield "algorithm", str(error)
+        return
+    for endpoint, key in dict.fromkeys((each.endpoint, each.api_key) for each in called):
+        yield f"algorithm    {endpoint}", _try_endpoint(endpoint, key)
+
+
+def _try_store(url: str) -> str | None:
+    async def ask() -> None:
+        store = create_store(url)
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                await store.statistics()
+        finally:
+            await store.close()
+
+    try:
+        asyncio.run(ask())
+    except (LightningError, OSError, TimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _try_endpoint(endpoint: str, key: str | None) -> str | None:
+    """Lists the models, a request that costs nothing. Returns the problem, or None if the server answers."""
+    request = urllib.request.Request(endpoint.rstrip("/") + "/models")  # noqa: S310 # the user's own endpoint
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_S):  # noqa: S310 # as above
+            return None
+    except urllib.error.HTTPError as error:
+        with error:
+            return f"answers {error.code} {error.reason}" if error.code in (401, 403) or error.code >= 500 else None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return f"cannot be reached: {getattr(error, 'reason', error)}"
 
 
 @hookimpl

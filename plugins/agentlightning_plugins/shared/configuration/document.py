@@ -93,9 +93,8 @@ def read_document(path: Path) -> ConfigDocument:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a mapping of settings is needed, got {type(values).__name__}")
     document = ConfigDocument(str(path), values)
-    node = yaml.compose(text, Loader=_Loader)
-    assert node is not None
-    _note_lines(node, (), document)
+    if (root := yaml.compose(text, Loader=_Loader)) is not None:
+        _note_lines(root, (), document)
     return document
 
 

@@ -13,7 +13,7 @@ if __name__ == "sitecustomize":
     sys.modules.setdefault("sitecustomize", own)  # without an entry, the import of this file fails
 if os.environ.get("AGL_TRACE_FILE"):
     try:
-        from agentlightning_plugins.commands.trace.recording import start_recording
+        from agentlightning_plugins.commands.trace import start_recording
     except ImportError as error:
         sys.stderr.write(f"agl trace: {sys.executable} records nothing, because lightning is not installed: {error}\n")
     else:
