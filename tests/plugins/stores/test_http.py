@@ -363,11 +363,21 @@ async def test_waiting_continues_when_a_finished_rollout_is_deleted(
 ) -> None:
     monkeypatch.setattr(client_module, "MAX_POLL_S", 0.05)
     deleted, later = await store.start_rollout(0), await store.with_run(run_id).start_rollout(1)
+    answers, post = [0], client._post
+
+    async def counted(path: str, *arguments: Any) -> Any:
+        try:
+            return await post(path, *arguments)
+        finally:
+            answers[0] += path == "/waits/rollouts"
+
+    monkeypatch.setattr(client, "_post", counted)
     waiting = asyncio.create_task(client.wait_for_rollouts([deleted.rollout_id, later.rollout_id]))
-    await asyncio.sleep(0.1)
+    await until(lambda: answers[0] > 0)
     await store.update_attempt(deleted.rollout_id, "latest", status="succeeded")
     await store.delete_rollouts([deleted.rollout_id])  # as the retention policy of a server does
-    await asyncio.sleep(0.15)
+    known = answers[0]
+    await until(lambda: answers[0] > known + 1)
     await store.update_attempt(later.rollout_id, "latest", status="succeeded")
     assert [rollout.input for rollout in await asyncio.wait_for(waiting, LIMIT_S)] == [1]
     with pytest.raises(NotFoundError):
