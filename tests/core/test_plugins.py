@@ -289,6 +289,20 @@ def test_a_plugin_can_be_switched_off_without_uninstalling_it(
         manager.get("tracker", "console")
 
 
+def test_a_loaded_plugin_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGL_DISABLED_PLUGINS", "")
+    manager = PluginManager()
+    with pytest.raises(PluginError, match="called 'trackers.consol'. Did you mean 'trackers.console'"):
+        manager.disable(["trackers.consol"])
+    manager.disable(["trackers.console", "integrations.openai"])
+    assert "console" not in manager.components("tracker")
+    hooks = [each.plugin_name for each in manager.hook.instrument.get_hookimpls()]
+    assert "integrations.openai@lightning" not in hooks
+    with pytest.raises(PluginError, match="console@lightning .switched off by the configuration"):
+        manager.get("tracker", "console")
+    assert PluginManager().plugins["trackers.console@lightning"].state == "off"  # as in a process started now
+
+
 def test_a_switch_that_names_no_plugin_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

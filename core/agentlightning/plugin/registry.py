@@ -156,6 +156,24 @@ class PluginManager:
         self._offer(plugin)
         return plugin
 
+    def disable(self, names: Iterable[str]) -> None:
+        """Switches plugins off, here and in all processes that this one starts from now on.
+
+        Raises:
+            PluginError: a name is neither a plugin nor the distribution of one.
+        """
+        wanted = set(names)
+        known = {name for plugin in self.plugins.values() for name in _names_of(plugin)}
+        for name in sorted(wanted - known):
+            raise PluginError(f"no plugin and no distribution of plugins is called {name!r}.{suggest(name, known)}")
+        for plugin in self.plugins.values():
+            if plugin.state == "loaded" and not wanted.isdisjoint(_names_of(plugin)):
+                plugin.state, plugin.error = "off", "switched off by the configuration"
+                self._pluggy.unregister(name=plugin.full_name)
+                for offers in self._offers.values():
+                    offers[:] = [offer for offer in offers if offer.plugin is not plugin]
+        _add_to_environment(DISABLED, ",", wanted)
+
     def load_files(self, paths: Iterable[str | os.PathLike[str]]) -> None:
         """Adds plugins that are not installed, here and in all processes that this one starts from now on.
 
@@ -185,8 +203,7 @@ class PluginManager:
             except (Exception, SystemExit) as error:  # isolation point: a broken plugin must not stop the host
                 self._report(plugin, "broken", f"{type(error).__name__}: {error}")
                 continue
-            others = [other for other in os.environ.get(FILES, "").split(os.pathsep) if other]
-            os.environ[FILES] = os.pathsep.join(dict.fromkeys([*others, str(path)]))
+            _add_to_environment(FILES, os.pathsep, [str(path)])
         return loaded
 
     def components(self, kind: str) -> dict[str, Component]:
@@ -195,6 +212,8 @@ class PluginManager:
         for (offered, name), offers in self._offers.items():
             if offered == kind:
                 meant = self._find(kind, name)
+                if not meant:  # its plugin was switched off
+                    continue
                 is_clear = len({offer.component.target for offer in meant}) == 1
                 found |= {name: meant[0].component} if is_clear else {}
                 found |= {offer.full_name: offer.component for offer in offers if not is_clear or offer not in meant}
@@ -422,6 +441,12 @@ class PluginManager:
 def _names_of(plugin: Plugin) -> set[str]:
     """Returns the names by which a plugin can be switched off."""
     return {plugin.name, plugin.full_name} if plugin.is_ours else {plugin.name, plugin.full_name, plugin.owner}
+
+
+def _add_to_environment(variable: str, separator: str, values: Iterable[str]) -> None:
+    """Adds values to a list in a variable, which processes that are started later inherit."""
+    present = [value for value in os.environ.get(variable, "").split(separator) if value]
+    os.environ[variable] = separator.join(dict.fromkeys([*present, *values]))
 
 
 def _import_file(path: Path) -> ModuleType:

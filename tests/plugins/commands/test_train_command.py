@@ -99,6 +99,57 @@ def test_each_run_from_a_file_and_overrides_gets_its_own_directory(folder: Path)
     assert (folder / "runs" / "config" / "store.db").is_file()
 
 
+OWN_PLUGIN = """
+from pathlib import Path
+from agentlightning import Component, hookimpl
+
+class Lines:
+    def start(self, run, directory):
+        self.file = Path("events.txt").open("w")
+    def on_event(self, event):
+        print(event.kind, file=self.file, flush=True)
+    def close(self):
+        self.file.close()
+
+def twice(task, output, rollout, *, factor: float = 2.0):
+    return output * factor
+
+@hookimpl
+def components():
+    return [Component("tracker", "lines", f"{__name__}:Lines"), Component("reward", "twice", f"{__name__}:twice")]
+"""
+
+
+@pytest.mark.slow
+def test_a_file_is_a_plugin_in_all_processes_of_a_run_and_others_are_switched_off(folder: Path) -> None:
+    (folder / "parts").mkdir()
+    (folder / "parts" / "mine.py").write_text(OWN_PLUGIN)
+    write(
+        folder,
+        {
+            "plugins": ["parts/mine.py"],
+            "disabled_plugins": ["trackers.jsonl"],
+            "trackers": ["lines"],
+            "strategy": "cs",
+            "agent": {"target": "my_agents:agent", "reward": {"name": "twice", "factor": 3}},
+        },
+    )
+    command = [sys.executable, "-m", "agentlightning", "train", "config.yaml"]
+    done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    events = (folder / "events.txt").read_text().split()
+    assert events.count("rollout_finished") == 3
+    store = agl.create_store(f"sqlite:///{folder}/runs/config/store.db")
+    (run,) = asyncio.run(store.query_runs())
+    rollouts = asyncio.run(store.query_rollouts(run_id=run.run_id))
+    assert sorted(rollout.attempt.reward for rollout in rollouts) == pytest.approx([0.3, 0.6, 0.9])
+    asyncio.run(store.close())
+    said = subprocess.run([*command, "trackers=[jsonl]"], check=False, cwd=folder, capture_output=True, text=True)
+    assert said.returncode == 2
+    assert "no tracker named 'jsonl'" in said.stderr
+    assert "jsonl@lightning (switched off by the configuration)" in said.stderr
+
+
 def test_a_failed_run_and_a_refused_run_have_different_exit_codes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,20 +149,28 @@ class TrainConfig(_Section):
     """Random seed of algorithms that have no seed setting of their own."""
     trackers: list[ComponentSpec] | None = None
     """Trackers; default ``console`` and ``jsonl``."""
+    plugins: list[str] | None = None
+    """Plugins that are not installed: files such as ``mine.py``, or folders that are packages."""
+    disabled_plugins: list[str] | None = None
+    """Plugins to switch off: names of plugins or distributions, as `agl plugins` shows them."""
     hooks: list[str] | None = None
     """``module:attribute`` of ``Hook`` objects or classes."""
 
 
 def read_config(document: ConfigDocument) -> TrainConfig:
-    """Checks a document against ``TrainConfig``.
+    """Checks a document against ``TrainConfig``; loads its plugins and switches others off.
 
     Raises:
         ConfigError: a key or value is invalid; the message has file, line, key, value and the closest known key.
+        PluginError: a plugin does not exist or is broken.
     """
     try:
-        return TrainConfig.model_validate(document.values)
+        config = TrainConfig.model_validate(document.values)
     except ValidationError as error:
         raise ConfigError(_explain(document, error)) from error
+    get_manager().disable(config.disabled_plugins or ())
+    get_manager().load_files(config.plugins or ())
+    return config
 
 
 _SECTIONS: Final[dict[KeyPath, type[_Section]]] = {
