@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import agentlightning as agl
+from agentlightning.plugin.registry import PluginManager
 from agentlightning.run.directory import open_directory, read_record
+from tests.core.test_plugins import install
 
 
 def test_a_resumed_run_keeps_its_key_and_seed_and_records_the_time(tmp_path: Path) -> None:
@@ -22,6 +24,30 @@ def test_a_resumed_run_keeps_its_key_and_seed_and_records_the_time(tmp_path: Pat
     record = read_record(tmp_path / "run")
     assert len(record["resumed_at"]) == 1
     assert record["versions"]["pydantic"] == importlib.metadata.version("pydantic")
+
+
+def test_a_run_records_the_plugins_of_others_that_it_uses_and_needs_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(tmp_path, "acme", "components = offer(('algorithm', 'tuned', 'acme_plugin:Tuned'))")
+    install(tmp_path, "idle", "components = offer(('algorithm', 'idle', 'idle_plugin:Tuned'))")
+    install(tmp_path, "watcher", "@hookimpl\ndef observe(event): ...")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        manager = PluginManager()
+        patch.setattr("agentlightning.run.directory.get_manager", lambda: manager)
+        manager.create("algorithm", "tuned")
+        with open_directory(tmp_path / "run") as record:
+            assert record["plugins"] == {"acme": "1.0", "watcher": "1.0"}
+        metadata = tmp_path / "acme-1.0.dist-info" / "METADATA"
+        metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))
+        with open_directory(tmp_path / "run", resume=True):
+            assert "began with acme 1.0, and 1.1 is installed" in caplog.text
+    with (
+        pytest.raises(agl.ConfigError, match=r"uses plugins of acme==1\.0; install it: pip install 'acme==1\.0'"),
+        open_directory(tmp_path / "run", resume=True),
+    ):
+        pass
 
 
 def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:

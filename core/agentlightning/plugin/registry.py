@@ -65,6 +65,8 @@ class Plugin:
     error: str = ""
     interface: int | None = None
     """The number of the plugin interface that it was written for, if it states one."""
+    is_used: bool = False
+    """Whether one of its components was requested."""
     kinds: list[Kind] = field(default_factory=list)
     offers: list[Component] = field(default_factory=list)
 
@@ -155,6 +157,15 @@ class PluginManager:
             raise PluginError(problems)
         self._offer(plugin)
         return plugin
+
+    def used(self) -> dict[str, str]:
+        """Returns the distributions, without ours, whose plugins this process uses, with their versions."""
+        return {
+            plugin.owner: plugin.distribution.version
+            for plugin in self.plugins.values()
+            if plugin.distribution is not None and not plugin.is_ours
+            if plugin.is_used or set(self.hooks_of(plugin)) - {"components", "kinds"}
+        }
 
     def disable(self, names: Iterable[str]) -> None:
         """Switches plugins off, here and in all processes that this one starts from now on.
@@ -283,6 +294,7 @@ class PluginManager:
             raise PluginError(f"{what} is offered by {plugins}; write {names}")
         self._require_extra(kind, name)
         (plugin, component), *_ = offers
+        plugin.is_used = True
         what += f" of plugin {plugin.full_name} ({plugin.origin})"
         if not plugin.is_ours and (problem := offers[0].problem):
             raise PluginImportError(f"{what} has {problem}")

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import re
 import shutil
@@ -17,7 +18,9 @@ from typing import Any, Final
 
 from agentlightning import __version__
 from agentlightning.errors import ConfigError
+from agentlightning.plugin.registry import get_manager
 
+logger = logging.getLogger("agentlightning")
 RECORD_NAME: Final = "run.json"
 _LOCK_NAME: Final = ".lock"
 
@@ -27,9 +30,12 @@ def open_directory(path: Path, *, resume: bool = False, seed: int = 0) -> Iterat
     """Creates a new run's directory, or opens the directory of a run to resume, for this process; yields its record.
 
     The record, ``run.json``, holds ``key`` (from which the ids of its rollouts are made), ``created_at`` and
-    ``resumed_at`` (Unix times), ``seed``, ``versions``, and ``arguments`` and ``working_directory`` of the command that
-    started it. Raises ConfigError if the directory cannot be created, holds another run or no run to resume, or is
-    used by another process.
+    ``resumed_at`` (Unix times), ``seed``, ``versions``, ``plugins`` (the distributions of those that are not built in),
+    and ``arguments`` and ``working_directory`` of the command that started it.
+
+    Raises:
+        ConfigError: the directory cannot be created, holds another run or no run to resume, is used by another process,
+            or its run uses a plugin that is not installed.
     """
     file = path / RECORD_NAME
     if resume and not file.is_file():
@@ -54,6 +60,7 @@ def open_directory(path: Path, *, resume: bool = False, seed: int = 0) -> Iterat
         lock.write(str(os.getpid()))
         lock.flush()
         record = read_record(path) if resume else _new_record(path, seed)
+        check_plugins(path, record)
         if resume:
             record.setdefault("resumed_at", []).append(time.time())
         _write(file, record)
@@ -90,6 +97,22 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
+def check_plugins(path: Path, record: Mapping[str, Any]) -> None:
+    """Compares the plugins that a run used, as its record says, with those that are installed.
+
+    Raises:
+        ConfigError: one of them is not installed. Another version is a warning.
+    """
+    for name, version in record.get("plugins", {}).items():
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            need = f"{name}=={version}"
+            raise ConfigError(f"the run in {path} uses plugins of {need}; install it: pip install '{need}'") from None
+        if installed != version:
+            logger.warning("the run in %s began with %s %s, and %s is installed", path, name, version, installed)
+
+
 def _new_record(path: Path, seed: int) -> dict[str, Any]:
     if (path / RECORD_NAME).exists():
         raise ConfigError(f"{path} holds a run already; resume it, or use another directory")
@@ -99,6 +122,7 @@ def _new_record(path: Path, seed: int) -> dict[str, Any]:
         "resumed_at": [],
         "seed": seed,
         "versions": {"python": sys.version.split()[0], "lightning": __version__, **_find_versions()},
+        "plugins": get_manager().used(),
         "arguments": sys.argv,
         "working_directory": str(Path.cwd()),
     }

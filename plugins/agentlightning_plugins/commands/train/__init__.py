@@ -19,7 +19,7 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning.plugin.hookspecs import hookimpl
-from agentlightning.run.directory import RECORD_NAME, make_directory, read_record
+from agentlightning.run.directory import RECORD_NAME, check_plugins, make_directory, read_record
 from agentlightning.store.factory import create_store
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.shared.log_setup import setup_logging
@@ -74,6 +74,7 @@ def command(
         if config is not None and "=" not in str(config):
             raise click.UsageError(f"--resume uses the run's own configuration; remove {config}")
         resume = _enter(resume)
+        check_plugins(resume, read_record(resume))
         config = resume / CONFIG_NAME
     if config is None:
         raise click.UsageError("give a configuration file, or a run to continue: agl train --resume RUN_DIR")
