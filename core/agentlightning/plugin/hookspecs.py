@@ -54,7 +54,11 @@ CORE_KINDS: Final = (
     Kind("span_reader", "agentlightning.semconv:SpanReader", "reads spans of a library with other conventions"),
     Kind("store", "agentlightning.store.protocol:LightningStore", "a store; its name is the scheme of its URLs"),
     Kind("strategy", "agentlightning.execution.strategy:ExecutionStrategy", "runs the algorithm and its runners"),
-    Kind("template_engine", "(template, values) -> str", "renders prompts; its name is PromptTemplate.engine"),
+    Kind(
+        "template_engine",
+        "agentlightning.resources:TemplateEngine",
+        "renders prompts; its name is PromptTemplate.engine",
+    ),
     Kind("tracer", "agentlightning.tracer.tracer:Tracer", "records the agents"),
     Kind("tracker", "agentlightning.run.tracker:Tracker", "receives the events and metrics of a run"),
 )
