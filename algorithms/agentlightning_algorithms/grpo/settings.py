@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Final, Literal
 from pydantic import ConfigDict
 
 from agentlightning.errors import ConfigError
-from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
 from agentlightning_algorithms.grpo.sampling import (
     check_sampling,
@@ -19,7 +18,7 @@ from agentlightning_algorithms.grpo.sampling import (
     unnest_temperature,
 )
 from agentlightning_algorithms.shared.advantage import STD_FLOOR
-from agentlightning_algorithms.shared.policy.settings import LoraSettings, UpdateSettings
+from agentlightning_algorithms.shared.policy.settings import LoraSettings, UpdateSettings, check_part
 from agentlightning_algorithms.shared.policy.training_row import Distribution
 from agentlightning_algorithms.shared.trained_model import find_model
 
@@ -125,11 +124,11 @@ class ExperienceSettings:
     rollout_filter: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        get_manager().check("advantage", self.estimator)
+        check_part("advantage", self.estimator)
         if self.reward_shaping is not None:
-            get_manager().check("reward_shaping", self.reward_shaping)
+            check_part("reward_shaping", self.reward_shaping)
         if self.rollout_filter is not None:
-            get_manager().check("rollout_filter", self.rollout_filter)
+            check_part("rollout_filter", self.rollout_filter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,10 +262,10 @@ class GRPOSettings:
             self.experience = replace(self.experience, keep_flat_groups=True)
         if self.rollouts_per_task < 2 and learns_from_rewards:
             raise ConfigError(f"rollouts_per_task = {self.rollouts_per_task}: a group needs at least 2 to compare")
-        get_manager().check("policy_backend", self.backend)
-        get_manager().check("task_sampler", self.task_sampler)
+        check_part("policy_backend", self.backend)
+        check_part("task_sampler", self.task_sampler)
         for name in self.extra_metrics:
-            get_manager().check("training_metrics", name)
+            check_part("training_metrics", name)
         self.model = find_model(self.model)
         given = unnest_temperature(self.sampling or {})
         self.sampling = {"force": True, "temperature": 1.0, **given}

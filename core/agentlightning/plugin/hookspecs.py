@@ -35,8 +35,9 @@ class Kind:
     name: str
     """Unique name, as in ``Component.kind``."""
     expects: str
-    """What the components are, which is checked when one is made: ``"module:attribute"`` of their class or protocol, or
-    the signature of a function, such as ``"(task, output, rollout) -> float"``; any other text is only shown."""
+    """``"module:attribute"`` of the components' class or protocol, or the signature of a function, such as
+    ``"(task, output, rollout) -> float"``: each component is checked against it when it is made. Other text is only
+    shown."""
     summary: str
     """One line for ``agl plugins``."""
 

@@ -94,7 +94,7 @@ class Offer(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """What is wrong with the description of the component, found without importing it; empty if nothing is."""
+        """The mistake in the description of the component, found without importing it; empty if there is none."""
         plugin, component = self
         if not TARGET.fullmatch(component.target):
             return f"a target {component.target!r}; write 'module:attribute'"
@@ -318,10 +318,10 @@ class PluginManager:
 
     def require(self, *targets: str) -> None:
         """Raises PluginImportError if one of these targets is a component whose extra is not installed."""
-        for (kind, _), offers in self._offers.items():
-            for offer in offers:
+        for plugin in self.plugins.values():
+            for name, offer in self.offers_of(plugin):
                 if offer.component.target in targets:
-                    self._require_extra(kind, offer.full_name)
+                    self._require_extra(offer.component.kind, name)
 
     def _require_extra(self, kind: str, name: str) -> None:
         if (kind, name) in self._complete:

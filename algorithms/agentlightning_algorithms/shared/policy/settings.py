@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, PluginImportError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
 
@@ -19,6 +20,17 @@ Aggregation = Literal[
 KlEstimator = Literal["k2", "k3"]
 WeightLevel = Literal["token", "sequence"]
 MaskLevel = Literal["token", "sequence", "sequence-mean"]
+
+
+def check_part(kind: str, spec: str | Mapping[str, Any]) -> None:
+    """Checks name and settings of a part of a training; one whose extra is missing is checked when it is used.
+
+    Raises:
+        PluginError: no plugin offers it.
+        ConfigError: an unknown setting, or a wrong type.
+    """
+    with contextlib.suppress(PluginImportError):
+        get_manager().check(kind, spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +109,9 @@ class UpdateSettings:
         for name in ("lr", "max_grad_norm", "temperature", "epochs", "minibatches", "max_tokens_per_microbatch"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}; it must be above 0.")
-        get_manager().check("schedule", self.schedule)
-        get_manager().check("policy_loss", self.objective)
-        get_manager().check("aggregation", self.aggregation)
+        check_part("schedule", self.schedule)
+        check_part("policy_loss", self.objective)
+        check_part("aggregation", self.aggregation)
         names = ("weight_decay", "warmup_updates", "final_lr_fraction", "clip_low", "clip_high", "kl_coefficient")
         require_least(0, **{name: getattr(self, name) for name in names})
         if self.dual_clip is not None and self.dual_clip <= 1:
