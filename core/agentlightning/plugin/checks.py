@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.errors import PluginError, PluginImportError, suggest
@@ -88,7 +88,7 @@ def find_unmet(distribution: importlib.metadata.Distribution) -> str:
 
 
 def has_module(name: str) -> bool:
-    """Whether a module is installed, without importing it or its packages."""
+    """Whether a module is installed, without importing it or its packages; True if that cannot be seen in files."""
     if name in sys.modules:
         return True
     first, *others = name.split(".")
@@ -96,11 +96,14 @@ def has_module(name: str) -> bool:
         spec = importlib.util.find_spec(first)
     except ValueError:  # a module without a spec, such as a namespace that was made by hand
         return True
-    for other in others:
-        if spec is None or spec.submodule_search_locations is None:
-            return False
-        spec = PathFinder.find_spec(f"{spec.name}.{other}", spec.submodule_search_locations)
-    return spec is not None
+    if spec is None or not others:
+        return spec is not None
+    folders = [Path(location) for location in spec.submodule_search_locations or ()]
+    if folders and not any(folder.is_dir() for folder in folders):  # an archive
+        return True
+    *parents, last = others
+    folders = [folder.joinpath(*parents) for folder in folders]
+    return any((folder / last).is_dir() or any(folder.glob(f"{last}.*")) for folder in folders)
 
 
 @functools.cache

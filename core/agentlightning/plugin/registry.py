@@ -232,9 +232,8 @@ class PluginManager:
 
     def offers_of(self, plugin: Plugin) -> list[tuple[str, Offer]]:
         """Returns the components of a plugin, each with the name that selects it."""
-        offers = [Offer(plugin, component) for component in plugin.offers if component.kind in self.kinds]
         found = []
-        for offer in offers:
+        for offer in [Offer(plugin, component) for component in plugin.offers]:
             meant = {other.component.target for other in self._find(offer.component.kind, offer.component.name)}
             is_clear = meant == {offer.component.target}
             found.append((offer.component.name if is_clear else offer.full_name, offer))
@@ -428,9 +427,9 @@ class PluginManager:
         if not plugin.is_ours and (problems := self._problems_of(plugin)):  # a test checks ours
             plugin.error = problems
             logger.warning("plugin %s of %s: %s", plugin.name, plugin.origin, problems)
+        plugin.offers = [component for component in plugin.offers if component.kind in self.kinds]
         for component in plugin.offers:
-            if component.kind in self.kinds:
-                self._offers.setdefault((component.kind, component.name), []).append(Offer(plugin, component))
+            self._offers.setdefault((component.kind, component.name), []).append(Offer(plugin, component))
 
     def _problems_of(self, plugin: Plugin) -> str:
         """Describes the kinds and components of a plugin that have no effect."""

@@ -153,8 +153,9 @@ def run_chaos(folder: Path, *, steps: int, steps_between: int, seed: int) -> int
 
 
 def steps_done(folder: Path) -> int:
-    file = folder / "run" / "state.json"
-    return int(json.loads(file.read_text())["step"]) if file.exists() else 0
+    with contextlib.suppress(FileNotFoundError):  # there is none yet, or it is being replaced
+        return int(json.loads((folder / "run" / "checkpoint" / "state.json").read_text())["step"])
+    return 0
 
 
 def is_finished(folder: Path) -> bool:
