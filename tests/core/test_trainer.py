@@ -347,7 +347,7 @@ def test_plugins_observe_every_event_of_a_run_and_a_failing_plugin_does_not_stop
     assert kinds[-1] == "run_finished"
     assert caplog.text.count("plugin broken failed") == 1
     logged = [record for record in caplog.records if record.name == "agentlightning.event"]
-    assert len(logged) == len(seen)
+    assert len(logged) == len(seen) + len(TASKS), "each event, and each rollout with its spans"
 
 
 def test_a_plugin_sees_each_rollout_that_has_finished_with_its_spans(

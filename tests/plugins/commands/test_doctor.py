@@ -245,7 +245,8 @@ def test_an_unsupported_version_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_plugin_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    faulty = Plugin("mine", "my-company 1.0", "mine.plugin", "broken", "ImportError: no module named there")
+    why = "ImportError: no module named there"
+    faulty = Plugin("mine", "my-company", "my-company 1.0", "mine.plugin", state="broken", error=why)
     monkeypatch.setitem(get_manager().plugins, "mine", faulty)
     check = check_environment()
     assert check.state == "broken"

@@ -360,7 +360,7 @@ async def search_prompts(run: LightningStore) -> None:
         name = f"rs-{candidate.candidate_id}"
         unscored = {"parent_id": None, "full_score": None, "batch_score": None, "critique": None, "task_scores": ()}
         for each in (candidate.model_copy(update=unscored), candidate):  # as a search does
-            await run.update_resources(name, {"prompt": candidate.prompt(), "prompt_candidate": each})
+            await run.update_resources(name, {"prompt": candidate.prompts["prompt"], "prompt_candidate": each})
 
 
 async def _publish_prompts(run: LightningStore) -> None:

@@ -286,7 +286,11 @@ def check_environment() -> Check:
     if wrong := list(_find_wrong_versions()):
         return broken("environment", "; ".join(sorted(set(wrong))), "install the required versions")
     plugins = get_manager().plugins.values()
-    faulty = [f"{plugin.name} of {plugin.origin}: {plugin.error}" for plugin in plugins if plugin.state == "broken"]
+    faulty = [
+        f"{plugin.name} of {plugin.origin}: {plugin.error}"
+        for plugin in plugins
+        if plugin.state in ("broken", "refused")
+    ]
     if faulty:
         return broken(
             "environment", one_line("plugins cannot be loaded: " + "; ".join(faulty)), "repair or uninstall them"
