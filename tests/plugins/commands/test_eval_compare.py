@@ -13,7 +13,7 @@ import click
 import pytest
 
 import agentlightning as agl
-from agentlightning.plugin.registry import Plugin, get_manager
+from agentlightning.plugin.registry import Offer, Plugin, get_manager
 from agentlightning_plugins.commands.evaluation.comparison_report import (
     check_regression,
     compare_variants,
@@ -72,9 +72,9 @@ class Prepender(agl.Algorithm):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    plugin = Plugin("learner", "this test", __name__)
+    plugin = Plugin("learner", "learner", "this test", __name__)
     for name, cls in (("learner", Learner), ("prepender", Prepender)):
-        offer = (plugin, agl.Component("algorithm", name, f"{__name__}:{cls.__name__}"))
+        offer = Offer(plugin, agl.Component("algorithm", name, f"{__name__}:{cls.__name__}"))
         monkeypatch.setitem(get_manager()._offers, ("algorithm", name), [offer])
     (tmp_path / "my_agents.py").write_text(AGENTS)
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(8)))
