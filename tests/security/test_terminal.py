@@ -44,7 +44,7 @@ UNTRUSTED = (
     "resources-rollback top"
 ).split()
 OTHERS = (
-    "ab completion config-schema dashboard demo export gateway-pause gateway-resume gateway-status legacy new-agent "
+    "completion config-schema dashboard demo export gateway-pause gateway-resume gateway-status legacy new-agent "
     "new-plugin plugins resources-follow rollouts-follow spans-follow workers-follow runner serve store-compact trace"
 ).split()
 """Commands that print no text of agents, or print it with the same functions as the tested commands."""
