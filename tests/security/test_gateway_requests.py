@@ -87,7 +87,7 @@ async def test_a_hostile_request_costs_little_cpu_and_memory_and_without_a_key_a
                 request, statuses = request_of(name, token)
                 status, cpu, memory = await measure(port, gateway.pid, request)
                 assert status in statuses | {0}, name
-                assert cpu < 30, f"{name}: {cpu:.1f} units"  # about 10 on an idle machine
+                assert cpu < 40, f"{name}: {cpu:.1f} units"  # at most 15 on an idle machine
                 assert memory < 200 * MIB, f"{name}: {memory / MIB:.0f} MiB"
     finally:
         await served.stop()

@@ -68,7 +68,7 @@ _THREADS: Final = ThreadPoolExecutor(2, thread_name_prefix="agl-bodies")
 P = ParamSpec("P")
 T = TypeVar("T")
 _OUTSIDE_STRINGS: Final = re.compile(rb'[^"\[{,]*+')
-_INSIDE_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.){0,10000}+', re.DOTALL)
+_INSIDE_STRING: Final = re.compile(rb'(?:(?:\\.){1,100}+|[^"\\]++){0,200}+', re.DOTALL)
 """Matches in bounded steps, because other threads cannot run during a match."""
 
 
