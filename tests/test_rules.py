@@ -174,7 +174,8 @@ def test_importing_agentlightning_loads_no_heavy_package() -> None:
 
 
 def test_loading_every_plugin_loads_no_heavy_package() -> None:
-    assert _heavy_among(_loaded_after("from agentlightning.plugin.registry import get_manager; get_manager()")) == set()
+    loaded = _loaded_after("from agentlightning.plugin.registry import get_manager; get_manager()")
+    assert _heavy_among(loaded) | loaded & {"agentlightning.store.factory", "urllib.request"} == set()
 
 
 def test_importing_agentlightning_scans_no_entry_points() -> None:

@@ -11,7 +11,6 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import Component, hookimpl
-from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 
 
@@ -31,6 +30,8 @@ def command(where: str, host: str, port: int, token: str | None, read_only: bool
 
 
 def _open(where: str, token: str | None) -> LightningStore:
+    from agentlightning.store.factory import create_store
+
     if "://" in where:
         return create_store(where, token=token if where.startswith("http") else None)
     path = Path(where)

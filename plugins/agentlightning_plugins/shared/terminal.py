@@ -16,7 +16,6 @@ from pydantic import BaseModel
 
 from agentlightning.cli import echo
 from agentlightning.errors import NotFoundError, StoreError
-from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import PaginatedResult
 from agentlightning_plugins.shared.rendering.text import print_table
@@ -94,6 +93,8 @@ def open_store(where: str | None, run: str | None = None) -> LightningStore:
         where = "sqlite:///agl.db" if Path("agl.db").is_file() else "http://127.0.0.1:4747"
     if where.startswith("sqlite:///") and not Path(where.removeprefix("sqlite:///").split("?")[0]).is_file():
         raise click.UsageError(f"--store {where}: the file does not exist")
+    from agentlightning.store.factory import create_store
+
     return create_store(where, run=run)
 
 

@@ -13,7 +13,6 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.run.directory import read_record
-from agentlightning.store.factory import create_store
 from agentlightning_plugins.shared.terminal import json_option, print_json
 
 if TYPE_CHECKING:
@@ -69,6 +68,7 @@ def _with_store(directory: Path, action: Callable[[LightningStore], Awaitable[T]
 
 
 def _open_store(directory: Path) -> LightningStore:
+    from agentlightning.store.factory import create_store
     from agentlightning_plugins.shared.configuration.assembly import open_store
     from agentlightning_plugins.shared.configuration.config import read_config
     from agentlightning_plugins.shared.configuration.document import read_document

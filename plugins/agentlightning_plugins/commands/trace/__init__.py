@@ -19,7 +19,6 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.plugin.registry import get_manager
-from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning.store.url import hide_password
@@ -57,6 +56,8 @@ def command(store: str, run: str | None, arguments: tuple[str, ...]) -> None:
 
 
 async def _trace(url: str, run: str | None, arguments: list[str]) -> int:
+    from agentlightning.store.factory import create_store
+
     store = create_store(url, run=run)
     writer = SpanWriter(store)
     writer.bind_loop()

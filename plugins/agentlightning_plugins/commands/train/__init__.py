@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import os
 import traceback
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +17,6 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.run.directory import RECORD_NAME, check_plugins, make_directory, read_record
-from agentlightning.store.factory import create_store
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.shared.log_setup import setup_logging
 from agentlightning_plugins.shared.terminal import shorten
@@ -226,6 +222,8 @@ def _problems(config: TrainConfig, parts: Parts) -> Iterator[tuple[str, str | No
 
 
 def _try_store(url: str) -> str | None:
+    from agentlightning.store.factory import create_store
+
     async def ask() -> None:
         store = create_store(url)
         try:
@@ -243,6 +241,9 @@ def _try_store(url: str) -> str | None:
 
 def _try_endpoint(endpoint: str, key: str | None) -> str | None:
     """Lists the models, a request that costs nothing. Returns the problem, or None if the server answers."""
+    import http.client
+    import urllib.request
+
     request = urllib.request.Request(endpoint.rstrip("/") + "/models")  # noqa: S310 # the user's own endpoint
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")

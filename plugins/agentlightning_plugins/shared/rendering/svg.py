@@ -22,7 +22,7 @@ TEXT: Final = "var(--chart-text, #7a8194)"
 GRID: Final = "var(--chart-grid, #8a90a04d)"
 FONT_SIZE: Final = 12
 _MAX_TEXT: Final = 60
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_NOT_XML = "[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 _STEPS: Final = (1, 2, 2.5, 5, 10)
 
 
@@ -51,7 +51,7 @@ class Area(NamedTuple):
 
 def shorten(value: object, limit: int = _MAX_TEXT) -> str:
     """Shortens a text, and replaces hidden characters and those that XML does not allow."""
-    found = _NOT_XML.sub("\ufffd", show_hidden(str(value)[: limit + 1]))
+    found = re.sub(_NOT_XML, "\ufffd", show_hidden(str(value)[: limit + 1]))
     return found if len(found) <= limit else f"{found[: limit - 1]}…"
 
 
@@ -124,7 +124,7 @@ def no_data(width: int, height: int, title: str) -> Markup:
     return picture([label(width / 2, height / 2, "no data", "middle")], width, height, title, "no data")
 
 
-_HIDDEN: Final = re.compile(
+_HIDDEN: Final = (
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e"
     "\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
 )
@@ -132,4 +132,4 @@ _HIDDEN: Final = re.compile(
 
 def show_hidden(text: str) -> str:
     """Replaces each hidden character with its code point, such as ⟨202E⟩."""
-    return _HIDDEN.sub(lambda match: f"⟨{ord(match[0]):04X}⟩", text)
+    return re.sub(_HIDDEN, lambda match: f"⟨{ord(match[0]):04X}⟩", text)
