@@ -61,7 +61,8 @@ async def follow(store: LightningStore, run: Run, trackers: Sequence[Tracker], d
     """
     threads = [_TrackerThread(tracker, f"tracker {type(tracker).__name__}", run, directory) for tracker in trackers]
     for plugin, hooks in _hooks_by_plugin().items():
-        observer = _Observer(hooks, {"run": run, "directory": directory})
+        settings = get_manager().plugins[plugin].settings
+        observer = _Observer(hooks, {"run": run, "directory": directory, "settings": settings})
         threads.append(_TrackerThread(observer, f"plugin {plugin}", run, directory, close_s=_CLOSE_PLUGIN_S))
     showing = [thread for thread in threads if hasattr(thread.tracker, "on_samples")]
     exporting = [thread for thread in threads if hasattr(thread.tracker, "on_rollout")]

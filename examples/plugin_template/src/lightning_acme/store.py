@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.event import Event
-from agentlightning.store.backend import (
+from agentlightning.plugin import (
     KEYS,
+    BackendStore,
     Claim,
     Condition,
     Delete,
@@ -32,7 +33,6 @@ from agentlightning.store.backend import (
     Write,
     key_of,
 )
-from agentlightning.store.engine import BackendStore
 from agentlightning.types import DEFAULT_RUN_ID, LIVE_ATTEMPT, Attempt, Record, Rollout, Span
 
 R = TypeVar("R", bound=Record)
