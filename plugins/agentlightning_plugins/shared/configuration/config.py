@@ -140,7 +140,7 @@ class TrainConfig(_Section):
     run_dir: str | None = None
     """Directory of the run; default ``runs/<name>``, with a number if that exists."""
     agent: AgentSpec
-    """The agent: ``module:attribute``, the name of a component, or a mapping with ``target``, ``command`` or ``name``."""
+    """The agent: ``module:attribute``, a component, or a mapping with ``target``, ``command`` or ``name``."""
     data: DataConfig = Field(default_factory=DataConfig)
     """The tasks."""
     algorithm: ComponentSpec | None = None
