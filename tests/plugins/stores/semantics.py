@@ -17,22 +17,7 @@ from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.event import AttemptRevoked
 from agentlightning.resources import PromptTemplate
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.actions import (
-    PATIENCE_S,
-    claim,
-    close,
-    dequeue,
-    finish,
-    in_other_thread,
-    latest_attempt,
-    make_span,
-    next_event,
-    read,
-    read_attempted,
-    soon,
-    subscribe,
-)
-from agentlightning.testing.store.waiting import begin
+from agentlightning.testing.store.actions import PATIENCE_S, claim, dequeue, finish, in_other_thread, make_span, soon
 from agentlightning.types import (
     UNSET,
     AttemptedRollout,
@@ -44,6 +29,10 @@ from agentlightning.types import (
     SpanEvent,
     Worker,
 )
+from tests.plugins.stores.actions import close, latest_attempt, next_event, read, read_attempted, subscribe
+from tests.plugins.stores.queueing import QueueingTests
+from tests.plugins.stores.reading import ReadingTests
+from tests.plugins.stores.waiting import WaitingTests, begin
 
 NOT_JSON: Final[dict[str, Any]] = {
     "nan": float("nan"),
@@ -64,7 +53,7 @@ async def get_worker(store: LightningStore, worker_id: str) -> Worker:
     return worker
 
 
-class EngineSemantics:
+class EngineSemantics(QueueingTests, WaitingTests, ReadingTests):
     """Tests of statuses, retries, resources, workers and invalid arguments, with one fixture: ``store``."""
 
     async def test_a_span_sets_an_attempt_and_its_rollout_running(self, store: LightningStore) -> None:

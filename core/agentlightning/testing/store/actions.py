@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from agentlightning.event import Event
-from agentlightning.records import Attempt, AttemptedRollout, AttemptStatus, Rollout, RolloutConfig, Span
+from agentlightning.records import Attempt, AttemptedRollout, AttemptStatus, RolloutConfig, Span
 from agentlightning.store.protocol import LightningStore
 
 T = TypeVar("T")
@@ -16,17 +15,29 @@ T = TypeVar("T")
 PATIENCE_S = 60.0
 """How long a test waits for something that must happen. Only a broken store makes a test wait that long."""
 
+ANSWERS = (
+    "a call hangs, or the wake-up that it waits for was lost: watch calls each listener with the events of every "
+    "commit and claim, of all threads, after their change can be read"
+)
+"""The rule that a store breaks if a call does not return."""
+
 _numbers = itertools.count(1)
 
 
-async def soon(awaitable: Awaitable[T]) -> T:
-    """Returns the result, or raises TimeoutError after ``PATIENCE_S``."""
-    return await asyncio.wait_for(awaitable, PATIENCE_S)
+async def soon(awaitable: Awaitable[T], rule: str = ANSWERS) -> T:
+    """Returns the result, or raises AssertionError with the broken rule after ``PATIENCE_S``."""
+    try:
+        async with asyncio.timeout(PATIENCE_S) as limit:
+            return await awaitable
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise AssertionError(f"nothing happened for {PATIENCE_S:g} s: {rule}") from None
 
 
 async def in_other_thread(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Awaits a coroutine in an event loop of another thread."""
-    return await soon(asyncio.to_thread(lambda: asyncio.run(call())))
+    return await asyncio.to_thread(lambda: asyncio.run(soon(call())))
 
 
 async def claim(
@@ -51,26 +62,6 @@ async def finish(store: LightningStore, claimed: AttemptedRollout, status: Attem
     return await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status=status)
 
 
-async def read(store: LightningStore, rollout_id: str) -> Rollout:
-    """Returns a rollout as it is stored now."""
-    rollout = await store.get_rollout_by_id(rollout_id)
-    assert rollout is not None, f"rollout {rollout_id} is not stored"
-    return rollout
-
-
-async def read_attempted(store: LightningStore, rollout_id: str) -> AttemptedRollout:
-    """Returns a rollout with its latest attempt."""
-    rollout = await read(store, rollout_id)
-    assert isinstance(rollout, AttemptedRollout)
-    return rollout
-
-
-async def latest_attempt(store: LightningStore, rollout: Rollout) -> Attempt:
-    attempt = await store.get_latest_attempt(rollout.rollout_id)
-    assert attempt is not None
-    return attempt
-
-
 def make_span(of: AttemptedRollout, name: str = "step", **attributes: Any) -> Span:
     """Makes a new span of an attempt, without a number."""
     return Span.from_attributes(
@@ -80,29 +71,3 @@ def make_span(of: AttemptedRollout, name: str = "step", **attributes: Any) -> Sp
         name=name,
         span_id=f"{next(_numbers):016x}",
     )
-
-
-async def subscribe(store: LightningStore, kinds: Sequence[str] | None) -> AsyncIterator[Event]:
-    """Returns an active subscription: one that has received a first event, for the metrics of step 0."""
-    events = store.subscribe(kinds)
-    first = asyncio.create_task(_first(events))
-    while not first.done():
-        await store.add_metrics(0, {})
-        await asyncio.wait([first], timeout=0.02)
-    assert first.result().kind == "step_finished"
-    return events
-
-
-async def next_event(events: AsyncIterator[Event]) -> Event:
-    """Returns the next event."""
-    return await soon(_first(events))
-
-
-async def _first(events: AsyncIterator[Event]) -> Event:
-    return await anext(events)
-
-
-async def close(events: AsyncIterator[Event]) -> None:
-    """Ends a subscription."""
-    if isinstance(events, AsyncGenerator):
-        await events.aclose()
