@@ -17,7 +17,7 @@ import pytest
 
 from agentlightning.event import Event, StepFinished
 from agentlightning.records import Attempt, Rollout, Run
-from agentlightning.store.backend import Backend, Delete, Guard, Put, Query, Row, Write
+from agentlightning.store.backend import Backend, Condition, Delete, Guard, Put, Query, Row, Write
 from agentlightning.store.engine import BackendStore
 from agentlightning.testing.store.actions import in_other_thread, soon
 from agentlightning.testing.store.primitives import (
@@ -142,6 +142,16 @@ class BackendConformance(ReadingTests):
                 await together(call)
                 await in_other_thread(functools.partial(together, call))
                 await asyncio.gather(together(call), in_other_thread(functools.partial(together, call)))
+
+    async def test_a_cancelled_call_leaves_the_backend_usable(self, backend: Backend) -> None:
+        for name, call in (await calls_of(backend, 40)).items():
+            for pause in range(4):  # iterations of the event loop between calling and cancelling
+                calling = asyncio.ensure_future(together(call))
+                for _ in range(pause):
+                    await asyncio.sleep(0)
+                calling.cancel()
+                await asyncio.wait([calling])
+            await soon(call(), f"{name}: a call that is cancelled holds no lock and no connection afterwards")
 
     async def test_no_primitive_blocks_the_event_loop(self, backend: Backend) -> None:
         async def block() -> None:
@@ -324,7 +334,14 @@ class BackendConformance(ReadingTests):
                 mine += [rollout.rollout_id for rollout in claimed]
             return mine
 
-        here, there = await asyncio.gather(together(claim_all), in_other_thread(lambda: together(claim_all)))
+        claiming = asyncio.gather(together(claim_all), in_other_thread(functools.partial(together, claim_all)))
+        while not claiming.done():
+            rollouts = (await backend.select(Query(Rollout, (Condition("status", "eq", "preparing"),)))).rows
+            attempts = {row.record.rollout_id for row in (await backend.select(Query(Attempt))).rows}
+            half = [row.record.rollout_id for row in rollouts if row.record.rollout_id not in attempts]
+            assert not half, f"claim: {half} were read without their attempts; the writes of decide are one transaction"
+            await asyncio.sleep(0)
+        here, there = await claiming
         claimed = sorted(rollout_id for mine in here + there for rollout_id in mine)
         assert claimed == sorted(f"ro-{n}" for n in range(40)), (
             f"claim: 16 concurrent callers got {claimed} of 40 rollouts; no rollout is handed to two callers or lost: "
