@@ -502,7 +502,7 @@ async def test_the_kit_finds_and_names_a_planted_mistake(
     planted: type[MemoryBackend], named_test: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KitListener, "patience_s", 0.3)  # for events that never come
-    monkeypatch.setattr(kit, "READS", 10**9)  # searches until it finds half of a commit
+    monkeypatch.setattr(kit, "SEARCH_S", 300.0)  # searches until it finds half of a commit
     if planted is KeepsItsLockWhenCancelled:
         monkeypatch.setattr(actions, "PATIENCE_S", 0.3)
     with pytest.raises(AssertionError, match=message):  # noqa: PT012 # several tries
