@@ -1,14 +1,51 @@
-"""Actions that many tests of a store share, beside those of the conformance kit."""
+"""Actions that many tests of a store share."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
 
 from agentlightning.event import Event
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.actions import soon
-from agentlightning.types import Attempt, AttemptedRollout, Rollout
+from agentlightning.testing.store.primitives import soon
+from agentlightning.types import Attempt, AttemptedRollout, AttemptStatus, Rollout, RolloutConfig, Span
+
+_numbers = itertools.count(1)
+
+
+async def claim(
+    store: LightningStore, worker_id: str | None = None, config: RolloutConfig | None = None
+) -> AttemptedRollout:
+    """Enqueues and claims a rollout."""
+    queued = await store.enqueue_rollout({"question": "2 + 2"}, config=config)
+    claimed = await dequeue(store, worker_id)
+    assert claimed.rollout_id == queued.rollout_id
+    return claimed
+
+
+async def dequeue(store: LightningStore, worker_id: str | None = None, *, timeout: float = 0) -> AttemptedRollout:
+    """Claims a rollout that must be in the queue, or arrive within the timeout."""
+    claimed = await store.dequeue_rollout(worker_id, timeout=timeout)
+    assert claimed is not None, "a queued rollout was not handed out"
+    return claimed
+
+
+async def finish(store: LightningStore, claimed: AttemptedRollout, status: AttemptStatus = "succeeded") -> Attempt:
+    """Reports the end of an attempt."""
+    return await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status=status)
+
+
+def make_span(of: AttemptedRollout, name: str = "step", **attributes: Any) -> Span:
+    """Makes a new span of an attempt, without a number."""
+    return Span.from_attributes(
+        attributes=attributes,
+        rollout_id=of.rollout_id,
+        attempt_id=of.attempt.attempt_id,
+        name=name,
+        span_id=f"{next(_numbers):016x}",
+    )
 
 
 async def read(store: LightningStore, rollout_id: str) -> Rollout:

@@ -12,9 +12,9 @@ import pytest
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.actions import claim, finish, in_other_thread, make_span, soon
+from agentlightning.testing.store.primitives import in_other_thread, soon
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
-from tests.plugins.stores.actions import latest_attempt, read_attempted
+from tests.plugins.stores.actions import claim, finish, latest_attempt, make_span, read_attempted
 
 
 class QueueingTests:

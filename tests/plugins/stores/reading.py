@@ -10,9 +10,9 @@ import pytest
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.actions import claim, dequeue, finish, make_span, soon
+from agentlightning.testing.store.primitives import soon
 from agentlightning.types import EnqueueRolloutRequest, Rollout, Span, SpanEvent, TraceStatus
-from tests.plugins.stores.actions import latest_attempt
+from tests.plugins.stores.actions import claim, dequeue, finish, latest_attempt, make_span
 
 
 class ReadingTests:

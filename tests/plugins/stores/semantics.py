@@ -17,7 +17,8 @@ from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.event import AttemptRevoked
 from agentlightning.resources import PromptTemplate
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.actions import PATIENCE_S, claim, dequeue, finish, in_other_thread, make_span, soon
+from agentlightning.testing.store.model import Reopen
+from agentlightning.testing.store.primitives import PATIENCE_S, in_other_thread, soon
 from agentlightning.types import (
     UNSET,
     AttemptedRollout,
@@ -29,7 +30,18 @@ from agentlightning.types import (
     SpanEvent,
     Worker,
 )
-from tests.plugins.stores.actions import close, latest_attempt, next_event, read, read_attempted, subscribe
+from tests.plugins.stores.actions import (
+    claim,
+    close,
+    dequeue,
+    finish,
+    latest_attempt,
+    make_span,
+    next_event,
+    read,
+    read_attempted,
+    subscribe,
+)
 from tests.plugins.stores.queueing import QueueingTests
 from tests.plugins.stores.reading import ReadingTests
 from tests.plugins.stores.waiting import WaitingTests, begin
@@ -834,3 +846,13 @@ class EngineSemantics(QueueingTests, WaitingTests, ReadingTests):
         waiting = await begin(store.wait_for_rollouts([claimed.rollout_id]))
         await in_other_thread(lambda: finish(store, claimed))
         assert [rollout.rollout_id for rollout in await soon(waiting)] == [claimed.rollout_id]
+
+
+class DurableSemantics(EngineSemantics):
+    """Tests of durable stores, with a second fixture: ``reopen``."""
+
+    async def test_a_deadline_is_enforced_after_reopening(self, store: LightningStore, reopen: Reopen) -> None:
+        claimed = await claim(store, config=RolloutConfig(timeout_seconds=0.5))
+        store = await reopen()
+        (ended,) = await soon(store.wait_for_rollouts([claimed.rollout_id]))
+        assert ended.status == "failed"

@@ -18,7 +18,7 @@ from agentlightning.resources import ResourcesUpdate
 from agentlightning.store import lifecycle
 from agentlightning.store.backend import KEYS, Backend, Claim, Delete, Guard, Listener, Page, Put, Query, Row, Write
 from agentlightning.store.engine import BackendStore
-from agentlightning.testing.store import DurableStoreConformance, StoreConformance, actions, model
+from agentlightning.testing.store import DurableStoreConformance, StoreConformance, model, primitives
 from agentlightning.types import (
     UNSET,
     Attempt,
@@ -309,7 +309,7 @@ PLANTED: list[tuple[Callable[[], BackendStore], str]] = [
 async def test_a_store_with_a_planted_bug_fails_its_conformance_test(
     make_store: Callable[[], BackendStore], named_test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actions, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(primitives, "PATIENCE_S", 0.5)
     monkeypatch.setattr(model, "SEARCH", HASTY)
     store = make_store()
     try:

@@ -15,7 +15,7 @@ import pytest
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
 from agentlightning.store.backend import Claim, Delete, Guard, Listener, Page, Put, Query, Write
-from agentlightning.testing.store import BackendConformance, actions
+from agentlightning.testing.store import BackendConformance, primitives
 from agentlightning.testing.store import backend as kit
 from agentlightning.testing.store.primitives import Listener as KitListener
 from agentlightning.types import Attempt, Record, Rollout, Span
@@ -504,7 +504,7 @@ async def test_the_kit_finds_and_names_a_planted_mistake(
     monkeypatch.setattr(KitListener, "patience_s", 0.3)  # for events that never come
     monkeypatch.setattr(kit, "SEARCH_S", 300.0)  # searches until it finds half of a commit
     if planted is KeepsItsLockWhenCancelled:
-        monkeypatch.setattr(actions, "PATIENCE_S", 0.3)
+        monkeypatch.setattr(primitives, "PATIENCE_S", 0.3)
     with pytest.raises(AssertionError, match=message):  # noqa: PT012 # several tries
         for _ in range(20):  # a race may not occur at once
             backend = planted()

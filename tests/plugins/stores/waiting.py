@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from agentlightning.event import Event
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.actions import PATIENCE_S, claim, dequeue, finish, in_other_thread, make_span, soon
+from agentlightning.testing.store.primitives import PATIENCE_S, in_other_thread, soon
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest
-from tests.plugins.stores.actions import close, next_event, subscribe
+from tests.plugins.stores.actions import claim, close, dequeue, finish, make_span, next_event, subscribe
 
 T = TypeVar("T")
 

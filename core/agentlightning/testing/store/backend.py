@@ -19,17 +19,18 @@ from agentlightning.event import Event, StepFinished
 from agentlightning.records import Attempt, Rollout, Run
 from agentlightning.store.backend import Backend, Condition, Delete, Guard, Put, Query, Row, Write
 from agentlightning.store.engine import BackendStore
-from agentlightning.testing.store.actions import in_other_thread, soon
 from agentlightning.testing.store.primitives import (
     Listener,
     add,
     add_attempt,
     begin,
     calls_of,
+    in_other_thread,
     numbered,
     records_of_each_kind,
     row_of,
     rows_of,
+    soon,
     span_of,
     succeeds,
     together,

@@ -21,7 +21,7 @@ from agentlightning.errors import ConflictError, NotFoundError
 from agentlightning.records import AttemptedRollout, AttemptStatus, EnqueueRolloutRequest, RolloutConfig, RolloutStatus
 from agentlightning.records import Span as StoredSpan
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.actions import soon
+from agentlightning.testing.store.primitives import soon
 
 T = TypeVar("T")
 Reopen = Callable[[], Awaitable[LightningStore]]

@@ -1,19 +1,29 @@
-"""Actions on a backend that its tests share."""
+"""Actions that the tests of the primitives share."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any, Final, TypeVar
 
 from agentlightning.event import Event, StepFinished
 from agentlightning.frozen import freeze
 from agentlightning.records import Attempt, AttemptStatus, Metrics, Record, Rollout, Run, Span, Worker, new_attempt_id
 from agentlightning.resources import PromptTemplate, Resource, ResourcesUpdate
 from agentlightning.store.backend import KEYS, Backend, Condition, Put, Query, Row, Write, key_of
-from agentlightning.testing.store.actions import PATIENCE_S
+
+T = TypeVar("T")
+
+PATIENCE_S = 60.0
+"""How long a test waits for something that must happen. Only a broken store makes a test wait that long."""
+
+ANSWERS = (
+    "a call hangs, or the wake-up that it waits for was lost: watch calls each listener with the events of every "
+    "commit and claim, of all threads, after their change can be read"
+)
+"""The rule that a store breaks if a call does not return."""
 
 JSON: Final = {
     "text": 'grüße "quoted" \\ \n\t\u2028 😀 ',
@@ -22,6 +32,22 @@ JSON: Final = {
     "": {"a.b": 1, "$c": [2], "grüße": 3},
 }
 """A value that careless encodings change."""
+
+
+async def soon(awaitable: Awaitable[T], rule: str = ANSWERS) -> T:
+    """Returns the result, or raises AssertionError with the broken rule after ``PATIENCE_S``."""
+    try:
+        async with asyncio.timeout(PATIENCE_S) as limit:
+            return await awaitable
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise AssertionError(f"nothing happened for {PATIENCE_S:g} s: {rule}") from None
+
+
+async def in_other_thread(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Awaits a coroutine in an event loop of another thread."""
+    return await asyncio.to_thread(lambda: asyncio.run(soon(call())))
 
 
 def numbered(count: int, **fields: Any) -> list[Rollout]:

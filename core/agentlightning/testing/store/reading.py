@@ -9,10 +9,10 @@ from typing import Any
 from agentlightning.errors import NotFoundError
 from agentlightning.records import LIVE_ATTEMPT, Attempt, AttemptStatus, Rollout, Run, Span, Worker
 from agentlightning.store.backend import Backend, Condition, Delete, Guard, Put, Query, key_of
-from agentlightning.testing.store.actions import in_other_thread
 from agentlightning.testing.store.primitives import (
     add,
     add_attempt,
+    in_other_thread,
     numbered,
     records_of_each_kind,
     row_of,
