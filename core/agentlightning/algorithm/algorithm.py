@@ -98,7 +98,7 @@ class RunContext:
         """Stores the metrics of a step, which trackers and dashboard show; repeating a step adds and replaces values.
 
         In a synchronous algorithm, they are stored when ``log`` returns None; in an async one, when the task is awaited
-        or the algorithm ends. ``progress`` is the share of the run that is done, from 0 to 1; it rises from step to step.
+        or the algorithm ends. ``progress`` is the share of the run that is done; it rises from 0 to 1.
         """
         assert self.store is not None, "a run has a store"
         adding = self.store.add_metrics(step, dict(values))
