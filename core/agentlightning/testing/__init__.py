@@ -24,7 +24,7 @@ def promised(promise: str) -> Iterator[None]:
         yield
     except (BrokenPromise, KeyboardInterrupt):
         raise
-    except BaseException as error:
+    except BaseException as error:  # a component under test may raise anything
         raise BrokenPromise(f"{promise}; it raised {type(error).__name__}: {error}") from error
 
 

@@ -54,7 +54,7 @@ class RewardConformance:
     examples: ClassVar[Sequence[tuple[Any, Any, float]]] = []
     """Tasks and outputs with their rewards; at least two rewards differ."""
     odd_outputs: ClassVar[Sequence[Any]] = ["", "no", "NaN", "1e999", "½ \x00 {x} <b> ```", "long " * 20_000]
-    """What an agent that is trained may say one day."""
+    """Outputs that an agent may have while it is trained."""
 
     async def test_each_answer_gets_its_reward_and_better_ones_get_more(self, reward: Any) -> None:
         expected = [each for _, _, each in self.examples]
