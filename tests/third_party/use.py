@@ -79,7 +79,7 @@ def climb(folder: Path) -> None:
     store = climbing(folder, kill_at=None)
     latest = asyncio.run(store.get_latest_resources())
     assert latest is not None
-    assert latest.resources["prompt"].template == "Say {task} loudly"  # type: ignore[attr-defined]
+    assert latest.resources["prompt"].template == "Say {task} loudly"
     rollouts = asyncio.run(store.query_rollouts()).items
     assert len(rollouts) == 6  # three prompts on two tasks, none twice
 
@@ -142,7 +142,7 @@ def rewards(folder: Path) -> None:
         wrapped = agl.wrap(agent, reward=reward)
         store = fit(run, wrapped, "baseline", [{"answer": "42"}], adapter={"name": "triplet", "credit": "last"})
         rollouts = asyncio.run(store.query_rollouts()).items
-        assert {rollout.attempt.reward for rollout in rollouts} == {1.0}  # type: ignore[attr-defined]
+        assert {rollout.attempt.reward for rollout in rollouts} == {1.0}
     with pytest.raises(agl.ConfigError, match=r"pattern = '\('"):
         get_manager().create("reward", {"name": "pattern", "pattern": "("})
 
@@ -173,7 +173,7 @@ def parrot(folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "agentlightning", "train", str(folder / "config.yaml")], check=True)
     store = agl.create_store(f"sqlite:///{folder}/configured/store.db")
     rollouts = asyncio.run(store.query_rollouts()).items
-    assert {(r.input, r.attempt.reward) for r in rollouts} == {("one", 1.0), ("two", 1.0)}  # type: ignore[attr-defined]
+    assert {(r.input, r.attempt.reward) for r in rollouts} == {("one", 1.0), ("two", 1.0)}
     tracer = agl.OtelTracer()
 
     async def call_back() -> list[str]:
@@ -215,7 +215,7 @@ async def gateway(folder: Path) -> None:
         rollout = await store.start_rollout("x")
         resource = proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id)
         async with aiohttp.ClientSession() as session:
-            url = f"{resource.endpoint.removesuffix('/v1')}/v1/ask"  # type: ignore[attr-defined]
+            url = f"{resource.endpoint.removesuffix('/v1')}/v1/ask"
             async with session.post(url, json={"model": "m", "question": "2+2?"}) as answer:
                 assert (answer.status, await answer.json()) == (200, {"answer": "four"}), await answer.text()
         await proxy.stop()

