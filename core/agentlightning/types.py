@@ -1,5 +1,5 @@
 """The public types: records, resources and ``Hook``. Lightning itself imports them from their modules."""
 
-from agentlightning.plugin import lazy_names
+from agentlightning.plugin.lazy import lazy_names
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

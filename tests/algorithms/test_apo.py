@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import agentlightning as agl
+from agentlightning.testing.algorithm import AlgorithmConformance
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms.prompt_lab import (
     BEST,
@@ -441,20 +443,35 @@ def test_metrics_of_each_round_are_recorded(server: ScriptedOpenAI) -> None:
     assert third.values["progress"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"beam_width": 0}, "beam_width = 0: at least 1"),
-        ({"patience": 0}, "patience = 0"),
-        ({"max_calls": 0}, "max_calls = 0"),
-        ({"max_cost": 1.0}, "needs the price of 'critic'"),
-        ({"rollout_batch_timeout": 0}, "rollout_batch_timeout = 0"),
-        ({"gradient_prompts": []}, "gradient_prompts"),
-    ],
-)
-def test_wrong_settings_are_refused(server: ScriptedOpenAI, settings: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(agl.ConfigError, match=complaint):
-        make(server, **settings)
+def make_at(endpoint: str, **settings: Any) -> agl.APO:
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=endpoint, api_key="any", max_retries=0)
+    defaults = {"beam_width": 1, "branch_factor": 2, "beam_rounds": 2, "val_batch_size": 3}
+    return agl.APO(client, gradient_model="critic", apply_edit_model="editor", **{**defaults, **settings})
+
+
+class TestConformance(AlgorithmConformance):
+    agent = staticmethod(agent)
+    train_dataset = TRAIN[:6]
+    val_dataset = VAL[:3]
+    initial_resources: ClassVar = {"prompt": SEED, "llm": agl.LLM(endpoint="http://127.0.0.1:9", model="unused")}
+    bad_settings: ClassVar = [
+        {"beam_width": 0},
+        {"patience": 0},
+        {"max_calls": 0},
+        {"max_cost": 1.0},
+        {"rollout_batch_timeout": 0},
+        {"gradient_prompts": []},
+    ]
+    is_resumable = False  # ``test_apo_resume.py`` kills more often
+
+    @pytest.fixture
+    def make_algorithm(self, server: ScriptedOpenAI) -> Any:
+        return functools.partial(make_at, server.endpoint)
+
+    def learned(self, algorithm: Any) -> Mapping[str, agl.PromptTemplate]:
+        return {"prompt": algorithm.get_best_prompt()}
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import agentlightning as agl
+from agentlightning.testing.algorithm import AlgorithmConformance
 from agentlightning_algorithms.shared.rollout_result import RewardCheck
 
 TASKS = [{"n": number} for number in range(10)]
@@ -117,13 +118,13 @@ def test_the_baseline_logs_that_it_waits_for_rollouts(caplog: pytest.LogCaptureF
     assert "waiting for 1 rollouts" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [({"n_epochs": 0}, "n_epochs = 0"), ({"max_queue_length": 0}, "= 0"), ({"train_split": 1.5}, "train_split = 1.5")],
-)
-def test_wrong_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(agl.ConfigError, match=complaint):
-        agl.Baseline(**settings)
+class TestConformance(AlgorithmConformance):
+    bad_settings: ClassVar = [{"n_epochs": 0}, {"max_queue_length": 0}, {"train_split": 1.5}]
+    is_resumable = True
+
+    @pytest.fixture
+    def make_algorithm(self) -> type[agl.Baseline]:
+        return agl.Baseline
 
 
 def test_the_baseline_warns_about_missing_rewards_instead_of_ending_the_run(

@@ -23,7 +23,8 @@ from agentlightning.adapter.call import Node, build_tree
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.reward import find_final_reward, get_rewards_from_span
-from agentlightning.types import Attempt, TraceStatus, Triplet
+from agentlightning.testing.adapter import AdapterConformance
+from agentlightning.types import TraceStatus, Triplet
 from tests.core.trace_recorder import Recorder
 
 READ_ATTRIBUTES: Final = (
@@ -614,15 +615,19 @@ def test_the_log_about_a_failed_attempt_without_triplets_names_the_failure(
     )
 
 
-def test_an_attempt_that_lost_spans_gives_no_triplets_and_a_warning(
-    trace: Recorder, caplog: pytest.LogCaptureFixture
-) -> None:
-    trace.client("r1")
-    whole = Attempt(rollout_id="ro-1", attempt_id="at-1", sequence_id=1, start_time=0.0)
-    assert ids(TraceToTriplet().adapt_attempt(whole, trace.spans) or []) == ["r1"]
-    assert TraceToTriplet().adapt_attempt(whole.model_copy(update={"spans_dropped": 3}), trace.spans) is None
-    (record,) = caplog.records
-    assert "attempt at-1 of rollout ro-1 is left out: 3 of its spans were lost" in record.getMessage()
+class TestTriplets(AdapterConformance):
+    @pytest.fixture(params=["triplet", "transition", "trajectory", "messages"])
+    def adapter(self, request: pytest.FixtureRequest) -> Any:
+        self.kind = request.param
+        return get_manager().create("adapter", request.param)
+
+    def answers(self, adapted: Any) -> list[str]:
+        if self.kind == "messages":
+            return [each["messages"][-1]["content"] for each in adapted]
+        if self.kind == "trajectory":
+            adapted = [turn.triplet for each in adapted.trajectories for turn in each.turns]
+        responses = [each.action if self.kind == "transition" else each.response for each in adapted]
+        return [response["raw_content"][0]["content"] for response in responses]
 
 
 def test_the_adapter_is_a_component_with_settings() -> None:

@@ -8,7 +8,7 @@ import inspect
 import json
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from openai import AsyncOpenAI
@@ -19,6 +19,7 @@ from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, AgentConforma
 from agentlightning.testing.agent import AgentConformance as Kit
 from agentlightning.tracer import get_active_tracer
 from agentlightning_integrations.shared.agent import FrameworkAgent
+from tests.planted import assert_found
 
 pytestmark = pytest.mark.environment("main")  # a test of the conformance tests
 
@@ -90,6 +91,17 @@ class NamesNoAgent(CalculatorAgent):
         with super().span(
             name, **{key: value for key, value in attributes.items() if key != "gen_ai.agent.name"}
         ) as span:
+            yield span
+
+
+class LacksAnAttribute(CalculatorAgent):
+    """Leaves out one attribute of its tool's span."""
+
+    name: ClassVar[str]
+
+    @contextlib.contextmanager
+    def span(self, name: str, **attributes: Any) -> Iterator[Any]:
+        with super().span(name, **{key: value for key, value in attributes.items() if key != self.name}) as span:
             yield span
 
 
@@ -223,6 +235,13 @@ async def test_a_planted_bug_fails_the_test_of_the_broken_feature(
     finally:
         await asyncio.gather(*background, return_exceptions=True)
         background.clear()
+
+
+@pytest.mark.parametrize("name", ["gen_ai.tool.name", "gen_ai.tool.call.arguments", "gen_ai.agent.name"])
+def test_a_missing_attribute_is_named(name: str, request: pytest.FixtureRequest) -> None:
+    kit = type("Lacking", (TestCalculator,), {"integration": type("Lacks", (LacksAnAttribute,), {"name": name})})
+    test = "test_a_tool_call_is_a_span_with_arguments_and_result_below_its_agent"
+    assert_found(kit, test, request, f"has the attribute {name}", agent=Calculator())
 
 
 def test_every_conformance_test_catches_a_bug() -> None:

@@ -1,4 +1,4 @@
-"""The conformance tests of stores with the oldest aiohttp, pydantic, orjson and asyncpg: a served PostgreSQL."""
+"""The tests of stores with the oldest aiohttp, pydantic, orjson and asyncpg: a served PostgreSQL."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.store import LightningStoreServer
-from agentlightning.testing.store import StoreConformance
+from agentlightning.testing.store.model import compare_with_model
 from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
+from tests.plugins.stores.queueing import QueueingTests
+from tests.plugins.stores.reading import ReadingTests
+from tests.plugins.stores.waiting import WaitingTests
 from tests.postgresql import PostgresServer, running_server
 
 
@@ -19,7 +22,7 @@ def postgresql() -> Iterator[PostgresServer]:
         yield server
 
 
-class TestServedPostgresLightningStore(StoreConformance):
+class TestServedPostgresLightningStore(QueueingTests, WaitingTests, ReadingTests):
     @pytest.fixture
     async def store(self, postgresql: PostgresServer) -> AsyncIterator[agl.LightningStoreClient]:
         database = postgresql.lend_database(durable=False)
@@ -30,3 +33,6 @@ class TestServedPostgresLightningStore(StoreConformance):
             await client.close()
         await served.close()
         postgresql.take_back(database)
+
+    async def test_any_sequence_of_calls_does_what_a_simple_model_does(self, store: agl.LightningStoreClient) -> None:
+        await compare_with_model(store)

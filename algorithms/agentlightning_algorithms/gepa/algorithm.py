@@ -140,7 +140,7 @@ class _GEPAAdapter:
         self, search: GEPA, train: Dataset[Any], val: Dataset[Any], loop: asyncio.AbstractEventLoop, limit: int
     ) -> None:
         self._search = search
-        self._left = limit
+        self._limit = self._left = limit
         """Rollouts that the search may still run."""
         self._data = {"train": train, "val": val}
         self._loop = loop
@@ -217,7 +217,8 @@ class _GEPAAdapter:
             scored = search.update(candidate, full_score=mean_score(results), task_scores=scores)
             search.take_if_better(scored)
             await search.publish()
-            await search.get_store().add_metrics(self._trials, search.metrics())
+            values = {**search.metrics(), "progress": 1.0 - self._left / self._limit}
+            await search.get_store().add_metrics(self._trials, values)
         else:
             search.update(candidate, batch_score=mean_score(results))
         return results

@@ -16,11 +16,16 @@ logger = logging.getLogger("agentlightning")
 
 
 class TraceAdapter(ABC, Generic[To]):
-    """Converts the spans of one attempt, in the order of their arrival, to the training data of an algorithm."""
+    """Converts the spans of one attempt, in the order of their arrival, to the training data of an algorithm.
+
+    The result depends on the spans only. Calls come in the order of their start, because clients and the gateway send
+    their spans separately. An attempt without rewards is training data; one without calls gives none.
+    ``agentlightning.testing.adapter.AdapterConformance`` tests an adapter.
+    """
 
     @abstractmethod
     def adapt(self, source: Sequence[Span], /) -> To:
-        """Converts spans, without side effects; raises AdapterError if that is impossible."""
+        """Converts spans, without side effects; raises AdapterError if that is impossible, as ``reading`` does."""
 
     def adapt_attempt(self, attempt: Attempt, spans: Sequence[Span]) -> To | None:
         """Converts the spans of a finished attempt.

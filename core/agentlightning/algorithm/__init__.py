@@ -1,5 +1,5 @@
 """Algorithms: learn from rollouts."""
 
-from agentlightning.plugin import lazy_names
+from agentlightning.plugin.lazy import lazy_names
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

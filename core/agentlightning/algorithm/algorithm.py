@@ -98,7 +98,7 @@ class RunContext:
         """Stores the metrics of a step, which trackers and dashboard show; repeating a step adds and replaces values.
 
         In a synchronous algorithm, they are stored when ``log`` returns None; in an async one, when the task is awaited
-        or the algorithm ends. ``progress`` is the share of the run that is done, from 0 to 1.
+        or the algorithm ends. ``progress`` is the share of the run that is done; it rises from 0 to 1.
         """
         assert self.store is not None, "a run has a store"
         adding = self.store.add_metrics(step, dict(values))
@@ -134,6 +134,10 @@ class Algorithm:
 
     A subclass defines ``run``: it enqueues rollouts in the store, waits for them, reads their spans and publishes
     resources. Runners execute the rollouts; both sides communicate only through the store.
+
+    A rollout may fail or have no reward: ``run`` goes on, or raises a LightningError with the reason if none is usable.
+    When it returns, what it has learned is in the store, with all other resources.
+    ``agentlightning.testing.algorithm.AlgorithmConformance`` tests an algorithm.
     """
 
     default_adapter: ClassVar[str | None] = None

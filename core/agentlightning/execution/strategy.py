@@ -21,7 +21,11 @@ RunnerJob: TypeAlias = Callable[[LightningStore, str, StopEvent], Awaitable[bool
 
 
 class ExecutionStrategy(ABC):
-    """Runs one algorithm and its runners against one store, until the algorithm is done."""
+    """Runs one algorithm and its runners against one store, until the algorithm is done.
+
+    When a runner fails, the others continue, or it is replaced. ``agentlightning.testing.strategy.StrategyConformance``
+    tests a strategy.
+    """
 
     role: Role = "both"
     """The half of the run that this process executes."""
@@ -34,6 +38,6 @@ class ExecutionStrategy(ABC):
         """Blocks until the algorithm is done and the runners have drained.
 
         Raises:
-            Exception: whatever the algorithm raised.
+            Exception: whatever the algorithm raised, or why no runner is left.
             KeyboardInterrupt: the user stopped it; the algorithm was cancelled first.
         """

@@ -47,8 +47,9 @@ CORE_KINDS: Final = (
     Kind("agent", "agentlightning.litagent.agent:LitAgent", "an agent that is built from settings"),
     Kind("algorithm", "agentlightning.algorithm.algorithm:Algorithm", "learns from rollouts"),
     Kind("credit", "an object with apply(nodes, calls, triplets, rewards, final)", "assigns rewards to model calls"),
+    Kind("dataset", "(source) -> Dataset", "reads tasks; its name is the ending or the prefix of its sources"),
     Kind("gateway", "agentlightning.algorithm.algorithm:Gateway", "records the agents' model calls"),
-    Kind("handler", "(tracer_provider) -> object", "a framework's callbacks; Tracer.get_langchain_handler returns one"),
+    Kind("handler", "(tracer_provider) -> object", "a framework's callbacks; Tracer.get_handler makes one"),
     Kind("report", "(store, directory) -> Awaitable[None]", "writes a file when a run with a directory ends"),
     Kind("resource", "agentlightning.resources:Resource", "a type of resource; its name is the resource_type"),
     Kind("reward", "(task, output, rollout) -> float | Awaitable[float]", "rates the output of an agent"),
@@ -128,7 +129,7 @@ def wrap_agent(agent: Any, options: WrapOptions) -> Any:
 
 
 @hookspec
-def observe(event: Event, run: Run, directory: Path | None) -> None:
+def observe(event: Event, run: Run, directory: Path | None, settings: Any) -> None:
     """Called in the trainer's process with every event of a run, in order, once the event is durable.
 
     Runs in a thread of the plugin. If it raises, the error is logged and this plugin is not called again for the run.
@@ -138,11 +139,13 @@ def observe(event: Event, run: Run, directory: Path | None) -> None:
         event: what has happened.
         run: the run.
         directory: where the run keeps its files; None if it keeps none.
+        settings: an instance of the class ``Settings`` in the plugin's module, made from ``plugin_settings`` of the
+            configuration; None if there is no such class, or if settings without a default are not configured.
     """
 
 
 @hookspec
-def observe_rollout(rollout: Rollout, spans: Sequence[Span], run: Run, directory: Path | None) -> None:
+def observe_rollout(rollout: Rollout, spans: Sequence[Span], run: Run, directory: Path | None, settings: Any) -> None:
     """Called like ``observe`` with each rollout that has finished, and the spans of its latest attempt.
 
     The spans are those of the agent and of the gateway that are stored by then.

@@ -39,7 +39,7 @@ from agentlightning.plugin.checks import (
     requirements_of_extra,
 )
 from agentlightning.plugin.hookspecs import CORE_KINDS, INTERFACE, Component, Kind
-from agentlightning.plugin.settings import bind_settings
+from agentlightning.plugin.settings import bind_settings, settings_of
 
 logger = logging.getLogger("agentlightning")
 GROUP: Final = "agentlightning"
@@ -67,6 +67,8 @@ class Plugin:
     """The number of the plugin interface that it was written for, if it states one."""
     is_used: bool = False
     """Whether one of its components was requested."""
+    settings: Any = None
+    """The argument ``settings`` of its hooks: an instance of the class ``Settings`` in its module; None without one."""
     kinds: list[Kind] = field(default_factory=list)
     offers: list[Component] = field(default_factory=list)
 
@@ -184,6 +186,27 @@ class PluginManager:
                 for offers in self._offers.values():
                     offers[:] = [offer for offer in offers if offer.plugin is not plugin]
         _add_to_environment(DISABLED, ",", wanted)
+
+    def configure(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Sets what the hooks of plugins get as ``settings``, by the name of the plugin.
+
+        Raises:
+            PluginError: a plugin does not exist, or its module has no class ``Settings``.
+            ConfigError: a setting is unknown or missing, or has a wrong type.
+        """
+        for name, values in settings.items():
+            named = [plugin for plugin in self.plugins.values() if name in (plugin.name, plugin.full_name)]
+            if len(named) != 1:
+                known = [plugin.full_name for plugin in named or self.plugins.values()]
+                problem = "is the name of several plugins" if named else "is not installed"
+                raise PluginError(
+                    f"settings of plugin {name!r}: it {problem}.{suggest(name, known)} {', '.join(known)}"
+                )
+            plugin = named[0]
+            cls = getattr(self._pluggy.get_plugin(plugin.full_name), "Settings", None)
+            if cls is None:
+                raise PluginError(f"plugin {plugin.full_name} has no settings: its module defines no class Settings")
+            plugin.settings = cls(**bind_settings(cls, values, f"plugin {plugin.full_name!r}"))
 
     def load_files(self, paths: Iterable[str | os.PathLike[str]]) -> None:
         """Adds plugins that are not installed, here and in all processes that this one starts from now on.
@@ -418,6 +441,9 @@ class PluginManager:
         except (Exception, SystemExit):
             self._pluggy.unregister(name=plugin.full_name)  # pluggy keeps the hooks it had registered before the error
             raise
+        settings = getattr(module, "Settings", None)
+        if settings is not None and not any(each.default is each.empty for each in settings_of(settings).values()):
+            plugin.settings = settings()
         for kind in plugin.kinds:
             self.kinds.setdefault(kind.name, kind)
         self.plugins[plugin.full_name] = plugin

@@ -36,7 +36,8 @@ Sample: TypeAlias = tuple[Rollout, Sequence[Span]]
 class Tracker(Protocol):
     """Follows one run in the trainer's process, in a separate thread.
 
-    A tracker that raises is closed and dropped; training continues.
+    A tracker that raises is closed and dropped; training continues. A resumed run has a new tracker, which adds to what
+    an earlier one stored. ``agentlightning.testing.tracker.TrackerConformance`` tests a tracker.
 
     It may also have a method ``on_samples(step, samples)``, which is called after the event of a step with up to 8
     rollouts (``Sample``) that have finished since the previous step, and a method ``on_rollout(rollout, spans)``, which
@@ -44,13 +45,16 @@ class Tracker(Protocol):
     """
 
     def start(self, run: Run, directory: Path | None) -> None:
-        """Called once, before the first event; the directory is None if the run keeps no files."""
+        """Called once, before the first event; the directory is None if the run keeps no files.
+
+        Connects to the backend, which the constructor does not; raises if there is none.
+        """
 
     def on_event(self, event: Event) -> None:
-        """Called with every event of the run, in order."""
+        """Called with every event of the run, in order. Metrics (``StepFinished``) are finite and have any name."""
 
     def close(self) -> None:
-        """Called once, after the last event."""
+        """Called after the last event, or after an error; does nothing without ``start``, and the second time."""
 
 
 async def follow(store: LightningStore, run: Run, trackers: Sequence[Tracker], directory: Path | None) -> None:
@@ -61,7 +65,8 @@ async def follow(store: LightningStore, run: Run, trackers: Sequence[Tracker], d
     """
     threads = [_TrackerThread(tracker, f"tracker {type(tracker).__name__}", run, directory) for tracker in trackers]
     for plugin, hooks in _hooks_by_plugin().items():
-        observer = _Observer(hooks, {"run": run, "directory": directory})
+        settings = get_manager().plugins[plugin].settings
+        observer = _Observer(hooks, {"run": run, "directory": directory, "settings": settings})
         threads.append(_TrackerThread(observer, f"plugin {plugin}", run, directory, close_s=_CLOSE_PLUGIN_S))
     showing = [thread for thread in threads if hasattr(thread.tracker, "on_samples")]
     exporting = [thread for thread in threads if hasattr(thread.tracker, "on_rollout")]
@@ -161,8 +166,8 @@ class _TrackerThread(threading.Thread):
     def run(self) -> None:
         tracker = self.tracker
         try:
-            tracker.start(self._run_record, self._directory)
             try:
+                tracker.start(self._run_record, self._directory)
                 while (call := self._calls.get()) is not None:
                     method, arguments = call
                     getattr(tracker, method)(*arguments)

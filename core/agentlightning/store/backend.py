@@ -127,8 +127,8 @@ It may be called again when a transaction is repeated; only the last result is w
 class Backend(Protocol):
     """A database. Every method is atomic and returns after its effect is durable, if the database is durable.
 
-    Methods may be called from several threads and event loops at once. A backend holds one open database, which may
-    contain many runs.
+    Methods may be called from several threads and event loops at once, and do not block them while they wait for a disk
+    or a server. A backend holds one open database, which may contain many runs.
     """
 
     durable: bool
@@ -149,7 +149,7 @@ class Backend(Protocol):
         """
 
     async def select(self, query: Query[R]) -> Page[R]:
-        """Reads committed records."""
+        """Reads committed records: all writes of a commit or none, but a long scan may see commits made meanwhile."""
 
     async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
         """Appends spans to attempts, all or none; NotFoundError if an attempt is not stored.
@@ -166,7 +166,10 @@ class Backend(Protocol):
         """Returns the numbers of stored rollouts, attempts, spans, resources and workers by name, at constant cost."""
 
     def watch(self, listener: Listener) -> Callable[[], None]:
-        """Calls ``listener``, which must not block, with each commit's events in order; returns a stop function."""
+        """Calls ``listener``, which must not block, with each commit's events in order, once their change can be read.
+
+        Returns a function that stops the calls; calling it twice is harmless.
+        """
 
     async def close(self) -> None:
         """Releases the backend's resources; calling it twice is harmless."""

@@ -10,6 +10,6 @@ Use them like this::
             return MyAgent(name=AGENT_NAME, instructions=INSTRUCTIONS, tools=[add])
 """
 
-from agentlightning.plugin import lazy_names
+from agentlightning.plugin.lazy import lazy_names
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -12,3 +12,5 @@ from agentlightning_plugins.shared.agent_testing.lab import add as add
 from agentlightning_plugins.shared.agent_testing.lab import answer as answer
 from agentlightning_plugins.shared.agent_testing.lab import ask as ask
 from agentlightning_plugins.shared.agent_testing.lab import read_sum as read_sum
+from agentlightning_plugins.shared.scripted_model.server import Answer as Answer
+from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI as ScriptedOpenAI

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from agentlightning.run.thread import run_in_thread
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
+from agentlightning.testing import promised
 from agentlightning.tracer.tracer import Tracer, get_active_tracer
 
 __all__ = ["TracerConformance"]
@@ -102,23 +104,26 @@ class TracerConformance:
                         tracer.create_span("leaf")
                 tracer.create_span("second leaf")
             spans = await by_name(store, rollout)
-        assert len({span.trace_id for span in spans.values()}) == 1
-        assert {name: span.parent_id for name, span in spans.items()} == {
-            "leaf": spans["inner"].span_id,
-            "inner": spans["outer"].span_id,
-            "outer": spans["agent"].span_id,
-            "second leaf": spans["agent"].span_id,
+        assert set(spans) == {"leaf", "inner", "outer", "second leaf", "agent"}, f"every span is stored once: {spans}"
+        assert len({span.trace_id for span in spans.values()}) == 1, "all spans of a trace have its trace_id"
+        names = {span.span_id: name for name, span in spans.items()}
+        parents = {name: names.get(span.parent_id or "") for name, span in spans.items()}
+        assert parents == {
+            "leaf": "inner",
+            "inner": "outer",
+            "outer": "agent",
+            "second leaf": "agent",
             "agent": None,
-        }
-        assert spans["outer"].attributes == {"depth": 1, "more": "said later"}
+        }, f"operation_context and create_span make a child of the open span, below the root: {parents}"
+        assert spans["outer"].attributes == {"depth": 1, "more": "said later"}, "set_attributes adds to a span"
 
     async def test_ids_are_hex_digits_of_opentelemetrys_lengths(self, tracer: Tracer) -> None:
         async with tracer.trace_context() as trace:
             tracer.create_span("one")
-        assert len({span.span_id for span in trace.spans}) == 2
+        assert len({span.span_id for span in trace.spans}) == 2, "each span has its own span_id"
         for span in trace.spans:
-            assert len(bytes.fromhex(span.trace_id)) == 16
-            assert len(bytes.fromhex(span.span_id)) == 8
+            assert re.fullmatch("[0-9a-f]{32}", span.trace_id), f"a trace_id has 32 hex digits: {span.trace_id}"
+            assert re.fullmatch("[0-9a-f]{16}", span.span_id), f"a span_id has 16 hex digits: {span.span_id}"
 
     async def test_each_attempt_has_its_own_trace(self, tracer: Tracer) -> None:
         async with memory_store() as store, working(tracer, store):
@@ -128,7 +133,7 @@ class TracerConformance:
                 async with tracer.trace_context(**ids_of(rollout)):
                     pass
                 traces |= {span.trace_id for span in await stored(store, rollout)}
-        assert len(traces) == 2
+        assert len(traces) == 2, "trace_context begins a new trace for each attempt"
 
     async def test_an_error_of_an_agent_is_recorded_on_its_spans_and_raised(self, tracer: Tracer) -> None:
         async with memory_store() as store, working(tracer, store):
@@ -142,12 +147,15 @@ class TracerConformance:
             with pytest.raises(ZeroDivisionError):
                 await act()
             spans = await stored(store, rollout)
-        assert len(spans) == 2
+        assert len(spans) == 2, f"spans of an agent that failed are stored, too: {spans}"
         for span in spans:
-            assert span.status.status_code == "ERROR"
-            assert span.status.description == "ZeroDivisionError: division by zero"
-            (event,) = span.events
-            assert event.attributes["exception.type"] == "ZeroDivisionError"
+            status, types = span.status, [event.attributes.get("exception.type") for event in span.events]
+            assert (status.status_code, status.description) == ("ERROR", "ZeroDivisionError: division by zero"), (
+                f"a span that an error ends has the status ERROR with type and message: {status}"
+            )
+            assert types == ["ZeroDivisionError"], (
+                f"a span that an error ends has one event with exception.type: {types}"
+            )
 
     async def test_a_span_has_the_given_time_and_status(self, tracer: Tracer) -> None:
         async with memory_store() as store, working(tracer, store):
@@ -155,10 +163,11 @@ class TracerConformance:
             async with tracer.trace_context(**ids_of(rollout)):
                 span = tracer.create_span("past", timestamp=1_700_000_000.5, status=TraceStatus(status_code="OK"))
             kept = (await by_name(store, rollout))["past"]
-        assert kept.start_time == kept.end_time == span.start_time == 1_700_000_000.5
-        assert kept.status.status_code == span.status.status_code == "OK"
-        assert kept.span_id == span.span_id
-        assert kept.rollout_id == span.rollout_id == rollout.rollout_id
+        times = (kept.start_time, kept.end_time, span.start_time)
+        assert set(times) == {1_700_000_000.5}, f"create_span starts and ends at its timestamp: {times}"
+        assert kept.status.status_code == span.status.status_code == "OK", f"create_span takes a status: {kept.status}"
+        assert kept.span_id == span.span_id, "create_span returns the span that is stored"
+        assert kept.rollout_id == span.rollout_id == rollout.rollout_id, "a span has the ids of its attempt"
 
     async def test_a_span_lasts_from_its_start_to_its_end(self, tracer: Tracer) -> None:
         async with tracer.trace_context() as trace:
@@ -169,8 +178,8 @@ class TracerConformance:
         span = trace.spans[0]
         assert span.start_time is not None
         assert span.end_time is not None
-        assert began - 0.01 <= span.start_time <= span.end_time - 0.015
-        assert span.end_time <= ended + 0.01
+        assert began - 0.01 <= span.start_time <= span.end_time - 0.015, "operation_context lasts as long as its block"
+        assert span.end_time <= ended + 0.01, "operation_context ends with its block"
 
     async def test_emitters_record_to_the_active_trace(self, tracer: Tracer) -> None:
         async with tracer.trace_context() as trace:
@@ -179,17 +188,19 @@ class TracerConformance:
                 search.set_output("found")
             emit_reward({"right": 1.0, "short": 0.5}, primary_key="right")
         message, search_span, reward, root = trace.spans
-        assert message.attributes[semconv.MESSAGE_BODY] == "hello"
-        assert search_span.attributes[semconv.OPERATION_NAME] == "search"
-        assert find_final_reward([reward]) == 1.0
-        assert {span.parent_id for span in (message, search_span, reward)} == {root.span_id}
+        assert message.attributes.get(semconv.MESSAGE_BODY) == "hello", f"emit_message records to the trace: {message}"
+        assert search_span.attributes.get(semconv.OPERATION_NAME) == "search", f"so does operation: {search_span}"
+        assert find_final_reward([reward]) == 1.0, f"so does emit_reward: {reward}"
+        parents = {span.parent_id for span in (message, search_span, reward)}
+        assert parents == {root.span_id}, "spans of emitters are children of the trace's root"
 
     async def test_the_active_tracer_is_set_only_inside_a_trace(self, tracer: Tracer) -> None:
-        assert get_active_tracer() is None
+        assert get_active_tracer() is None, "no tracer is active before trace_context"
         async with tracer.trace_context():
-            assert get_active_tracer() is tracer
-            assert await run_in_thread(get_active_tracer, name="agent") is tracer
-        assert get_active_tracer() is None
+            assert get_active_tracer() is tracer, "trace_context makes its tracer the active one"
+            there = await run_in_thread(get_active_tracer, name="agent")
+            assert there is tracer, "a thread that the agent starts has the same active tracer"
+        assert get_active_tracer() is None, "no tracer is active after trace_context"
 
     @pytest.mark.parametrize("kind", ["tasks", "threads", "both"])
     async def test_64_rollouts_traced_at_once_never_mix(self, tracer: Tracer, kind: str) -> None:
@@ -219,11 +230,16 @@ class TracerConformance:
             for number, rollout in enumerate(rollouts):
                 spans = await stored(store, rollout)
                 said = [span.attributes[semconv.MESSAGE_BODY] for span in spans if span.name == semconv.SPAN_MESSAGE]
-                assert said == [f"{number}.{step}" for step in range(5)]
-                assert find_final_reward(spans) == number
-                assert len({span.trace_id for span in spans}) == 1
-                assert [span.span_id for span in spans] == [span.span_id for span in traces[number]]
-            assert (await store.statistics())["spans"] == 64 * 7
+                expected = [f"{number}.{step}" for step in range(5)]
+                assert said == expected, (
+                    f"a span belongs to the attempt in whose context it began: {said}, not {expected}"
+                )
+                assert find_final_reward(spans) == number, "an attempt has its own reward"
+                assert len({span.trace_id for span in spans}) == 1, "an attempt has one trace"
+                stored_ids, ids = ([span.span_id for span in each] for each in (spans, traces[number]))
+                assert stored_ids == ids, "trace.spans are the stored spans of the attempt, in their order"
+            count = (await store.statistics())["spans"]
+            assert count == 64 * 7, f"every span is stored once: {count} of {64 * 7}"
 
     async def test_every_span_is_stored_when_the_trace_context_ends(self, tracer: Tracer) -> None:
         async with memory_store() as store, working(tracer, store):
@@ -232,10 +248,12 @@ class TracerConformance:
                 for number in range(50):
                     tracer.create_span(f"step {number}", {"i": number})
             spans = await stored(store, rollout)
-        assert [span.name for span in spans] == [f"step {number}" for number in range(50)] + [semconv.SPAN_ROLLOUT]
-        assert [span.sequence_id for span in spans] == list(range(1, 52))
-        assert [span.span_id for span in trace.spans] == [span.span_id for span in spans]
-        assert trace.dropped == 0
+        names = [span.name for span in spans]
+        expected = [*(f"step {number}" for number in range(50)), semconv.SPAN_ROLLOUT]
+        assert names == expected, f"when trace_context ends, all spans are stored, in order, the root last: {names}"
+        assert [span.sequence_id for span in spans] == list(range(1, 52)), "spans of an attempt are numbered from 1"
+        assert [span.span_id for span in trace.spans] == [span.span_id for span in spans], "trace.spans has all spans"
+        assert trace.dropped == 0, f"trace.dropped counts lost spans, and none was: {trace.dropped}"
 
     async def test_a_span_that_ends_after_its_attempt_is_stored_with_it(self, tracer: Tracer) -> None:
         async with memory_store() as store, working(tracer, store):
@@ -244,10 +262,12 @@ class TracerConformance:
                 late = tracer.start_span("late")
             late.end()
             writer = SpanWriter.shared(store)
-            assert await writer.flush(timeout_s=60)
+            assert await writer.flush(timeout_s=60), "a late span goes to the store's span writer"
             writer.release()
-            assert set(await by_name(store, rollout)) == {"late", semconv.SPAN_ROLLOUT}
-        assert [span.name for span in trace.spans] == [semconv.SPAN_ROLLOUT]
+            names = set(await by_name(store, rollout))
+        assert names == {"late", semconv.SPAN_ROLLOUT}, f"a span that ends after trace_context is stored, too: {names}"
+        inside = [span.name for span in trace.spans]
+        assert inside == [semconv.SPAN_ROLLOUT], f"trace.spans has only spans that ended before the trace: {inside}"
 
     async def test_a_stalling_store_neither_slows_an_agent_nor_loses_any_of_its_1000_spans(
         self, tracer: Tracer
@@ -270,8 +290,10 @@ class TracerConformance:
                     tracer.create_span("step", {"i": recorded, "text": "x" * 200})
                 recorded = 1000
             assert unchanged < 100, "the agent waited for the store"
-            assert trace.dropped == 0
-            assert (await store.statistics())["spans"] == 1001
+            count = (await store.statistics())["spans"]
+            assert (trace.dropped, count) == (0, 1001), (
+                f"spans wait for a slow store: {trace.dropped} lost, {count} stored"
+            )
 
     async def test_it_works_again_after_it_was_torn_down(self, tracer: Tracer) -> None:
         for _ in range(2):
@@ -279,10 +301,14 @@ class TracerConformance:
                 rollout = await store.start_rollout(0)
                 async with tracer.trace_context(**ids_of(rollout)):
                     tracer.create_span("step")
-                assert set(await by_name(store, rollout)) == {"step", semconv.SPAN_ROLLOUT}
+                names = set(await by_name(store, rollout))
+                assert names == {"step", semconv.SPAN_ROLLOUT}, (
+                    f"after teardown, init makes a tracer usable again: {names}"
+                )
 
     async def test_it_can_be_pickled_before_it_is_used(self, tracer: Tracer) -> None:
-        there = pickle.loads(pickle.dumps(tracer))  # noqa: S301 # our own bytes
+        with promised("a tracer can be pickled before init: runner processes get a copy"):
+            there = pickle.loads(pickle.dumps(tracer))  # noqa: S301 # our own bytes
         async with there.trace_context() as trace:
             there.create_span("step")
-        assert [span.name for span in trace.spans] == ["step", semconv.SPAN_ROLLOUT]
+        assert [span.name for span in trace.spans] == ["step", semconv.SPAN_ROLLOUT], "the copy records as the original"

@@ -198,9 +198,17 @@ class Tracer(ABC):
         """Opens the root span of a trace; a subclass can prepare for the trace here."""
         return running(self.start_span(name, is_root=True))
 
+    def get_handler(self, name: str) -> Any:
+        """Makes a framework's callback handler for the active trace: a component of the kind ``handler``.
+
+        Raises:
+            PluginError: this tracer takes no handlers, or no plugin offers this one.
+        """
+        raise PluginError(f"{type(self).__name__} takes no handlers of frameworks; use the tracer 'otel'")
+
     def get_langchain_handler(self) -> Any:
-        """Returns a LangChain callback handler for the active trace; PluginError if no installed plugin has one."""
-        raise PluginError("there is no LangChain handler: no installed plugin integrates LangChain (see `agl plugins`)")
+        """Returns a LangChain callback handler for the active trace; raises as ``get_handler``."""
+        return self.get_handler("langchain")
 
     @abstractmethod
     def start_span(

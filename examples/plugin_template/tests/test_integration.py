@@ -12,8 +12,7 @@ from acme_agents import Assistant
 from openai import AsyncOpenAI
 
 import agentlightning as agl
-from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, MODEL, AgentConformance, add
-from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, MODEL, AgentConformance, Answer, ScriptedOpenAI, add
 
 
 def make_assistant(endpoint: str = "http://127.0.0.1:9/v1") -> Assistant:

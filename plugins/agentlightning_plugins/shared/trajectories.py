@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
-from agentlightning.adapter.adapter import TraceAdapter
+from agentlightning.adapter.adapter import TraceAdapter, reading
 from agentlightning.adapter.triplet import BROKE_OFF, TraceToTriplet
 from agentlightning.types import Span, Triplet
 from agentlightning_plugins.shared.chat_history import find_first_edit, link_calls, read_answer, read_messages
@@ -123,7 +123,8 @@ class TraceToTrajectories(TraceAdapter[Trajectories]):
 
     def adapt(self, source: Sequence[Span], /) -> Trajectories:
         """Builds the trajectories of one attempt; raises AdapterError as ``TraceToTriplet.adapt`` does."""
-        found = build_trajectories(self.source.adapt(source))
+        with reading(source):
+            found = build_trajectories(self.source.adapt(source))
         roots = Counter(t.turns[0].triplet.metadata.get("agent_name") for t in found.trajectories if t.is_root)
         counts: dict[Irregularity, int] = {
             "broke_off": self.source.explain_left_out(source).get(BROKE_OFF, 0),

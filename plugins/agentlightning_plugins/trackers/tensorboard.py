@@ -36,8 +36,9 @@ class TensorBoardTracker:
             self._writer.flush()
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
 
 @hookimpl

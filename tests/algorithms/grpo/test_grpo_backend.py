@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from openai import AsyncOpenAI
 import agentlightning as agl
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.registry import PluginManager
+from agentlightning.testing.policy_backend import PolicyBackendConformance
 from agentlightning_algorithms.grpo.transformers_backend import TransformersBackend
 from agentlightning_algorithms.grpo.vllm_backend import VLLMBackend
 from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup, publish_weights, serve_models
+from tests.algorithms.server_thread import threads_for_servers
 from tests.algorithms.vllm_server import WIRE, FakeVLLM
 from tests.http_site import serving
+from tests.planted import assert_each_test_finds_one
 from tests.waiting import until
 
 
@@ -74,6 +78,95 @@ async def test_the_transformers_backend_starts_its_own_server_which_ends_with_th
             backend.check()
     finally:
         await backend.stop()
+
+
+class TestTransformers(PolicyBackendConformance):
+    @pytest.fixture
+    def backend(self) -> Iterator[TransformersBackend]:
+        with threads_for_servers():
+            yield TransformersBackend(prefix_cache_mb=1)
+
+    @pytest.fixture
+    def weights(self, tiny_model: Path) -> Path:
+        return tiny_model
+
+
+class TestVLLM(PolicyBackendConformance):
+    @pytest.fixture
+    async def backend(self) -> AsyncIterator[VLLMBackend]:
+        async with FakeVLLM() as server:
+            yield VLLMBackend(endpoint=server.endpoint)
+
+
+class NeedsToBeStarted(VLLMBackend):
+    async def stop(self) -> None:
+        assert self._model_name
+
+
+class StopsOnce(VLLMBackend):
+    async def stop(self) -> None:
+        if self._is_loaded is None:
+            raise LightningError("it does not run")
+        self._is_loaded = None
+
+
+class HidesItsEndpoint(VLLMBackend):
+    @property
+    def model_entry(self) -> Mapping[str, Any]:
+        return {name: value for name, value in super().model_entry.items() if name != "endpoint"}
+
+
+class CountsInText(VLLMBackend):
+    async def statistics(self) -> Mapping[str, Any]:
+        return {"calls": "many"}
+
+
+class IsNeverWell(VLLMBackend):
+    def check(self) -> None:
+        raise LightningError("the server has ended")
+
+
+class AcceptsAnyWeights(VLLMBackend):
+    async def load_weights(self, path: Path, version: int) -> None:
+        with contextlib.suppress(ConfigError):
+            await super().load_weights(path, version)
+
+
+class ClaimsToTellVersions(VLLMBackend):
+    tells_versions = True
+
+
+class RaisesItsOwnErrors(VLLMBackend):
+    async def load_weights(self, path: Path, version: int) -> None:
+        if path.name == "nothing":
+            raise FileNotFoundError(path)
+
+
+PLANTED = [
+    (NeedsToBeStarted, "test_it_can_be_stopped_before_it_was_started", "stop() may be called at any time"),
+    (StopsOnce, "test_answers_have_the_tokens_and_log_probabilities_that_were_sampled", "the second time it does"),
+    (HidesItsEndpoint, "test_answers_have_the_tokens_and_log_probabilities_that_were_sampled", "lacks ['endpoint']"),
+    (CountsInText, "test_answers_have_the_tokens_and_log_probabilities_that_were_sampled", "statistics are numbers"),
+    (IsNeverWell, "test_answers_have_the_tokens_and_log_probabilities_that_were_sampled", "check() raises nothing"),
+    (AcceptsAnyWeights, "test_new_weights_are_used_and_wrong_ones_refused", "it returned"),
+    (ClaimsToTellVersions, "test_new_weights_are_used_and_wrong_ones_refused", "if tells_versions is True"),
+    (RaisesItsOwnErrors, "test_new_weights_are_used_and_wrong_ones_refused", "it raised FileNotFoundError"),
+]
+
+
+@pytest.mark.parametrize(("backend_type", "test", "message"), PLANTED, ids=[planted[0].__name__ for planted in PLANTED])
+async def test_the_kit_finds_a_planted_mistake(
+    backend_type: type[VLLMBackend], test: str, message: str, weights: Path, tmp_path: Path
+) -> None:
+    given = {"weights": weights, "tmp_path": tmp_path} if "stopped" not in test else {}
+    async with FakeVLLM() as server:
+        with pytest.raises(AssertionError) as failure:
+            await getattr(PolicyBackendConformance(), test)(backend_type(endpoint=server.endpoint), **given)
+    assert message in str(failure.value)
+
+
+def test_every_test_of_the_kit_finds_a_mistake() -> None:
+    assert_each_test_finds_one(PolicyBackendConformance, [test for _, test, _ in PLANTED])
 
 
 async def test_vllm_reloads_weights_while_it_is_paused(setup: PolicySetup, weights: Path) -> None:

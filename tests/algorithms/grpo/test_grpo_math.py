@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from agentlightning.plugin.registry import get_manager
+from agentlightning.testing.advantage import AdvantageConformance
+from agentlightning.testing.policy_loss import PolicyLossConformance
 from agentlightning_algorithms.shared.advantage import Estimator, Scored, compute_advantages, flat_groups
 from agentlightning_algorithms.shared.policy.loss import (
     aggregate,
@@ -121,10 +124,10 @@ def test_the_only_rollout_of_a_group_keeps_its_reward_as_in_verl() -> None:
     assert group_advantages([0.7], ["a"], "grpo") == pytest.approx([0.7 / (1 + 1e-6)])
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_is_refused_with_its_rollout(reward: float) -> None:
-    with pytest.raises(ValueError, match=r"rollout 1 \(group 'b'\)"):
-        group_advantages([0.0, reward], ["a", "b"])
+class TestEstimators(AdvantageConformance):
+    @pytest.fixture(params=get_args(Estimator))
+    def advantage(self, request: pytest.FixtureRequest) -> Any:
+        return get_manager().create("advantage", request.param)
 
 
 # Loss
@@ -188,20 +191,10 @@ def test_trust_masks_agree_with_verl(level: MaskLevel, lower: float, upper: floa
     assert_equal(trusted_tokens(log_ratio_BT, given_tensor("mask"), settings), VERL[golden])
 
 
-@given(st.integers(0, 1000), st.integers(1, 5), st.sampled_from([ppo, gspo, cispo]))
-def test_a_rows_loss_does_not_depend_on_padding_or_other_rows(seed: int, length: int, objective: Any) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    new_BT, old_BT, advantage_B1 = (
-        torch.randn(3, width, generator=generator, dtype=torch.float64) for width in (5, 5, 1)
-    )
-    mask_BT = (torch.arange(5) < torch.tensor([[length], [5], [1]])).double()
-
-    def losses(rows: slice, width: int) -> Tensor:
-        arguments = (new_BT[rows, :width], old_BT[rows, :width], advantage_B1[rows], mask_BT[rows, :width])
-        found: Tensor = objective(*arguments, UpdateSettings()).loss_BT
-        return found
-
-    torch.testing.assert_close(losses(slice(0, 1), length)[0], losses(slice(0, 3), 5)[0, :length])
+class TestLosses(PolicyLossConformance):
+    @pytest.fixture(params=["ppo", "gspo", "cispo", "cross_entropy"])
+    def policy_loss(self, request: pytest.FixtureRequest) -> Any:
+        return get_manager().create("policy_loss", request.param)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ async def unreliable_store(monkeypatch: pytest.MonkeyPatch, failures: int) -> As
 
     monkeypatch.setattr(store, "add_many_spans", add_many_spans)
     monkeypatch.setattr(store, "close", stay_open)
-    monkeypatch.setattr(trace_command, "create_store", lambda url, run=None: store)
+    monkeypatch.setattr("agentlightning.store.factory.create_store", lambda url, run=None: store)
     yield store
     await close()
 

@@ -100,8 +100,20 @@ def test_each_run_from_a_file_and_overrides_gets_its_own_directory(folder: Path)
 
 
 OWN_PLUGIN = """
+from dataclasses import dataclass
 from pathlib import Path
-from agentlightning import Component, hookimpl
+import agentlightning as agl
+from agentlightning.plugin import Component, hookimpl
+
+@dataclass
+class Settings:
+    file: str
+    every: int = 1
+
+@hookimpl
+def observe_rollout(rollout, spans, settings):
+    with open(settings.file, "a") as file:
+        print(rollout.input, len(spans), settings.every, file=file)
 
 class Lines:
     def start(self, run, directory):
@@ -111,29 +123,51 @@ class Lines:
     def close(self):
         self.file.close()
 
+class Parrot(agl.LitAgent):
+    returns_output = True
+    def __init__(self, *, times: int = 1):
+        self.times = times
+    def rollout(self, task, resources, rollout):
+        return task * self.times
+
 def twice(task, output, rollout, *, factor: float = 2.0):
     return output * factor
 
+def read_numbers(source, *, scale: float = 1.0):
+    return [float(number) * scale for number in Path(source).read_text().split()]
+
 @hookimpl
 def components():
-    return [Component("tracker", "lines", f"{__name__}:Lines"), Component("reward", "twice", f"{__name__}:twice")]
+    return [
+        Component("tracker", "lines", f"{__name__}:Lines"),
+        Component("agent", "parrot", f"{__name__}:Parrot"),
+        Component("dataset", "numbers", f"{__name__}:read_numbers"),
+        Component("reward", "twice", f"{__name__}:twice"),
+    ]
 """
 
 
-@pytest.mark.slow
-def test_a_file_is_a_plugin_in_all_processes_of_a_run_and_others_are_switched_off(folder: Path) -> None:
+@pytest.fixture
+def own_parts(folder: Path) -> dict[str, Any]:
+    """A configuration whose agent, data, reward and tracker come from a plugin that is a file."""
     (folder / "parts").mkdir()
     (folder / "parts" / "mine.py").write_text(OWN_PLUGIN)
-    write(
-        folder,
-        {
-            "plugins": ["parts/mine.py"],
-            "disabled_plugins": ["trackers.jsonl"],
-            "trackers": ["lines"],
-            "strategy": "cs",
-            "agent": {"target": "my_agents:agent", "reward": {"name": "twice", "factor": 3}},
-        },
-    )
+    (folder / "tasks.numbers").write_text("1 2 3")
+    return {
+        "plugins": ["parts/mine.py"],
+        "disabled_plugins": ["trackers.jsonl"],
+        "plugin_settings": {"mine": {"file": "rollouts.txt"}},
+        "trackers": ["lines"],
+        "agent": {"name": "parrot", "times": 2, "reward": {"name": "twice", "factor": 3}},
+        "data": {"train": "tasks.numbers"},
+    }
+
+
+@pytest.mark.slow
+def test_a_file_is_a_plugin_in_all_processes_of_a_run_and_others_are_switched_off(
+    folder: Path, own_parts: dict[str, Any]
+) -> None:
+    write(folder, {**own_parts, "strategy": "cs"})
     command = [sys.executable, "-m", "agentlightning", "train", "config.yaml"]
     done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -142,12 +176,45 @@ def test_a_file_is_a_plugin_in_all_processes_of_a_run_and_others_are_switched_of
     store = agl.create_store(f"sqlite:///{folder}/runs/config/store.db")
     (run,) = asyncio.run(store.query_runs())
     rollouts = asyncio.run(store.query_rollouts(run_id=run.run_id))
-    assert sorted(rollout.attempt.reward for rollout in rollouts) == pytest.approx([0.3, 0.6, 0.9])
+    assert sorted(rollout.attempt.reward for rollout in rollouts) == pytest.approx([6, 12, 18])
+    observed = {rollout.input: len(asyncio.run(store.query_spans(rollout.rollout_id))) for rollout in rollouts}
+    lines = [line.split() for line in (folder / "rollouts.txt").read_text().splitlines()]
+    assert {float(task): int(spans) for task, spans, _ in lines} == observed
     asyncio.run(store.close())
     said = subprocess.run([*command, "trackers=[jsonl]"], check=False, cwd=folder, capture_output=True, text=True)
     assert said.returncode == 2
     assert "no tracker named 'jsonl'" in said.stderr
     assert "jsonl@lightning (switched off by the configuration)" in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"agent": {"name": "parot"}}, "no agent named 'parot'. Did you mean 'parrot'?"),
+        ({"agent": {"name": "parrot", "time": 2}}, "agent 'parrot' has no setting 'time'. Did you mean 'times'?"),
+        (
+            {"data": {"train": {"source": "tasks.numbers", "reader": "number"}}},
+            "no dataset named 'number'. Did you mean",
+        ),
+        (
+            {"data": {"train": {"source": "tasks.numbers", "reader": {"name": "numbers", "scale": "x"}}}},
+            "dataset 'numbers': scale = 'x'",
+        ),
+        ({"plugin_settings": {"mne": {}}}, "settings of plugin 'mne': it is not installed. Did you mean 'mine'?"),
+        ({"plugin_settings": {"mine": {"fil": "x"}}}, "plugin 'mine' has no setting 'fil'. Did you mean 'file'?"),
+        ({"plugin_settings": {"mine": {"every": 2}}}, "plugin 'mine' needs the setting file."),
+        ({"plugin_settings": {"trackers.jsonl": {}}}, "plugin trackers.jsonl"),
+    ],
+    ids=["agent", "its setting", "reader", "setting of a reader", "plugin", "its settings", "missing", "has none"],
+)
+def test_a_mistake_in_the_parts_of_a_plugin_is_found_before_the_run(
+    folder: Path, own_parts: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    write(folder, {**own_parts, **change})
+    command = [sys.executable, "-m", "agentlightning", "train", "config.yaml", "--dry-run"]
+    said = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
+    assert message in said.stderr + said.stdout
+    assert said.returncode == 2
 
 
 def test_a_failed_run_and_a_refused_run_have_different_exit_codes(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import agentlightning as agl
 from agentlightning import semconv
+from agentlightning.testing.reward import RewardConformance
 from agentlightning_plugins.rewards.judge.judge import Judge
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, Script, ScriptedOpenAI
 from tests.plugins.commands.agl_here import run_here
@@ -51,6 +53,15 @@ def say(task: dict[str, str]) -> str:
 async def say_later(task: dict[str, str]) -> str:
     await asyncio.sleep(0)
     return task["said"]
+
+
+class TestConformance(RewardConformance):
+    examples: ClassVar = [("What says the cow?", "moo", 1.0), ("What says the cow?", "quack", 0.25)]
+
+    @pytest.fixture
+    def reward(self) -> Iterator[Judge]:
+        with ScriptedOpenAI(rate) as server:
+            yield Judge(rubric=RUBRIC, model="rater", endpoint=server.endpoint, api_key="sk-judge-key")
 
 
 @pytest.mark.parametrize("agent", [say, say_later])

@@ -12,7 +12,8 @@ import pytest
 
 from tests.postgresql import PostgresServer, running_server
 
-pytest.register_assert_rewrite("tests.plugins.stores.semantics")
+for module in ("actions", "queueing", "reading", "semantics", "waiting"):
+    pytest.register_assert_rewrite(f"tests.plugins.stores.{module}")
 
 _NEEDED_BYTES = 2**31
 

@@ -17,22 +17,8 @@ from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.event import AttemptRevoked
 from agentlightning.resources import PromptTemplate
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.actions import (
-    PATIENCE_S,
-    claim,
-    close,
-    dequeue,
-    finish,
-    in_other_thread,
-    latest_attempt,
-    make_span,
-    next_event,
-    read,
-    read_attempted,
-    soon,
-    subscribe,
-)
-from agentlightning.testing.store.waiting import begin
+from agentlightning.testing.store.model import Reopen
+from agentlightning.testing.store.primitives import PATIENCE_S, in_other_thread, soon
 from agentlightning.types import (
     UNSET,
     AttemptedRollout,
@@ -44,6 +30,21 @@ from agentlightning.types import (
     SpanEvent,
     Worker,
 )
+from tests.plugins.stores.actions import (
+    claim,
+    close,
+    dequeue,
+    finish,
+    latest_attempt,
+    make_span,
+    next_event,
+    read,
+    read_attempted,
+    subscribe,
+)
+from tests.plugins.stores.queueing import QueueingTests
+from tests.plugins.stores.reading import ReadingTests
+from tests.plugins.stores.waiting import WaitingTests, begin
 
 NOT_JSON: Final[dict[str, Any]] = {
     "nan": float("nan"),
@@ -64,7 +65,7 @@ async def get_worker(store: LightningStore, worker_id: str) -> Worker:
     return worker
 
 
-class EngineSemantics:
+class EngineSemantics(QueueingTests, WaitingTests, ReadingTests):
     """Tests of statuses, retries, resources, workers and invalid arguments, with one fixture: ``store``."""
 
     async def test_a_span_sets_an_attempt_and_its_rollout_running(self, store: LightningStore) -> None:
@@ -845,3 +846,13 @@ class EngineSemantics:
         waiting = await begin(store.wait_for_rollouts([claimed.rollout_id]))
         await in_other_thread(lambda: finish(store, claimed))
         assert [rollout.rollout_id for rollout in await soon(waiting)] == [claimed.rollout_id]
+
+
+class DurableSemantics(EngineSemantics):
+    """Tests of durable stores, with a second fixture: ``reopen``."""
+
+    async def test_a_deadline_is_enforced_after_reopening(self, store: LightningStore, reopen: Reopen) -> None:
+        claimed = await claim(store, config=RolloutConfig(timeout_seconds=0.5))
+        store = await reopen()
+        (ended,) = await soon(store.wait_for_rollouts([claimed.rollout_id]))
+        assert ended.status == "failed"

@@ -78,7 +78,7 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 WRITER = """
 import asyncio, itertools, sys
-from agentlightning.testing.store.actions import make_span
+from tests.plugins.stores.actions import make_span
 import agentlightning as agl
 
 async def work(store, number):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.testing.store.actions import claim
 from agentlightning.types import Span
 from tests.benchmarks.bench_durable import PostgresPlace, SqlitePlace, fill, measure_steps
+from tests.plugins.stores.actions import claim
 from tests.postgresql import running_server
 
 pytestmark = pytest.mark.soak

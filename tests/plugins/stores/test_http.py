@@ -27,7 +27,7 @@ from agentlightning.event import RolloutEnqueued
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Put
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store import StoreConformance
+from agentlightning.testing.store.model import compare_with_model
 from agentlightning.types import EnqueueRolloutRequest, Rollout, Span
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.client import client as client_module
@@ -68,12 +68,15 @@ async def client(server: LightningStoreServer) -> AsyncIterator[LightningStoreCl
     await client.close()
 
 
-class TestStoreOverHttp(EngineSemantics, StoreConformance):
-    """A served memory store passes the conformance kit too."""
+class TestStoreOverHttp(EngineSemantics):
+    """A served memory store has the semantics of a store."""
 
     @pytest.fixture
     def store(self, client: LightningStoreClient) -> LightningStoreClient:
         return client
+
+    async def test_any_sequence_of_calls_does_what_a_simple_model_does(self, store: LightningStore) -> None:
+        await compare_with_model(store)
 
 
 async def _ask(

@@ -22,9 +22,9 @@ from agentlightning.store import Retention
 from agentlightning.store.backend import Condition, Guard, Operator, Page, Put, Query, Write
 from agentlightning.store.engine import BackendStore
 from agentlightning.testing.store import StoreConformance
-from agentlightning.testing.store.actions import make_span
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Record, Rollout
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
+from tests.plugins.stores.actions import make_span
 from tests.plugins.stores.semantics import EngineSemantics
 from tests.waiting import until
 

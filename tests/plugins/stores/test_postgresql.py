@@ -18,8 +18,7 @@ from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import Event, RolloutEnqueued
 from agentlightning.store import Retention
 from agentlightning.store.backend import Guard, Put, Query
-from agentlightning.testing.store import DurableStoreConformance, actions
-from agentlightning.testing.store.actions import claim, finish, make_span
+from agentlightning.testing.store import DurableStoreConformance, primitives
 from agentlightning.testing.store.model import Reopen
 from agentlightning.types import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, Run, Span
 from agentlightning_plugins.stores.http.server.events import EventStreams
@@ -30,13 +29,14 @@ from agentlightning_plugins.stores.postgresql import events as events_module
 from agentlightning_plugins.stores.postgresql import schema, transaction, writer
 from agentlightning_plugins.stores.postgresql.store import PostgresBackend, PostgresLightningStore
 from agentlightning_plugins.stores.shared.sql.document import encode_events
-from tests.plugins.stores.semantics import EngineSemantics
+from tests.plugins.stores.actions import claim, finish, make_span
+from tests.plugins.stores.semantics import DurableSemantics
 from tests.postgresql import PostgresServer
 from tests.source import REPO
 from tests.waiting import LIMIT_S, until
 
 
-class TestPostgresLightningStore(EngineSemantics, DurableStoreConformance):
+class TestPostgresLightningStore(DurableSemantics, DurableStoreConformance):
     @pytest.fixture
     async def opened(self) -> AsyncIterator[list[PostgresLightningStore]]:
         """The stores that the test has opened; the last one is open."""
@@ -516,7 +516,7 @@ async def test_each_operation_of_a_transaction_that_fails_is_done_once(
 
 STOPPED = """
 import asyncio, sys
-from agentlightning.testing.store.actions import claim, finish, make_span
+from tests.plugins.stores.actions import claim, finish, make_span
 from agentlightning_plugins.stores.postgresql import writer
 import agentlightning as agl
 
@@ -897,7 +897,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, right: str, wrong: str) -> None:
 async def test_a_bug_planted_in_the_sql_statements_fails_its_conformance_test(
     database: str, right: str, wrong: str, named_test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actions, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(primitives, "PATIENCE_S", 0.5)
     monkeypatch.setattr(writer, "_MAX_LOCKED_S", 0.5)
     plant(monkeypatch, right, wrong)
     store = PostgresLightningStore(database)

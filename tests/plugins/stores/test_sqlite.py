@@ -17,7 +17,6 @@ from agentlightning.event import RolloutEnqueued
 from agentlightning.store import Retention
 from agentlightning.store.backend import Put
 from agentlightning.testing.store import DurableStoreConformance
-from agentlightning.testing.store.actions import claim, finish, make_span
 from agentlightning.testing.store.model import Reopen
 from agentlightning.types import Attempt, Rollout, Span
 from agentlightning_plugins.stores.http.command import command
@@ -26,10 +25,11 @@ from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.sqlite import schema
 from agentlightning_plugins.stores.sqlite.store import SqliteBackend, SqliteLightningStore
-from tests.plugins.stores.semantics import EngineSemantics
+from tests.plugins.stores.actions import claim, finish, make_span
+from tests.plugins.stores.semantics import DurableSemantics
 
 
-class TestSqliteLightningStore(EngineSemantics, DurableStoreConformance):
+class TestSqliteLightningStore(DurableSemantics, DurableStoreConformance):
     @pytest.fixture
     async def opened(self, quick_path: Path) -> AsyncIterator[list[SqliteLightningStore]]:
         """The stores that the test has opened in ``quick_path``; the last one is open."""

@@ -24,9 +24,13 @@ from rich.console import Console
 
 import agentlightning as agl
 from agentlightning.event import AttemptFinished, RolloutFinished, RunFinished, StepFinished
+from agentlightning.testing.tracker import TrackerConformance
 from agentlightning.types import Run
 from agentlightning_plugins.trackers.console import tracker as console_tracker
+from agentlightning_plugins.trackers.jsonl import JsonlTracker
+from agentlightning_plugins.trackers.mlflow import MlflowTracker
 from agentlightning_plugins.trackers.shared import make_row
+from agentlightning_plugins.trackers.tensorboard import TensorBoardTracker
 from tests.waiting import LIMIT_S
 
 REWARDS = [0.25, 0.5, 1.0]
@@ -45,16 +49,61 @@ def track(trackers: list[Any], run_dir: Path | None) -> agl.Run:
     return agl.Trainer(algorithm=climbing, **settings).fit(lambda task: 1.0)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_tensorboard_has_every_metric_of_every_step(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+class TestConsole(TrackerConformance):
+    @pytest.fixture
+    def make_tracker(self) -> Any:
+        return lambda: console_tracker.ConsoleTracker(Console(file=io.StringIO()))
 
-    track(["tensorboard"], tmp_path / "run")
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    events.Reload()
-    assert sorted(events.Tags()["tensors"]) == ["loss/policy", "reward"]
-    points = [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors("reward")]
-    assert points == list(enumerate(REWARDS, 1))
+
+class TestJsonl(TrackerConformance):
+    @pytest.fixture
+    def make_tracker(self) -> Any:
+        return JsonlTracker
+
+    def read_steps(self, tracker: Any, directory: Path) -> Any:
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        return [(line.pop("step"), line) for line in lines if "step" in line and line.pop("time")]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+class TestTensorBoard(TrackerConformance):
+    @pytest.fixture
+    def make_tracker(self) -> Any:
+        return TensorBoardTracker
+
+    def read_steps(self, tracker: Any, directory: Path) -> Any:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(directory / "tensorboard"))
+        events.Reload()
+        steps: dict[int, dict[str, float]] = {}
+        for name in events.Tags()["tensors"]:
+            for event in events.Tensors(name):
+                steps.setdefault(event.step, {})[name] = event.tensor_proto.float_val[0]
+        return sorted(steps.items())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+class TestMlflow(TrackerConformance):
+    @pytest.fixture
+    def make_tracker(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        return lambda: MlflowTracker((tmp_path / "mlruns").as_uri(), "test")
+
+    def read_steps(self, tracker: Any, directory: Path) -> Any:
+        from mlflow import MlflowClient
+
+        client = MlflowClient(tracking_uri=(directory / "mlruns").as_uri())
+        experiment = client.get_experiment_by_name("test")
+        assert experiment is not None
+        steps: dict[int, dict[str, float]] = {}
+        for run in client.search_runs([experiment.experiment_id]):
+            for name in run.data.metrics:
+                for metric in client.get_metric_history(run.info.run_id, name):
+                    steps.setdefault(metric.step, {})[name] = metric.value
+        return sorted(steps.items())
 
 
 @pytest.mark.slow
@@ -106,8 +155,6 @@ def test_mlflow_stores_metrics_parameters_and_status(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
-
-    from agentlightning_plugins.trackers.mlflow import MlflowTracker
 
     uri = (tmp_path / "mlruns").as_uri()
     track([{"name": "mlflow", "tracking_uri": uri, "experiment": "test"}], tmp_path / "run")

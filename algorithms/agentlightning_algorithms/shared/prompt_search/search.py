@@ -147,6 +147,7 @@ class PromptSearch(Algorithm):
             if not await self._confirm(val):
                 self._best = self.history[0]
                 await self.publish()
+            await self._log_end()
             self._report()
         finally:
             await self.close_chat()
@@ -336,10 +337,15 @@ class PromptSearch(Algorithm):
             found.first, found.best, n_pairs, found.p_value, first.score, best.score,
             "the best prompt is published" if found.is_better else "no evidence of a gain, so the first prompt stays",
         )  # fmt: skip
-        metrics = (await self.get_store().query_metrics()).items
-        numbers = {"confirmed_first": found.first, "confirmed_best": found.best, "confirmed_p": found.p_value}
-        await self.get_store().add_metrics(metrics[-1].step if metrics else 0, numbers)
         return found.is_better
+
+    async def _log_end(self) -> None:
+        """Adds the end of the search to the metrics of its last step."""
+        steps, found = (await self.get_store().query_metrics()).items, self.confirmation
+        numbers = {"progress": 1.0}
+        if found is not None:
+            numbers |= {"confirmed_first": found.first, "confirmed_best": found.best, "confirmed_p": found.p_value}
+        await self.get_store().add_metrics(steps[-1].step if steps else 0, numbers)
 
     def _report(self) -> None:
         """Logs the result, writes the diff to the run's directory, and raises when no model call succeeded."""

@@ -108,8 +108,13 @@ class BackendStore(LightningStore):
         self._watchdog.start()
 
     @property
+    def backend(self) -> Backend:
+        """The database of this store."""
+        return self._database.backend
+
+    @property
     def capabilities(self) -> StoreCapabilities:
-        return {"thread_safe": True, "durable": self._database.backend.durable, "otlp_traces": False}
+        return {"thread_safe": True, "durable": self.backend.durable, "otlp_traces": False}
 
     def now(self) -> float:
         return self._database.now()

@@ -21,7 +21,7 @@ from agentlightning.errors import ConflictError, NotFoundError
 from agentlightning.records import AttemptedRollout, AttemptStatus, EnqueueRolloutRequest, RolloutConfig, RolloutStatus
 from agentlightning.records import Span as StoredSpan
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store import actions
+from agentlightning.testing.store.primitives import soon
 
 T = TypeVar("T")
 Reopen = Callable[[], Awaitable[LightningStore]]
@@ -106,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
     # --- transitions of the model ---
 
     def do(self, call: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(call, self.subject.loop).result(actions.PATIENCE_S)
+        return asyncio.run_coroutine_threadsafe(soon(call), self.subject.loop).result()
 
     def refused(self, call: Coroutine[Any, Any, object], error: type[Exception] = ConflictError) -> None:
         try:

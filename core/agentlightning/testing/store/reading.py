@@ -1,296 +1,212 @@
-"""Stored records: numbering, idempotence, filters, order, pages, versions, JSON."""
+"""Tests of the primitives ``select``, ``append_spans``, ``next_sequence_ids`` and ``count``."""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import pytest
+from agentlightning.errors import NotFoundError
+from agentlightning.records import LIVE_ATTEMPT, Attempt, AttemptStatus, Rollout, Run, Span, Worker
+from agentlightning.store.backend import Backend, Condition, Delete, Guard, Put, Query, key_of
+from agentlightning.testing.store.primitives import (
+    add,
+    add_attempt,
+    in_other_thread,
+    numbered,
+    records_of_each_kind,
+    row_of,
+    span_of,
+    together,
+)
 
-from agentlightning.errors import ConfigError, NotFoundError
-from agentlightning.records import EnqueueRolloutRequest, Rollout, Span, SpanEvent, TraceStatus
-from agentlightning.resources import LLM, PromptTemplate
-from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.actions import claim, dequeue, finish, latest_attempt, make_span, soon
+
+@contextmanager
+def fails(primitive: str, missing: object) -> Iterator[None]:
+    """Fails unless NotFoundError is raised."""
+    with suppress(NotFoundError):
+        yield
+        raise AssertionError(f"{primitive}: accepted {missing}, which is not stored; it raises NotFoundError")
 
 
 class ReadingTests:
-    """Tests of stored records and of queries."""
+    """Tests of queries, spans, their numbers and counts."""
 
-    async def test_a_span_comes_back_unchanged(self, store: LightningStore) -> None:
-        claimed = await claim(store)
-        span = make_span(claimed, name="call", text='grüße, "quoted"\n', number=1.5, nested={"list": [1, None, True]})
-        span = span.model_copy(
-            update={
-                "sequence_id": 7,
-                "parent_id": "00000000000000ff",
-                "status": TraceStatus(status_code="ERROR", description="no"),
-                "events": [SpanEvent(name="exception", attributes={"type": "E"}, timestamp=2.5)],
-                "start_time": 1.25,
-                "end_time": 2.75,
-            }
-        )
-        assert await store.add_span(span) == span
-        assert list(await store.query_spans(claimed.rollout_id)) == [span]
+    # --- select ---
 
-    async def test_spans_without_a_number_get_the_next_ones(self, store: LightningStore) -> None:
-        claimed = await claim(store)
-        spans = [make_span(claimed, f"step {number}") for number in range(3)]
-        assert [span.sequence_id for span in await store.add_many_spans(spans)] == [1, 2, 3]
-        assert await store.get_next_span_sequence_id(claimed.rollout_id, claimed.attempt.attempt_id) == 4
-        far = await store.add_span(make_span(claimed).model_copy(update={"sequence_id": 10}))
-        next_ = await store.add_span(make_span(claimed))
-        assert far is not None
-        assert next_ is not None
-        assert (far.sequence_id, next_.sequence_id) == (10, 11)
+    async def test_records_come_back_unchanged(self, backend: Backend) -> None:
+        *records, span = records_of_each_kind(backend.now())
+        assert isinstance(span, Span)
+        await add(backend, *records)
+        await backend.append_spans([span], backend.now() - 5.0)
+        for record in (*records, span):
+            found = await row_of(backend, record)
+            assert found is not None, f"select: {type(record).__name__} {key_of(record)} is not found by its key"
+            text, expected = found.record.model_dump_json(), record.model_dump_json()
+            assert text == expected, f"select: a {type(record).__name__} came back as {text}, not as it was: {expected}"
 
-    async def test_span_numbers_strictly_increase_for_each_attempt(self, store: LightningStore) -> None:
-        one, two = await claim(store), await claim(store)
-        pairs = [(rollout.rollout_id, rollout.attempt.attempt_id) for rollout in (one, two)]
-        assert list(await store.get_many_span_sequence_ids([pairs[0], pairs[1], pairs[0]])) == [1, 1, 2]
-        taken = await asyncio.gather(*(store.get_next_span_sequence_id(*pairs[0]) for _ in range(40)))
-        assert sorted(taken) == list(range(3, 43))
-        assert list(await store.get_many_span_sequence_ids([(pairs[1][0], "latest"), pairs[1]])) == [2, 3]
-        with pytest.raises(NotFoundError, match="at-unknown"):
-            await store.get_next_span_sequence_id(one.rollout_id, "at-unknown")
-        with pytest.raises(NotFoundError, match="ro-unknown"):
-            await store.get_next_span_sequence_id("ro-unknown", "latest")
+    async def test_a_query_finds_the_records_that_satisfy_it(self, backend: Backend) -> None:
+        for changes in (
+            {"mode": "train", "metadata": {"group": "a", "step": 1, "note": None}},
+            {"status": "running", "metadata": {"group": "A", "step": 2}, "start_time": 2e9},
+            {"mode": "val", "status": "succeeded", "end_time": 5.0, "run_id": "other"},
+        ):
+            number = (await backend.count())["rollouts"]
+            await add(backend, numbered(number + 1)[-1].model_copy(update=changes))
+        live = await add_attempt(backend, "ro-live")
+        await backend.append_spans([span_of(live, 1)], backend.now())
 
-    async def test_a_span_that_is_stored_is_not_stored_again(self, store: LightningStore) -> None:
-        claimed = await claim(store)
-        span, other = make_span(claimed), make_span(claimed)
-        stored = await store.add_span(span)
-        assert await store.add_span(span) is None
-        assert [item.span_id for item in await store.add_many_spans([span, other, other])] == [other.span_id]
-        assert list(await store.add_many_spans([])) == []
-        spans = await store.query_spans(claimed.rollout_id)
-        assert spans[0] == stored
-        assert [item.span_id for item in spans] == [span.span_id, other.span_id]
+        def is_(field: str, op: Any, value: Any) -> Condition:
+            return Condition(field, op, value)
 
-    async def test_many_spans_are_stored_all_or_none(self, store: LightningStore) -> None:
-        claimed = await claim(store)
-        stray = make_span(claimed).model_copy(update={"attempt_id": "at-unknown"})
-        with pytest.raises(NotFoundError, match="at-unknown"):
-            await store.add_many_spans([make_span(claimed), stray])
-        lost = make_span(claimed).model_copy(update={"rollout_id": "ro-unknown"})
-        with pytest.raises(NotFoundError, match="ro-unknown"):
-            await store.add_span(lost)
-        assert list(await store.query_spans(claimed.rollout_id)) == []
-
-    async def test_concurrently_written_spans_are_all_stored_with_their_attempts(self, store: LightningStore) -> None:
-        claims = [await claim(store) for _ in range(8)]
-        spans = [make_span(claims[number % 8], owner=claims[number % 8].rollout_id) for number in range(160)]
-        await soon(asyncio.gather(*(store.add_span(span) for span in spans)))
-        for claimed in claims:
-            found = await store.query_spans(claimed.rollout_id, claimed.attempt.attempt_id)
-            assert sorted(span.sequence_id for span in found) == list(range(1, 21))
-            assert {span.attributes["owner"] for span in found} == {claimed.rollout_id}
-
-    async def test_spans_of_different_attempts_are_kept_separate(self, store: LightningStore) -> None:
-        first = await claim(store)
-        await store.add_span(make_span(first, "first"))
-        await finish(store, first, "failed")
-        second = await store.start_attempt(first.rollout_id)
-        await store.add_span(make_span(second, "second"))
-
-        async def names(attempt_id: str | None) -> list[str]:
-            return [span.name for span in await store.query_spans(first.rollout_id, attempt_id)]
-
-        assert await names(first.attempt.attempt_id) == ["first"]
-        assert await names(second.attempt.attempt_id) == await names("latest") == ["second"]
-        assert sorted(await names(None)) == ["first", "second"]
-        assert await names("at-unknown") == []
-        assert list(await store.query_spans("ro-unknown", "latest")) == []
-
-    async def test_spans_are_found_by_their_fields(self, store: LightningStore) -> None:
-        claimed = await claim(store)
-        root = make_span(claimed, "agent.run").model_copy(update={"trace_id": "a" * 32})
-        child = make_span(claimed, "openai.chat").model_copy(update={"trace_id": "a" * 32, "parent_id": root.span_id})
-        other = make_span(claimed, "openai.embed").model_copy(update={"trace_id": "b" * 32})
-        await store.add_many_spans([root, child, other])
-
-        async def found(**tests: str) -> list[str]:
-            return [span.name for span in await store.query_spans(claimed.rollout_id, **tests)]  # type: ignore[arg-type] # names of filters
-
-        assert await found(name="openai.chat") == ["openai.chat"]
-        assert await found(name_contains="openai.") == ["openai.chat", "openai.embed"]
-        assert await found(name_contains="OPENAI") == []
-        assert await found(trace_id="b" * 32) == ["openai.embed"]
-        assert await found(trace_id_contains="aaa") == ["agent.run", "openai.chat"]
-        assert await found(span_id=root.span_id) == ["agent.run"]
-        assert await found(parent_id=root.span_id) == ["openai.chat"]
-        assert await found(parent_id_contains=root.span_id[4:]) == ["openai.chat"]
-        assert await found(name_contains="openai", trace_id="a" * 32) == ["openai.chat"]
-        assert await found(name="agent.run", trace_id="b" * 32, filter_logic="or") == ["agent.run", "openai.embed"]
-        assert await found(sort_by="name", sort_order="desc") == ["openai.embed", "openai.chat", "agent.run"]
-
-    async def test_spans_of_a_whole_run_are_read_page_by_page(self, store: LightningStore) -> None:
-        claims = [await claim(store) for _ in range(3)]
-        elsewhere = await claim(store.with_run("other"))
-        await store.add_span(make_span(elsewhere, "elsewhere"))
-        for number in range(10):
-            await store.add_span(make_span(claims[number % 3], f"step {number}"))
-        spans: list[Span] = []
-        cursor: str | None = None
-        while True:
-            page = await store.query_spans(None, limit=4, cursor=cursor)
-            assert page.total == 10
-            spans += page
-            cursor = page.cursor
-            if cursor is None:
-                break
-        assert [span.name for span in spans] == [f"step {number}" for number in range(10)]
-        assert [span.name for span in await store.query_spans(None, run_id="other")] == ["elsewhere"]
-        two = [claims[2].rollout_id, claims[0].rollout_id, elsewhere.rollout_id, "ro-unknown"]
-        names = [span.name for span in await store.query_spans(None, rollout_id_in=two)]
-        assert names == [f"step {number}" for number in (0, 2, 3, 5, 6, 8, 9)]
-        assert [span.name for span in await store.query_spans(None, rollout_id_in=two, name="step 5")] == ["step 5"]
-        assert list(await store.query_spans(None, rollout_id_in=[])) == []
-
-    async def test_pages_cover_everything_once(self, store: LightningStore) -> None:
-        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(10)])
-        seen: list[int] = []
-        for offset in range(0, 12, 4):
-            page = await store.query_rollouts(limit=4, offset=offset)
-            assert (page.limit, page.offset, page.total) == (4, offset, 10)
-            seen += [rollout.input for rollout in page]
-        assert seen == list(range(10))
-        assert [rollout.input for rollout in await store.query_rollouts(offset=8)] == [8, 9]
-        nothing = await store.query_rollouts(limit=0)
-        assert (list(nothing), nothing.total) == ([], 10)
-
-    async def test_a_cursor_continues_where_the_page_ended(self, store: LightningStore) -> None:
-        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(10)])
-        page = await store.query_rollouts(limit=5)
-        assert page.cursor is not None
-        await store.enqueue_rollout("a newcomer")
-        rest = await store.query_rollouts(limit=5, cursor=page.cursor)
-        assert [rollout.input for rollout in [*page, *rest]] == list(range(10))
-        assert rest.cursor is None
-        with pytest.raises(ConfigError):
-            await store.query_rollouts(limit=5, cursor="made up")
-        with pytest.raises(ConfigError):
-            await store.query_rollouts(limit=5, cursor=page.cursor, sort_by="status")
-
-    async def test_rollouts_are_found_by_status_and_id(self, store: LightningStore) -> None:
-        ids = ["run-a-1", "run-a-2", "run-b-1"]
-        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=id_, rollout_id=id_) for id_ in ids])
-        await dequeue(store)
-
-        async def found(**tests: object) -> list[str]:
-            return [rollout.rollout_id for rollout in await store.query_rollouts(**tests)]  # type: ignore[arg-type] # names of filters
-
-        assert await found(status_in=["queuing"]) == ["run-a-2", "run-b-1"]
-        assert await found(status_in=["preparing", "running"]) == ["run-a-1"]
-        assert await found(status_in=[]) == []
-        assert await found(rollout_id_in=["run-b-1", "run-a-1", "ro-unknown"]) == ["run-a-1", "run-b-1"]
-        assert await found(rollout_id_contains="-a-") == ["run-a-1", "run-a-2"]
-        assert await found(rollout_id_contains="-a-", status_in=["queuing"]) == ["run-a-2"]
-        assert await found(rollout_id_in=["run-b-1"], status_in=["preparing"], filter_logic="or") == [
-            "run-a-1",
-            "run-b-1",
+        ids = ["ro-0", "ro-1", "ro-2", "ro-live"]
+        cases: list[tuple[list[Condition], list[Condition], list[str]]] = [
+            ([], [], ids),
+            ([is_("rollout_id", "eq", "ro-1")], [], ids[1:2]),
+            ([is_("rollout_id", "in", ("ro-2", "ro-0", "ro-9"))], [], ["ro-0", "ro-2"]),
+            ([is_("rollout_id", "in", ())], [], []),
+            ([is_("status", "in", ("running", "succeeded"))], [], ids[1:]),
+            ([is_("rollout_id", "contains", "o-l")], [], ids[3:]),
+            ([is_("rollout_id", "contains", "RO")], [], []),
+            ([is_("rollout_id", "contains", "_")], [], []),
+            ([is_("mode", "contains", "a")], [], ["ro-0", "ro-2"]),
+            ([is_("start_time", "ge", 1e9), is_("start_time", "le", 1e9)], [], ids[:1]),
+            ([is_("end_time", "le", 9.0)], [], ["ro-2"]),
+            ([is_("end_time", "eq", None)], [], ["ro-0", "ro-1", "ro-live"]),
+            ([is_("metadata.group", "eq", "a")], [], ids[:1]),
+            ([is_("metadata.step", "eq", 2)], [], ids[1:2]),
+            ([is_("metadata.note", "eq", None)], [], ids),
+            ([is_("run_id", "eq", "other"), is_("mode", "eq", "train")], [], []),
+            ([], [is_("run_id", "eq", "other"), is_("mode", "eq", "train")], ["ro-0", "ro-2"]),
+            ([is_("run_id", "eq", "default")], [is_("mode", "eq", "val"), is_("metadata.step", "eq", 2)], ids[1:2]),
         ]
+        for where, any_of, expected in cases:
+            page = await backend.select(Query(Rollout, tuple(where), tuple(any_of)))
+            found = [row.record.rollout_id for row in page.rows]
+            assert found == expected, f"select: where={where}, any_of={any_of} found {found} instead of {expected}"
+        for run_id, n_spans in (("default", 1), ("other", 0)):
+            rows = (await backend.select(Query(Span, (is_("run_id", "eq", run_id),)))).rows
+            assert len(rows) == n_spans, f"select: spans are found by the run_id of their rollout; {run_id} has {rows}"
 
-    async def test_rollouts_are_found_by_metadata_and_time(self, store: LightningStore) -> None:
-        for number in range(6):
-            metadata = {"task_id": f"t{number}", "group": f"g{number // 3}", "step": number % 2, "note": None}
-            await store.enqueue_rollout(number, metadata=metadata)
-        await store.enqueue_rollout("without")
+    async def test_a_query_orders_and_limits_its_rows(self, backend: Backend) -> None:
+        modes = ("train", None, "val", "test", None)
+        await add(backend, *[numbered(5)[n].model_copy(update={"mode": mode}) for n, mode in enumerate(modes)])
+        await add(backend, numbered(1)[0].model_copy(update={"mode": "train"}))
 
-        async def found(**metadata: object) -> list[object]:
-            return [rollout.input for rollout in await store.query_rollouts(metadata=metadata)]
+        async def check(expected: str, **options: Any) -> int | None:
+            page = await backend.select(Query(Rollout, **options))
+            found = "".join(str(row.record.input) for row in page.rows)
+            assert found == expected, (
+                f"select: {options} returned the rows {found} instead of {expected}; rows come in the order of "
+                "insertion, which a replacement keeps, or sorted with None first and ties in the order of insertion"
+            )
+            total = 5 if options.get("count") else None
+            assert page.total == total, f"select: {options} has the total {page.total} instead of {total}"
+            return page.position
 
-        assert await found(group="g1") == [3, 4, 5]
-        assert await found(step=1) == [1, 3, 5]
-        assert await found(group="g0", step=1) == [1]
-        assert await found(task_id="t4") == [4]
-        assert await found(group="unknown") == []
-        assert await found(group="g0", note=None) == [0, 1, 2]
-        assert await found(task_id=None) == ["without"]
-        third = (await store.query_rollouts(metadata={"task_id": "t2"}))[0]
-        late = await store.query_rollouts(start_after=third.start_time)
-        early = await store.query_rollouts(start_before=third.start_time)
-        assert all(rollout.start_time >= third.start_time for rollout in late)
-        assert all(rollout.start_time <= third.start_time for rollout in early)
-        assert third in list(late)
-        assert third in list(early)
+        await check("01234")
+        await check("43210", descending=True)
+        await check("12", limit=2, offset=1)
+        await check("34", offset=3, count=True)
+        await check("", limit=0, count=True)
+        await check("32", limit=2, offset=1, descending=True)
+        await check("14302", sort_by="mode")
+        await check("20314", sort_by="mode", descending=True)
+        await check("30", sort_by="mode", limit=2, offset=2)
+        position = await check("012", limit=3)
+        assert position is not None, "select: a page in the order of insertion has the position of its last row"
+        await backend.commit([Delete(Rollout, ("ro-2",)), Put(numbered(6)[5])])
+        assert await check("34", after=position, limit=2) is not None
+        await check("345", after=position)
 
-    async def test_rollouts_are_sorted_by_any_field(self, store: LightningStore) -> None:
-        for task, mode in (("b", "val"), ("c", None), ("a", "train")):
-            await store.enqueue_rollout(task, mode=mode)  # type: ignore[arg-type] # a tuple's str
-        ended = await dequeue(store)
-        await finish(store, ended)
+    # --- spans and numbers ---
 
-        async def order(field: str, **options: object) -> list[str]:
-            return [rollout.input for rollout in await store.query_rollouts(sort_by=field, **options)]  # type: ignore[arg-type] # names of options
+    async def test_a_stored_span_is_skipped(self, backend: Backend) -> None:
+        one, two = await add_attempt(backend), await add_attempt(backend, "ro-1")
+        spans = [span_of(one, 1), span_of(two, 1), span_of(one, 2), span_of(one, 2), span_of(one, 1)]
+        result = [span and span.sequence_id for span in await backend.append_spans(spans, backend.now())]
+        again = [
+            span and span.sequence_id for span in await backend.append_spans([span_of(one, 3), *spans], backend.now())
+        ]
+        assert (result, again) == ([1, 1, 2, None, None], [3, None, None, None, None, None]), (
+            f"append_spans: two calls returned the numbers {result} and {again}; a span whose rollout, attempt and "
+            "span_id are stored, or occurred earlier in the call, is skipped, takes no number and is returned as None"
+        )
+        stored = [row.record.span_id[-1] for row in (await backend.select(Query(Span))).rows]
+        assert stored == list("1123"), f"append_spans: the spans {stored} are stored instead of 1, 1, 2 and 3"
 
-        assert await order("input") == ["a", "b", "c"]
-        assert await order("input", sort_order="desc", limit=2) == ["c", "b"]
-        assert await order("mode") == ["c", "a", "b"]
-        assert await order("end_time") == ["c", "a", "b"]
-        assert await order("start_time") == ["b", "c", "a"]
-        for field in Rollout.model_fields:
-            assert len(await order(field)) == 3
+    async def test_spans_are_stored_all_or_none(self, backend: Backend) -> None:
+        attempt = await add_attempt(backend)
+        for missing in ({"attempt_id": "at-9"}, {"rollout_id": "ro-9"}):
+            stray = span_of(attempt, 2).model_copy(update=missing)
+            with fails("append_spans", missing):
+                await backend.append_spans([span_of(attempt, 1), stray], backend.now())
+            with fails("next_sequence_ids", missing):
+                await backend.next_sequence_ids([("ro-0", "at-1"), (stray.rollout_id, stray.attempt_id)])
+        rows = (await backend.select(Query(Span))).rows
+        assert not rows, f"append_spans: refused a call and stored {rows}; it appends all spans or none"
+        numbers = list(await backend.next_sequence_ids([("ro-0", "at-1")]))
+        assert numbers == [1], f"next_sequence_ids: after refused calls it returned {numbers}; they take no number"
 
-    async def test_attempts_are_sorted_and_paged(self, store: LightningStore) -> None:
-        claimed = await claim(store)
-        for _ in range(4):
-            await store.update_attempt(claimed.rollout_id, "latest", status="failed")
-            await store.start_attempt(claimed.rollout_id)
-        page = await store.query_attempts(claimed.rollout_id, sort_order="desc", limit=2, offset=1)
-        assert [attempt.sequence_id for attempt in page] == [4, 3]
-        assert page.total == 5
-        latest = await latest_attempt(store, claimed)
-        assert latest.sequence_id == 5
+    async def test_spans_and_reserved_numbers_share_a_counter(self, backend: Backend) -> None:
+        one, two = await add_attempt(backend), await add_attempt(backend, "ro-1")
+        pair, other = ("ro-0", "at-1"), ("ro-1", "at-1")
+        reserved = list(await backend.next_sequence_ids([pair, other, pair]))
+        assert reserved == [1, 1, 2], f"next_sequence_ids: returned {reserved}; each attempt counts from 1, in order"
+        spans = [span_of(one, 1), span_of(one, 2, 10), span_of(one, 3), span_of(two, 4, 1), span_of(two, 5)]
+        numbers = [span.sequence_id for span in await backend.append_spans(spans, backend.now()) if span is not None]
+        assert numbers == [3, 10, 11, 1, 2], (
+            f"append_spans: numbered spans {numbers} instead of [3, 10, 11, 1, 2]; 0 becomes the attempt's next "
+            "number, and a greater number than the last advances the counter"
+        )
+        reserved = list(await backend.next_sequence_ids([pair, other]))
+        assert reserved == [12, 3], f"next_sequence_ids: returned {reserved}, not [12, 3], the next after the spans"
 
-    async def test_every_version_of_resources_stays_readable(self, store: LightningStore) -> None:
-        first = await store.add_resources({"prompt": "one", "llm": LLM(endpoint="http://localhost/v1", model="m")})
-        second = await store.update_resources(first.resources_id, {"prompt": PromptTemplate("two")})
-        assert (first.version, second.version, second.resources_id) == (1, 2, first.resources_id)
-        assert first.resources["prompt"] == PromptTemplate("one", "f-string")
-        assert second.create_time == first.create_time <= second.update_time
-        assert await store.get_resources_by_id(first.resources_id, 1) == first
-        assert await store.get_resources_by_id(first.resources_id) == second
-        assert await store.get_resources_by_id(first.resources_id, 3) is None
-        assert list(await store.query_resources(resources_id=first.resources_id)) == [first, second]
+    async def test_concurrent_calls_share_no_number(self, backend: Backend) -> None:
+        attempt = await add_attempt(backend)
+        ids = iter(range(1000))
 
-    async def test_concurrently_published_versions_are_kept(self, store: LightningStore) -> None:
-        await soon(asyncio.gather(*(store.update_resources("shared", {"prompt": f"{n}"}) for n in range(10))))
-        updates = await store.query_resources(resources_id="shared")
-        assert [update.version for update in updates] == list(range(1, 11))
-        texts = {update.resources["prompt"].format() for update in updates}  # type: ignore[attr-defined] # a prompt
-        assert texts == {str(n) for n in range(10)}
+        async def take() -> list[int]:
+            (number,) = await backend.next_sequence_ids([("ro-0", "at-1")])
+            (span,) = await backend.append_spans([span_of(attempt, next(ids))], backend.now())
+            return [number, span.sequence_id if span is not None else 0]
 
-    async def test_metrics_of_a_step_add_up(self, store: LightningStore) -> None:
-        await store.add_metrics(2, {"reward": 0.5})
-        await store.add_metrics(1, {"reward": 0.25, "loss": 1.0})
-        merged = await store.add_metrics(1, {"loss": 0.5, "entropy": 2.0})
-        assert merged.values == {"reward": 0.25, "loss": 0.5, "entropy": 2.0}
-        await store.with_run("other").add_metrics(1, {"reward": 9.0})
-        metrics = await store.query_metrics()
-        assert [(item.step, item.values["reward"]) for item in metrics] == [(1, 0.25), (2, 0.5)]
-        assert [item.step for item in await store.query_metrics(limit=1, offset=1)] == [2]
+        pairs = [*await together(take), *await in_other_thread(lambda: together(take))]
+        numbers = sorted(number for pair in pairs for number in pair)
+        assert numbers == list(range(1, 33)), (
+            f"next_sequence_ids: concurrent calls of it and append_spans gave out {numbers} instead of 1 to 32; "
+            "reading and advancing the attempt's counter are one transaction"
+        )
 
-    async def test_statistics_count_what_is_stored(self, store: LightningStore) -> None:
-        claimed = await claim(store)
-        await store.add_many_spans([make_span(claimed) for _ in range(3)])
-        await store.add_resources({"prompt": "one"})
-        await store.update_worker("worker-1")
-        statistics = await store.statistics()
-        counts = {name: statistics[name] for name in ("rollouts", "attempts", "spans", "resources", "workers")}
-        assert counts == {"rollouts": 1, "attempts": 1, "spans": 3, "resources": 1, "workers": 1}
-        assert statistics["uptime"] >= 0
+    async def test_spans_are_heartbeats(self, backend: Backend) -> None:
+        statuses: list[AttemptStatus] = ["running", "preparing", "failed"]
+        for n, status in enumerate(statuses):
+            attempt = await add_attempt(backend, f"ro-{n}", status)
+            now = backend.now() + 3.0
+            await backend.append_spans([span_of(attempt, 1)], now)
+            row = await row_of(backend, attempt)
+            assert row is not None
+            expected = now if status in LIVE_ATTEMPT else attempt.last_heartbeat_time
+            assert row.record.last_heartbeat_time == expected, (
+                f"append_spans: last_heartbeat_time of a {status} attempt is {row.record.last_heartbeat_time} instead "
+                f"of {expected}; a preparing or running attempt gets `now`, others keep theirs"
+            )
+            holds = await backend.commit([], [Guard(Attempt, key_of(attempt), 1)])
+            assert (row.revision, holds) == (1, True), (
+                f"append_spans: the attempt is at revision {row.revision}; a heartbeat is no new revision, or the "
+                "guards of concurrent changes would fail with every span"
+            )
 
-    async def test_json_values_come_back_unchanged(self, store: LightningStore) -> None:
-        value: dict[str, Any] = {
-            "text": 'grüße "quoted" \\ \n\t\u2028 😀 ',
-            "numbers": [0, -1, 2**63 - 1, -(2**63), 0.1, 1e-300, 1.7976931348623157e308, 1.0],
-            "nothing": [None, True, False, [], {}, "", [[[]]]],
-            "": {"a.b": 1, "$c": [2], "grüße": 3},
-        }
-        await store.enqueue_rollout(value, metadata=value)
-        claimed = await dequeue(store)
-        assert (claimed.input, claimed.metadata) == (value, value)
-        assert [type(number) for number in claimed.input["numbers"]] == [int] * 4 + [float] * 4
-        await store.add_span(make_span(claimed, **value))
-        assert (await store.query_spans(claimed.rollout_id))[0].attributes == value
+    async def test_count_counts_what_is_stored(self, backend: Backend) -> None:
+        attempt = await add_attempt(backend)
+        await backend.append_spans([span_of(attempt, n) for n in (1, 2, 2)], backend.now())
+        for _ in range(2):  # the second replaces the first
+            await add(
+                backend, *numbered(3)[1:], Worker(worker_id="w", last_heartbeat_time=backend.now()), Run(run_id="r")
+            )
+        await backend.commit([Delete(Rollout, ("ro-2",))])
+        counts = await backend.count()
+        assert counts == {"rollouts": 2, "attempts": 1, "spans": 2, "resources": 0, "workers": 1}, (
+            f"count: returned {counts}; it counts the stored records by name: 2 rollouts, 1 attempt, 2 spans, no "
+            "resources and 1 worker"
+        )

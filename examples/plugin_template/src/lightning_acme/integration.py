@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 import agentlightning as agl
 from agentlightning import LLM
-from agentlightning_integrations.shared.agent import FrameworkAgent
+from agentlightning.plugin import FrameworkAgent
 
 
 class AssistantAgent(FrameworkAgent[Assistant]):

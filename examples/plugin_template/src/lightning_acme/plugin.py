@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from agentlightning import Component, LitAgent, hookimpl
-from agentlightning.plugin.hookspecs import WrapOptions
+from agentlightning import LitAgent
+from agentlightning.plugin import Component, WrapOptions, hookimpl
 
 
 @hookimpl

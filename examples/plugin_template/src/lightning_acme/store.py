@@ -5,20 +5,23 @@ Lightning implements rollouts, attempts and leases; a database implements only t
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.event import Event
-from agentlightning.store.backend import (
+from agentlightning.plugin import (
     KEYS,
+    BackendStore,
     Claim,
     Condition,
     Delete,
@@ -32,7 +35,6 @@ from agentlightning.store.backend import (
     Write,
     key_of,
 )
-from agentlightning.store.engine import BackendStore
 from agentlightning.types import DEFAULT_RUN_ID, LIVE_ATTEMPT, Attempt, Record, Rollout, Span
 
 R = TypeVar("R", bound=Record)
@@ -60,7 +62,10 @@ class FolderStore(BackendStore):
 
 
 class FolderBackend:
-    """Tables in dictionaries, and a journal that is flushed to disk before a write is acknowledged."""
+    """Tables in dictionaries, and a journal that is flushed to disk before a write is acknowledged.
+
+    One thread writes, because waiting for the disk would block the caller's event loop. Any thread reads.
+    """
 
     durable = True
 
@@ -72,6 +77,7 @@ class FolderBackend:
         except OSError as error:
             self._journal.close()
             raise ConfigError(f"{folder} is open in another process") from error
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="folder")
         self._lock = threading.Lock()
         self._tables: dict[type[Record], dict[Key, Row[Any]]] = {kind: {} for kind in KEYS}
         self._positions: dict[type[Record], dict[Key, int]] = {kind: {} for kind in KEYS}
@@ -85,6 +91,9 @@ class FolderBackend:
         return time.time()
 
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._commit, writes, guards, events)
+
+    def _commit(self, writes: Sequence[Write], guards: Sequence[Guard], events: Sequence[Event]) -> bool:
         with self._lock:
             for guard in guards:
                 row = self._tables[guard.kind].get(guard.key)
@@ -94,6 +103,9 @@ class FolderBackend:
         return True
 
     async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._claim, run_id, limit, decide)
+
+    def _claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
         with self._lock:
             rollouts = (self._tables[Rollout][rollout_id,] for rollout_id in self._queue)
             rows = list(islice((row for row in rollouts if row.record.run_id == run_id), limit))
@@ -124,6 +136,9 @@ class FolderBackend:
         return Page([row for _, row in rows], len(found) if query.count else None, position)
 
     async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._append_spans, spans, now)
+
+    def _append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
         with self._lock:
             attempts = {(span.rollout_id, span.attempt_id) for span in spans}
             self._check(attempts)
@@ -138,15 +153,14 @@ class FolderBackend:
                 self._last_sequence_ids[key[:2]] = max(number, self._last_sequence_ids.get(key[:2], 0))
                 stored[key] = span.model_copy(update={"sequence_id": number})
                 result.append(stored[key])
-            self._write([Put(span) for span in stored.values()], ())
-            for attempt_key in attempts:
-                row = self._tables[Attempt][attempt_key]
-                if row.record.status in LIVE_ATTEMPT:  # a heartbeat does not change the revision
-                    alive = row.record.model_copy(update={"last_heartbeat_time": now})
-                    self._tables[Attempt][attempt_key] = Row(alive, row.revision)
+            self._write([Put(span) for span in stored.values()], (), {"alive": sorted(attempts), "time": now})
+            self._keep_alive(attempts, now)
             return result
 
     async def next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._next_sequence_ids, attempts)
+
+    def _next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
         with self._lock:
             self._check(set(attempts))
             result = []
@@ -164,16 +178,23 @@ class FolderBackend:
             "ResourcesUpdate": "resources",
             "Worker": "workers",
         }
-        return {plural: len(self._tables[_KINDS[name]]) for name, plural in names.items()}
+        with self._lock:
+            return {plural: len(self._tables[_KINDS[name]]) for name, plural in names.items()}
 
     def watch(self, listener: Listener) -> Callable[[], None]:
         self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+
+        def stop() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return stop
 
     async def close(self) -> None:
+        await asyncio.to_thread(self._writer.shutdown)
         self._journal.close()
 
-    def _write(self, writes: Sequence[Write], events: Sequence[Event]) -> None:
+    def _write(self, writes: Sequence[Write], events: Sequence[Event], *notes: dict[str, Any]) -> None:
         """Writes the journal first, so that acknowledged writes are on disk; events are sent in the journal's order."""
         lines: list[dict[str, Any]] = [
             {"put": type(write.record).__name__, "record": write.record.model_dump(mode="json")}
@@ -181,7 +202,7 @@ class FolderBackend:
             else {"delete": write.kind.__name__, "key": write.key}
             for write in writes
         ]
-        self._append(lines)
+        self._append([*lines, *notes])
         for write in writes:
             self._apply(write)
         if events:
@@ -216,6 +237,8 @@ class FolderBackend:
                     self._last_sequence_ids[key] = max(record.sequence_id, self._last_sequence_ids.get(key, 0))
             elif "delete" in line:
                 self._apply(Delete(_KINDS[line["delete"]], tuple(line["key"])))
+            elif "alive" in line:
+                self._keep_alive([tuple(key) for key in line["alive"]], line["time"])
             else:
                 rollout_id, attempt_id, number = line["numbered"]
                 self._last_sequence_ids[rollout_id, attempt_id] = number
@@ -237,6 +260,13 @@ class FolderBackend:
                 self._queue.pop(record.rollout_id, None)
             elif not was_queued:
                 self._queue[record.rollout_id] = None
+
+    def _keep_alive(self, attempts: Iterable[Key], now: float) -> None:
+        for key in attempts:
+            row = self._tables[Attempt][key]
+            if row.record.status in LIVE_ATTEMPT:  # a heartbeat does not change the revision
+                alive = row.record.model_copy(update={"last_heartbeat_time": now})
+                self._tables[Attempt][key] = Row(alive, row.revision)
 
     def _remove(self, kind: type[Record], key: Key) -> None:
         if self._tables[kind].pop(key, None) is None:

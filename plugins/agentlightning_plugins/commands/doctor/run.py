@@ -40,7 +40,7 @@ from agentlightning_plugins.commands.doctor.checks import (
     unchecked,
 )
 from agentlightning_plugins.shared.configuration.assembly import load_agent
-from agentlightning_plugins.shared.configuration.config import AgentConfig, CommandConfig
+from agentlightning_plugins.shared.configuration.config import AgentConfig, CommandConfig, NamedAgentConfig
 from agentlightning_plugins.shared.configuration.sources import load_attribute
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ NO_TASK: Final = object()
 class Request:
     """The arguments of ``agl doctor``."""
 
-    agent: str | AgentConfig | CommandConfig
+    agent: str | AgentConfig | CommandConfig | NamedAgentConfig
     """``module:attribute``, ``path/to/file.py:attribute``, ``demo``, or the agent section of a configuration."""
     endpoint: str | None = None
     """Base URL of an OpenAI-compatible server; None uses a scripted server."""

@@ -21,10 +21,10 @@ _TEMPLATES: Final = Path(__file__).with_name("template")
 
 
 class _Kind(NamedTuple):
-    """What `agl new plugin --kind` writes."""
+    """A template of `agl new plugin --kind`."""
 
     summary: str
-    """What the component of the template does."""
+    """One line about the component of the template."""
     usage: str
     """How users select it, in Markdown."""
     component: str = ""
@@ -45,6 +45,7 @@ PLUGIN_KINDS: Final = {
         _in_configuration("algorithm: {name: grpo, experience: {estimator: @NAME@}}"),
         is_function=True,
     ),
+    "agent": _Kind("adds the numbers of a question", _in_configuration("agent: {name: @NAME@, resource: prompt}")),
     "algorithm": _Kind(
         "publishes the best of several prompts",
         _in_configuration('algorithm: {name: @NAME@, candidates: ["Be brief. {question}"]}'),
@@ -54,6 +55,7 @@ PLUGIN_KINDS: Final = {
         "gives the last call the reward and others a share",
         _in_configuration("adapter: {name: triplet, credit: {name: @NAME@, share: 0.5}}"),
     ),
+    "dialect": _Kind("an API of one question and one answer", "Agents call the gateway at `/@NAME@/ask`."),
     "integration": _Kind(
         "runs the agents of a framework",
         "`agl.wrap(agent, reward=...)` and `Trainer.fit(agent)` accept the framework's objects.",
@@ -66,6 +68,10 @@ PLUGIN_KINDS: Final = {
         is_function=True,
         dependencies='"torch"',
     ),
+    "provider": _Kind(
+        "servers with a header of their own for the key",
+        "A model list names it: `{model: m, endpoint: ..., provider: @NAME@}`.",
+    ),
     "report": _Kind(
         "lists the failures of a run", "Every run with a directory writes it when it ends.", is_function=True
     ),
@@ -73,6 +79,7 @@ PLUGIN_KINDS: Final = {
         "compares words", _in_configuration("agent: {target: agent.py:agent, reward: @NAME@}"), is_function=True
     ),
     "store": _Kind("keeps records in memory", _in_configuration('store: "@NAME@://"')),
+    "strategy": _Kind("runs everything in one event loop", _in_configuration("strategy: @NAME@")),
     "template_engine": _Kind(
         "renders $name", 'Prompts select it: `PromptTemplate("Be brief. $question", engine="@NAME@")`.'
     ),
@@ -94,6 +101,7 @@ def new() -> None:
 @click.pass_context
 def new_plugin(context: click.Context, name: str, kind: str, into: Path | None) -> None:
     """Create a plugin: a package with one component that works, its test, and a workflow that runs it."""
+    kind = next((name for name, each in PLUGIN_KINDS.items() if each.component == kind), kind)
     if kind not in PLUGIN_KINDS:
         hint = suggest(kind, PLUGIN_KINDS)
         raise click.UsageError(f"--kind {kind!r}: there is no such template.{hint} Kinds: {', '.join(PLUGIN_KINDS)}")
@@ -102,14 +110,15 @@ def new_plugin(context: click.Context, name: str, kind: str, into: Path | None) 
     taken = getattr(context.find_root().command, "commands", {}) if kind == "command" else ()
     if name in (taken or get_manager().components(component)):
         raise click.UsageError(f"{name!r}: there is a {kind} of this name already; choose another, as in my-{name}")
-    stem = _to_class_name(name)
-    suffix = _to_class_name(kind)
+    stem, suffix = _to_class_name(name), _to_class_name(kind)
+    if not chosen.is_function:
+        stem = stem.removesuffix(suffix) or stem
     values = {
         "USAGE": chosen.usage,  # has placeholders itself
         "KIND": kind,
         "A_KIND": f"{'an' if kind[0] in 'aei' else 'a'} {kind.replace('_', ' ')}",
         "COMPONENT": component,
-        "OBJECT": _to_module(name) if chosen.is_function else (stem.removesuffix(suffix) or stem) + suffix,
+        "OBJECT": _to_module(name) if chosen.is_function else stem + suffix,
         "STEM": stem,
         "SUMMARY": chosen.summary,
         "DEPENDENCIES": chosen.dependencies,

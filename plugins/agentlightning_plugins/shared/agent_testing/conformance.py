@@ -35,6 +35,12 @@ def is_tool_span(span: Span) -> bool:
     return span.attributes.get("gen_ai.operation.name") == "execute_tool"
 
 
+def attribute(span: Span, name: str, promise: str) -> Any:
+    """Returns an attribute of a span; without it, the test fails and names it."""
+    assert name in span.attributes, f"{promise} has the attribute {name}; {span.name!r} has {sorted(span.attributes)}"
+    return span.attributes[name]
+
+
 async def go_on(release: asyncio.Event) -> None:
     """Lets the model answer and gives a waiting agent time to continue, even on a busy machine."""
     release.set()
@@ -87,27 +93,34 @@ class AgentConformance:
         async with self.lab(agent) as lab:
             (rollout,) = await lab.run(ask(2, 3))
             spans = await lab.spans(rollout)
-        (tool,) = [span for span in spans if is_tool_span(span)]
-        assert tool.attributes["gen_ai.tool.name"] == "add"
-        assert json.loads(tool.attributes["gen_ai.tool.call.arguments"]) == {"a": 2, "b": 3}
-        assert "5" in str(tool.attributes["gen_ai.tool.call.result"])
-        assert AGENT_NAME in _agents_above(tool, spans)
+        tool = _tool_span(spans)
+        assert attribute(tool, "gen_ai.tool.name", "a tool's span") == "add"
+        assert json.loads(attribute(tool, "gen_ai.tool.call.arguments", "a tool's span")) == {"a": 2, "b": 3}
+        assert "5" in str(attribute(tool, "gen_ai.tool.call.result", "a tool's span"))
+        _check_agent(tool, spans)
 
     async def test_each_model_call_has_its_messages_and_token_counts(self, agent: Any) -> None:
         async with self.lab(agent) as lab:
             (rollout,) = await lab.run(ask(2, 3))
             spans = await lab.spans(rollout)
         mine = [span for span in spans if semconv.is_llm_call(span) and not semconv.is_gateway_call(span)]
+        assert mine, f"a model call's span has gen_ai.operation.name = 'chat'; the spans are {_names(spans)}"
         by_response = {semconv.read_response_id(span): span for span in mine}
-        assert len(by_response) == 2
+        assert len(by_response) == 2, f"each model call has a span with its own gen_ai.response.id: {_names(mine)}"
         first, last = by_response.values()
+        for span in (first, last):
+            has_messages = semconv.read_input_messages(span) and semconv.read_output_messages(span)
+            assert has_messages, (
+                f"a model call's span has the attributes {semconv.GEN_AI_INPUT_MESSAGES} and "
+                f"{semconv.GEN_AI_OUTPUT_MESSAGES}; {span.name!r} has {sorted(span.attributes)}"
+            )
         assert semconv.read_input_messages(first)[0]["role"] == "system"
         assert semconv.read_output_messages(first)[0]["tool_calls"][0]["function"]["name"] == "add"
         assert semconv.read_output_messages(last)[0]["content"] == "The sum is 5."
         for span in (first, last):
-            assert span.attributes[semconv.GEN_AI_INPUT_TOKENS] > 0
-            assert span.attributes[semconv.GEN_AI_OUTPUT_TOKENS] > 0
-            assert AGENT_NAME in _agents_above(span, spans)
+            assert attribute(span, semconv.GEN_AI_INPUT_TOKENS, "a model call's span") > 0
+            assert attribute(span, semconv.GEN_AI_OUTPUT_TOKENS, "a model call's span") > 0
+            _check_agent(span, spans)
 
     async def test_it_calls_the_model_of_its_rollout_with_the_resources_parameters(self, agent: Any) -> None:
         async with self.lab(agent) as lab:
@@ -128,8 +141,8 @@ class AgentConformance:
         for i, (rollout, spans) in enumerate(zip(rollouts, traces, strict=True), start=1):
             assert _outcome(rollout) == ("succeeded", None)
             assert find_final_reward(spans) == 1.0
-            (tool,) = [span for span in spans if is_tool_span(span)]
-            assert json.loads(tool.attributes["gen_ai.tool.call.arguments"]) == {"a": i, "b": 100 * i}
+            arguments = attribute(_tool_span(spans), "gen_ai.tool.call.arguments", "a tool's span")
+            assert json.loads(arguments) == {"a": i, "b": 100 * i}
             calls = [span for span in spans if semconv.is_llm_call(span)]
             assert {semconv.read_response_id(span) for span in calls if not semconv.is_gateway_call(span)} == {
                 semconv.read_response_id(span) for span in calls if semconv.is_gateway_call(span)
@@ -234,6 +247,26 @@ def _system_text(request: RecordedRequest) -> str:
         message["content"] for message in request.body["messages"] if message["role"] in ("system", "developer")
     ]
     return " ".join(content if isinstance(content, str) else json.dumps(content) for content in contents)
+
+
+def _names(spans: list[Span]) -> list[str]:
+    return [span.name for span in spans]
+
+
+def _tool_span(spans: list[Span]) -> Span:
+    tools = [span for span in spans if is_tool_span(span)]
+    assert len(tools) == 1, (
+        "a call of a tool is one span with gen_ai.operation.name = 'execute_tool'; "
+        f"{len(tools)} of these have it: {_names(spans)}"
+    )
+    return tools[0]
+
+
+def _check_agent(span: Span, spans: list[Span]) -> None:
+    assert AGENT_NAME in _agents_above(span, spans), (
+        f"a span of the agent encloses its calls and has the attribute gen_ai.agent.name = {AGENT_NAME!r}; above "
+        f"{span.name!r} are the agents {_agents_above(span, spans)}"
+    )
 
 
 def _agents_above(span: Span, spans: list[Span]) -> list[str]:

@@ -34,6 +34,7 @@ from agentlightning_plugins.shared.configuration.config import (
     CommandConfig,
     ComponentSpec,
     DatasetConfig,
+    NamedAgentConfig,
     TrainConfig,
     read_config,
 )
@@ -67,6 +68,8 @@ def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
         with _located(document, path):
             return None if value is None else loader(value)
 
+    with _located(document, ("plugin_settings",)):
+        get_manager().configure(expand(config.plugin_settings or {}))
     with _located(document, ("agent",)):
         agent = load_agent(config.agent)
     train = load(("data", "train"), load_data, config.data.train)
@@ -165,11 +168,15 @@ def open_store(config: TrainConfig, directory: Path) -> LightningStore:
     return create_store(expand(config.store), run=directory.name)
 
 
-def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
+def load_agent(spec: str | AgentConfig | CommandConfig | NamedAgentConfig) -> LitAgent[Any]:
     """Loads the agent that a configuration names."""
     if isinstance(spec, str):
-        return wrap(load_attribute(spec))
+        is_name = spec in get_manager().components("agent")
+        return wrap(get_manager().create("agent", spec) if is_name else load_attribute(spec))
     reward = _load_reward(spec)
+    if isinstance(spec, NamedAgentConfig):
+        made = get_manager().create("agent", {"name": spec.name, **expand(spec.model_extra or {})})
+        return wrap(made, reward)
     if isinstance(spec, CommandConfig):
         settings = {**expand(spec.model_extra or {}), "command": spec.command}
         return agl.CommandAgent(**bind_settings(agl.CommandAgent, settings, "a command agent"), reward=reward)
@@ -177,7 +184,7 @@ def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
     return wrap(load_attribute(spec.target), reward, task_to_input, spec.prompts)
 
 
-def _load_reward(spec: AgentConfig | CommandConfig) -> Any:
+def _load_reward(spec: AgentConfig | CommandConfig | NamedAgentConfig) -> Any:
     """Returns a function, a component, or the place where a command reports its reward, such as ``stdout``."""
     reward = spec.reward
     if isinstance(reward, str):
@@ -215,7 +222,13 @@ def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
     """Loads the tasks that a configuration names."""
     if isinstance(spec, str):
         return load_dataset(expand(spec))
-    return load_dataset(expand(spec.source), split=spec.split, limit=spec.limit, shuffle_seed=spec.shuffle_seed)
+    return load_dataset(
+        expand(spec.source),
+        reader=expand(spec.reader),
+        split=spec.split,
+        limit=spec.limit,
+        shuffle_seed=spec.shuffle_seed,
+    )
 
 
 def _load_resources(given: Mapping[str, Any]) -> dict[str, Resource]:

@@ -18,7 +18,8 @@ COMPONENTS: Final[tuple[str, ...]] = ("algorithm", "adapter", "tracer", "strateg
 """The components of a run that have a key of their kind in the configuration."""
 
 # Tags of the branches of a union. Pydantic adds them to the locations of errors; they are not keys of a configuration.
-_TEXT, _LIST, _MAPPING, _COMMAND = Tag("<text>"), Tag("<list>"), Tag("<mapping>"), Tag("<command>")
+_TEXT, _LIST, _MAPPING = Tag("<text>"), Tag("<list>"), Tag("<mapping>")
+_COMMAND, _COMPONENT = Tag("<command>"), Tag("<component>")
 
 
 def _check_component(value: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +33,10 @@ def _text_or_mapping(value: Any) -> str:
 
 
 def _agent_branch(value: Any) -> str:
-    return _COMMAND.tag if isinstance(value, Mapping) and "command" in value else _text_or_mapping(value)
+    given = value if isinstance(value, Mapping) else {}
+    if "command" in given:
+        return _COMMAND.tag
+    return _COMPONENT.tag if "name" in given and "target" not in given else _text_or_mapping(value)
 
 
 ComponentSpec: TypeAlias = Annotated[
@@ -80,11 +84,25 @@ class CommandConfig(_Section):
     where the command reports it: ``stdout``, ``file`` or ``exit_code``."""
 
 
+class NamedAgentConfig(_Section):
+    """An agent that a plugin offers under a name."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+    name: str
+    """Name of a component of the kind ``agent``. All other keys are its settings."""
+    reward: ComponentSpec | None = None
+    """As in ``AgentConfig``."""
+
+
 class DatasetConfig(_Section):
     """The source of tasks, and a selection from it."""
 
     source: str
-    """A file (.jsonl, .json, .csv, .parquet), ``module:attribute``, or ``hf:name``."""
+    """A file (.jsonl, .json, .csv, .parquet), ``module:attribute``, ``hf:name``, or what a plugin reads."""
+    reader: ComponentSpec | None = None
+    """The component of the kind ``dataset`` that reads the source. By default the one that is named like the source's
+    ending or its prefix before a colon, if a plugin offers one."""
     split: str | None = None
     """The split of a Hugging Face data set."""
     limit: int | None = Field(default=None, ge=1)
@@ -94,7 +112,10 @@ class DatasetConfig(_Section):
 
 
 AgentSpec: TypeAlias = Annotated[
-    Annotated[str, _TEXT] | Annotated[AgentConfig, _MAPPING] | Annotated[CommandConfig, _COMMAND],
+    Annotated[str, _TEXT]
+    | Annotated[AgentConfig, _MAPPING]
+    | Annotated[CommandConfig, _COMMAND]
+    | Annotated[NamedAgentConfig, _COMPONENT],
     Discriminator(_agent_branch),
 ]
 DatasetSpec: TypeAlias = Annotated[
@@ -119,7 +140,7 @@ class TrainConfig(_Section):
     run_dir: str | None = None
     """Directory of the run; default ``runs/<name>``, with a number if that exists."""
     agent: AgentSpec
-    """The agent: ``module:attribute``, or a mapping with ``target`` or ``command``."""
+    """The agent: ``module:attribute``, a component, or a mapping with ``target``, ``command`` or ``name``."""
     data: DataConfig = Field(default_factory=DataConfig)
     """The tasks."""
     algorithm: ComponentSpec | None = None
@@ -153,6 +174,8 @@ class TrainConfig(_Section):
     """Plugins that are not installed: files such as ``mine.py``, or folders that are packages."""
     disabled_plugins: list[str] | None = None
     """Plugins to switch off: names of plugins or distributions, as `agl plugins` shows them."""
+    plugin_settings: dict[str, dict[str, Any]] | None = None
+    """Settings of plugins whose hooks take them, by the name of the plugin."""
     hooks: list[str] | None = None
     """``module:attribute`` of ``Hook`` objects or classes."""
 

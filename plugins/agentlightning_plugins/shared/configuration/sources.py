@@ -10,7 +10,7 @@ import importlib.util
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, cast
@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 import cloudpickle
 
 from agentlightning.errors import ConfigError, suggest
+from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Dataset
 
 
@@ -79,13 +80,20 @@ _READERS: Final = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def load_dataset(
-    source: str, *, split: str | None = None, limit: int | None = None, shuffle_seed: int | None = None
+    source: str,
+    *,
+    reader: str | Mapping[str, Any] | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    shuffle_seed: int | None = None,
 ) -> Dataset[Any]:
     """Loads tasks.
 
     Args:
         source: a file (.jsonl, .json, .csv, .parquet), ``module:attribute`` of a sequence or of a function that returns
-            one, or ``hf:name`` of a Hugging Face data set.
+            one, ``hf:name`` of a Hugging Face data set, or what a component of the kind ``dataset`` reads.
+        reader: name of this component, alone or with settings. By default the component named like the ending of the
+            source, or like its prefix, as in ``lance:tasks``.
         split: the split of a Hugging Face data set; default ``train``.
         limit: maximum number of tasks, applied after shuffling.
         shuffle_seed: seed for shuffling; None keeps the order.
@@ -93,8 +101,12 @@ def load_dataset(
     Raises:
         ConfigError: the source cannot be loaded, or is empty.
     """
-    if source.startswith("hf:"):
-        tasks: Dataset[Any] = _load_hugging_face(source.removeprefix("hf:"), split or "train")
+    if reader is None and (found := _find_reader(source)) is not None:
+        reader, source = found
+    if reader is not None:
+        tasks = _check_sequence(get_manager().create("dataset", reader)(source), source)
+    elif source.startswith("hf:"):
+        tasks = _load_hugging_face(source.removeprefix("hf:"), split or "train")
     elif split is not None:
         raise ConfigError(f"{source!r} has no splits; only hf: data sets do")
     elif Path(source).suffix in _READERS:
@@ -113,6 +125,16 @@ def load_dataset(
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(order)
     return [tasks[index] for index in order[:limit]]
+
+
+def _find_reader(source: str) -> tuple[str, str] | None:
+    """Returns the reader that a plugin offers for a source, and what it reads."""
+    prefix, _, rest = source.partition(":")
+    readers = get_manager().components("dataset")
+    if rest and prefix in readers and prefix != "hf":
+        return prefix, rest
+    ending = Path(source).suffix
+    return (ending[1:], source) if ending[1:] in readers and ending not in _READERS else None
 
 
 def _read_file(path: Path) -> Sequence[Any]:
@@ -178,6 +200,10 @@ def _load_sequence(source: str) -> Dataset[Any]:
     found = load_attribute(source)
     if callable(found) and not hasattr(found, "__getitem__"):
         found = found()
+    return _check_sequence(found, source)
+
+
+def _check_sequence(found: Any, source: str) -> Dataset[Any]:
     if isinstance(found, (str, bytes, dict)) or not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
         raise ConfigError(
             f"{source} is a {type(found).__name__}; a sequence of tasks is needed, or a function that returns one"

@@ -2,7 +2,7 @@
 
 A record has a position, its place in the order of insertion. Indexes hold positions, which are plain integers that the
 garbage collector does not visit. The lock of the backend is held for each write and for each chunk of a read, so a long
-read does not delay writers; it may see records that were written while it runs.
+read does not delay writers; it may see records that were written while it runs. A read of less than a chunk is atomic.
 """
 
 from __future__ import annotations
@@ -252,7 +252,15 @@ class Table(Generic[R]):
             position = self.positions.get(tuple([condition.value for condition in query.where]), 0)
             row = self.row(position)
             return Page([], None, None) if row is None else Page([row], None, position)
-        candidates, total, conditions = self._candidates(query)
+        with self._lock:
+            candidates, total, conditions = self._candidates(query)
+            if isinstance(candidates, list) and len(candidates) < _CHUNK:
+                return self._read(query, candidates, total, conditions)
+        return self._read(query, candidates, total, conditions)
+
+    def _read(
+        self, query: Query[R], candidates: Iterable[int], total: int | None, conditions: Sequence[Condition]
+    ) -> Page[R]:
         tests = [make_test(condition, self._reader(condition.field)) for condition in conditions]
         either = [make_test(condition, self._reader(condition.field)) for condition in query.any_of]
         matches = ((position, row) for position in candidates if (row := self.row(position)) is not None)
@@ -274,7 +282,10 @@ class Table(Generic[R]):
         return Page([row for _, row in found], total if query.count else None, last)
 
     def _candidates(self, query: Query[R]) -> tuple[Iterable[int], int | None, Sequence[Condition]]:
-        """Returns the positions to check, the number of matches if an index has it, and the conditions left to test."""
+        """Returns the positions to check, the number of matches if an index has it, and the conditions left to test.
+
+        The caller holds the lock. It keeps it while it reads the positions if they are a list of less than a chunk.
+        """
         where: Sequence[Condition] = query.where
         descending = query.descending and query.sort_by is None
         wanted = {condition.field: values for condition in where if (values := lookup_values(condition)) is not None}
@@ -283,15 +294,14 @@ class Table(Generic[R]):
             found = [position for key in keys if (position := self.positions.get(key, 0)) > (query.after or 0)]
             return sorted(found, reverse=descending), None, where
         start = inf if descending else query.after or 0
-        with self._lock:
-            for index in self._indexes:
-                places = index.find(wanted)
-                if places is not None:
-                    break
-            else:
-                index, places = _NO_INDEX, [self._all]
-            count = sum(map(len, places))
-            chunk = places[0].chunk(start, descending) if len(places) == 1 else ()
+        for index in self._indexes:
+            places = index.find(wanted)
+            if places is not None:
+                break
+        else:
+            index, places = _NO_INDEX, [self._all]
+        count = sum(map(len, places))
+        chunk = places[0].chunk(start, descending) if len(places) == 1 else []
         total = count if len(index.fields) == len(where) and not query.any_of else None
         if index.constant and len(wanted) == len(where):
             where = [condition for condition in where if condition.field not in index.fields]

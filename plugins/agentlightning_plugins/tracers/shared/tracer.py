@@ -67,9 +67,9 @@ class OtelTracer(Tracer):
         """
         return current_traceparent()
 
-    def get_langchain_handler(self) -> Any:
-        """See ``Tracer``. The LangChain integration attaches it to every run; passing it as well is harmless."""
-        return get_manager().get("handler", "langchain")(pipeline.provider)
+    def get_handler(self, name: str) -> Any:
+        """See ``Tracer``. The LangChain integration attaches its handler to every run; a second one is harmless."""
+        return get_manager().create("handler", name)(pipeline.provider)
 
     def _source(self) -> Hashable:
         """Returns a key for the effect of ``_instrument``, which tracers with equal keys share."""

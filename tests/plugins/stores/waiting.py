@@ -7,20 +7,10 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from agentlightning.event import Event
-from agentlightning.records import AttemptedRollout, EnqueueRolloutRequest
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.actions import (
-    PATIENCE_S,
-    claim,
-    close,
-    dequeue,
-    finish,
-    in_other_thread,
-    make_span,
-    next_event,
-    soon,
-    subscribe,
-)
+from agentlightning.testing.store.primitives import PATIENCE_S, in_other_thread, soon
+from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest
+from tests.plugins.stores.actions import claim, close, dequeue, finish, make_span, next_event, subscribe
 
 T = TypeVar("T")
 

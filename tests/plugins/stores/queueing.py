@@ -11,17 +11,10 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
-from agentlightning.records import EnqueueRolloutRequest, RolloutConfig
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.actions import (
-    claim,
-    finish,
-    in_other_thread,
-    latest_attempt,
-    make_span,
-    read_attempted,
-    soon,
-)
+from agentlightning.testing.store.primitives import in_other_thread, soon
+from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
+from tests.plugins.stores.actions import claim, finish, latest_attempt, make_span, read_attempted
 
 
 class QueueingTests:

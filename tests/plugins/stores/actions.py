@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
 
 from agentlightning.event import Event
-from agentlightning.records import Attempt, AttemptedRollout, AttemptStatus, Rollout, RolloutConfig, Span
 from agentlightning.store.protocol import LightningStore
-
-T = TypeVar("T")
-
-PATIENCE_S = 60.0
-"""How long a test waits for something that must happen. Only a broken store makes a test wait that long."""
+from agentlightning.testing.store.primitives import soon
+from agentlightning.types import Attempt, AttemptedRollout, AttemptStatus, Rollout, RolloutConfig, Span
 
 _numbers = itertools.count(1)
-
-
-async def soon(awaitable: Awaitable[T]) -> T:
-    """Returns the result, or raises TimeoutError after ``PATIENCE_S``."""
-    return await asyncio.wait_for(awaitable, PATIENCE_S)
-
-
-async def in_other_thread(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Awaits a coroutine in an event loop of another thread."""
-    return await soon(asyncio.to_thread(lambda: asyncio.run(call())))
 
 
 async def claim(
@@ -51,6 +37,17 @@ async def finish(store: LightningStore, claimed: AttemptedRollout, status: Attem
     return await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status=status)
 
 
+def make_span(of: AttemptedRollout, name: str = "step", **attributes: Any) -> Span:
+    """Makes a new span of an attempt, without a number."""
+    return Span.from_attributes(
+        attributes=attributes,
+        rollout_id=of.rollout_id,
+        attempt_id=of.attempt.attempt_id,
+        name=name,
+        span_id=f"{next(_numbers):016x}",
+    )
+
+
 async def read(store: LightningStore, rollout_id: str) -> Rollout:
     """Returns a rollout as it is stored now."""
     rollout = await store.get_rollout_by_id(rollout_id)
@@ -69,17 +66,6 @@ async def latest_attempt(store: LightningStore, rollout: Rollout) -> Attempt:
     attempt = await store.get_latest_attempt(rollout.rollout_id)
     assert attempt is not None
     return attempt
-
-
-def make_span(of: AttemptedRollout, name: str = "step", **attributes: Any) -> Span:
-    """Makes a new span of an attempt, without a number."""
-    return Span.from_attributes(
-        attributes=attributes,
-        rollout_id=of.rollout_id,
-        attempt_id=of.attempt.attempt_id,
-        name=name,
-        span_id=f"{next(_numbers):016x}",
-    )
 
 
 async def subscribe(store: LightningStore, kinds: Sequence[str] | None) -> AsyncIterator[Event]:

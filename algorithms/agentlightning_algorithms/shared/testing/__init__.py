@@ -1,0 +1,1 @@
+"""Conformance tests for parts of a training, which ``agentlightning.testing`` offers."""

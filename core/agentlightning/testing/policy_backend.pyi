@@ -1,0 +1,3 @@
+"""Conformance tests for policy backends."""
+
+from agentlightning_algorithms.shared.testing.policy_backend import PolicyBackendConformance as PolicyBackendConformance

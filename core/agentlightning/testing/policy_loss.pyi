@@ -1,0 +1,3 @@
+"""Conformance tests for policy losses."""
+
+from agentlightning_algorithms.shared.testing.policy_loss import PolicyLossConformance as PolicyLossConformance
