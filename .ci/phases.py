@@ -63,6 +63,7 @@ class Run:
                 [ruff, "check", "--quiet", "."],
                 [ruff, "format", "--check", "--quiet", "."],
                 [mypy, "--no-error-summary", *SOURCES],
+                [str(environment / "python"), "-m", "tests.new_plugins"],
             ]
         select = "soak" if self.soak else "serial and not soak" if part == "serial" else "not serial and not soak"
         pytest = [str(environment / "python"), "-m", "pytest", "-m", select, "-o", f"cache_dir=.pytest_cache/{part}"]

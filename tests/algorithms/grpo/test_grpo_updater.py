@@ -342,8 +342,8 @@ def test_the_loss_passed_to_forward_backward_replaces_the_objective(tiny_policy:
 
 
 def read_example() -> dict[str, Any]:
-    """Executes the example plugin of docs/training-session.md and returns its names."""
-    page = (Path(__file__).parents[3] / "docs" / "training-session.md").read_text(encoding="utf-8")
+    """Executes the example plugin of docs/plugins/training.md and returns its names."""
+    page = (Path(__file__).parents[3] / "docs" / "plugins" / "training.md").read_text(encoding="utf-8")
     code = next(block for block in page.split("```")[1::2] if "def soft_gate" in block).removeprefix("python")
     assert len([line for line in code.splitlines() if line.strip() and "import" not in line]) <= 20
     names: dict[str, Any] = {"__name__": __name__}

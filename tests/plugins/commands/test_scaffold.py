@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -11,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from agentlightning.plugin.hookspecs import INTERFACE
+from agentlightning_plugins.commands.new import PLUGIN_KINDS
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms import prompt_lab
 from tests.algorithms.tiny_model import save_tiny_model
+from tests.new_plugins import write_plugins
 from tests.plugins.commands.agl_here import run_here
 from tests.waiting import LIMIT_S
 
@@ -94,14 +98,47 @@ def test_a_new_agent_for_apo_trains_and_finds_a_better_prompt(tmp_path: Path, mo
 
 @pytest.mark.slow
 def test_a_new_plugin_can_be_installed_is_listed_and_passes_its_own_test(tmp_path: Path) -> None:
-    assert run_here(tmp_path, "new", "plugin", "reward-file").code == 0
-    folder = tmp_path / "reward-file"
+    said = run_here(tmp_path, "new", "plugin", "metrics-file").stdout
+    assert "    cd metrics-file\n    pip install -e '.[test]'\n    agl plugins\n    pytest\n" in said
+    folder = tmp_path / "metrics-file"
     install = ("install", "--quiet", "--no-build-isolation", "--no-deps", "--target", str(tmp_path / "site"), ".")
     run(folder, "pip", *install)
+    assert (tmp_path / "site" / "metrics_file" / "py.typed").is_file()
     site = {"PYTHONPATH": str(tmp_path / "site")}
-    assert "reward-file" in run(tmp_path, "agentlightning", "plugins", "--json", **site)
+    assert "metrics-file" in run(tmp_path, "agentlightning", "plugins", "--json", **site)
     run(folder, "pytest", "-q", "-p", "no:cacheprovider", **site)
-    run(folder, "ruff", "check", "--isolated", "--line-length", "120", ".")
+
+
+@pytest.mark.slow
+def test_a_new_plugin_of_every_kind_loads_and_passes_ruff_and_its_own_tests(tmp_path: Path) -> None:
+    """`make lint` checks their types."""
+    packages = write_plugins(tmp_path)
+    for package in packages:
+        texts = [file.read_text(encoding="utf-8") for file in package.rglob("*") if file.is_file()]
+        assert [found for text in texts for found in re.findall("@[A-Z_]+@", text)] == []
+        assert {"AGENTS.md", ".github"} <= {file.name for file in package.iterdir()}
+    assert {package.name for package in packages} == {f"my-{kind.replace('_', '-')}" for kind in PLUGIN_KINDS}
+    site = {"PYTHONPATH": str(tmp_path / "site")}
+    plugins = {
+        each["plugin"]: each for each in json.loads(run(tmp_path, "agentlightning", "plugins", "--json", **site))
+    }
+    assert {plugins[package.name]["error"] for package in packages} == {""}
+    assert {plugins[package.name]["interface"] for package in packages} == {INTERFACE}
+    run(tmp_path, "ruff", "check", "--no-cache", ".")
+    run(tmp_path, "ruff", "format", "--no-cache", "--check", ".")
+    config = ("-c", str(packages[0] / "pyproject.toml"), "--rootdir", str(tmp_path))
+    run(
+        tmp_path, "pytest", "-p", "no:cacheprovider", *config, *(str(package / "tests") for package in packages), **site
+    )
+
+
+def test_a_plugin_of_an_unknown_kind_is_refused_with_all_kinds(tmp_path: Path) -> None:
+    refused = run_here(tmp_path, "new", "plugin", "mine", "--kind", "traker")
+    assert refused.code == 2
+    assert "--kind 'traker'" in refused.stderr
+    assert "Did you mean 'tracker'?" in refused.stderr
+    assert ", ".join(PLUGIN_KINDS) in refused.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -130,6 +167,13 @@ def test_an_invalid_name_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_name_that_is_reserved_by_python_is_refused(tmp_path: Path, name: str) -> None:
     refused = run_here(tmp_path, "new", "plugin", name)
     assert (refused.code, f"choose another, as in my-{name}" in refused.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("kind", "name"), [("tracker", "console"), ("store", "sqlite"), ("command", "train")])
+def test_a_plugin_with_the_name_of_something_installed_is_refused(tmp_path: Path, kind: str, name: str) -> None:
+    refused = run_here(tmp_path, "new", "plugin", name, "--kind", kind)
+    assert (refused.code, f"there is a {kind} of this name already" in refused.stderr) == (2, True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,15 +5,88 @@ from __future__ import annotations
 import keyword
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import click
 
+from agentlightning import __version__
 from agentlightning.cli import echo
-from agentlightning.plugin.hookspecs import hookimpl
+from agentlightning.errors import suggest
+from agentlightning.plugin.hookspecs import INTERFACE, hookimpl
+from agentlightning.plugin.registry import get_manager
 
 _TEMPLATES: Final = Path(__file__).with_name("template")
+
+
+class _Kind(NamedTuple):
+    """A template of `agl new plugin --kind`."""
+
+    summary: str
+    """One line about the component of the template."""
+    usage: str
+    """How users select it, in Markdown."""
+    component: str = ""
+    """The kind of the component if it differs from the name of the template."""
+    is_function: bool = False
+    dependencies: str = ""
+    """As in ``pyproject.toml``."""
+
+
+def _in_configuration(line: str) -> str:
+    return f"A configuration selects it:\n\n    {line}"
+
+
+PLUGIN_KINDS: Final = {
+    "adapter": _Kind("converts spans to messages and a reward", _in_configuration("adapter: @NAME@")),
+    "advantage": _Kind(
+        "compares rewards with their mean",
+        _in_configuration("algorithm: {name: grpo, experience: {estimator: @NAME@}}"),
+        is_function=True,
+    ),
+    "agent": _Kind("adds the numbers of a question", _in_configuration("agent: {name: @NAME@, resource: prompt}")),
+    "algorithm": _Kind(
+        "publishes the best of several prompts",
+        _in_configuration('algorithm: {name: @NAME@, candidates: ["Be brief. {question}"]}'),
+    ),
+    "command": _Kind("counts rollouts by status", "It adds a command:\n\n    agl @NAME@ --store URL", is_function=True),
+    "credit": _Kind(
+        "gives the last call the reward and others a share",
+        _in_configuration("adapter: {name: triplet, credit: {name: @NAME@, share: 0.5}}"),
+    ),
+    "dialect": _Kind("an API of one question and one answer", "Agents call the gateway at `/@NAME@/ask`."),
+    "integration": _Kind(
+        "runs the agents of a framework",
+        "`agl.wrap(agent, reward=...)` and `Trainer.fit(agent)` accept the framework's objects.",
+        dependencies='"openai>=1.109"',
+    ),
+    "loss": _Kind(
+        "a soft gate instead of clipping",
+        _in_configuration("algorithm: {name: grpo, update: {objective: @NAME@}}"),
+        component="policy_loss",
+        is_function=True,
+        dependencies='"torch"',
+    ),
+    "provider": _Kind(
+        "servers with a header of their own for the key",
+        "A model list names it: `{model: m, endpoint: ..., provider: @NAME@}`.",
+    ),
+    "report": _Kind(
+        "lists the failures of a run", "Every run with a directory writes it when it ends.", is_function=True
+    ),
+    "reward": _Kind(
+        "compares words", _in_configuration("agent: {target: agent.py:agent, reward: @NAME@}"), is_function=True
+    ),
+    "store": _Kind("keeps records in memory", _in_configuration('store: "@NAME@://"')),
+    "strategy": _Kind("runs everything in one event loop", _in_configuration("strategy: @NAME@")),
+    "template_engine": _Kind(
+        "renders $name", 'Prompts select it: `PromptTemplate("Be brief. $question", engine="@NAME@")`.'
+    ),
+    "tracer": _Kind("records the id of the process", _in_configuration("tracer: @NAME@")),
+    "tracker": _Kind("writes metrics to a file", _in_configuration("trackers: [console, @NAME@]")),
+}
+"""The templates of plugins by name, which the folder ``template/kinds`` has."""
 
 
 @click.group("new")
@@ -23,13 +96,39 @@ def new() -> None:
 
 @new.command("plugin")
 @click.argument("name")
+@click.option("--kind", default="tracker", show_default=True, help=f"What it offers: {', '.join(PLUGIN_KINDS)}.")
 @click.option("--into", type=click.Path(path_type=Path), help="Directory to create; default is the plugin's name.")
-def new_plugin(name: str, into: Path | None) -> None:
-    """Create a plugin package: a tracker, with a test that installs and uses it."""
-    folder = _write("plugin", name, into)
+@click.pass_context
+def new_plugin(context: click.Context, name: str, kind: str, into: Path | None) -> None:
+    """Create a plugin: a package with one component that works, its test, and a workflow that runs it."""
+    kind = next((name for name, each in PLUGIN_KINDS.items() if each.component == kind), kind)
+    if kind not in PLUGIN_KINDS:
+        hint = suggest(kind, PLUGIN_KINDS)
+        raise click.UsageError(f"--kind {kind!r}: there is no such template.{hint} Kinds: {', '.join(PLUGIN_KINDS)}")
+    chosen = PLUGIN_KINDS[kind]
+    component = chosen.component or kind
+    taken = getattr(context.find_root().command, "commands", {}) if kind == "command" else ()
+    if name in (taken or get_manager().components(component)):
+        raise click.UsageError(f"{name!r}: there is a {kind} of this name already; choose another, as in my-{name}")
+    stem, suffix = _to_class_name(name), _to_class_name(kind)
+    if not chosen.is_function:
+        stem = stem.removesuffix(suffix) or stem
+    values = {
+        "USAGE": chosen.usage,  # has placeholders itself
+        "KIND": kind,
+        "A_KIND": f"{'an' if kind[0] in 'aei' else 'a'} {kind.replace('_', ' ')}",
+        "COMPONENT": component,
+        "OBJECT": _to_module(name) if chosen.is_function else stem + suffix,
+        "STEM": stem,
+        "SUMMARY": chosen.summary,
+        "DEPENDENCIES": chosen.dependencies,
+        "INTERFACE": str(INTERFACE),
+        "VERSION": __version__,
+    }
+    folder = _write("plugin", name, into, f"kinds/{kind}", values=values)
     echo(
-        f"Created a working plugin in {folder}. Next:\n\n"
-        f"    cd {folder}\n    pip install -e . pytest\n    agl plugins\n    pytest"
+        f"Created a plugin with {values['A_KIND']} in {folder}. Next:\n\n"
+        f"    cd {folder}\n    pip install -e '.[test]'\n    agl plugins\n    pytest\n\nREADME.md says how to use it."
     )
 
 
@@ -75,25 +174,35 @@ def completion(context: click.Context, shell: str) -> None:
     echo(cls(context.find_root().command, {}, "agl", "_AGL_COMPLETE").source())
 
 
-def _write(kind: str, name: str, into: Path | None, *layers: str) -> Path:
-    """Fills in the template ``kind``, whose files may be replaced by those of ``layers``; returns the directory."""
+def _to_module(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _to_class_name(name: str) -> str:
+    return "".join(part.capitalize() for part in re.split("[-_]", name))
+
+
+def _write(kind: str, name: str, into: Path | None, *layers: str, values: Mapping[str, str] | None = None) -> Path:
+    """Fills in the template ``kind``, whose files may be replaced by those of ``layers``; returns the directory.
+
+    ``@NAME@``, ``@MODULE@`` and the names of ``values`` in the files are replaced, in the order of ``values``.
+    """
     if re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) is None:
         raise click.UsageError(f"{name!r}: a name consists of lower-case letters, digits and hyphens, as in my-{kind}")
-    module = name.replace("-", "_")
+    module = _to_module(name)
     if keyword.iskeyword(module) or module in sys.stdlib_module_names:
         raise click.UsageError(f"{name!r}: Python uses this name; choose another, as in my-{name}")
     folder = into or Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise click.UsageError(f"{folder} already exists; choose another directory with --into")
-    class_name = "".join(part.capitalize() for part in module.split("_"))
     templates: dict[str, Path] = {}
     for layer in (kind, *layers):
         templates |= {str(file.relative_to(_TEMPLATES / layer)): file for file in (_TEMPLATES / layer).rglob("*.in")}
     for path, source in sorted(templates.items()):
         target = folder / path.removesuffix(".in").replace("MODULE", module)
         text = source.read_text(encoding="utf-8")
-        for placeholder, value in (("@NAME@", name), ("@MODULE@", module), ("@CLASS@", class_name)):
-            text = text.replace(placeholder, value)
+        for placeholder, value in {**(values or {}), "NAME": name, "MODULE": module}.items():
+            text = text.replace(f"@{placeholder}@", value)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     return folder
