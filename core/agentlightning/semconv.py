@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -71,6 +72,12 @@ GATEWAY_COMPLETE: Final = "agentlightning.gateway.complete"
 CACHED_SUFFIX: Final = " (cached)"  # ends the name of the gateway's span if its cache answered the call
 LATE: Final = "agentlightning.late"
 """Set by the store on a span that an agent wrote after its attempt had ended; rewards in it do not count."""
+UNTRUSTED: Final = "agentlightning.untrusted"
+"""Set by the store on a span that came with the token of an attempt: the names of what was removed from the span."""
+TRAINING: Final = "agentlightning.training"
+"""Begins the names of the spans of training records, and of their attributes."""
+TRAINING_ID: Final = "training-"
+"""Begins the ids of the spans of training records, so that no other span can take their ids."""
 
 GEN_AI_AGENT_NAME: Final = "gen_ai.agent.name"
 GEN_AI_TOOL_NAME: Final = "gen_ai.tool.name"
@@ -80,6 +87,11 @@ ANSWERED_TOOL_CALL: Final = "agentlightning.answered_tool_call"
 RAW_ANSWER: Final = "agentlightning.raw_answer"
 """Given by span readers: the answer of the model server, with token ids if it is vLLM, as a mapping."""
 
+_PROTECTED: Final = frozenset(
+    {PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, LOGPROBS, WEIGHT_VERSION, WEIGHT_VERSIONS, RAW_ANSWER}
+    | {LATE, UNTRUSTED, TRAINING}
+)
+_PROTECTED_PREFIXES: Final = (f"{CHOICE}.", "agentlightning.gateway.", f"{TRAINING}.")
 _CALL_OPERATIONS: Final = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
 _FINISH_REASONS: Final = {"tool_call": "tool_calls"}
 Message = dict[str, Any]
@@ -112,6 +124,28 @@ def read_attribute(span: Span, name: str) -> Any:
         if (value := read(span)) is not None:
             return value
     return None
+
+
+def distrust(span: Span) -> Span:
+    """Returns a span that an agent wrote itself, without what only the gateway, the trainer and the store may write.
+
+    That is the evidence on which weights are trained (tokens, log-probabilities, versions of weights, choices), the
+    gateway's accounts, and training records. ``UNTRUSTED`` lists the names that were removed.
+    """
+    names = [name for name in span.attributes if _is_protected(name)]
+    changes: dict[str, Any] = {}
+    if f"{span.name}.".startswith(f"{TRAINING}."):
+        names.append(span.name)
+        changes["name"] = UNTRUSTED
+    if span.span_id.startswith(TRAINING_ID):
+        names.append(span.span_id)
+        changes["span_id"] = os.urandom(8).hex()
+    kept = {name: value for name, value in span.attributes.items() if not _is_protected(name)}
+    return span.model_copy(update={**changes, "attributes": {**kept, UNTRUSTED: names}}).sealed()
+
+
+def _is_protected(name: str) -> bool:
+    return name in _PROTECTED or name.startswith(_PROTECTED_PREFIXES)
 
 
 class TokenData(NamedTuple):
@@ -164,7 +198,17 @@ def read_model(span: Span) -> str | None:
 
 
 def read_token_data(span: Span, choice: int = 0) -> TokenData | None:
-    """Returns the tokens of the answer with index ``choice``, if they were recorded."""
+    """Returns the tokens of the answer with index ``choice``, if they were recorded, and not by an agent itself."""
+    return None if UNTRUSTED in span.attributes else _read_tokens(span, choice)
+
+
+def claims_tokens(span: Span) -> bool:
+    """Whether an agent itself claims which tokens were sampled; ``read_token_data`` ignores such a claim."""
+    removed = span.attributes.get(UNTRUSTED)
+    return bool(removed) or (removed is not None and _read_tokens(span, 0) is not None)
+
+
+def _read_tokens(span: Span, choice: int) -> TokenData | None:
     attributes: Mapping[str, Any] = span.attributes
     prefix = f"{CHOICE}.{choice}." if choice else ""
     response = attributes.get(prefix + RESPONSE_TOKEN_IDS)

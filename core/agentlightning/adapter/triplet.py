@@ -133,7 +133,8 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
     ``model`` (that answered), ``requested_model`` (the name that the agent asked for), ``finish_reason``,
     ``weight_version``, ``complete`` (True: the whole answer passed the gateway), ``span_id`` and ``choice`` (of n
     answers), or None for unknown values. If the weights changed during an answer, ``weight_versions`` has one for each
-    token. Calls without a complete answer give no triplet.
+    token. ``untrusted`` (True) is present if only the agent itself claims which tokens were sampled, so that they are
+    left out. Calls without a complete answer give no triplet.
 
     ``reward`` is what the agent emitted for this call; ``find_final_reward`` of the same spans gives the reward of
     the attempt. With a ``credit`` rule, ``reward`` is what the rule assigns to the call, and ``metadata["credit"]``
@@ -254,7 +255,9 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         if self.exclude_llm_call_in_reward and call.anchor.is_in_reward:
             return "made to compute a reward"
         if call.response_id is None and not any(
-            semconv.read_token_data(node.span) or semconv.read_output_messages(node.span) for node in call.nodes
+            read(node.span)
+            for node in call.nodes
+            for read in (semconv.read_token_data, semconv.claims_tokens, semconv.read_output_messages)
         ):
             return "without an answer"
         return None
@@ -273,6 +276,7 @@ def _to_triplets(call: TracedCall, reward: float | None) -> Iterator[Triplet]:
     answers = call.read_answers()
     finish_reasons = read(semconv.read_finish_reasons) or []
     versions = (span.attributes.get(semconv.WEIGHT_VERSION) for span in spans)
+    is_claimed = any(map(semconv.claims_tokens, spans))
     metadata = {
         "response_id": call.response_id,
         "agent_name": call.anchor.agent_name,
@@ -305,6 +309,7 @@ def _to_triplets(call: TracedCall, reward: float | None) -> Iterator[Triplet]:
                 "finish_reason": finish_reason,
                 "choice": choice,
                 **({"weight_versions": list(mixed)} if mixed else {}),
+                **({"untrusted": True} if is_claimed and tokens is None else {}),
             },
         )
 

@@ -19,14 +19,12 @@ from agentlightning_plugins.shared.chat_history import TraceToMessages, drop_pre
 from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.shared.rendering.conversation import read_conversations
 from agentlightning_plugins.shared.training_records.query import read_entry
-from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN
+from agentlightning_plugins.shared.training_records.record import RECORDS, TrainedRow, read_records
 
 _MAX_SPANS: Final = 5_000
 _MAX_ROWS: Final = 500
 """Maximum number of spans in the waterfall and in the JSON twin."""
 _MAX_CONVERSATIONS: Final = 40
-_RECORDS: Final = (ROW_SPAN, LEDGER_SPAN)
-"""Spans that training adds later; the pages about training show them."""
 
 
 async def show_rollout(visit: Visit) -> dict[str, Any]:
@@ -70,9 +68,10 @@ async def _describe_attempt(visit: Visit, attempt: Attempt) -> dict[str, Any]:
         ],
         "conversations": conversations[-_MAX_CONVERSATIONS:],
         "conversation_count": len(conversations),
-        "spans": _describe_spans([node for node in nodes if node.span.name not in _RECORDS], _trained_calls(spans)),
-        "span_total": page.total - sum(span.name in _RECORDS for span in spans),
-        "is_recorded": any(span.name in _RECORDS for span in spans),
+        # The pages about training show its records.
+        "spans": _describe_spans([node for node in nodes if node.span.name not in RECORDS], _trained_calls(spans)),
+        "span_total": page.total - sum(span.name in RECORDS for span in spans),
+        "is_recorded": any(span.name in RECORDS for span in spans),
         "outcome": None if entry is None else entry.outcome,
         "tokens": _count_tokens(spans),
     }
@@ -80,8 +79,7 @@ async def _describe_attempt(visit: Visit, attempt: Attempt) -> dict[str, Any]:
 
 def _trained_calls(spans: Sequence[Span]) -> frozenset[str]:
     """Returns the response ids of the calls that are in a trained row."""
-    rows = [span for span in spans if span.name == ROW_SPAN]
-    return frozenset(name for row in rows for name in row.attributes.get("agentlightning.training.response_ids") or ())
+    return frozenset(call.response_id for row in read_records(TrainedRow, spans) for call in row.calls)
 
 
 def _describe_spans(nodes: Sequence[Node], trained: Collection[str]) -> list[dict[str, Any]]:
