@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -111,12 +110,7 @@ _OUTPUTS: Final = ("agentops.task.output", "agentops.entity.output")
 
 def _read_reward(span: Span) -> Any:
     for key in _OUTPUTS:  # the JSON that a function decorated with @reward returned
-        output = span.attributes.get(key)
-        if isinstance(output, str):
-            try:
-                output = json.loads(output)
-            except ValueError:
-                continue
+        output = semconv.parse_json(span.attributes.get(key))
         if isinstance(output, Mapping) and output.get("type") == "reward":
             return output.get("value")
     return span.attributes.get("reward") if span.name == semconv.SPAN_REWARD else None

@@ -72,21 +72,7 @@ class _RowValues(TypedDict):
     weight_versions: NotRequired[list[int]]
 
 
-@with_config(ConfigDict(strict=True))
-class _LedgerValues(TypedDict):
-    """The attributes of the span with the outcome of a rollout."""
-
-    step: int
-    group: str
-    outcome: Outcome
-    reward: NotRequired[_Number]
-    tokens: NotRequired[int]
-    response_ids: NotRequired[list[str]]
-    outcomes: NotRequired[list[Outcome]]
-
-
 _row_values: Final = TypeAdapter(_RowValues)
-_ledger_values: Final = TypeAdapter(_LedgerValues)
 _LARGEST_HALF: Final = 65504.0
 
 
@@ -265,11 +251,16 @@ class LedgerEntry:
     @classmethod
     def from_span(cls, span: Span) -> LedgerEntry:
         """Reads the span of a rollout; raises ValueError if its values do not fit together."""
-        values: dict[str, Any] = {**_ledger_values.validate_python(_read(span))}
-        calls = dict(zip(values.pop("response_ids", ()), values.pop("outcomes", ()), strict=True))
-        return cls(rollout_id=span.rollout_id, attempt_id=span.attempt_id, calls=calls, **values)
+        values = _read(span)
+        names, outcomes = values.pop("response_ids", ()), values.pop("outcomes", ())
+        if not isinstance(names, (list, tuple)) or not isinstance(outcomes, (list, tuple)):
+            raise ValueError(f"its response ids {names!r:.100} and outcomes {outcomes!r:.100} are not lists")
+        calls = dict(zip(map(str, names), outcomes, strict=True))
+        ids = {"rollout_id": span.rollout_id, "attempt_id": span.attempt_id}
+        return _entry.validate_python({**values, **ids, "calls": calls})
 
 
+_entry: Final = TypeAdapter(LedgerEntry)
 AnyRecord = TypeVar("AnyRecord", TrainedRow, LedgerEntry)
 
 
@@ -281,7 +272,7 @@ def read_records(kind: type[AnyRecord], spans: Iterable[Span]) -> list[AnyRecord
             try:
                 records.append(kind.from_span(span))
             except ValueError as error:
-                logger.warning("a training record of rollout %s is left out: %s", span.rollout_id, error)
+                logger.warning("a training record of rollout %s is left out: %.500s", span.rollout_id, error)
     return records
 
 
