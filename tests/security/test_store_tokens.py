@@ -113,6 +113,7 @@ def test_an_attempt_token_cannot_write_what_weights_are_trained_on(store: StoreP
         assert name not in (stripped.span_id, *kept)
         assert stripped.name != name
     assert store.post("/spans/search", {"rollout_id": rollout_id}).json()["total"] == 0
+    assert re.search(rb"agl_store_refused_spans_total [1-9]", store.ask("GET", "/metrics", token=TOKEN).body)
     assert store.post("/spans/batch", {"spans": [good]}, token=token).status == 201
     if not name.startswith(semconv.TRAINING):
         assert store.post("/spans", forgeries[0], token=TOKEN).status == 201, "the gateway has the store's token"

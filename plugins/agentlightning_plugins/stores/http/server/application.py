@@ -167,6 +167,7 @@ class StoreApplication:
         if spans is not None:
             spans, reasons = await screen_spans(self._store, token, spans)
             if reasons:
+                self._metrics.refused_spans.inc(len(reasons))
                 raise RefusedError("invalid" if token is None else "forbidden", reasons[0])
             arguments.update({"record": spans[0]} if "record" in arguments else {"spans": spans})
 
@@ -182,6 +183,7 @@ class StoreApplication:
         token = request.get(_TOKEN)
         export = await otlp.read_request(request, _limits(token))
         response = await otlp.export_spans(export, self._store, token)
+        self._metrics.refused_spans.inc(response.partial_success.rejected_spans)
         return web.Response(body=otlp.write_response(response, request.content_type), content_type=request.content_type)
 
     async def _answer_metrics(self, request: web.Request) -> web.StreamResponse:
