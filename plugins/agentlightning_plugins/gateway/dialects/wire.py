@@ -11,10 +11,8 @@ import orjson
 
 from agentlightning.frozen import parse_lenient
 
-
-def parse_json(text: bytes) -> Any:
-    """Parses JSON, including NaN and infinities, which some model servers write; raises ValueError."""
-    return parse_lenient(text)
+parse_json = parse_lenient
+"""Some model servers write NaN and infinities."""
 
 
 def dump_json(value: Any) -> bytes:
