@@ -12,10 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 import agentlightning as agl
+from agentlightning import semconv
 from agentlightning.cli import cli
 from agentlightning.plugin.registry import PluginManager
 from agentlightning.types import Attempt
-from agentlightning_algorithms.grpo.episode import Episode
+from agentlightning_algorithms.grpo.episode import Episode, read_episode
 from agentlightning_algorithms.grpo.experience import build_experience, training_spans
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.policy.prepared_row import RowUse
@@ -81,6 +82,28 @@ def test_every_rollout_has_one_outcome_in_the_ledger() -> None:
     assert list(entries) == [episode.rollout.rollout_id for episode in episodes]
     assert entries["ro-a2"].calls == {"d": "stale", "e": "stale", "f": "too_long"}
     assert Counter(entries["ro-a0"].calls.values()) == {"trained": 2}
+
+
+def test_what_an_agent_wrote_itself_is_counted_and_not_trained_on() -> None:
+    attributes = {
+        "gen_ai.operation.name": "chat",
+        "prompt_token_ids": [1],
+        "response_token_ids": [2],
+        "logprobs": [-0.5],
+        "gen_ai.response.id": "x",
+    }
+    episodes, rewards = [], {"agentlightning.reward.0.value": 1.0}
+    for index, is_own in enumerate([True, False, False]):
+        rollout = _rollout("a", index)
+        ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+        call = agl.Span.from_attributes(attributes=attributes, name="chat", **ids)
+        reward = agl.Span.from_attributes(attributes=rewards if index < 2 else {}, name="reward", **ids)
+        spans = [semconv.distrust(call) if is_own else call, reward]
+        episodes.append(read_episode(rollout, spans, agl.TraceToTriplet()))
+    entries = _ledger(episodes, failed_reward=0.0)
+    assert [entry.calls for entry in entries.values()] == [{"x": "untrusted"}, {"x": "trained"}, {"x": "trained"}]
+    experience = build_experience(episodes, ExperienceSettings(failed_reward=0.0), max_length=50, vocabulary=2)
+    assert set(experience.left_out.values()) == {"unreadable_spans"}, "the model cannot embed token 2"
 
 
 @pytest.mark.parametrize("outcome", ["mismatch", "not_finite"])

@@ -110,10 +110,9 @@ def printed(spans: list[Span]) -> str:
 def is_alive(pid: int) -> bool:
     """Returns whether a process runs; a zombie that its parent has not reaped yet does not."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between opening and reading
         return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 async def is_gone(pid: int) -> bool:

@@ -41,6 +41,11 @@ class ServerMetrics(ScrapedMetrics):
         self._requests = Counter(
             "agl_store_requests_total", "Requests answered.", ["method", "route", "status"], registry=registry
         )
+        self.refused_spans = Counter(
+            "agl_store_refused_spans_total",
+            "Spans that their sender may not write, or that are invalid.",
+            registry=registry,
+        )
         settings: dict[str, Any] = {"registry": registry, "buckets": _LATENCY_BUCKETS_S}
         self._latency = Histogram(
             "agl_store_request_seconds",
