@@ -55,11 +55,17 @@ def normalize(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+@functools.cache  # parsing the file costs as much as loading several plugins
+def read_metadata(distribution: importlib.metadata.Distribution) -> importlib.metadata.PackageMetadata:
+    return distribution.metadata
+
+
 @functools.cache
 def read_requirements(distribution: importlib.metadata.Distribution) -> list[Requirement]:
     from packaging.requirements import Requirement
 
-    return [Requirement(line) for line in distribution.requires or []]
+    lines = read_metadata(distribution).get_all("Requires-Dist") or distribution.requires  # an old .egg-info
+    return [Requirement(line) for line in lines or []]
 
 
 @functools.cache  # `agl plugins` asks for the extra of every component
@@ -71,19 +77,25 @@ def requirements_of_extra(distribution: importlib.metadata.Distribution, extra: 
     ]
 
 
+@functools.cache
+def _read_ours() -> tuple[str, set[str]]:
+    """Returns the installed version of ours, and its extras."""
+    metadata = importlib.metadata.distribution(OURS).metadata
+    return metadata["Version"], set(map(normalize, metadata.get_all("Provides-Extra") or ()))
+
+
 def find_unmet(distribution: importlib.metadata.Distribution) -> str:
     """Returns why a distribution does not fit this version of ours, as its metadata say; empty if it fits."""
-    ours = importlib.metadata.distribution(OURS)
-    extras = set(map(normalize, ours.metadata.get_all("Provides-Extra") or ()))
+    version, extras = _read_ours()
     for requirement in read_requirements(distribution):
         if normalize(requirement.name) != OURS or (
             requirement.marker and not requirement.marker.evaluate({"extra": ""})
         ):
             continue
-        if not requirement.specifier.contains(ours.version, prereleases=True):
-            return f"it needs {OURS}{requirement.specifier}, and {ours.version} is installed"
+        if not requirement.specifier.contains(version, prereleases=True):
+            return f"it needs {OURS}{requirement.specifier}, and {version} is installed"
         if unknown := set(map(normalize, requirement.extras)) - extras:
-            return f"it needs {OURS}[{', '.join(sorted(unknown))}], and {OURS} {ours.version} has no such extra"
+            return f"it needs {OURS}[{', '.join(sorted(unknown))}], and {OURS} {version} has no such extra"
     return ""
 
 

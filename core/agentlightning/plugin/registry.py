@@ -33,6 +33,7 @@ from agentlightning.plugin.checks import (
     find_unmet,
     import_target,
     normalize,
+    read_metadata,
     requirements_of_extra,
 )
 from agentlightning.plugin.hookspecs import CORE_KINDS, INTERFACE, Component, Kind
@@ -48,10 +49,9 @@ FILES: Final = "AGL_PLUGINS"
 _MAX_ERROR: Final = 500
 
 
-@functools.cache  # parses a file, which costs as much as loading several plugins
 def _read_origin(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
     """Returns the name of a distribution, and the name with the version."""
-    metadata = distribution.metadata
+    metadata = read_metadata(distribution)
     return normalize(metadata["Name"]), f"{metadata['Name']} {metadata['Version']}"
 
 
