@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 def kinds() -> list[Kind]:
     return [
         Kind("pages", "agentlightning_plugins.stores.http.server.application:Pages", "pages that agl store serves too"),
-        Kind("server", "agentlightning_plugins.stores.http.server:LightningStoreServer", "serves a store"),
     ]
 
 
@@ -33,12 +32,6 @@ def components() -> Iterable[Component]:
             "https",
             "agentlightning_plugins.stores.http.client:LightningStoreClient",
             summary="a store served by `agl store` behind TLS",
-        ),
-        Component(
-            "server",
-            "store",
-            "agentlightning_plugins.stores.http.server:LightningStoreServer",
-            summary="serves a store over HTTP",
         ),
     ]
 
