@@ -38,7 +38,7 @@ def _open(where: str, token: str | None) -> LightningStore:
     file = path / "store.db" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{file} does not exist; give the directory of a run, an SQLite file, or the URL of a store")
-    return create_store(f"sqlite:///{file}")
+    return create_store(where if path.is_dir() else f"sqlite:///{file}")
 
 
 async def _serve(store: LightningStore, host: str, port: int, token: str | None, *, read_only: bool) -> None:
