@@ -158,7 +158,7 @@ class StoreApplication:
                 result = await answer(context, arguments)
             except QuotaError:
                 if token is not None:  # other clients count what they lose
-                    await count_refused(self._store, *token[:2], len(spans_of(arguments) or ()))
+                    await count_refused(self._store, token.rollout_id, token.attempt_id, len(spans_of(arguments) or ()))
                 raise
             return json_response(encode(result), route.status)
 
