@@ -381,3 +381,12 @@ async def test_a_key_in_an_error_event_of_a_stream_is_redacted() -> None:
             async for _ in await client.chat.completions.create(**BODY, stream=True):
                 pass
         assert PROVIDER_KEY not in (await case.span(rollout)).model_dump_json()
+
+
+def test_a_gateway_that_other_machines_reach_without_keys_needs_a_second_setting() -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1"):  # nothing is bound
+        with pytest.raises(agl.ConfigError, match="anyone could use the providers' keys"):
+            agl.LLMProxy(host=host, require_keys=False)
+        agl.LLMProxy(host=host, require_keys=False, admit_strangers=True)
+        agl.LLMProxy(host=host)
+    agl.LLMProxy(host="127.0.0.1", require_keys=False)
