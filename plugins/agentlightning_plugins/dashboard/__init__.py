@@ -46,8 +46,9 @@ async def _serve(store: LightningStore, host: str, port: int, token: str | None,
     from aiohttp.typedefs import Handler
 
     from agentlightning_plugins.dashboard.dashboard import Dashboard
-    from agentlightning_plugins.shared.web.server import WebServer, stop_on_signals
+    from agentlightning_plugins.shared.web.server import WebServer, raise_file_limit, stop_on_signals
 
+    raise_file_limit()
     dashboard = Dashboard(store, [token] if token else [], read_only=read_only)
 
     @web.middleware

@@ -161,6 +161,11 @@ class AgentLightningServer:
             return _refuse(error.status, str(error))
         except StoreError as error:
             return _refuse(503, str(error))
+        except web.HTTPException:
+            raise
+        except Exception:  # isolation point: a request may fail, the server may not
+            logger.exception("%s %s failed", request.method, request.path)
+            return _refuse(500, "the server failed; see its log")
 
     async def _answer_task(self, request: web.Request) -> web.Response:
         await self._renew()
