@@ -1,4 +1,4 @@
-"""What reads texts of agents and models takes time in proportion to their length."""
+"""Readers of texts of agents and models take time in proportion to their length."""
 
 from __future__ import annotations
 

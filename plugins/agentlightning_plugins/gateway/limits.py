@@ -153,7 +153,7 @@ class AttemptUsage:
     tokens: int = 0
     cost: float = 0.0
     in_flight: list[AttemptUsage] = field(default_factory=list)
-    """What each call in flight may use, approximately."""
+    """The approximate usage of each call in flight."""
     settled: asyncio.Event | None = None
     """Set when a call in flight ends; None if no call waits for that."""
 

@@ -169,7 +169,7 @@ class GatewayServer:
         self._ended.refuse(attempt)
         call = await read_call(request, dialect, attempt)
         if call.body.get("background"):
-            message = "background: true is not supported: nobody would record and count the answer; leave it out"
+            message = "background: true is not supported: the answer would be neither recorded nor counted"
             raise CallRefused(400, message, "unsupported_field")
         await self._usage.restore(self._store, attempt)
         self._ended.refuse(attempt)  # it may have ended since
