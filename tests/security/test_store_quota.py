@@ -21,6 +21,7 @@ from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.legacy.v0 import AgentLightningServer
 from agentlightning_plugins.shared.scripted_model.reply import Answer
 from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI
+from agentlightning_plugins.shared.training_records.record import LedgerEntry
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from tests.security.store_process import AGL, TOKEN, StoreProcess, running_store
 
@@ -94,6 +95,18 @@ async def test_spans_above_a_quota_are_refused_and_counted_and_the_attempt_goes_
         with pytest.raises(QuotaError, match="AGL_RUN_SPANS"):
             await client.add_many_spans([agl.Span.model_validate(s) for s in spans_of((rollout_id, attempt_id), 11)])
         await client.close()
+
+
+async def test_an_attempt_that_is_full_does_not_stop_the_records_of_the_trainer() -> None:
+    store = agl.InMemoryLightningStore()
+    rollout = await store.start_rollout({})
+    ids = rollout.rollout_id, rollout.attempt.attempt_id
+    await store.add_many_spans([agl.Span.model_validate(span) for span in spans_of(ids, 50)])
+    with pytest.raises(QuotaError):
+        await store.add_many_spans([agl.Span.model_validate(span) for span in spans_of(ids, 1)])
+    entry = LedgerEntry(*ids, 1, "group", "failed").to_span()
+    assert await store.add_span(entry) is not None
+    await store.close()
 
 
 def test_an_export_has_at_most_2000_spans(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ _DEFAULTS: Final = {
     "AGL_RUN_MIB": 256 * 1024,
 }
 """The settings, which are environment variables of the process that stores spans, and their defaults."""
+_TRAINING: Final = "agentlightning.training."
+"""Begins the names of training records."""
 _MAX_ATTEMPTS: Final = 100_000
 """Attempts whose usage is remembered; the usage of the oldest is forgotten first."""
 
@@ -44,7 +46,7 @@ class SpanQuota:
             QuotaError: an attempt or a run would exceed a limit; nothing is counted.
         """
         taken: dict[tuple[str, str], list[int]] = {}
-        for span in spans:
+        for span in filter(_is_counted, spans):
             usage = taken.setdefault((span.rollout_id, span.attempt_id), [0, 0])
             usage[0] += 1
             usage[1] += estimate_bytes(span)
@@ -59,7 +61,7 @@ class SpanQuota:
     def give_back(self, spans: Sequence[Span], runs: Mapping[tuple[str, str], str]) -> None:
         """Undoes ``reserve`` for spans that were not stored."""
         with self._lock:
-            for span in spans:
+            for span in filter(_is_counted, spans):
                 usage = [1, estimate_bytes(span)]
                 self._add({(span.rollout_id, span.attempt_id): usage}, runs, -1)
 
@@ -70,6 +72,11 @@ class SpanQuota:
                 count[1] += sign * usage[1]
         while len(self._attempts) > _MAX_ATTEMPTS:
             self._attempts.popitem(last=False)
+
+
+def _is_counted(span: Span) -> bool:
+    """Whether a span counts: the trainer's records do not, because a full attempt must not stop a training."""
+    return not span.name.startswith(_TRAINING)
 
 
 def _read_limit(name: str) -> int:
