@@ -168,9 +168,6 @@ class GatewayServer:
         await self._ended.ask(self._store, attempt)
         self._ended.refuse(attempt)
         call = await read_call(request, dialect, attempt)
-        if call.body.get("background"):
-            message = "background: true is not supported: the answer would be neither recorded nor counted"
-            raise CallRefused(400, message, "unsupported_field")
         await self._usage.restore(self._store, attempt)
         self._ended.refuse(attempt)  # it may have ended since
         return call
@@ -194,6 +191,9 @@ class GatewayServer:
 
     async def _pass_through_chain(self, call: ModelCall, request: web.BaseRequest) -> web.StreamResponse:
         """The chain: each step may raise CallRefused, and the last one records the call."""
+        if call.attempt is not None and call.body.get("background"):
+            message = "background: true is not supported: the answer would be neither recorded nor counted"
+            raise CallRefused(400, message, "unsupported_field")
         backends = self._models.route(call.model, call.attempt and call.attempt[0], time.monotonic())
         with self._in_flight.track(call) as in_flight:
             await self._admission.enter()
