@@ -39,17 +39,19 @@ class SpanQuota:
         self._runs: dict[str, list[int]] = {}
         self._lock = threading.Lock()
 
-    def reserve(self, spans: Sequence[Span], runs: Mapping[tuple[str, str], str]) -> None:
-        """Counts spans that are about to be stored. ``runs`` has the run of each attempt.
+    def reserve(self, spans: Sequence[Span], runs: Mapping[tuple[str, str], str]) -> list[int]:
+        """Counts spans that are about to be stored, and returns their sizes. ``runs`` has the run of each attempt.
 
         Raises:
             QuotaError: an attempt or a run would exceed a limit; nothing is counted.
         """
         taken: dict[tuple[str, str], list[int]] = {}
-        for span in filter(_is_counted, spans):
-            usage = taken.setdefault((span.rollout_id, span.attempt_id), [0, 0])
-            usage[0] += 1
-            usage[1] += estimate_bytes(span)
+        sizes = [estimate_bytes(span) for span in spans]
+        for span, size in zip(spans, sizes, strict=True):
+            if _is_counted(span):
+                usage = taken.setdefault((span.rollout_id, span.attempt_id), [0, 0])
+                usage[0] += 1
+                usage[1] += size
         with self._lock:
             for attempt, usage in taken.items():
                 name = f"attempt {attempt[1]!r:.100} of rollout {attempt[0]!r:.100}"
@@ -57,13 +59,14 @@ class SpanQuota:
                 run_id = runs[attempt]
                 _check(f"run {run_id!r}", self._runs.get(run_id, (0, 0)), usage, self._run_limits, "RUN")
             self._add(taken, runs, 1)
+        return sizes
 
-    def give_back(self, spans: Sequence[Span], runs: Mapping[tuple[str, str], str]) -> None:
-        """Undoes ``reserve`` for spans that were not stored."""
+    def give_back(self, spans: Sequence[tuple[Span, int]], runs: Mapping[tuple[str, str], str]) -> None:
+        """Undoes ``reserve`` for spans, with their sizes, that were not stored."""
         with self._lock:
-            for span in filter(_is_counted, spans):
-                usage = [1, estimate_bytes(span)]
-                self._add({(span.rollout_id, span.attempt_id): usage}, runs, -1)
+            for span, size in spans:
+                if _is_counted(span):
+                    self._add({(span.rollout_id, span.attempt_id): [1, size]}, runs, -1)
 
     def _add(self, taken: Mapping[tuple[str, str], list[int]], runs: Mapping[tuple[str, str], str], sign: int) -> None:
         for attempt, usage in taken.items():
@@ -118,6 +121,8 @@ def _estimate_context(context: SpanContext | None) -> int:
 
 
 def _estimate(value: Any) -> int:
+    if not value:
+        return 0
     if isinstance(value, (str, bytes)):
         return 50 + len(value)
     if isinstance(value, (list, tuple)):

@@ -75,8 +75,8 @@ class Attempts:
         new = [attempt for attempt in attempts if not self._database.is_running(attempt)]
         backend = self._database.backend
         runs = {attempt: await self._database.run_of(attempt) for attempt in attempts}
-        self._quota.reserve(spans, runs)
-        unstored: Sequence[Span] = spans
+        sized = list(zip(spans, self._quota.reserve(spans, runs), strict=True))
+        unstored = sized
         try:
             append = backend.append_spans(spans, self._database.now())
             if backend.durable and len(attempts) == len(new) == 1:  # concurrently, so that they can share a transaction
@@ -84,7 +84,7 @@ class Attempts:
             else:
                 stored = await append
                 await asyncio.gather(*[self._begin(*attempt) for attempt in new])
-            unstored = [span for span, result in zip(spans, stored, strict=True) if result is None]
+            unstored = [each for each, result in zip(sized, stored, strict=True) if result is None]
         finally:
             self._quota.give_back(unstored, runs)
         return [span for span in stored if span is not None]
