@@ -115,7 +115,7 @@ def test_a_request_with_the_token_of_an_attempt_costs_little_cpu_and_less_than_2
             {201, 413},
         ),
         "protobuf messages": ("/v1/traces", b"\x0a\x00" * (8 * MIB - 1), PROTOBUF, {413}),
-        "protobuf spans": ("/v1/traces", _field(1, _field(2, b"\x12\x00" * 49_000)), PROTOBUF, {200}),
+        "protobuf spans": ("/v1/traces", _field(1, _field(2, b"\x12\x00" * 49_000)), PROTOBUF, {413}),
         "protobuf links": (
             "/v1/traces",
             _field(1, _field(2, _field(2, otlp_span + _field(13, b"") * 49_000))),

@@ -187,7 +187,7 @@ async def test_helpers_of_the_client_parse_translated_answers() -> None:
     ("more", "says"),
     [
         ({"previous_response_id": "resp_1"}, "'previous_response_id' needs a server that keeps responses"),
-        ({"background": True}, "'background' needs a server"),
+        ({"background": True}, "background: true is not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools of type 'web_search' run at OpenAI"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "items of type 'item_reference'"),
         ({"input": 3}, "'input' is 3"),

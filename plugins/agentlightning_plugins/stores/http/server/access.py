@@ -71,6 +71,13 @@ def _find_problem(span: Span) -> str | None:
     return None
 
 
+async def count_refused(store: LightningStore, rollout_id: str, attempt_id: str, number: int) -> None:
+    """Adds spans above the quota of an attempt to its ``spans_dropped``: what remains is not the whole trace."""
+    for attempt in await store.query_attempts(rollout_id):
+        if attempt.attempt_id == attempt_id:
+            await store.update_attempt(rollout_id, attempt_id, spans_dropped=attempt.spans_dropped + number)
+
+
 HEALTH_PATH: Final = PREFIX + "/health"
 OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
 """Probes, which need no token because their answers contain no records."""
