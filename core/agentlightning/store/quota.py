@@ -77,7 +77,7 @@ class SpanQuota:
 
 
 def _is_counted(span: Span) -> bool:
-    """Whether a span counts. The trainer's records do not: a full attempt must not stop a training; agents cannot write them."""
+    """Whether a span counts. The trainer's records, which agents cannot write, do not: a training must not stop."""
     return not f"{span.name}.".startswith(f"{semconv.TRAINING}.")
 
 
