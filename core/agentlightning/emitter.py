@@ -11,7 +11,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from types import TracebackType
@@ -207,7 +206,7 @@ def emit_reward(
         propagate: False returns the span without recording it, for an agent that returns its spans.
 
     Raises:
-        ConfigError: the reward is not a finite number, the mapping is empty, or ``primary_key`` is unknown.
+        ConfigError: the reward is not a number from -1e30 to 1e30, the mapping is empty, or ``primary_key`` is unknown.
     """
     if isinstance(reward, Mapping):
         values = {str(name): _to_number(value, f"reward {name!r}") for name, value in reward.items()}
@@ -307,6 +306,6 @@ def _to_number(value: Any, what: str) -> float:
         number = float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{what} = {value!r} is not a number") from error
-    if not math.isfinite(number):
-        raise ConfigError(f"{what} = {number!r}: a reward is a finite number")
+    if not abs(number) <= semconv.MAX_REWARD:  # also refuses NaN
+        raise ConfigError(f"{what} = {number!r}: a reward is a finite number, from -1e30 to 1e30")
     return number

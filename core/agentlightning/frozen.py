@@ -10,9 +10,13 @@ booleans, None, lists, and dicts with string keys, nested at most ``MAX_DEPTH`` 
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NoReturn, Self, TypeAlias
+
+import orjson
 
 from agentlightning.errors import ConfigError
 
@@ -95,6 +99,22 @@ def freeze_attributes(attributes: Any) -> Any:
 def valid_text(text: str) -> str:
     """Replaces lone surrogates, which broken file names contain, with their escapes."""
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+
+
+def is_deep(value: Any, max_depth: int = MAX_DEPTH) -> bool:
+    """Whether lists and dicts are nested more than ``max_depth`` deep; takes no recursion."""
+    level = [value]
+    for _ in range(max_depth):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, (dict, list))
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def thaw(value: Any) -> Any:
@@ -234,3 +254,25 @@ def _represent(value: Any) -> str:
         return valid_text(repr(value)[:_MAX_TEXT])
     except Exception:  # isolation point: the repr of a foreign object may raise anything
         return object.__repr__(value)
+
+
+_STRING_OR_BRACKET: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
+_MAX_PARSED_DEPTH: Final = 500
+
+
+def parse_lenient(text: str | bytes) -> Any:
+    """Parses JSON, also with NaN, infinities and lone surrogates; raises ValueError, also if it is nested too deeply.
+
+    ``json.loads`` would find the depth by reaching the interpreter's limit of recursion. If garbage is collected there,
+    the callbacks of weak references fail, and what they keep account of leaks.
+    """
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        text = text if isinstance(text, str) else text.decode(json.detect_encoding(text), "surrogatepass")
+        depth = 0
+        for found in _STRING_OR_BRACKET.finditer(text):
+            depth += (found[0] in "[{") - (found[0] in "]}")
+            if depth > _MAX_PARSED_DEPTH:
+                raise ValueError("it is nested too deeply") from None
+        return json.loads(text)

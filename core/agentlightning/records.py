@@ -77,6 +77,8 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(freeze)]
 """A JSON mapping, frozen on validation; other values are rejected."""
 Attributes = Annotated[dict[str, Any], BeforeValidator(freeze_attributes), AfterValidator(_freeze_dict)]
 """Observed values, frozen on validation; values that are not JSON become text, so that the span is not lost."""
+SpanTime = Annotated[float, Field(ge=-1e11, le=1e11)]  # Unix time, so that calendars and statistics can take it
+
 Text = Annotated[str, BeforeValidator(lambda text: valid_text(text) if isinstance(text, str) else text)]
 """Observed text; lone surrogates become escapes."""
 
@@ -283,7 +285,7 @@ class SpanEvent(SpanRecord):
 
     name: Text
     attributes: Attributes = Field(default_factory=FrozenDict)
-    timestamp: float | None = None
+    timestamp: SpanTime | None = None
 
 
 class SpanContext(SpanRecord):
@@ -332,8 +334,8 @@ class Span(SpanRecord):
     attributes: Attributes = Field(default_factory=FrozenDict)
     events: Annotated[list[SpanEvent], AfterValidator(_freeze_list)] = Field(default_factory=FrozenList)
     links: Annotated[list[SpanLink], AfterValidator(_freeze_list)] = Field(default_factory=FrozenList)
-    start_time: float | None = None
-    end_time: float | None = None
+    start_time: SpanTime | None = None
+    end_time: SpanTime | None = None
     context: SpanContext | None = None
     parent: SpanContext | None = None
     resource: SpanResource = _NO_RESOURCE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
@@ -28,9 +27,9 @@ def is_reward_span(span: Span) -> bool:
 
 
 def get_rewards_from_span(span: Span) -> list[Reward]:
-    """Returns all dimensions of a reward that are finite numbers, the primary one first.
+    """Returns all dimensions of a reward that are numbers from -1e30 to 1e30, the primary one first.
 
-    The list is empty if the span has no reward or its primary reward is not a finite number.
+    The list is empty if the span has no reward or its primary reward is not such a number.
     """
     rewards: list[Reward] = []
     for dimension in itertools.count():
@@ -45,17 +44,17 @@ def get_rewards_from_span(span: Span) -> list[Reward]:
 
 
 def get_reward_value(span: Span) -> float | None:
-    """Returns the primary reward of a span, or None if it is missing or not a finite number."""
+    """Returns the primary reward of a span, or None if it is missing or not a number from -1e30 to 1e30."""
     return _to_float(semconv.read_attribute(span, _PRIMARY))
 
 
 def _to_float(value: Any) -> float | None:
-    """Converts a reward to a finite number; None for anything else, because any program may write spans."""
+    """Converts a reward to a number; None for anything else, because any program may write spans."""
     try:
         number = float(value)
     except (OverflowError, TypeError, ValueError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= semconv.MAX_REWARD else None  # None for NaN
 
 
 def find_reward_spans(spans: Iterable[Span]) -> list[Span]:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import orjson
 
+from agentlightning.frozen import MAX_DEPTH, freeze_attributes, is_deep, parse_lenient, thaw
 from agentlightning.plugin.registry import PluginManager, get_manager
 from agentlightning.records import Span
+
+logger = logging.getLogger("agentlightning")
 
 SPAN_ANNOTATION: Final = "agentlightning.annotation"
 SPAN_MESSAGE: Final = "agentlightning.message"
@@ -33,6 +38,8 @@ SPAN_SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 TRACER_NAME: Final = "agentlightning.tracer.name"
 
 REWARD: Final = "agentlightning.reward"  # ``.{i}.name`` and ``.{i}.value``; the first is the primary reward
+MAX_REWARD: Final = 1e30
+"""Largest absolute value of a reward: sums and squares of rewards stay finite."""
 LINK: Final = "agentlightning.link"
 """``.{i}.key_match`` and ``.{i}.value_match``: refer to the span that has this attribute with this value."""
 TAG: Final = "agentlightning.tag"  # ``.{i}``
@@ -71,6 +78,12 @@ GATEWAY_COMPLETE: Final = "agentlightning.gateway.complete"
 CACHED_SUFFIX: Final = " (cached)"  # ends the name of the gateway's span if its cache answered the call
 LATE: Final = "agentlightning.late"
 """Set by the store on a span that an agent wrote after its attempt had ended; rewards in it do not count."""
+UNTRUSTED: Final = "agentlightning.untrusted"
+"""Set by the store on a span that came with the token of an attempt: the names of what was removed from the span."""
+TRAINING: Final = "agentlightning.training"
+"""Begins the names of the spans of training records, and of their attributes."""
+TRAINING_ID: Final = "training-"
+"""Begins the ids of the spans of training records, so that no other span can take their ids."""
 
 GEN_AI_AGENT_NAME: Final = "gen_ai.agent.name"
 GEN_AI_TOOL_NAME: Final = "gen_ai.tool.name"
@@ -80,7 +93,13 @@ ANSWERED_TOOL_CALL: Final = "agentlightning.answered_tool_call"
 RAW_ANSWER: Final = "agentlightning.raw_answer"
 """Given by span readers: the answer of the model server, with token ids if it is vLLM, as a mapping."""
 
+_PROTECTED: Final = frozenset(
+    {PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, LOGPROBS, WEIGHT_VERSION, WEIGHT_VERSIONS, RAW_ANSWER}
+    | {LATE, UNTRUSTED, TRAINING}
+)
+_PROTECTED_PREFIXES: Final = (f"{CHOICE}.", "agentlightning.gateway.", f"{TRAINING}.")
 _CALL_OPERATIONS: Final = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
+_MAX_TOKEN_ID: Final = 2**31 - 1
 _FINISH_REASONS: Final = {"tool_call": "tool_calls"}
 Message = dict[str, Any]
 
@@ -109,9 +128,36 @@ def read_attribute(span: Span, name: str) -> Any:
     if value is not None:
         return value
     for read in _load_readers(get_manager()).get(name, ()):
-        if (value := read(span)) is not None:
+        try:
+            value = read(span)
+        except Exception:  # isolation point: a plugin's reader, and a span that any program may have written
+            logger.debug("span %s cannot be read", span.span_id, exc_info=True)
+            continue
+        if value is not None:
             return value
     return None
+
+
+def distrust(span: Span) -> Span:
+    """Returns a span that an agent wrote itself, without what only the gateway, the trainer and the store may write.
+
+    That is the evidence on which weights are trained (tokens, log-probabilities, versions of weights, choices), the
+    gateway's accounts, and training records. ``UNTRUSTED`` lists the names that were removed.
+    """
+    names = [name for name in span.attributes if _is_protected(name)]
+    changes: dict[str, Any] = {}
+    if f"{span.name}.".startswith(f"{TRAINING}."):
+        names.append(span.name)
+        changes["name"] = UNTRUSTED
+    if span.span_id.startswith(TRAINING_ID):
+        names.append(span.span_id)
+        changes["span_id"] = os.urandom(8).hex()
+    kept = {name: value for name, value in span.attributes.items() if not _is_protected(name)}
+    return span.model_copy(update={**changes, "attributes": {**kept, UNTRUSTED: names}}).sealed()
+
+
+def _is_protected(name: str) -> bool:
+    return name in _PROTECTED or name.startswith(_PROTECTED_PREFIXES)
 
 
 class TokenData(NamedTuple):
@@ -126,7 +172,7 @@ def is_llm_call(span: Span) -> bool:
     """Whether a span is a call of a generative model (not of an embedding model, an agent or a tool)."""
     operation = read_attribute(span, GEN_AI_OPERATION_NAME)
     if operation is not None:
-        return operation in _CALL_OPERATIONS
+        return isinstance(operation, str) and operation in _CALL_OPERATIONS
     attributes = span.attributes
     if RESPONSE_TOKEN_IDS in attributes or GEN_AI_RESPONSE_ID in attributes:
         return True
@@ -160,11 +206,30 @@ def read_response_id(span: Span) -> str | None:
 
 def read_model(span: Span) -> str | None:
     """Returns the model that answered, else the requested one."""
-    return _read_text(span, GEN_AI_RESPONSE_MODEL) or _read_text(span, GEN_AI_REQUEST_MODEL)
+    return _read_text(span, GEN_AI_RESPONSE_MODEL) or read_requested_model(span)
+
+
+def read_requested_model(span: Span) -> str | None:
+    """Returns the model that the agent asked for."""
+    return _read_text(span, GEN_AI_REQUEST_MODEL)
 
 
 def read_token_data(span: Span, choice: int = 0) -> TokenData | None:
-    """Returns the tokens of the answer with index ``choice``, if they were recorded."""
+    """Returns the tokens of the answer with index ``choice``, if they were recorded, and not by an agent itself."""
+    return None if UNTRUSTED in span.attributes else _read_tokens(span, choice)
+
+
+def claims_tokens(span: Span) -> bool:
+    """Whether an agent itself claims which tokens were sampled; ``read_token_data`` ignores such a claim."""
+    removed = span.attributes.get(UNTRUSTED)
+    try:
+        return bool(removed) or (removed is not None and _read_tokens(span, 0) is not None)
+    except ValueError:
+        return True
+
+
+def _read_tokens(span: Span, choice: int) -> TokenData | None:
+    """Reads tokens, whoever wrote them; raises ValueError if they are of another form."""
     attributes: Mapping[str, Any] = span.attributes
     prefix = f"{CHOICE}.{choice}." if choice else ""
     response = attributes.get(prefix + RESPONSE_TOKEN_IDS)
@@ -172,19 +237,32 @@ def read_token_data(span: Span, choice: int = 0) -> TokenData | None:
         prompt = attributes.get(prefix + PROMPT_TOKEN_IDS)
         if prompt is None:
             prompt = attributes.get(PROMPT_TOKEN_IDS) or ()
-        logprobs = attributes.get(prefix + LOGPROBS)
-        return TokenData(list(prompt), list(response), None if logprobs is None else list(logprobs))
-    raw = read_attribute(span, RAW_ANSWER) or {}
-    answers = raw.get("choices") or ()
-    if choice >= len(answers) or not answers[choice].get("token_ids"):
-        return None
-    answer = answers[choice]
-    logprobs = (answer.get("logprobs") or {}).get("content")
-    return TokenData(
-        list(raw.get("prompt_token_ids") or answer.get("prompt_token_ids") or ()),
-        list(answer["token_ids"]),
-        None if logprobs is None else [token["logprob"] for token in logprobs],
-    )
+        return _to_token_data(prompt, response, attributes.get(prefix + LOGPROBS))
+    try:
+        raw = read_attribute(span, RAW_ANSWER) or {}
+        answers = raw.get("choices") or ()
+        if choice >= len(answers) or not answers[choice].get("token_ids"):
+            return None
+        answer = answers[choice]
+        logprobs = (answer.get("logprobs") or {}).get("content")
+        return _to_token_data(
+            raw.get("prompt_token_ids") or answer.get("prompt_token_ids") or (),
+            answer["token_ids"],
+            None if logprobs is None else [token["logprob"] for token in logprobs],
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"the raw answer is of another form than vLLM's ({type(error).__name__}: {error})") from error
+
+
+def _to_token_data(prompt: Any, response: Any, logprobs: Any) -> TokenData:
+    for ids in (prompt, response):
+        if not isinstance(ids, (list, tuple)) or not set(map(type, ids)) <= {int}:
+            raise ValueError(f"token ids = {ids!r:.100} are not a list of integers")
+        if ids and not (min(ids) >= 0 and max(ids) <= _MAX_TOKEN_ID):
+            raise ValueError(f"token ids reach from {min(ids)} to {max(ids)}; they are from 0 to 2**31 - 1")
+    if logprobs is not None and not (isinstance(logprobs, list) and set(map(type, logprobs)) <= {int, float}):
+        raise ValueError(f"log-probabilities = {logprobs!r:.100} are not a list of numbers")
+    return TokenData(list(prompt), list(response), None if logprobs is None else list(logprobs))
 
 
 def read_finish_reasons(span: Span) -> list[str]:
@@ -193,7 +271,8 @@ def read_finish_reasons(span: Span) -> list[str]:
     if isinstance(value, str):
         parsed = parse_json(value)
         value = parsed if isinstance(parsed, list) else [value]
-    return [_FINISH_REASONS.get(str(reason), str(reason)) for reason in value or () if reason]
+    reasons = value if isinstance(value, list) else ()
+    return [_FINISH_REASONS.get(str(reason), str(reason)) for reason in reasons if reason]
 
 
 def read_input_messages(span: Span) -> list[Message]:
@@ -219,11 +298,12 @@ def read_tools(span: Span) -> list[Message]:
 def find_image_urls(messages: Sequence[Message]) -> list[str]:
     """Returns the URLs of the images in messages, including ``data:`` URLs, in order."""
     return [
-        part["image_url"]["url"]
+        url
         for message in messages
         if isinstance(message.get("content"), list)
         for part in message["content"]
-        if isinstance(part, dict) and part.get("type") == "image_url"
+        if part.get("type") == "image_url" and isinstance(image := part.get("image_url"), dict)
+        if isinstance(url := image.get("url"), str)
     ]
 
 
@@ -268,7 +348,35 @@ def _read_messages(span: Span, name: str) -> list[Message]:
     parsed = parse_json(read_attribute(span, name))
     if not isinstance(parsed, list):
         return []
-    return [message for item in parsed if isinstance(item, dict) for message in _from_parts(item)]
+    return [_repair(message) for item in parsed if isinstance(item, dict) for message in _from_parts(item)]
+
+
+def _repair(message: Message) -> Message:
+    """Gives content and tool calls the types of chat messages, because any program may write spans."""
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if isinstance(role, str) and isinstance(content, str) and calls is None:  # nearly all messages
+        return message
+    changes: dict[str, Any] = {"role": _text_of(role) or "assistant"}
+    if isinstance(content, list):
+        changes["content"] = [_repair_part(part) for part in content]
+    elif content is not None:
+        changes["content"] = _text_of(content)
+    if calls is not None:
+        items = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+        functions = [found if isinstance(found := call.get("function"), dict) else {} for call in items]
+        changes["tool_calls"] = [
+            {**call, "function": {**function, **{key: _text_of(function.get(key)) for key in ("name", "arguments")}}}
+            for call, function in zip(items, functions, strict=True)
+        ]
+    return {**message, **changes}
+
+
+def _repair_part(part: Any) -> dict[str, Any]:
+    if not isinstance(part, dict):
+        return {"type": "text", "text": _text_of(part)}
+    if part.get("type") == "text" and not isinstance(part.get("text"), str):
+        return {**part, "text": _text_of(part.get("text"))}
+    return part
 
 
 def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
@@ -277,7 +385,7 @@ def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
     if "parts" not in item:
         yield {key: value for key, value in item.items() if key != "finish_reason"}
         return
-    parts: Sequence[Any] = item["parts"] or ()
+    parts: Sequence[Any] = item["parts"] if isinstance(item["parts"], list) else ()
     if len(parts) == 1 and isinstance(parts[0], dict) and parts[0].get("type") == "text":  # nearly all messages
         yield {"role": role, "content": parts[0].get("content", "")}
         return
@@ -294,7 +402,7 @@ def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
         elif kind == "tool_call":
             calls.append(make_tool_call(part.get("id"), part.get("name"), part.get("arguments")))
         elif kind == "text":
-            content.append({"type": "text", "text": part.get("content", "") if isinstance(part, dict) else str(part)})
+            content.append({"type": "text", "text": _text_of(part.get("content") if isinstance(part, dict) else part)})
         elif kind in ("reasoning", "refusal"):
             key = "reasoning_content" if kind == "reasoning" else kind
             others[key] = others.get(key, "") + str(part.get("content") or "")
@@ -323,7 +431,7 @@ def make_tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
 
 
 def _to_tool(tool: dict[str, Any]) -> Message:
-    if "function" in tool:
+    if isinstance(tool.get("function"), dict):
         return tool
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
@@ -334,7 +442,7 @@ def read_indexed(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, A
     tree: dict[str, Any] = {}
     for key, value in attributes.items():
         if key.startswith(start):
-            *path, leaf = key[len(start) :].split(".")
+            *path, leaf = key[len(start) :].split(".", MAX_DEPTH)
             node = tree
             for step in path:
                 deeper = node.setdefault(step, {})
@@ -347,20 +455,25 @@ def listed(value: Any) -> list[Any]:
     """Returns the values of a mapping with numbers as keys, in order."""
     if not isinstance(value, dict):
         return []
-    return [value[key] for key in sorted((key for key in value if key.isdigit()), key=int)]
+    return [value[key] for key in sorted((key for key in value if key.isdecimal() and len(key) < 10), key=int)]
 
 
 def parse_json(text: Any, default: Any = None) -> Any:
-    """Parses JSON, NaN and lone surrogates included; ``default`` for other text. Other types are returned unchanged."""
+    """Parses JSON; ``default`` for other text, also if it is nested too deeply. Other types are returned unchanged.
+
+    Texts in spans are parsed with this function, because any program may have written them: the value can be walked
+    recursively and written as JSON. NaN, lone surrogates and integers of more than 64 bits become text.
+    """
     if not isinstance(text, str):
         return text
     try:
-        return orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError:
         try:
-            return json.loads(text)  # accepts NaN and lone surrogates
+            value = thaw(freeze_attributes(parse_lenient(text)))
         except ValueError:
             return default
+    return default if text.count("[") + text.count("{") > MAX_DEPTH and is_deep(value) else value
 
 
 def _text_of(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -276,10 +275,7 @@ def _is_invalid(step: Step) -> bool:
 
 
 def _is_json_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text or "{}"), dict)
-    except ValueError:
-        return False
+    return isinstance(semconv.parse_json(text or "{}"), dict)
 
 
 def _answers(step: Step) -> Sequence[dict[str, Any]]:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.json_format import MessageToDict, ParseDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
 
+from agentlightning import semconv
+from agentlightning.adapter import TraceToTriplet
 from agentlightning.reward import find_final_reward
+from agentlightning_plugins.legacy.v0_messages import RolloutLegacy, read_spans
+from agentlightning_plugins.shared.training_records.query import read_entry, read_rows
+from agentlightning_plugins.shared.training_records.record import (
+    LedgerEntry,
+    TrainedCall,
+    TrainedRow,
+    explain_unused,
+)
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from tests.security.store_process import AGL, TOKEN, StoreProcess, running_store
+from tests.source import REPO
 
 _numbers = itertools.count(1)
 
@@ -34,17 +48,32 @@ def _span(rollout_id: str, attempt_id: str, attributes: dict[str, Any]) -> dict[
     return {**ids, "name": "any", "attributes": attributes}
 
 
-def _export(store: StoreProcess, token: str, attributes: dict[str, Any]) -> ExportTraceServiceResponse:
+def _export(
+    store: StoreProcess,
+    token: str,
+    attributes: dict[str, Any],
+    *,
+    name: str = "any",
+    kind: str = "application/x-protobuf",
+) -> ExportTraceServiceResponse:
     """Sends one span by OTLP."""
     request = ExportTraceServiceRequest()
-    span = request.resource_spans.add().scope_spans.add().spans.add(name="any", trace_id=b"1" * 16)
+    span = request.resource_spans.add().scope_spans.add().spans.add(name=name, trace_id=b"1" * 16)
     span.span_id = next(_numbers).to_bytes(8, "big")
-    for name, value in attributes.items():
-        span.attributes.add(key=name).value.double_value = value
-    headers = "content-type: application/x-protobuf\r\n"
-    answer = store.ask("POST", "/v1/traces", request.SerializeToString(), token=token, headers=headers)
+    for key, value in attributes.items():
+        span.attributes.add(key=key).value.double_value = value
+    body = request.SerializeToString()
+    if kind == "application/json":
+        content = MessageToDict(request)
+        ids = content["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
+        ids.update(traceId=span.trace_id.hex(), spanId=span.span_id.hex())
+        body = json.dumps(content).encode()
+    answer = store.ask("POST", "/v1/traces", body, token=token, headers=f"content-type: {kind}\r\n")
     assert answer.status == 200, answer
-    response: ExportTraceServiceResponse = ExportTraceServiceResponse.FromString(answer.body)
+    response = ExportTraceServiceResponse()
+    if kind == "application/json":
+        return ParseDict(answer.json(), response)
+    response.ParseFromString(answer.body)
     return response
 
 
@@ -52,24 +81,96 @@ def _reward(value: float) -> dict[str, Any]:
     return {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": value}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["agentlightning.gateway.complete", "agentlightning.gateway.cost", "agentlightning.weight_version"],
-)
-def test_an_attempt_token_cannot_write_attributes_reserved_for_the_gateway(store: StoreProcess, name: str) -> None:
+def _read_table() -> dict[str, bool]:
+    """Returns whether an agent may write each name in the table of SECURITY.md."""
+    text = (REPO / "SECURITY.md").read_text(encoding="utf-8").partition("## Who writes what")[2].partition("##")[0]
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
+    return {name: row[3].strip() == "yes" for row in rows[1:] for name in re.findall("`([^`]+)`", row[1])}
+
+
+@pytest.mark.parametrize("name", [name for name, is_allowed in _read_table().items() if not is_allowed])
+def test_an_attempt_token_cannot_write_what_weights_are_trained_on(store: StoreProcess, name: str) -> None:
     rollout_id, attempt_id, token = store.claim()
-    forged = _span(rollout_id, attempt_id, {name: -1.0})
     good = _span(rollout_id, attempt_id, {"mine": 1})
-    for path, content in (("/spans", forged), ("/spans/batch", {"spans": [good, forged]})):
-        answer = store.post(path, content, token=token)
-        assert answer.status == 403
-        assert name in answer.json()["message"]
-    exported = _export(store, token, {name: -1.0})
-    assert exported.partial_success.rejected_spans == 1
-    assert name in exported.partial_success.error_message
+    forgeries: list[dict[str, Any]] = [_span(rollout_id, attempt_id, {name: -1.0})]
+    if name.startswith(semconv.TRAINING):
+        forgeries.append({**good, "name": name})
+    elif name.startswith(semconv.TRAINING_ID):
+        forgeries = [{**good, "span_id": name}]
+    for forged in forgeries:
+        for path, content in (("/spans", forged), ("/spans/batch", {"spans": [good, forged]})):
+            answer = store.post(path, content, token=token)
+            assert answer.status == 403
+            assert name in answer.json()["message"]
+        if forged["span_id"] != name:  # OTLP has binary ids
+            for kind in ("application/x-protobuf", "application/json"):
+                exported = _export(store, token, forged["attributes"], name=forged["name"], kind=kind)
+                assert exported.partial_success.rejected_spans == 1
+                assert name in exported.partial_success.error_message
+        (stripped,) = read_spans(RolloutLegacy(rollout_id=rollout_id, trace=[forged]), rollout_id, attempt_id)
+        assert stripped.attributes[semconv.UNTRUSTED] == [name]
+        kept = {key: value for key, value in stripped.attributes.items() if key != semconv.UNTRUSTED}
+        assert name not in (stripped.span_id, *kept)
+        assert stripped.name != name
     assert store.post("/spans/search", {"rollout_id": rollout_id}).json()["total"] == 0
     assert store.post("/spans/batch", {"spans": [good]}, token=token).status == 201
-    assert store.post("/spans", forged, token=TOKEN).status == 201, "the gateway has the store's token"
+    if not name.startswith(semconv.TRAINING):
+        assert store.post("/spans", forgeries[0], token=TOKEN).status == 201, "the gateway has the store's token"
+
+
+def test_the_table_of_security_md_has_every_protected_name_and_some_that_agents_may_write(store: StoreProcess) -> None:
+    table = _read_table()
+    protected = {*semconv._PROTECTED, *(name for name, is_allowed in table.items() if not is_allowed)}
+    assert protected == {name for name, is_allowed in table.items() if not is_allowed}
+    assert all(any(name.startswith(prefix) for name in protected) for prefix in semconv._PROTECTED_PREFIXES)
+    rollout_id, attempt_id, token = store.claim()
+    allowed = {name: 0.5 for name, is_allowed in table.items() if is_allowed}
+    assert len(allowed) > 2
+    assert store.post("/spans", _span(rollout_id, attempt_id, allowed), token=token).status == 201
+    assert _export(store, token, allowed).partial_success.rejected_spans == 0
+
+
+@pytest.mark.parametrize("shown", ["attempt", "store"])
+async def test_tokens_in_a_raw_answer_count_only_if_a_trusted_runner_recorded_them(
+    store: StoreProcess, shown: str
+) -> None:
+    rollout_id, attempt_id, token = store.claim()
+    answer = {"id": "c", "prompt_token_ids": [1], "choices": [{"token_ids": [2]}]}
+    call = {"openinference.span.kind": "LLM", "output.value": json.dumps(answer)}
+    content = {"spans": [_span(rollout_id, attempt_id, attributes) for attributes in (call, _reward(1.0))]}
+    assert store.post("/spans/batch", content, token=token if shown == "attempt" else TOKEN).status == 201
+    assert store.post(f"/rollouts/{rollout_id}/attempts/{attempt_id}", {"status": "succeeded"}).status == 200
+    client = LightningStoreClient(store.url, TOKEN)
+    spans = (await client.query_spans(rollout_id, attempt_id)).items
+    await client.close()
+    (triplet,) = TraceToTriplet().adapt(spans)
+    assert find_final_reward(spans) == 1.0
+    assert triplet.response["token_ids"] == ([] if shown == "attempt" else [2])
+    assert explain_unused(triplet) == ("untrusted" if shown == "attempt" else "no_logprobs")
+
+
+async def test_training_records_come_from_the_trainer_only_and_are_checked_when_they_arrive(
+    store: StoreProcess,
+) -> None:
+    rollout_id, attempt_id, token = store.claim()
+    entry = LedgerEntry(rollout_id, attempt_id, 1, "task", "trained", 1.0, {"c": "trained"})
+    call = TrainedCall("c", 0, 2, 1.0)
+    row = TrainedRow(rollout_id, attempt_id, 1, [1], [2, 3], [1, 1], [-0.5, -0.5], None, [call], 1.0)
+    own = [json.loads(record.to_span().model_dump_json()) for record in (entry, row)]
+    for record in own:
+        taken = {**_span(rollout_id, attempt_id, {}), "span_id": record["span_id"]}  # the store ignores a second one
+        assert store.post("/spans", taken, token=token).status == 403
+        assert store.post("/spans", record, token=token).status == 403
+    attributes = own[1]["attributes"]
+    for name, value in {"ends": [10**9], "mask": [10**9], "starts": "ab", "outcome": "x", "token_ids": "AAA="}.items():
+        broken = {**own[1], "attributes": {**attributes, f"{semconv.TRAINING}.{name}": value}}
+        answer = store.post("/spans/batch", {"spans": [broken]})
+        assert (answer.status, answer.json()["code"]) == (422, "invalid")
+    assert store.post("/spans/batch", {"spans": own}).status == 201
+    client = LightningStoreClient(store.url, TOKEN)
+    assert await read_rows(client, rollout_id) == [row]
+    assert read_entry((await client.query_spans(rollout_id)).items) == entry
+    await client.close()
 
 
 async def test_an_attempt_token_cannot_change_the_reward_after_the_end_of_the_attempt(store: StoreProcess) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentlightning import semconv
-from agentlightning.adapter.adapter import TraceAdapter
+from agentlightning.adapter.adapter import TraceAdapter, reading
 from agentlightning.errors import AdapterError
 from agentlightning.reward import find_final_reward, find_reward_spans, get_rewards_from_span
 from agentlightning.store.protocol import LightningStore
@@ -131,17 +131,19 @@ def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[
     error = attempt.error.type if attempt is not None and attempt.error is not None else ""
     reward = find_final_reward(spans, rollout) if rollout.status == "succeeded" else None
     try:
-        triplets = adapter.adapt(spans) if attempt is None else adapter.adapt_attempt(attempt, spans)
+        with reading(spans):
+            triplets = adapter.adapt(spans) if attempt is None else adapter.adapt_attempt(attempt, spans)
+            named = [named for span in find_reward_spans(spans) for named in get_rewards_from_span(span)]
+            calls = [span for span in spans if semconv.is_gateway_call(span)]
+            distributions = _read_distributions(calls)
     except AdapterError as adapter_error:
         logger.warning("rollout %s is left out: %s", rollout.rollout_id, adapter_error)
         return Episode(rollout, reward, error="AdapterError")
     if triplets is None:
         return Episode(rollout, None, error="SpansDropped")
-    named = [named for span in find_reward_spans(spans) for named in get_rewards_from_span(span)]
     rewards = {name: value for name, value in named if name != "primary"}
-    calls = [span for span in spans if semconv.is_gateway_call(span)]
     seconds = [call.end_time - call.start_time for call in calls if call.start_time and call.end_time]
-    return Episode(rollout, reward, triplets, error, _read_distributions(calls), rewards, seconds)
+    return Episode(rollout, reward, triplets, error, distributions, rewards, seconds)
 
 
 def _read_distributions(calls: Sequence[Span]) -> dict[str, Distribution]:

@@ -58,6 +58,7 @@ def build_experience(
     settings: ExperienceSettings,
     *,
     max_length: int,
+    vocabulary: int | None = None,
     decode: Decode | None = None,
     oldest_version: int = 0,
     distribution: Distribution | None = None,
@@ -72,6 +73,7 @@ def build_experience(
         episodes: finished rollouts.
         settings: which calls become rows.
         max_length: maximum tokens of a row, prompt and response.
+        vocabulary: number of token ids of the model; None: not known.
         decode: the tokenizer's ``decode``; classifies why a call's tokens do not extend those of the previous call.
         oldest_version: calls sampled by weights older than this version are dropped.
         distribution: distribution that tokens should be drawn from; calls recorded with another one are counted. None:
@@ -94,7 +96,7 @@ def build_experience(
         for row, turns in rows:
             kept = []
             for turn in turns:
-                reason = _find_reason(row, turn, settings, max_length, oldest_version)
+                reason = _find_reason(row, turn, settings, max_length, vocabulary, oldest_version)
                 if reason is None:
                     kept.append((turn, advantages[id(turn.triplet)]))
                 else:
@@ -217,12 +219,19 @@ def _call_row(call: Triplet, rollout: str, advantage: float, drawn: Distribution
 
 
 def _find_reason(
-    row: TrainingRow, turn: Turn, settings: ExperienceSettings, max_length: int, oldest_version: int
-) -> Literal["too_long", "stale", "cut_off"] | None:
+    row: TrainingRow,
+    turn: Turn,
+    settings: ExperienceSettings,
+    max_length: int,
+    vocabulary: int | None,
+    oldest_version: int,
+) -> Literal["too_long", "unreadable_spans", "stale", "cut_off"] | None:
     """Returns why a call is not trained on; None if it is."""
     version = turn.triplet.metadata.get("weight_version")
     if len(row.prompt_ids) + turn.end > max_length:
         return "too_long"
+    if vocabulary is not None and max(*row.prompt_ids, *row.response_ids[: turn.end]) >= vocabulary:
+        return "unreadable_spans"
     if isinstance(version, int) and version < oldest_version:
         return "stale"
     if settings.drop_cut_off and turn.triplet.metadata.get("finish_reason") == "length":

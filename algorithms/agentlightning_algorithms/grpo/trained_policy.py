@@ -73,6 +73,7 @@ class TrainedPolicy:
             own,
             settings.experience,
             max_length=updater.policy.max_length,
+            vocabulary=updater.policy.vocabulary,
             decode=self.decode,
             oldest_version=oldest_version,
             distribution=settings.distribution,

@@ -288,9 +288,9 @@ class TrainingSession:
     def rows(self, episodes: Iterable[Episode], advantage: float = 1.0) -> list[TrainingRow]:
         """Returns a row with this advantage for each model call of the episodes that can be trained on."""
         self._check_own_steps()
-        max_length, forced = self.policies.first.updater.policy.max_length, self.settings.distribution
+        policy, forced = self.policies.first.updater.policy, self.settings.distribution
         found = (row for episode in episodes for row in transition_rows(episode, advantage, forced))
-        return [row for row in found if row.n_tokens <= max_length]
+        return [row for row in found if row.is_within(policy.max_length, policy.vocabulary)]
 
     async def sample(self, messages: Sequence[Mapping[str, Any]], n: int = 1, **sampling: Any) -> list[Sample]:
         """Samples ``n`` answers to a conversation from the published weights, without a rollout.

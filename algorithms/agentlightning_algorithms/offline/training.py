@@ -223,13 +223,19 @@ def mean_metrics(steps: Sequence[Mapping[str, float]], names: Sequence[str]) -> 
 def make_rows(policy: Policy, examples: Sequence[FineTuningExample]) -> tuple[list[TrainingRow], int]:
     """Returns a row for each assistant message, and the number of messages that are too long for the model.
 
+    A conversation that the model's chat template refuses is skipped, with a warning.
     Messages with a ``weight`` of 0 are not learned, as in OpenAI's fine-tuning.
     The prompt is what the model would receive at that point, so its tokens are the same as in sampling.
     """
     rows: list[TrainingRow] = []
     too_long = 0
     for example in examples:
-        for prompt_ids, response_ids in _tokenize(policy, example):
+        try:
+            tokenized = list(_tokenize(policy, example))
+        except Exception as error:  # isolation point: the template is the model's, and agents wrote the messages
+            logger.warning("a conversation is skipped, because the chat template refuses it: %s", error)
+            continue
+        for prompt_ids, response_ids in tokenized:
             if len(prompt_ids) + len(response_ids) > policy.max_length:
                 too_long += 1
             else:

@@ -25,10 +25,12 @@ class TraceAdapter(ABC, Generic[To]):
     def adapt_attempt(self, attempt: Attempt, spans: Sequence[Span]) -> To | None:
         """Converts the spans of a finished attempt.
 
-        Returns None, with a warning, if spans were lost, because the rest would be misleading training data.
+        Returns None, with a warning, if spans were lost, because the rest would be misleading training data. Any error
+        of ``adapt`` becomes an AdapterError, because an attempt can fail only itself.
         """
         if not attempt.spans_dropped:
-            return self.adapt(spans)
+            with reading(spans):
+                return self.adapt(spans)
         logger.warning(
             "attempt %s of rollout %s is left out: %d of its spans were lost, because the store was too slow or "
             "unreachable for longer than the queue of 64 MB could buffer",
@@ -41,11 +43,11 @@ class TraceAdapter(ABC, Generic[To]):
 
 @contextlib.contextmanager
 def reading(spans: Sequence[Span]) -> Iterator[None]:
-    """Raises AdapterError for attributes of an unexpected form, because any program may write spans."""
+    """Turns errors into AdapterError, because any program may write spans, and they can fail their attempt only."""
     try:
         yield
     except AdapterError:
         raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        where = f"attempt {spans[0].attempt_id} of rollout {spans[0].rollout_id}"
-        raise AdapterError(f"the spans of {where} cannot be read ({type(error).__name__}: {error})") from error
+    except Exception as error:  # isolation point: what an attempt wrote, read by plugins and by rules of users
+        where = f"attempt {spans[0].attempt_id} of rollout {spans[0].rollout_id}" if spans else "an attempt"
+        raise AdapterError(f"the spans of {where} cannot be read ({type(error).__name__}: {error!s:.500})") from error

@@ -133,7 +133,8 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
     ``model`` (that answered), ``requested_model`` (the name that the agent asked for), ``finish_reason``,
     ``weight_version``, ``complete`` (True: the whole answer passed the gateway), ``span_id`` and ``choice`` (of n
     answers), or None for unknown values. If the weights changed during an answer, ``weight_versions`` has one for each
-    token. Calls without a complete answer give no triplet.
+    token. ``untrusted`` (True) is present if only the agent itself claims which tokens were sampled, so that they are
+    left out. Calls without a complete answer give no triplet.
 
     ``reward`` is what the agent emitted for this call; ``find_final_reward`` of the same spans gives the reward of
     the attempt. With a ``credit`` rule, ``reward`` is what the rule assigns to the call, and ``metadata["credit"]``
@@ -198,8 +199,8 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
             if self.credit is None:
                 return [triplet for call in calls for triplet in _to_triplets(call, rewards.get(call))]
             triplets = [list(_to_triplets(call, None)) for call in calls]
-        credited = self.credit.apply(nodes, calls, triplets, rewards, find_final_reward(source))
-        return [triplet for own in credited for triplet in own]
+            credited = self.credit.apply(nodes, calls, triplets, rewards, find_final_reward(source))
+            return [triplet for own in credited for triplet in own]
 
     def _log_missing(self, spans: Sequence[Span], left_out: Counter[str]) -> None:
         if not spans:
@@ -250,11 +251,13 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         if not call.is_complete:
             return BROKE_OFF
         if self.agent_match is not None and (agent_name is None or self.agent_match.search(agent_name) is None):
-            return f"made by agent {agent_name!r}, which agent_match={self.agent_match.pattern!r} excludes"
+            return f"made by agent {agent_name!r:.100}, which agent_match={self.agent_match.pattern!r} excludes"
         if self.exclude_llm_call_in_reward and call.anchor.is_in_reward:
             return "made to compute a reward"
         if call.response_id is None and not any(
-            semconv.read_token_data(node.span) or semconv.read_output_messages(node.span) for node in call.nodes
+            read(node.span)
+            for node in call.nodes
+            for read in (semconv.read_token_data, semconv.claims_tokens, semconv.read_output_messages)
         ):
             return "without an answer"
         return None
@@ -273,11 +276,12 @@ def _to_triplets(call: TracedCall, reward: float | None) -> Iterator[Triplet]:
     answers = call.read_answers()
     finish_reasons = read(semconv.read_finish_reasons) or []
     versions = (span.attributes.get(semconv.WEIGHT_VERSION) for span in spans)
+    is_claimed = any(map(semconv.claims_tokens, spans))
     metadata = {
         "response_id": call.response_id,
         "agent_name": call.anchor.agent_name,
         "model": read(semconv.read_model),
-        "requested_model": read(lambda span: span.attributes.get(semconv.GEN_AI_REQUEST_MODEL)),
+        "requested_model": read(semconv.read_requested_model),
         "weight_version": next((version for version in versions if version is not None), None),
         "complete": True if call.gateway is not None else None,
         "span_id": call.anchor.span.span_id,
@@ -286,15 +290,18 @@ def _to_triplets(call: TracedCall, reward: float | None) -> Iterator[Triplet]:
     for choice in range(max(1, len(answers))):
         tokens = next(filter(None, (semconv.read_token_data(span, choice) for span in spans)), None)
         prompt_ids, response_ids, logprobs = tokens or ([], [], None)
-        if logprobs is not None and len(logprobs) != len(response_ids):
-            span = call.anchor.span
-            raise AdapterError(
-                f"model call {call.response_id} (rollout {span.rollout_id}, attempt {span.attempt_id}, span "
-                f"{span.span_id}) has {len(response_ids)} response tokens and {len(logprobs)} logprobs; the model "
-                "server must return one logprob for each sampled token"
-            )
+        mixed = spans[0].attributes.get(f"{semconv.CHOICE}.{choice}." * bool(choice) + semconv.WEIGHT_VERSIONS) or None
+        for name, values in (("logprob", logprobs), ("weight version", mixed)):
+            if values is not None and len(values) != len(response_ids):
+                span = call.anchor.span
+                raise AdapterError(
+                    f"model call {call.response_id} (rollout {span.rollout_id}, attempt {span.attempt_id}, span "
+                    f"{span.span_id}) has {len(response_ids)} response tokens and {len(values)} {name}s; the "
+                    f"model server must return one {name} for each sampled token"
+                )
+        if mixed and not (set(map(type, mixed)) <= {int} and 0 <= min(mixed) <= max(mixed) < 2**31):
+            raise AdapterError(f"weight versions = {mixed!r:.100} are not integers from 0 to 2**31 - 1")
         response = {"token_ids": response_ids, "raw_content": answers[choice : choice + 1]}
-        mixed = spans[0].attributes.get(f"{semconv.CHOICE}.{choice}." * bool(choice) + semconv.WEIGHT_VERSIONS)
         finish_reason = finish_reasons[choice] if choice < len(finish_reasons) else None
         yield Triplet(
             prompt={"token_ids": prompt_ids, "raw_content": messages, "image_urls": image_urls},
@@ -305,6 +312,7 @@ def _to_triplets(call: TracedCall, reward: float | None) -> Iterator[Triplet]:
                 "finish_reason": finish_reason,
                 "choice": choice,
                 **({"weight_versions": list(mixed)} if mixed else {}),
+                **({"untrusted": True} if is_claimed and tokens is None else {}),
             },
         )
 

@@ -125,7 +125,8 @@ def _to_answer(span: Span) -> Answer:
     if message is None:
         return Answer(status=500, error=span.status.description or "this call failed when it was recorded")
     calls = [
-        (call["function"]["name"], call["function"]["arguments"] or "{}") for call in message.get("tool_calls") or ()
+        (call["function"].get("name", ""), call["function"].get("arguments") or "{}")
+        for call in message.get("tool_calls") or ()
     ]
     return Answer(content=message.get("content"), tool_calls=calls)
 

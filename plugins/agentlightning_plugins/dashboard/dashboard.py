@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -172,14 +173,14 @@ class Dashboard:
 
     def _json_handler(self, page: _Page) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
-            return _json(await page.view(await self._open(request)))
+            return await asyncio.to_thread(_json, await page.view(await self._open(request)))
 
         return answer
 
     def _page_handler(self, page: _Page) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
             data = await page.view(await self._open(request))
-            return self._html(page.template, request, page, data=data)
+            return await asyncio.to_thread(self._html, page.template, request, page, data=data)
 
         return answer
 
@@ -271,7 +272,7 @@ class Dashboard:
         records = rollout.read_labelled(self._visit(request).run_store)
         await response.prepare(request)
         async for record in records:
-            await response.write(to_json(record, inf_nan_mode="null") + b"\n")
+            await response.write(await asyncio.to_thread(to_json, record, inf_nan_mode="null") + b"\n")
         return response
 
     async def _answer_live(self, request: web.Request) -> web.StreamResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, Final
 from urllib.parse import quote
@@ -15,18 +16,17 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import ENDED_ROLLOUT, Attempt, AttemptedRollout, Rollout, Span
 from agentlightning_plugins.dashboard.rollouts import LABEL, NOTE
 from agentlightning_plugins.dashboard.visit import Visit
-from agentlightning_plugins.shared.chat_history import TraceToMessages, drop_prefixes
-from agentlightning_plugins.shared.paging import every
+from agentlightning_plugins.shared import chat_history
+from agentlightning_plugins.shared.paging import every, read_spans
 from agentlightning_plugins.shared.rendering.conversation import read_conversations
 from agentlightning_plugins.shared.training_records.query import read_entry
-from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, RECORDS, TrainedRow, read_records
 
-_MAX_SPANS: Final = 5_000
+MAX_BYTES: Final = 8 * 2**20
+"""Maximum size of the spans that a page or a line of an export is made of; it says how many are left out."""
 _MAX_ROWS: Final = 500
 """Maximum number of spans in the waterfall and in the JSON twin."""
 _MAX_CONVERSATIONS: Final = 40
-_RECORDS: Final = (ROW_SPAN, LEDGER_SPAN)
-"""Spans that training adds later; the pages about training show them."""
 
 
 async def show_rollout(visit: Visit) -> dict[str, Any]:
@@ -58,21 +58,40 @@ async def find_rollout(visit: Visit) -> Rollout:
 
 
 async def _describe_attempt(visit: Visit, attempt: Attempt) -> dict[str, Any]:
-    page = await visit.run_store.query_spans(attempt.rollout_id, attempt.attempt_id, limit=_MAX_SPANS)
-    spans, nodes = page.items, build_tree(page.items, repair=True)
-    conversations = read_conversations(spans)
-    entry = read_entry(spans)
+    spans, left_out = await read_attempt(visit.run_store, attempt)
     return {
         **attempt.model_dump(mode="json"),
+        **await asyncio.to_thread(_summarize, spans, left_out),
+        "spans_left_out": left_out,
+    }
+
+
+async def read_attempt(
+    store: LightningStore, attempt: Attempt, max_bytes: int = MAX_BYTES
+) -> tuple[Sequence[Span], int]:
+    """Returns the first spans of an attempt, with its training's outcome, and the number of spans left out."""
+    ids = attempt.rollout_id, attempt.attempt_id
+    spans, total = await read_spans(store, *ids, max_bytes=max_bytes)
+    if total == len(spans):
+        return spans, 0
+    outcomes = (await store.query_spans(*ids, name=LEDGER_SPAN)).items  # training adds it after the agent's spans
+    spans = [*(span for span in spans if span.name != LEDGER_SPAN), *outcomes]
+    return spans, total - len(spans)
+
+
+def _summarize(spans: Sequence[Span], left_out: int) -> dict[str, Any]:
+    nodes, conversations, entry = build_tree(spans, repair=True), read_conversations(spans), read_entry(spans)
+    return {
         "rewards": [
             {"time": span.start_time, "parts": [part._asdict() for part in get_rewards_from_span(span)]}
             for span in find_reward_spans(spans)
         ],
         "conversations": conversations[-_MAX_CONVERSATIONS:],
         "conversation_count": len(conversations),
-        "spans": _describe_spans([node for node in nodes if node.span.name not in _RECORDS], _trained_calls(spans)),
-        "span_total": page.total - sum(span.name in _RECORDS for span in spans),
-        "is_recorded": any(span.name in _RECORDS for span in spans),
+        # The pages about training show its records.
+        "spans": _describe_spans([node for node in nodes if node.span.name not in RECORDS], _trained_calls(spans)),
+        "span_total": left_out + sum(span.name not in RECORDS for span in spans),
+        "is_recorded": any(span.name in RECORDS for span in spans),
         "outcome": None if entry is None else entry.outcome,
         "tokens": _count_tokens(spans),
     }
@@ -80,8 +99,7 @@ async def _describe_attempt(visit: Visit, attempt: Attempt) -> dict[str, Any]:
 
 def _trained_calls(spans: Sequence[Span]) -> frozenset[str]:
     """Returns the response ids of the calls that are in a trained row."""
-    rows = [span for span in spans if span.name == ROW_SPAN]
-    return frozenset(name for row in rows for name in row.attributes.get("agentlightning.training.response_ids") or ())
+    return frozenset(call.response_id for row in read_records(TrainedRow, spans) for call in row.calls)
 
 
 def _describe_spans(nodes: Sequence[Node], trained: Collection[str]) -> list[dict[str, Any]]:
@@ -183,14 +201,15 @@ async def read_labelled(store: LightningStore) -> AsyncIterator[dict[str, Any]]:
 
 async def _describe(store: LightningStore, rollout: Rollout) -> dict[str, Any]:
     metadata = dict(rollout.metadata or {})
-    spans = (
-        (await store.query_spans(rollout.rollout_id, "latest")).items if isinstance(rollout, AttemptedRollout) else []
-    )
+    attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
+    spans, left_out = ([], 0) if attempt is None else await read_attempt(store, attempt)
+    conversations = await asyncio.to_thread(chat_history.read_conversations, spans)
     return {
         "rollout_id": rollout.rollout_id,
         "label": metadata.get(LABEL),
         "note": metadata.get(NOTE),
-        "reward": rollout.attempt.reward if isinstance(rollout, AttemptedRollout) else None,
+        "reward": None if attempt is None else attempt.reward,
         "input": thaw(rollout.input),
-        "conversations": [thaw(dict(history)) for history in drop_prefixes(TraceToMessages().adapt(spans))],
+        "conversations": [thaw(dict(history)) for history in conversations],
+        **({"spans_left_out": left_out} if left_out else {}),
     }

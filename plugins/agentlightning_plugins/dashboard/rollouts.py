@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -180,7 +181,8 @@ async def _mentions(store: LightningStore, rollout: Rollout, query: Mapping[str,
     if wanted in _all_text(rollout):
         return True
     spans = await store.query_spans(rollout.rollout_id, "latest")
-    return any(wanted in str(value).casefold() for span in spans for value in span.attributes.values())
+    texts = (str(value) for span in spans for value in span.attributes.values())
+    return await asyncio.to_thread(lambda: any(wanted in text.casefold() for text in texts))
 
 
 def _preview(task: Any) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.types import AttemptedRollout, Rollout, Span
-from agentlightning_plugins.dashboard.rollout import find_rollout
+from agentlightning_plugins.dashboard.rollout import MAX_BYTES, find_rollout, read_attempt
 from agentlightning_plugins.dashboard.rollouts import describe_rollout
 from agentlightning_plugins.dashboard.visit import Visit
 from agentlightning_plugins.shared.rendering.bars import heat_level
 from agentlightning_plugins.shared.rendering.conversation import read_conversations
 from agentlightning_plugins.shared.training_records.query import read_entry, read_ledger, read_rows
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN
 
 MEASURES: Final = ("logprob", "trainer", "gap", "advantage", "mask")
 _OUTCOME: Final = "outcome/"
@@ -78,15 +80,13 @@ async def show_group(visit: Visit) -> dict[str, Any]:
 
 
 async def _describe_members(visit: Visit, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    spans: dict[str, list[Span]] = {rollout.rollout_id: [] for rollout in rollouts}
-    latest = {
-        rollout.rollout_id: rollout.attempt.attempt_id for rollout in rollouts if isinstance(rollout, AttemptedRollout)
-    }
-    found = await visit.run_store.query_spans(None, rollout_id_in=list(latest))
-    for span in sorted(found, key=lambda span: span.sequence_id):
-        if span.attempt_id == latest[span.rollout_id]:
-            spans[span.rollout_id].append(span)
-    return [_describe_member(rollout, spans[rollout.rollout_id]) for rollout in rollouts]
+    members = []
+    for rollout in rollouts:
+        spans: Sequence[Span] = ()
+        if isinstance(rollout, AttemptedRollout):
+            spans, _ = await read_attempt(visit.run_store, rollout.attempt, MAX_BYTES // len(rollouts))
+        members.append(await asyncio.to_thread(_describe_member, rollout, spans))
+    return members
 
 
 def _describe_member(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ async def show_tokens(visit: Visit) -> dict[str, Any]:
     if measure not in MEASURES:
         raise ConfigError(f"by={measure!r} is not a measure; allowed are {', '.join(MEASURES)}")
     rows = await read_rows(visit.run_store, rollout.rollout_id)
-    entry = read_entry((await visit.run_store.query_spans(rollout.rollout_id, "latest")).items)
+    entry = read_entry((await visit.run_store.query_spans(rollout.rollout_id, "latest", name=LEDGER_SPAN)).items)
     return {
         "rollout_id": rollout.rollout_id,
         "metadata": dict(rollout.metadata or {}),

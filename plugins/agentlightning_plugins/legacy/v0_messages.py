@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -52,14 +51,17 @@ if TYPE_CHECKING:
 
 
 def read_spans(report: RolloutLegacy, rollout_id: str, attempt_id: str) -> list[Span]:
-    """Returns the spans of a report, with its reward; raises ValueError, TypeError or AttributeError."""
+    """Returns the spans of a report, with its reward; raises ValueError, TypeError or AttributeError.
+
+    Tokens that the agent reports are left out: weights are trained on those that the gateway recorded.
+    """
     ids = rollout_id, attempt_id
     spans = [_read_span(span, *ids) for span in report.trace or ()]
     if not spans:
         spans = [span for triplet in report.triplets or () for span in _from_triplet(triplet, *ids)]
     if report.final_reward is not None and report.final_reward != agl.find_final_reward(spans):
         spans.append(_make_reward(report.final_reward, *ids))
-    return spans
+    return list(map(semconv.distrust, spans))
 
 
 def _read_span(span: Mapping[str, Any], rollout_id: str, attempt_id: str) -> Span:
@@ -92,7 +94,8 @@ def _make_reward(reward: float, rollout_id: str, attempt_id: str) -> Span:
 def _from_triplet(triplet: Triplet, rollout_id: str, attempt_id: str) -> Iterator[Span]:
     attributes: dict[str, Any] = {semconv.GEN_AI_OPERATION_NAME: "chat"}
     for key, part in ((semconv.PROMPT_TOKEN_IDS, triplet.prompt), (semconv.RESPONSE_TOKEN_IDS, triplet.response)):
-        attributes[key] = part.get("token_ids") if isinstance(part, Mapping) else part
+        if tokens := part.get("token_ids") if isinstance(part, Mapping) else part:
+            attributes[key] = tokens
     yield _make_span(attributes, rollout_id, attempt_id, name="openai.chat")
     if triplet.reward is not None:
         yield _make_reward(triplet.reward, rollout_id, attempt_id)
@@ -107,12 +110,7 @@ _OUTPUTS: Final = ("agentops.task.output", "agentops.entity.output")
 
 def _read_reward(span: Span) -> Any:
     for key in _OUTPUTS:  # the JSON that a function decorated with @reward returned
-        output = span.attributes.get(key)
-        if isinstance(output, str):
-            try:
-                output = json.loads(output)
-            except ValueError:
-                continue
+        output = semconv.parse_json(span.attributes.get(key))
         if isinstance(output, Mapping) and output.get("type") == "reward":
             return output.get("value")
     return span.attributes.get("reward") if span.name == semconv.SPAN_REWARD else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final, NotRequired, TypedDict
@@ -11,6 +12,7 @@ from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter, reading
 from agentlightning.adapter.call import build_tree, find_calls
+from agentlightning.errors import AdapterError
 from agentlightning.frozen import thaw
 from agentlightning.reward import read_final_reward
 from agentlightning.store.protocol import LightningStore
@@ -26,14 +28,15 @@ def link_calls(triplets: Sequence[Triplet]) -> list[int | None]:
 
     Takes time linear in the messages. Ignores ids of tool calls and the model's reasoning: clients drop or change them.
     """
-    by_answer: dict[tuple[int, str], list[int]] = {}
+    by_history: dict[bytes, int] = {}
     previous: list[int | None] = []
     for position, triplet in enumerate(triplets):
-        messages = read_messages(triplet)
-        previous.append(_find_previous(messages, triplets, by_answer))
-        answer = read_answer(triplet)
-        if messages and answer is not None:
-            by_answer.setdefault((len(messages), _signature(answer)), []).append(position)
+        messages, answer = read_messages(triplet), read_answer(triplet)
+        prefixes = _hash_prefixes(messages if answer is None else [*messages, answer])
+        known = prefixes[: len(messages)]
+        previous.append(next((by_history[each] for each in reversed(known) if each in by_history), None))
+        if messages and answer is not None and answer.get("role") == "assistant":
+            by_history[prefixes[-1]] = position
     return previous
 
 
@@ -57,16 +60,13 @@ def find_first_edit(earlier: Sequence[semconv.Message], later: Sequence[semconv.
     return None
 
 
-def _find_previous(
-    messages: Sequence[semconv.Message], triplets: Sequence[Triplet], by_answer: Mapping[tuple[int, str], Sequence[int]]
-) -> int | None:
-    for length in range(len(messages) - 1, 0, -1):
-        if messages[length].get("role") != "assistant":
-            continue
-        for position in reversed(by_answer.get((length, _signature(messages[length])), ())):
-            if find_first_edit(read_messages(triplets[position]), messages[:length]) is None:
-                return position
-    return None
+def _hash_prefixes(messages: Sequence[semconv.Message]) -> list[bytes]:
+    """Returns a hash of the first message, of the first two, and so on."""
+    digest, prefixes = hashlib.blake2b(digest_size=16), []
+    for message in messages:
+        digest.update(repr(_signature(message)).encode(errors="surrogatepass"))
+        prefixes.append(digest.digest())
+    return prefixes
 
 
 def _signature(message: semconv.Message) -> str:
@@ -91,22 +91,17 @@ class ChatHistory(TypedDict):
 
 
 def drop_prefixes(histories: Sequence[ChatHistory]) -> list[ChatHistory]:
-    """Removes histories that are a prefix of another one, and duplicates.
+    """Removes histories that are a prefix of another one, and duplicates, in time linear in the messages.
 
     Each call of a conversation records the conversation so far; only the last record is complete.
     """
-
-    def continues(earlier: ChatHistory, later: ChatHistory) -> bool:
-        return find_first_edit(earlier["messages"], later["messages"]) is None
-
+    prefixes = [_hash_prefixes(history["messages"]) for history in histories]
+    continued = {each for own in prefixes for each in own[:-1]}
+    last = {own[-1]: position for position, own in enumerate(prefixes)}
     return [
         history
-        for position, history in enumerate(histories)
-        if not any(
-            continues(history, other) and (len(other["messages"]) > len(history["messages"]) or place > position)
-            for place, other in enumerate(histories)
-            if place != position
-        )
+        for position, (history, own) in enumerate(zip(histories, prefixes, strict=True))
+        if own[-1] not in continued and last[own[-1]] == position
     ]
 
 
@@ -129,6 +124,14 @@ class TraceToMessages(TraceAdapter[list[ChatHistory]]):
                     history["tools"] = tools
                 histories.append(history)
         return histories
+
+
+def read_conversations(spans: Sequence[Span]) -> list[ChatHistory]:
+    """Returns the complete conversations of an attempt; if its spans cannot be read, one with the reason."""
+    try:
+        return drop_prefixes(TraceToMessages().adapt(spans))
+    except AdapterError as error:
+        return [{"messages": [{"role": "unreadable", "content": str(error)}]}]
 
 
 class FineTuningExample(BaseModel):
@@ -204,12 +207,17 @@ async def _rank_rollouts(store: LightningStore, min_reward: float | None) -> lis
 
 async def _read_conversations(store: LightningStore, rollout: Rollout) -> list[FineTuningExample]:
     spans = (await store.query_spans(rollout.rollout_id, "latest")).items
+    try:
+        histories = drop_prefixes(TraceToMessages().adapt(spans))
+    except AdapterError as error:
+        logger.warning("rollout %s is excluded: %s", rollout.rollout_id, error)
+        return []
     return [
         FineTuningExample(
             messages=[_clean(message) for message in history["messages"]],
             tools=thaw([dict(tool) for tool in history.get("tools") or ()]) or None,
         )
-        for history in drop_prefixes(TraceToMessages().adapt(spans))
+        for history in histories
     ]
 
 

@@ -126,6 +126,14 @@ def test_texts_are_compared_by_word_and_longer_texts_by_line_or_as_a_whole() -> 
     assert find_difference(lines, lines) == [("same", lines)]
 
 
+def test_what_takes_too_long_to_compare_counts_as_replaced() -> None:
+    before, after = "a b " * 370, "b a a " * 250  # about as long as a prompt; a full comparison takes a minute
+    pieces = find_difference(before, after)
+    assert "".join(text for kind, text in pieces if kind != "add") == before
+    assert "".join(text for kind, text in pieces if kind != "remove") == after
+    assert 1 < len(pieces) < 100
+
+
 async def test_a_cut_prompt_shows_its_last_tokens_with_their_ids() -> None:
     store = InMemoryLightningStore()
     rollout = await store.start_rollout({"question": "?"})

@@ -141,7 +141,9 @@ async def test_an_old_algorithm_queues_tasks_and_gets_reports() -> None:
         spans = await server.store.query_spans(rollout_id)
         assert agl.find_final_reward(spans) == 0.75
         (call,) = agl.TraceToTriplet().adapt(spans)
-        assert (call.prompt["token_ids"], call.response["token_ids"], call.reward) == ([1, 2], [3], 0.5)
+        assert call.reward == 0.5
+        assert call.metadata["untrusted"], "weights are not trained on tokens that an agent reports"
+        assert (call.prompt["token_ids"], call.response["token_ids"]) == ([], [])
         with pytest.raises(urllib.error.HTTPError):
             await ask(f"{server.endpoint}/rollout", report)  # a rollout ends once
     finally:

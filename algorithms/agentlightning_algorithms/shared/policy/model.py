@@ -61,6 +61,7 @@ class Policy:
     Attributes:
         model: always in eval mode, also in training: dropout would train a policy other than the one that sampled.
         max_length: the model's positions, for prompt and response together.
+        vocabulary: number of token ids that the model can embed.
         stop_ids: tokens that end a response.
     """
 
@@ -71,6 +72,7 @@ class Policy:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**20)
+        self.vocabulary = int(model.get_input_embeddings().num_embeddings)
         self.stop_ids = _stop_ids(model, tokenizer)
         self._has_plain_head = _has_plain_head(model)
 

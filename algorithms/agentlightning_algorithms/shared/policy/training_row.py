@@ -49,6 +49,10 @@ class TrainingRow:
         """Number of tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
 
+    def is_within(self, max_length: int, vocabulary: int) -> bool:
+        """Whether a model with so many positions and token ids can read the row."""
+        return self.n_tokens <= max_length and max(*self.prompt_ids, *self.response_ids) < vocabulary
+
     def sampled(self, values: Sequence[Value]) -> Sequence[Value]:
         """Returns the values of the sampled tokens, given one value per response token."""
         if self.mask is None:

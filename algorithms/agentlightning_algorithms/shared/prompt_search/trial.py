@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agentlightning import semconv
+from agentlightning.adapter.adapter import reading
 from agentlightning.errors import AdapterError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
@@ -74,8 +75,9 @@ async def read_trial_result(store: LightningStore, rollout: Rollout, adapter: Tr
     usage: Sequence[CallUsage] = ()
     error = None
     try:
-        messages = adapter.adapt(result.spans) if adapter is not None else ()
-        usage = read_usage(result.spans)
+        with reading(result.spans):
+            messages = adapter.adapt(result.spans) if adapter is not None else ()
+            usage = read_usage(result.spans)
     except AdapterError as adapter_error:
         error = str(adapter_error)
     return TrialResult(rollout, result.spans, result.reward, tuple(messages), tuple(usage), error)

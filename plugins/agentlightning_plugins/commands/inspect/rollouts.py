@@ -16,7 +16,7 @@ from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Attempt, AttemptedRollout, Rollout, RolloutStatus, Span
 from agentlightning_plugins.commands.inspect.export import export, export_path
-from agentlightning_plugins.shared.chat_history import ChatHistory, TraceToMessages, drop_prefixes
+from agentlightning_plugins.shared.chat_history import ChatHistory, read_conversations
 from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.terminal import (
@@ -225,7 +225,7 @@ def _reward(attempt: Attempt, spans: Sequence[Span]) -> float | None:
 
 def _conversations(attempt: Attempt, spans: Sequence[Span]) -> list[ChatHistory]:
     own = [span for span in spans if span.attempt_id == attempt.attempt_id]
-    return drop_prefixes(TraceToMessages().adapt(own))
+    return read_conversations(own)
 
 
 def _show_message(message: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -169,7 +170,7 @@ async def _compare(
 
 async def _read_transcript(store: LightningStore, rollout: Rollout) -> Transcript:
     spans = (await store.query_spans(rollout.rollout_id, "latest")).items
-    conversations = read_conversations(spans)
+    conversations = await asyncio.to_thread(read_conversations, spans)
     error = rollout.attempt.error if isinstance(rollout, AttemptedRollout) else None
     return Transcript(
         rollout.rollout_id,

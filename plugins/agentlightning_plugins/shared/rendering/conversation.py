@@ -9,20 +9,17 @@ from typing import Any
 from agentlightning import semconv
 from agentlightning.frozen import thaw
 from agentlightning.types import Span
-from agentlightning_plugins.shared.chat_history import TraceToMessages, drop_prefixes
+from agentlightning_plugins.shared import chat_history
 
 
 def read_conversations(spans: Sequence[Span]) -> list[dict[str, Any]]:
     """Returns the conversations of an attempt, each with its messages and tools."""
-    histories = TraceToMessages().adapt(spans)
-    if len(histories) <= 200:  # all pairs are compared
-        histories = drop_prefixes(histories)
     return [
         {
             "messages": [_describe_message(message) for message in history["messages"]],
             "tools": [str((tool.get("function") or {}).get("name", "")) for tool in history.get("tools") or ()],
         }
-        for history in histories
+        for history in chat_history.read_conversations(spans)
     ]
 
 
@@ -57,9 +54,5 @@ def _describe_message(message: semconv.Message) -> dict[str, Any]:
 
 
 def _pretty(arguments: Any) -> str:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return str(arguments)
-    return json.dumps(thaw(arguments), indent=2, ensure_ascii=False, default=str)
+    parsed = semconv.parse_json(arguments, arguments)
+    return parsed if isinstance(parsed, str) else json.dumps(thaw(parsed), indent=2, ensure_ascii=False, default=str)

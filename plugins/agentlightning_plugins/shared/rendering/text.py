@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -89,6 +90,22 @@ def show_ago(instant: float | None) -> str:
 _MAX_WORDS: Final = 3_000
 """Texts with more words are compared by line, and texts with more lines as a whole: the time grows quadratically."""
 _MAX_LENGTH: Final = 200_000
+_MAX_PAIRS: Final = 3_000_000
+"""Number of pairs of equal words that are visited; what is not compared by then counts as replaced."""
+
+
+class _BoundedMatcher(difflib.SequenceMatcher[str]):
+    """Compares words in bounded time; ``SequenceMatcher`` takes a minute for a word that is repeated 700 times."""
+
+    def __init__(self, before: Sequence[str], after: Sequence[str]) -> None:
+        super().__init__(None, before, after, autojunk=False)
+        counts = Counter(after)
+        self._pairs = [counts[word] for word in before]
+        self._left = _MAX_PAIRS
+
+    def find_longest_match(self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None) -> Any:
+        self._left -= sum(self._pairs[alo:ahi])
+        return super().find_longest_match(alo, ahi, blo, bhi) if self._left >= 0 else difflib.Match(alo, blo, 0)
 
 
 def find_difference(before: str, after: str) -> list[tuple[str, str]]:
@@ -102,7 +119,7 @@ def find_difference(before: str, after: str) -> list[tuple[str, str]]:
     if len(one) + len(other) > _MAX_WORDS:
         return whole
     pieces: list[tuple[str, str]] = []
-    for kind, start, end, to_start, to_end in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+    for kind, start, end, to_start, to_end in _BoundedMatcher(one, other).get_opcodes():
         if kind == "equal":
             pieces.append(("same", "".join(one[start:end])))
         else:

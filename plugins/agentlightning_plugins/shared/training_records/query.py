@@ -15,6 +15,7 @@ from agentlightning_plugins.shared.training_records.record import (
     LedgerEntry,
     Outcome,
     TrainedRow,
+    read_records,
 )
 
 _IDS: Final = 500
@@ -24,7 +25,7 @@ _IDS: Final = 500
 async def read_rows(store: LightningStore, rollout_id: str) -> list[TrainedRow]:
     """Reads the trained rows of a rollout in order of step."""
     spans = await store.query_spans(rollout_id, name=ROW_SPAN)
-    return sorted(map(TrainedRow.from_span, spans), key=lambda row: row.step)
+    return sorted(read_records(TrainedRow, spans), key=lambda row: row.step)
 
 
 async def read_ledger(store: LightningStore, step: int | None = None) -> list[LedgerEntry]:
@@ -48,14 +49,13 @@ async def read_ledger(store: LightningStore, step: int | None = None) -> list[Le
         ids = [rollout.rollout_id for rollout in rollouts]
         for start in range(0, len(ids), _IDS):
             spans += await store.query_spans(None, rollout_id_in=ids[start : start + _IDS], name=LEDGER_SPAN)
-    entries = {span.rollout_id: LedgerEntry.from_span(span) for span in spans}
+    entries = {entry.rollout_id: entry for entry in read_records(LedgerEntry, spans)}
     return [entries.get(rollout.rollout_id) or _missing(rollout) for rollout in rollouts]
 
 
 def read_entry(spans: Iterable[Span]) -> LedgerEntry | None:
     """Reads the outcome of a rollout from its spans; if there are several, the outcome in the last step."""
-    entries = [LedgerEntry.from_span(span) for span in spans if span.name == LEDGER_SPAN]
-    return max(entries, key=lambda entry: entry.step, default=None)
+    return max(read_records(LedgerEntry, spans), key=lambda entry: entry.step, default=None)
 
 
 def count_outcomes(entries: Iterable[LedgerEntry]) -> dict[int, Counter[Outcome]]:

@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias, TypeVar
+
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, with_config
+from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
 from agentlightning import semconv
 from agentlightning.types import Span, Triplet
 
-ROW_SPAN: Final = "agentlightning.training"
+logger = logging.getLogger("agentlightning")
+
+ROW_SPAN: Final = semconv.TRAINING
 """Name of the span of a trained row."""
-LEDGER_SPAN: Final = "agentlightning.training.rollout"
+LEDGER_SPAN: Final = f"{semconv.TRAINING}.rollout"
 """Name of the span with the outcome of a rollout; each rollout of a batch has one such span per step."""
 
 Outcome: TypeAlias = Literal[
     "trained", "failed", "no_reward", "no_calls", "spans_dropped", "unreadable_spans", "filtered", "flat_group",
-    "no_tokens", "no_logprobs", "repeated", "too_long", "stale", "cut_off", "mismatch", "unusable_images", "not_finite",
-    "cancelled", "unfinished", "not_recorded",
+    "no_tokens", "untrusted", "no_logprobs", "repeated", "too_long", "stale", "cut_off", "mismatch", "unusable_images",
+    "not_finite", "cancelled", "unfinished", "not_recorded",
 ]  # fmt: skip
 """Outcome of a rollout or a call; every value except ``trained`` is a reason why it was not trained on:
 
 ``failed``, ``no_reward``: it has no reward to compare. ``no_calls``: it called no model. ``spans_dropped``,
 ``unreadable_spans``: its trace is incomplete or wrong. ``filtered``: the setting ``rollout_filter`` removed it.
 ``flat_group``: all rollouts of its task have the same reward.
-``no_tokens``, ``no_logprobs``: the model server did not report them. ``repeated``: another row contains its tokens.
+``no_tokens``, ``no_logprobs``: the model server did not report them. ``untrusted``: only the agent itself, with the
+token of its attempt, claims which tokens were sampled. ``repeated``: another row contains its tokens.
 ``too_long``: more tokens than the model has positions. ``stale``: sampled by weights that are too old. ``cut_off``: its
 reply ended at the token limit. ``mismatch``: sampler and trainer disagree on every token. ``unusable_images``: its
 images cannot be read, the trainer and the sampler encode them as different tokens, or the model sampled an image token.
@@ -38,7 +45,34 @@ images cannot be read, the trainer and the sampler encode them as different toke
 algorithm keeps no records.
 """
 
-_PREFIX: Final = "agentlightning.training."
+_PREFIX: Final = f"{semconv.TRAINING}."
+_Number = Annotated[float, Field(strict=False)]  # not finite, it is stored as text
+
+
+@with_config(ConfigDict(strict=True))
+class _RowValues(TypedDict):
+    """The attributes of the span of a row."""
+
+    step: int
+    outcome: Outcome
+    minibatch: int
+    reward: NotRequired[_Number]
+    prompt_tokens: NonNegativeInt
+    token_ids: str
+    logprobs: str
+    gap: NotRequired[str]
+    token_advantages: NotRequired[str]
+    token_versions: NotRequired[str]
+    texts: NotRequired[list[str]]
+    mask: list[NonNegativeInt]
+    response_ids: list[str]
+    starts: list[NonNegativeInt]
+    ends: list[NonNegativeInt]
+    advantages: list[_Number]
+    weight_versions: NotRequired[list[int]]
+
+
+_row_values: Final = TypeAdapter(_RowValues)
 _LARGEST_HALF: Final = 65504.0
 
 
@@ -153,29 +187,35 @@ class TrainedRow:
 
     @classmethod
     def from_span(cls, span: Span) -> TrainedRow:
-        """Reads the span of a row."""
-        values = _read(span)
-        ids, n_prompt = _unpack("i", values["token_ids"]), int(values["prompt_tokens"])
-        logprobs = _unpack("f", values["logprobs"])
+        """Reads the span of a row; raises ValueError if its values do not fit together."""
+        values = _row_values.validate_python(_read(span))
+        ids, n_prompt = _unpack("i", values["token_ids"]), values["prompt_tokens"]
+        response_ids, logprobs = ids[n_prompt:], _unpack("f", values["logprobs"])
         gap = _unpack("e", values["gap"]) if "gap" in values else None
+        token_advantages = _unpack("e", values["token_advantages"]) if "token_advantages" in values else None
         drawn_by = _unpack("i", values["token_versions"]) if "token_versions" in values else None
-        versions = values.get("weight_versions") or [None] * len(values["response_ids"])
-        calls = zip(*(values[name] for name in ("response_ids", "starts", "ends", "advantages")), versions, strict=True)
+        versions: Sequence[int | None] = values.get("weight_versions") or [None] * len(values["response_ids"])
+        columns = (values["response_ids"], values["starts"], values["ends"], values["advantages"], versions)
+        calls = [TrainedCall(*call) for call in zip(*columns, strict=True)]
+        arrays = [array for array in (logprobs, gap, token_advantages, drawn_by) if array is not None]
+        lengths = {sum(values["mask"]), *map(len, arrays)}
+        if lengths != {len(response_ids)} or any(not call.start <= call.end <= len(response_ids) for call in calls):
+            raise ValueError(f"its lists do not describe {len(response_ids)} tokens")
         return cls(
             rollout_id=span.rollout_id,
             attempt_id=span.attempt_id,
             step=values["step"],
             prompt_ids=ids[:n_prompt],
-            response_ids=ids[n_prompt:],
+            response_ids=response_ids,
             mask=[(place + 1) % 2 for place, length in enumerate(values["mask"]) for _ in range(length)],
             logprobs=logprobs,
             trainer_logprobs=None if gap is None else [a + b for a, b in zip(logprobs, gap, strict=True)],
-            calls=[TrainedCall(*call) for call in calls],
+            calls=calls,
             reward=values.get("reward"),
             minibatch=values["minibatch"],
             outcome=values["outcome"],
             texts=dict(zip(sorted(set(ids)), values["texts"], strict=True)) if "texts" in values else {},
-            token_advantages=_unpack("e", values["token_advantages"]) if "token_advantages" in values else None,
+            token_advantages=token_advantages,
             token_versions=drawn_by and [None if found < 0 else found for found in drawn_by],
         )
 
@@ -210,14 +250,34 @@ class LedgerEntry:
 
     @classmethod
     def from_span(cls, span: Span) -> LedgerEntry:
-        """Reads the span of a rollout."""
+        """Reads the span of a rollout; raises ValueError if its values do not fit together."""
         values = _read(span)
-        return cls(
-            rollout_id=span.rollout_id,
-            attempt_id=span.attempt_id,
-            calls=dict(zip(values.pop("response_ids", ()), values.pop("outcomes", ()), strict=True)),
-            **values,
-        )
+        names, outcomes = values.pop("response_ids", ()), values.pop("outcomes", ())
+        if not isinstance(names, (list, tuple)) or not isinstance(outcomes, (list, tuple)):
+            raise ValueError(f"its response ids {names!r:.100} and outcomes {outcomes!r:.100} are not lists")
+        calls = dict(zip(map(str, names), outcomes, strict=True))
+        ids = {"rollout_id": span.rollout_id, "attempt_id": span.attempt_id}
+        return _entry.validate_python({**values, **ids, "calls": calls})
+
+
+_entry: Final = TypeAdapter(LedgerEntry)
+AnyRecord = TypeVar("AnyRecord", TrainedRow, LedgerEntry)
+
+
+def read_records(kind: type[AnyRecord], spans: Iterable[Span]) -> list[AnyRecord]:
+    """Reads the records of a kind among spans; those that cannot be read are left out with a warning."""
+    records = []
+    for span in spans:
+        if RECORDS.get(span.name) is kind:
+            try:
+                records.append(kind.from_span(span))
+            except ValueError as error:
+                logger.warning("a training record of rollout %s is left out: %.500s", span.rollout_id, error)
+    return records
+
+
+RECORDS: Final[Mapping[str, type[TrainedRow | LedgerEntry]]] = {ROW_SPAN: TrainedRow, LEDGER_SPAN: LedgerEntry}
+"""The kinds of records, by the name of their spans."""
 
 
 def _make_span(
@@ -229,7 +289,7 @@ def _make_span(
         attributes[semconv.GEN_AI_RESPONSE_ID] = response_id
     # A step repeated after a kill makes spans with the same ids, which the store ignores.
     key = f"{values['step']}/{attempt_id}/{place}"
-    span_id = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    span_id = semconv.TRAINING_ID + hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
     return Span.from_attributes(
         attributes=attributes, rollout_id=rollout_id, attempt_id=attempt_id, span_id=span_id, name=name
     )
@@ -247,7 +307,10 @@ def _pack(kind: str, values: Sequence[float]) -> str:
 
 def _unpack(kind: str, text: str) -> list[Any]:
     data = base64.b64decode(text, validate=True)
-    return list(struct.unpack(f"<{len(data) // struct.calcsize(f'<{kind}')}{kind}", data))
+    count, rest = divmod(len(data), struct.calcsize(f"<{kind}"))
+    if rest:
+        raise ValueError(f"{len(data)} bytes are not a whole number of values")
+    return list(struct.unpack(f"<{count}{kind}", data))
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:
@@ -330,5 +393,5 @@ def count_sampled(calls: Iterable[Triplet]) -> int:
 def explain_unused(call: Triplet) -> Outcome:
     """Returns the reason why a call is not part of a trajectory."""
     if not call.prompt.get("token_ids") or not call.response.get("token_ids"):
-        return "no_tokens"
+        return "untrusted" if call.metadata.get("untrusted") else "no_tokens"
     return "repeated" if call.response.get("logprobs") else "no_logprobs"

@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 import orjson
 from aiohttp import web
 
+from agentlightning.frozen import is_deep
+
 _MALLOC_SETTINGS: Final = {-1: 8 * 2**20, -3: 512 * 1024, -8: 2}
 """glibc's M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX. asyncio's reads of 256 KiB are below the second one."""
 _TRIM_AFTER_S: Final = 1.0
@@ -178,8 +180,8 @@ def _parse(data: bytes, max_depth: int, max_items: int, loads: Callable[[bytes],
         value = loads(data)
     except ValueError as error:
         raise RequestRefused(400, f"the request is not JSON: {error}") from error
-    if data.count(b"[") + data.count(b"{") > max_depth:
-        _check_depth(value, max_depth)
+    if data.count(b"[") + data.count(b"{") > max_depth and is_deep(value, max_depth):
+        raise RequestRefused(400, f"the JSON is nested more than {max_depth} levels deep")
     return value
 
 
@@ -195,21 +197,6 @@ def _check_items(data: bytes, max_items: int) -> None:
         is_inside = is_inside != is_quote
         position += is_quote or not is_inside
     raise RequestRefused(413, f"the JSON has more than {max_items} values")
-
-
-def _check_depth(value: Any, max_depth: int) -> None:
-    level = [value]
-    for _ in range(max_depth):
-        level = [
-            child
-            for parent in level
-            if isinstance(parent, (dict, list))
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            return
-    raise RequestRefused(400, f"the JSON is nested more than {max_depth} levels deep")
 
 
 def check_local(request: web.BaseRequest, server: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -13,34 +14,61 @@ from agentlightning.run import attempt_token
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import LIVE_ATTEMPT, Span
+from agentlightning_plugins.shared.training_records.record import RECORDS
 from agentlightning_plugins.shared.web.request import check_local, is_among
 from agentlightning_plugins.stores.http.message import PREFIX
 from agentlightning_plugins.stores.http.server.answer import RefusedError
 
-_RESERVED: Final = frozenset({semconv.LATE, semconv.WEIGHT_VERSION})
-_RESERVED_PREFIX: Final = "agentlightning.gateway."
 
+async def screen_spans(
+    store: LightningStore, token: AttemptToken | None, spans: Sequence[Span]
+) -> tuple[list[Span], list[str]]:
+    """Decides which spans of a request are stored; every entrance calls it.
 
-def find_reserved(attributes: Mapping[str, Any]) -> str | None:
-    """Returns the first attribute that only the gateway or the store may write; None if there is none."""
-    for name in attributes:
-        if name.startswith(_RESERVED_PREFIX) or name in _RESERVED:
-            return name
-    return None
-
-
-async def mark_late(store: LightningStore, token: AttemptToken, spans: Sequence[Span]) -> list[Span]:
-    """Marks spans of an attempt that has ended, so that they cannot change its reward.
+    Training records must be readable. Spans that come with an attempt's token are marked as not trusted and, if the
+    attempt has ended, as late, so that they cannot change its reward.
 
     Args:
-        store: the store that has the attempt.
-        token: the attempt's token.
-        spans: new spans of this attempt.
+        store: the store that has the attempts.
+        token: the token of an attempt, whose spans they are; None if the request may do everything.
+        spans: new spans.
+
+    Returns:
+        The spans to store, and the reasons why others are refused.
     """
-    attempts = await store.query_attempts(token.rollout_id) if spans else ()
-    if all(attempt.status in LIVE_ATTEMPT for attempt in attempts if attempt.attempt_id == token.attempt_id):
-        return list(spans)
-    return [span.model_copy(update={"attributes": {**span.attributes, semconv.LATE: True}}).sealed() for span in spans]
+    if token is None:
+        if not any(span.name in RECORDS for span in spans):
+            return list(spans), []
+        problems = await asyncio.to_thread(lambda: list(map(_find_problem, spans)))
+        admitted = [span for span, problem in zip(spans, problems, strict=True) if problem is None]
+        return admitted, [problem for problem in problems if problem is not None]
+    attempts = [each for each in await store.query_attempts(token.rollout_id) if each.attempt_id == token.attempt_id]
+    marks = {} if all(attempt.status in LIVE_ATTEMPT for attempt in attempts) else {semconv.LATE: True}
+    admitted, reasons = list[Span](), list[str]()
+    for span in spans:
+        marked = semconv.distrust(span)
+        if removed := marked.attributes[semconv.UNTRUSTED]:
+            names = ", ".join(removed[:3])
+            reasons.append(
+                f"span {span.name:.100}: the token of an attempt does not allow {names:.300}; only the gateway, the "
+                "trainer and its runners write that, because weights are trained on it"
+            )
+        elif marks:
+            attributes = {**marked.attributes, **marks}
+            admitted.append(marked.model_copy(update={"attributes": attributes}).sealed())
+        else:
+            admitted.append(marked)
+    return admitted, reasons
+
+
+def _find_problem(span: Span) -> str | None:
+    """Returns why a training record cannot be read; None if it can, or for any other span."""
+    try:
+        if (kind := RECORDS.get(span.name)) is not None:
+            kind.from_span(span)
+    except ValueError as error:
+        return f"span {span.span_id}: not a training record: {error}"
+    return None
 
 
 HEALTH_PATH: Final = PREFIX + "/health"
@@ -114,10 +142,6 @@ def check_attempt(token: AttemptToken, arguments: Mapping[str, Any] | None) -> N
     for ids in _attempts_of(arguments):
         if ids not in ((token.rollout_id, token.attempt_id), (token.rollout_id, None)):
             raise RefusedError("forbidden", f"this token is for attempt {token.attempt_id} only, not for {ids}")
-    for span in spans_of(arguments) or ():
-        reserved = find_reserved(span.attributes)
-        if reserved is not None:
-            raise RefusedError("forbidden", f"the token of an attempt does not allow the attribute {reserved}")
 
 
 def spans_of(arguments: Mapping[str, Any]) -> Sequence[Span] | None:

@@ -35,10 +35,16 @@ from agentlightning_plugins.stores.http.server.access import (
     OPEN_PATHS,
     StoreAccess,
     check_attempt,
-    mark_late,
+    screen_spans,
     spans_of,
 )
-from agentlightning_plugins.stores.http.server.answer import describe_error, encode, error_response, json_response
+from agentlightning_plugins.stores.http.server.answer import (
+    RefusedError,
+    describe_error,
+    encode,
+    error_response,
+    json_response,
+)
 from agentlightning_plugins.stores.http.server.body import (
     ATTEMPT_LIMITS,
     STORE_LIMITS,
@@ -150,16 +156,18 @@ class StoreApplication:
             arguments = {**request.match_info, **await read(request, _limits(token))}
             if token is not None:
                 check_attempt(token, arguments)
-                await self._mark_late(token, arguments)
+            await self._screen(token, arguments)
             context = Context(self._view(_run_id(request)), self._polls, self._access)
             return json_response(encode(await answer(context, arguments)), route.status)
 
         return handle
 
-    async def _mark_late(self, token: AttemptToken, arguments: dict[str, Any]) -> None:
+    async def _screen(self, token: AttemptToken | None, arguments: dict[str, Any]) -> None:
         spans = spans_of(arguments)
         if spans is not None:
-            spans = await mark_late(self._store, token, spans)
+            spans, reasons = await screen_spans(self._store, token, spans)
+            if reasons:
+                raise RefusedError("invalid" if token is None else "forbidden", reasons[0])
             arguments.update({"record": spans[0]} if "record" in arguments else {"spans": spans})
 
     async def _answer_events(self, request: web.Request) -> web.StreamResponse:

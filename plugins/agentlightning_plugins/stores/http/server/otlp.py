@@ -29,7 +29,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import MAX_SEQUENCE_ID, Span, SpanContext, SpanEvent, SpanLink, SpanResource, TraceStatus
 from agentlightning_plugins.shared.web import request as web_body
 from agentlightning_plugins.stores.http.message import MAX_ITEM_BYTES, ErrorCode
-from agentlightning_plugins.stores.http.server.access import find_reserved, mark_late
+from agentlightning_plugins.stores.http.server.access import screen_spans
 from agentlightning_plugins.stores.http.server.answer import RefusedError
 from agentlightning_plugins.stores.http.server.body import Limits
 
@@ -158,11 +158,10 @@ async def export_spans(
     converted = await web_body.in_thread(convert) if request.ByteSize() > web_body.LARGE_BODY_BYTES else convert()
     spans = [item for item in converted if isinstance(item, Span)]
     reasons = [item for item in converted if isinstance(item, str)]
-    if token is not None:
-        if any((s.rollout_id, s.attempt_id) != token[:2] for s in spans):
-            raise RefusedError("forbidden", f"this token is for attempt {token.attempt_id} only; some spans are not")
-        spans = await mark_late(store, token, spans)
-    reasons += await _store(spans, store)
+    if token is not None and any((s.rollout_id, s.attempt_id) != token[:2] for s in spans):
+        raise RefusedError("forbidden", f"this token is for attempt {token.attempt_id} only; some spans are not")
+    spans, refused = await screen_spans(store, token, spans)
+    reasons += refused + await _store(spans, store)
     response = ExportTraceServiceResponse()
     if reasons:
         response.partial_success.rejected_spans = len(reasons)
@@ -254,9 +253,6 @@ def _convert_span(span: OtlpSpan, resource: SpanResource, token: AttemptToken | 
         return f"span {span.name!r} has {span.ByteSize()} bytes; {MAX_ITEM_BYTES} are allowed"
     if not isinstance(sequence_id, int) or not 0 <= sequence_id <= MAX_SEQUENCE_ID:
         return f"span {span.name!r}: {semconv.SPAN_SEQUENCE_ID} = {sequence_id!r} is not an integer of 0 to 2**53 - 1"
-    reserved = None if token is None else find_reserved(attributes)
-    if reserved is not None:
-        return f"span {span.name!r}: the token of an attempt does not allow the attribute {reserved}"
     trace_id = span.trace_id.hex()
     parent_id = span.parent_span_id.hex() or None
     parent = None
