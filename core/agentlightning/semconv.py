@@ -358,7 +358,7 @@ def _repair(message: Message) -> Message:
         return message
     changes: dict[str, Any] = {"role": _text_of(role) or "assistant"}
     if isinstance(content, list):
-        changes["content"] = [_repair_part(part) for part in content]
+        changes["content"] = join_texts([_repair_part(part) for part in content])
     elif content is not None:
         changes["content"] = _text_of(content)
     if calls is not None:
@@ -398,7 +398,7 @@ def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
         if kind == "tool_call_response":
             responses += 1
             answer = part.get("response", part.get("result"))
-            yield {"role": "tool", "tool_call_id": part.get("id"), "content": _text_of(answer)}
+            yield {"role": "tool", "tool_call_id": part.get("id"), "content": _text_of(join_texts(answer))}
         elif kind == "tool_call":
             calls.append(make_tool_call(part.get("id"), part.get("name"), part.get("arguments")))
         elif kind == "text":
@@ -417,12 +417,19 @@ def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
 
 def make_message(role: str, content: Any, calls: list[dict[str, Any]], others: Mapping[str, str]) -> Message:
     """Makes a chat message; ``content`` is text or a list of parts, which becomes text if all parts are text."""
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
-        content = "".join(part["text"] for part in content) if content or not calls else None
-    message: Message = {"role": role, "content": content, **others}
+    message: Message = {"role": role, "content": None if content == [] and calls else join_texts(content), **others}
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def join_texts(content: Any) -> Any:
+    """Returns the content of a chat message as text if it is a list of text parts; anything else is unchanged."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+    return "".join(map(str, texts)) if is_text else content
 
 
 def make_tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
