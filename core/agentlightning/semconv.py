@@ -98,7 +98,8 @@ _PROTECTED: Final = frozenset(
     | {LATE, UNTRUSTED, TRAINING}
 )
 _PROTECTED_PREFIXES: Final = (f"{CHOICE}.", "agentlightning.gateway.", f"{TRAINING}.")
-_CALL_OPERATIONS: Final = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
+GENERATING: Final = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
+"""Operations that generate an answer; those of embedding models, token counters, agents and tools do not."""
 _MAX_TOKEN_ID: Final = 2**31 - 1
 _FINISH_REASONS: Final = {"tool_call": "tool_calls"}
 Message = dict[str, Any]
@@ -170,13 +171,19 @@ class TokenData(NamedTuple):
 
 def is_llm_call(span: Span) -> bool:
     """Whether a span is a call of a generative model (not of an embedding model, an agent or a tool)."""
-    operation = read_attribute(span, GEN_AI_OPERATION_NAME)
-    if operation is not None:
-        return isinstance(operation, str) and operation in _CALL_OPERATIONS
+    generates = says_generating(span)
+    if generates is not None:
+        return generates
     attributes = span.attributes
     if RESPONSE_TOKEN_IDS in attributes or GEN_AI_RESPONSE_ID in attributes:
         return True
     return GEN_AI_REQUEST_MODEL in attributes and GEN_AI_INPUT_MESSAGES in attributes
+
+
+def says_generating(span: Span) -> bool | None:
+    """Whether the operation that a span names generates an answer; None if the span names none."""
+    operation = read_attribute(span, GEN_AI_OPERATION_NAME)
+    return None if operation is None else isinstance(operation, str) and operation in GENERATING
 
 
 def is_tool_call(span: Span) -> bool:
@@ -195,8 +202,8 @@ def read_agent_name(span: Span) -> str | None:
 
 
 def is_gateway_call(span: Span) -> bool:
-    """Whether the gateway recorded a span; its spans include tokens."""
-    return GATEWAY_COMPLETE in span.attributes
+    """Whether a span is a call of a generative model that the gateway recorded; its spans include tokens."""
+    return GATEWAY_COMPLETE in span.attributes and says_generating(span) is not False
 
 
 def read_response_id(span: Span) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from agentlightning import semconv
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.plugin.settings import bind_settings
 from agentlightning.store.protocol import LightningStore
@@ -138,6 +139,7 @@ class UsageLimits:
     """Limits of each attempt; None means no limit. A call that ends in an error counts as a call without tokens."""
 
     calls: int | None = None
+    """Calls that generate: neither embeddings nor counts of tokens."""
     tokens: int | None = None
     """Input and output tokens together."""
     cost: float | None = None
@@ -170,8 +172,8 @@ class UsageTracker:
         except (StoreError, OSError, aiohttp.ClientError) as error:
             logger.warning("the usage of attempt %s cannot be read, so only new calls count: %s", attempt[1], error)
 
-    def begin(self, attempt: AttemptKey | None) -> None:
-        """Counts a call that begins.
+    def begin(self, attempt: AttemptKey | None, *, generates: bool = True) -> None:
+        """Counts a call that begins, if it generates an answer.
 
         Raises:
             CallRefused: a limit is reached.
@@ -184,10 +186,12 @@ class UsageTracker:
             del self._used[next(iter(self._used))]
         for name, limit in self._limits.items():
             used = getattr(usage, name)
-            if used >= limit:  # not 429, after which clients and frameworks would try again
+            if used >= limit and (
+                generates or name != "calls"
+            ):  # not 429, after which clients and frameworks would try again
                 message = f"the attempt has used {used:.6g} of its {limit:.6g} {name}"
                 raise CallRefused(402, message, BUDGET_EXCEEDED, {"x-should-retry": "false"})
-        usage.calls += 1
+        usage.calls += generates
 
     def add(self, attempt: AttemptKey, tokens: int, cost: float) -> None:
         """Adds the usage of a call; ignores attempts that were dropped, because their spans contain the usage."""
@@ -205,7 +209,7 @@ async def read_usage(store: LightningStore, attempt: AttemptKey) -> AttemptUsage
     usage = AttemptUsage()
     for span in await store.query_spans(*attempt):
         if BACKEND in span.attributes:
-            usage.calls += 1
+            usage.calls += semconv.says_generating(span) is not False
             usage.tokens += int(_read_number(span.attributes.get(TOKENS)))
             usage.cost += _read_number(span.attributes.get(COST))
     return usage

@@ -194,9 +194,9 @@ class GatewayServer:
         with self._in_flight.track(call) as in_flight:
             await self._admission.enter()
             try:
-                self._usage.begin(call.attempt)
+                self._usage.begin(call.attempt, generates=call.generates)
                 call.gateway_version = self._admission.weight_version
-                call.seed = await self._seeds.next(call.attempt, backends)
+                call.seed = await self._seeds.next(call.attempt, backends) if call.generates else None
                 answer = self._cache.find(call, backends) if self._cache is not None else None
                 answer = answer or await self._upstream.send(call, backends, request.headers)
                 return await self._relay.relay(in_flight, answer, request)
