@@ -98,7 +98,8 @@ _PROTECTED: Final = frozenset(
     | {LATE, UNTRUSTED, TRAINING}
 )
 _PROTECTED_PREFIXES: Final = (f"{CHOICE}.", "agentlightning.gateway.", f"{TRAINING}.")
-_CALL_OPERATIONS: Final = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
+GENERATING: Final = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
+"""Operations that generate an answer; those of embedding models, token counters, agents and tools do not."""
 _MAX_TOKEN_ID: Final = 2**31 - 1
 _FINISH_REASONS: Final = {"tool_call": "tool_calls"}
 Message = dict[str, Any]
@@ -170,13 +171,19 @@ class TokenData(NamedTuple):
 
 def is_llm_call(span: Span) -> bool:
     """Whether a span is a call of a generative model (not of an embedding model, an agent or a tool)."""
-    operation = read_attribute(span, GEN_AI_OPERATION_NAME)
-    if operation is not None:
-        return isinstance(operation, str) and operation in _CALL_OPERATIONS
+    generates = says_generating(span)
+    if generates is not None:
+        return generates
     attributes = span.attributes
     if RESPONSE_TOKEN_IDS in attributes or GEN_AI_RESPONSE_ID in attributes:
         return True
     return GEN_AI_REQUEST_MODEL in attributes and GEN_AI_INPUT_MESSAGES in attributes
+
+
+def says_generating(span: Span) -> bool | None:
+    """Whether the operation that a span names generates an answer; None if the span names none."""
+    operation = read_attribute(span, GEN_AI_OPERATION_NAME)
+    return None if operation is None else isinstance(operation, str) and operation in GENERATING
 
 
 def is_tool_call(span: Span) -> bool:
@@ -195,8 +202,8 @@ def read_agent_name(span: Span) -> str | None:
 
 
 def is_gateway_call(span: Span) -> bool:
-    """Whether the gateway recorded a span; its spans include tokens."""
-    return GATEWAY_COMPLETE in span.attributes
+    """Whether a span is a call of a generative model that the gateway recorded; its spans include tokens."""
+    return GATEWAY_COMPLETE in span.attributes and says_generating(span) is not False
 
 
 def read_response_id(span: Span) -> str | None:
@@ -358,7 +365,7 @@ def _repair(message: Message) -> Message:
         return message
     changes: dict[str, Any] = {"role": _text_of(role) or "assistant"}
     if isinstance(content, list):
-        changes["content"] = [_repair_part(part) for part in content]
+        changes["content"] = join_texts([_repair_part(part) for part in content])
     elif content is not None:
         changes["content"] = _text_of(content)
     if calls is not None:
@@ -398,7 +405,7 @@ def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
         if kind == "tool_call_response":
             responses += 1
             answer = part.get("response", part.get("result"))
-            yield {"role": "tool", "tool_call_id": part.get("id"), "content": _text_of(answer)}
+            yield {"role": "tool", "tool_call_id": part.get("id"), "content": _text_of(join_texts(answer))}
         elif kind == "tool_call":
             calls.append(make_tool_call(part.get("id"), part.get("name"), part.get("arguments")))
         elif kind == "text":
@@ -417,12 +424,19 @@ def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
 
 def make_message(role: str, content: Any, calls: list[dict[str, Any]], others: Mapping[str, str]) -> Message:
     """Makes a chat message; ``content`` is text or a list of parts, which becomes text if all parts are text."""
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
-        content = "".join(part["text"] for part in content) if content or not calls else None
-    message: Message = {"role": role, "content": content, **others}
+    message: Message = {"role": role, "content": None if content == [] and calls else join_texts(content), **others}
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def join_texts(content: Any) -> Any:
+    """Returns the content of a chat message as text if it is a list of text parts; anything else is unchanged."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+    return "".join(map(str, texts)) if is_text else content
 
 
 def make_tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:

@@ -82,7 +82,8 @@ class Trainer:
             trackers: where metrics go; default ``console``, and ``jsonl`` with a ``run_dir``.
             run_dir: directory for store, metrics, checkpoints and report, used by one run only; default is none. The
                 run is named after it, even in a shared store.
-            resume: continue the interrupted or killed run in ``run_dir``.
+            resume: continue the interrupted or killed run in ``run_dir``; initial resources that are not given are
+                those of the run.
             max_concurrency: concurrent rollouts in each runner; default is what the algorithm proposes (``grpo``: 64
                 over all runners), else 16.
             seed: for algorithms without a seed of their own; a resumed run keeps its seed.
@@ -223,6 +224,7 @@ class Trainer:
             trainer=self,
             directory=self.run_dir,
             seed=self.seed,
+            is_resumed=self.resume,
         )
         return run_beside_loop(functools.partial(self._execute, algorithm, agent, context))
 

@@ -322,6 +322,34 @@ def test_calls_are_chosen_by_the_name_of_their_span(trace: Recorder) -> None:
     assert ids(trace.adapt(TraceToTriplet(llm_call_match=r"chat"))) == ["r1", "r2", "r3"]
 
 
+ADAPTERS: Final = {
+    "client": TraceToTriplet,
+    "by-name": lambda: TraceToTriplet(llm_call_match="."),
+    "gateway": LlmProxyTraceToTriplet,
+}
+OTHERS: Final = ("embeddings", "count_tokens", "rerank", "execute_tool", "invoke_agent", 7)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("operation", OTHERS)
+@pytest.mark.parametrize("recorder", ["client", "gateway"])
+@pytest.mark.parametrize("is_below", [True, False], ids=["below", "beside"])
+def test_only_spans_of_operations_that_generate_are_calls(
+    trace: Recorder, adapter: str, operation: Any, recorder: str, is_below: bool
+) -> None:
+    client = trace.client(None)
+    call = trace.spans[-1]
+    other = trace.client if recorder == "client" else trace.gateway
+    other("r2", parent=client if is_below else None, at=(call.start_time or 0.0, call.end_time or 0.0))
+    attributes = {**trace.spans[-1].attributes, "gen_ai.operation.name": operation}
+    trace.spans[-1] = trace.spans[-1].model_copy(update={"attributes": attributes})
+    trace.gateway("r1", parent=client)
+    trace.reward(0.5)
+    (triplet,) = trace.adapt(ADAPTERS[adapter]())
+    assert (triplet.metadata["response_id"], triplet.reward) == ("r1", 0.5)
+    assert [history["messages"][-1]["content"] for history in TraceToMessages().adapt(trace.spans)] == ["sampled"]
+
+
 def test_agent_match_selects_calls_by_their_nearest_agent(trace: Recorder) -> None:
     boss = trace.add("team", {"agent.name": "boss"}, at=(1000, 1020))
     trace.client("r1", parent=boss, at=(1001, 1002))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,13 @@ class GEPA(PromptSearch):
                 f"validation tasks and {reserved} rollouts that confirm the result; raise it, or use fewer tasks"
             )
         limit = self.max_rollouts - reserved
+        enough = len(val) + 2 * (2 * self.minibatch_size + len(val))  # for the seed, and two proposals
+        if limit < enough:
+            logger.warning(
+                "max_rollouts = %d allows one proposal or none; the smallest useful value is %d",
+                self.max_rollouts,
+                next(n for n in itertools.count(enough) if n - 2 * self.count_confirmations(len(val), n) >= enough),
+            )
         adapter = _GEPAAdapter(self, train, val, asyncio.get_running_loop(), limit)
 
         to_debug_log: Any = SimpleNamespace(log=logger.debug)
@@ -105,8 +113,8 @@ class GEPA(PromptSearch):
         await self.publish()
         self.stopped_because = self.stopped_because or "rollouts"
 
-    def count_confirmations(self, n_tasks: int) -> int:
-        return min(super().count_confirmations(n_tasks), max(self.max_rollouts // 8, 6))
+    def count_confirmations(self, n_tasks: int, max_rollouts: int | None = None) -> int:
+        return min(super().count_confirmations(n_tasks), max((max_rollouts or self.max_rollouts) // 8, 6))
 
     async def reflect(self, parent: Candidate, name: str, results: Sequence[TrialResult]) -> Candidate | None:
         """Makes a child by rewriting the prompt ``name`` based on these rollouts; returns None if that failed."""

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
-from agentlightning.store.url import hide_password
 from agentlightning_algorithms.offline.training import OfflineTraining, make_rows, mean_metrics
 from agentlightning_algorithms.shared.policy.model import Policy
+from agentlightning_algorithms.shared.policy.server.request import read_messages
 from agentlightning_algorithms.shared.policy.settings import Aggregation
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Updater
@@ -100,7 +100,11 @@ class DPO(OfflineTraining):
         super().__post_init__()
 
     def parse_line(self, line: Any) -> PreferencePair:
-        return _Line.model_validate(line).to_pair()
+        parsed = _Line.model_validate(line)
+        read_messages(parsed.input.messages, "input.messages")
+        read_messages(parsed.preferred_output, "preferred_output")
+        read_messages(parsed.non_preferred_output, "non_preferred_output")
+        return parsed.to_pair()
 
     def select(self, store: LightningStore) -> AsyncIterator[PreferencePair]:
         return select_pairs(store, self.min_gap, self.pairs_per_task)
@@ -124,9 +128,8 @@ class DPO(OfflineTraining):
             elif chosen and rejected:
                 rows.append((chosen, rejected))
         self.warn_too_long(too_long, "pairs", policy)
-        if not rows:
-            raise ConfigError(f"source = {hide_password(self.source)!r} has no pair that fits the model")
         flat = [row for pair in rows for side in pair for row in side]
+        self.require_targets(policy, flat, "pair")
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=self.dtype != "float32"):  # as the updater
             scores = iter(policy.score(flat, max_tokens=self.max_tokens_per_microbatch))
         pairs = []

@@ -23,7 +23,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.store.url import hide_password
 from agentlightning.types import Dataset
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
-from agentlightning_algorithms.shared.policy.server.request import restore_arguments
+from agentlightning_algorithms.shared.policy.server.request import CompletionError, read_messages
 from agentlightning_algorithms.shared.policy.settings import Aggregation, LoraSettings, UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Updater
@@ -79,7 +79,7 @@ class OfflineTraining(Algorithm):
 
     @abstractmethod
     def parse_line(self, line: Any) -> Any:
-        """Returns the example on a line of a file, or raises a ValidationError."""
+        """Returns the example on a line of a file, or raises a ValidationError or a CompletionError."""
 
     @abstractmethod
     def select(self, store: LightningStore) -> AsyncIterator[Any]:
@@ -114,7 +114,7 @@ class OfflineTraining(Algorithm):
             for number in range(len(lines)):
                 try:
                     found.append(self.parse_line(lines[number]))
-                except ValidationError as error:
+                except (ValidationError, CompletionError) as error:
                     raise ConfigError(f"{self.source}:{number + 1} is not of the form {self.form}: {error}") from error
         else:
             store = create_store(self.source)
@@ -197,6 +197,17 @@ class OfflineTraining(Algorithm):
             updater.load(self._resume_from)
         return updater, items
 
+    def require_targets(self, policy: Policy, rows: Sequence[TrainingRow], what: str) -> None:
+        """Refuses a source of whose answers nothing but the end could be learned, because that unlearns answering."""
+        source = hide_password(self.source)
+        if not rows:
+            raise ConfigError(f"source = {source!r} has no {what} that fits the model")
+        if all(policy.stop_ids.issuperset(row.response_ids) for row in rows):
+            raise ConfigError(
+                f"source = {source!r}: all {len(rows)} answers to learn from are empty for this model's chat template; "
+                "write them as content or tool_calls of messages of the role assistant"
+            )
+
     def warn_too_long(self, count: int, what: str, policy: Policy) -> None:
         """Logs how many examples were skipped."""
         if count:
@@ -223,7 +234,7 @@ def mean_metrics(steps: Sequence[Mapping[str, float]], names: Sequence[str]) -> 
 def make_rows(policy: Policy, examples: Sequence[FineTuningExample]) -> tuple[list[TrainingRow], int]:
     """Returns a row for each assistant message, and the number of messages that are too long for the model.
 
-    A conversation that the model's chat template refuses is skipped, with a warning.
+    A conversation that cannot be read or that the model's chat template refuses is skipped, with a warning.
     Messages with a ``weight`` of 0 are not learned, as in OpenAI's fine-tuning.
     The prompt is what the model would receive at that point, so its tokens are the same as in sampling.
     """
@@ -233,7 +244,7 @@ def make_rows(policy: Policy, examples: Sequence[FineTuningExample]) -> tuple[li
         try:
             tokenized = list(_tokenize(policy, example))
         except Exception as error:  # isolation point: the template is the model's, and agents wrote the messages
-            logger.warning("a conversation is skipped, because the chat template refuses it: %s", error)
+            logger.warning("a conversation is skipped, because it cannot be rendered: %s", error)
             continue
         for prompt_ids, response_ids in tokenized:
             if len(prompt_ids) + len(response_ids) > policy.max_length:
@@ -244,7 +255,7 @@ def make_rows(policy: Policy, examples: Sequence[FineTuningExample]) -> tuple[li
 
 
 def _tokenize(policy: Policy, example: FineTuningExample) -> Iterator[tuple[list[int], list[int]]]:
-    messages = [restore_arguments({**message, "content": message.get("content") or ""}) for message in example.messages]
+    messages = read_messages(example.messages)
 
     def render(count: int, *, generate: bool) -> str:
         tools: Any = list(example.tools or ()) or None
@@ -300,7 +311,9 @@ class SFT(OfflineTraining):
         self._n_examples = 0
 
     def parse_line(self, line: Any) -> FineTuningExample:
-        return FineTuningExample.model_validate(line)
+        example = FineTuningExample.model_validate(line)
+        read_messages(example.messages)
+        return example
 
     def select(self, store: LightningStore) -> AsyncIterator[FineTuningExample]:
         return select_examples(store, self.min_reward, self.best_of)
@@ -316,9 +329,7 @@ class SFT(OfflineTraining):
         self._n_examples = len(examples)
         rows, too_long = make_rows(policy, examples)
         self.warn_too_long(too_long, "messages", policy)
-        if not rows:
-            source = hide_password(self.source)
-            raise ConfigError(f"source = {source!r} has no assistant message that fits the model")
+        self.require_targets(policy, rows, "assistant message")
         return rows
 
     def step(self, updater: Updater, rows: Sequence[TrainingRow]) -> dict[str, float]:

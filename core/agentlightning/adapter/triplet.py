@@ -155,8 +155,8 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
 
         Args:
             repair_hierarchy: find a parent for spans that lost theirs, by time.
-            llm_call_match: regular expression for the span names of model calls; default is
-                ``semconv.is_llm_call``.
+            llm_call_match: regular expression for the span names of model calls, among spans that name no operation
+                or one that generates; default is ``semconv.is_llm_call``.
             agent_match: regular expression for the name of the calling agent; default also includes calls outside
                 agents.
             exclude_llm_call_in_reward: leave out calls that compute a reward, such as a judge's.
@@ -244,7 +244,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
     def _is_call(self, span: Span) -> bool:
         if self.llm_call_match is None:
             return semconv.is_llm_call(span)
-        return self.llm_call_match.search(span.name) is not None
+        return self.llm_call_match.search(span.name) is not None and semconv.says_generating(span) is not False
 
     def _reason_to_leave_out(self, call: TracedCall) -> str | None:
         agent_name = call.anchor.agent_name

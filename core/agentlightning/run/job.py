@@ -74,7 +74,6 @@ class TrainerJob:
                 if not any(isinstance(resource, LLM) for resource in given.values()):
                     context.initial_resources = {**model_resources(gateway), **given}
             await self._publish_initial(store)
-            context.is_resumed = self.resume
             if self.resume and directory is not None:
                 _load_state(algorithm, recover_directory(directory / CHECKPOINT))
             await self._run_algorithm()
@@ -100,6 +99,9 @@ class TrainerJob:
     async def _publish_initial(self, store: LightningStore) -> None:
         """Publishes the initial resources, unless the run continues from the latest resources of its store."""
         given, latest = self.context.initial_resources, await store.get_latest_resources()
+        if self.resume and latest is not None:
+            (first,) = await store.query_resources(limit=1)
+            self.context.initial_resources = {**first.resources, **(given or {})}
         if latest is None or (given and not self.resume and not self.algorithm.continues_from_latest):
             if given and (latest is None or dict(latest.resources) != dict(given)):
                 await store.add_resources(given)

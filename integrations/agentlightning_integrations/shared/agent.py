@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
+from agentlightning import semconv
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.litagent.agent import LitAgent
 from agentlightning.plugin.hookspecs import WrapOptions
@@ -186,7 +187,7 @@ def message_text(message: Any) -> tuple[str, str]:
     Raises:
         ConfigError: the message has no text.
     """
-    content = message.get("content") if isinstance(message, Mapping) else None
+    content = semconv.join_texts(message.get("content")) if isinstance(message, Mapping) else None
     if not isinstance(content, str):
         raise ConfigError(f"message {message!r:.200} has no text; convert the task with task_to_input")
     return str(message.get("role", "user")), content

@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 from aiohttp import HttpVersion11, web
 
 from agentlightning.frozen import FrozenDict
+from agentlightning.semconv import GENERATING
 from agentlightning.store.span_writer import AttemptKey
 from agentlightning_plugins.gateway.backends.provider import ModelBackend
 from agentlightning_plugins.gateway.dialects.dialect import (
@@ -127,6 +128,11 @@ class ModelCall:
     is_streaming: bool = False
     """Whether the status and headers of an answer have been sent to the agent."""
 
+    @property
+    def generates(self) -> bool:
+        """Whether a model generates the answer; else the call has no seed and no sampling parameters."""
+        return self.dialect.operation in GENERATING
+
     def prepare(self, backend: ModelBackend) -> BackendRequest:
         """Returns the request for a backend, with the backend's sampling parameters.
 
@@ -148,7 +154,7 @@ class ModelCall:
             dialect, path = CHAT, CHAT.path
         # The answers to calls that are not recorded pass unchanged.
         options = TokenOptions(True, True) if self.attempt is None else dialect.read_token_options(body)
-        sampling = backend.sampling_fields(body, self.seed)
+        sampling = backend.sampling_fields(body, self.seed) if self.generates else {}
         return BackendRequest(backend, dialect, path, body, options, translation, sampling)
 
 
@@ -156,13 +162,14 @@ def used_tokens(call: ModelCall) -> tuple[int, int]:
     """Returns the input and output tokens of a call.
 
     Uses the backend's counts, else the numbers of token ids, else an estimate from the texts: a backend may not count,
-    and an agent may disconnect before the counts arrive. A cached answer counts as no tokens.
+    and an agent may disconnect before the counts arrive. A cached answer and a count of tokens count as no tokens.
     """
-    if call.is_cached:
+    if call.is_cached or call.dialect.operation == "count_tokens":
         return 0, 0
     completion = call.completion
-    if completion.input_tokens is not None:
-        return _read_count(completion.input_tokens), _read_count(completion.output_tokens)
+    read, written = stated_tokens(completion)
+    if read is not None and (written is not None or completion.output_tokens is None):
+        return read, written or 0
     choices = completion.choices.values()
     prompt = completion.prompt_token_ids or next((c.prompt_token_ids for c in choices if c.prompt_token_ids), None)
     if prompt is not None:
@@ -171,8 +178,8 @@ def used_tokens(call: ModelCall) -> tuple[int, int]:
         return 0, 0
     texts = [text for c in choices for text in (c.text, c.reasoning, c.refusal)]
     texts += [tool.name + tool.arguments for choice in choices for tool in choice.tool_calls.values()]
-    written = sum(len(text.encode(errors="surrogatepass")) for text in texts)
-    return len(dump_json(call.body)) // _BYTES_PER_TOKEN, -(-written // _BYTES_PER_TOKEN)
+    n_bytes = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+    return len(dump_json(call.body)) // _BYTES_PER_TOKEN, -(-n_bytes // _BYTES_PER_TOKEN)
 
 
 def estimate_tokens(call: ModelCall, backend: ModelBackend) -> tuple[int, int]:
@@ -184,8 +191,17 @@ def estimate_tokens(call: ModelCall, backend: ModelBackend) -> tuple[int, int]:
 
 
 def _read_count(stated: object) -> int:
-    """Returns a token count that a backend states, within bounds; 0 if it is not an integer."""
+    """Returns a number of a request, within bounds; 0 if it is not an integer."""
     return min(max(stated, 0), _MAX_COUNT) if isinstance(stated, int) else 0
+
+
+def stated_tokens(completion: Completion) -> tuple[int | None, int | None]:
+    """Returns the input and output tokens that a backend states; None for what is not an integer of 0 or more."""
+    read, written = (
+        min(stated, _MAX_COUNT) if type(stated) is int and stated >= 0 else None
+        for stated in (completion.input_tokens, completion.output_tokens)
+    )
+    return read, written
 
 
 MAX_BODY_BYTES: Final = 32 * 2**20

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from agentlightning import semconv
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.plugin.settings import bind_settings
 from agentlightning.store.protocol import LightningStore
@@ -139,6 +140,7 @@ class UsageLimits:
     """Limits of each attempt; None means no limit. A call that ends in an error counts as a call without tokens."""
 
     calls: int | None = None
+    """Calls that generate: neither embeddings nor counts of tokens."""
     tokens: int | None = None
     """Input and output tokens together."""
     cost: float | None = None
@@ -178,8 +180,10 @@ class UsageTracker:
             logger.warning("the usage of attempt %s cannot be read, so only new calls count: %s", attempt[1], error)
 
     @contextlib.asynccontextmanager
-    async def reserve(self, attempt: AttemptKey | None, tokens: int, cost: float) -> AsyncIterator[None]:
-        """Counts a call, and keeps what it may use reserved while the block runs, at the end of which it is added.
+    async def reserve(
+        self, attempt: AttemptKey | None, tokens: int, cost: float, *, generates: bool = True
+    ) -> AsyncIterator[None]:
+        """Counts a call, if it generates an answer, and keeps what it may use reserved while the block runs, at the end of which it is added.
 
         Waits while what the attempt has used and its calls in flight have reserved reach a limit.
 
@@ -194,13 +198,14 @@ class UsageTracker:
             self._used[attempt] = usage
             if len(self._used) > self._max_attempts:
                 del self._used[next(iter(self._used))]
-            self._refuse(usage)
-            totals = {name: sum(getattr(each, name) for each in (usage, *usage.in_flight)) for name in self._limits}
-            if all(totals[name] < limit for name, limit in self._limits.items()):
+            limits = {name: limit for name, limit in self._limits.items() if generates or name != "calls"}
+            _refuse(usage, limits)
+            totals = {name: sum(getattr(each, name) for each in (usage, *usage.in_flight)) for name in limits}
+            if all(totals[name] < limit for name, limit in limits.items()):
                 break
             usage.settled = usage.settled or asyncio.Event()
             await usage.settled.wait()
-        usage.calls += 1
+        usage.calls += generates
         reserved = AttemptUsage(0, tokens, cost)
         usage.in_flight.append(reserved)
         try:
@@ -210,13 +215,6 @@ class UsageTracker:
             if usage.settled is not None:  # waiting calls continue after what this call has used was added
                 usage.settled.set()
                 usage.settled = None
-
-    def _refuse(self, usage: AttemptUsage) -> None:
-        for name, limit in self._limits.items():
-            used = getattr(usage, name)
-            if used >= limit:  # not 429, after which clients and frameworks would try again
-                message = f"the attempt has used {used:.6g} of its {limit:.6g} {name}"
-                raise CallRefused(402, message, BUDGET_EXCEEDED, {"x-should-retry": "false"})
 
     def add(self, attempt: AttemptKey, tokens: int, cost: float) -> None:
         """Adds the usage of a call; ignores attempts that were dropped, because their spans contain the usage."""
@@ -234,10 +232,18 @@ async def read_usage(store: LightningStore, attempt: AttemptKey) -> AttemptUsage
     usage = AttemptUsage()
     for span in await store.query_spans(*attempt):
         if BACKEND in span.attributes:
-            usage.calls += 1
+            usage.calls += semconv.says_generating(span) is not False
             usage.tokens += int(_read_number(span.attributes.get(TOKENS)))
             usage.cost += _read_number(span.attributes.get(COST))
     return usage
+
+
+def _refuse(usage: AttemptUsage, limits: Mapping[str, float]) -> None:
+    for name, limit in limits.items():
+        used = getattr(usage, name)
+        if used >= limit:  # not 429, after which clients and frameworks would try again
+            message = f"the attempt has used {used:.6g} of its {limit:.6g} {name}"
+            raise CallRefused(402, message, BUDGET_EXCEEDED, {"x-should-retry": "false"})
 
 
 def _read_number(value: object) -> float:

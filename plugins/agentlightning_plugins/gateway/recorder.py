@@ -26,7 +26,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning.types import Span, TraceStatus
 from agentlightning_plugins.gateway.backends.answer_cache import CACHE_ANSWER, CACHE_KEY, AnswerCache
-from agentlightning_plugins.gateway.call import ModelCall, used_tokens
+from agentlightning_plugins.gateway.call import ModelCall, stated_tokens, used_tokens
 from agentlightning_plugins.gateway.control import GatewayMetrics
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, CallRefused, CompletionChoice, Dialect
 from agentlightning_plugins.gateway.dialects.wire import dump_json
@@ -140,7 +140,7 @@ def call_to_span(call: ModelCall) -> Span:
         attributes[TOKENS] = sum(used)
         if call.backend.price is not None:
             attributes[COST] = call.backend.price.cost(*used)
-        forced = call.backend.sampling_parameters
+        forced = call.backend.sampling_parameters if call.generates else {}
     sampling = {**body, **(forced if call.request is None else call.request.sampling)}
     for key in sorted(_SAMPLING.keys() & sampling.keys(), reverse=True):  # the successors of max_tokens overwrite it
         value = sampling[key]
@@ -202,7 +202,7 @@ def _add_output(call: ModelCall, attributes: dict[str, Any]) -> None:
     choices = sorted(completion.choices.items())
     first = completion.choices.get(0) or CompletionChoice()
     prompt_token_ids = completion.prompt_token_ids or first.prompt_token_ids
-    input_tokens, output_tokens = completion.input_tokens, completion.output_tokens
+    input_tokens, output_tokens = stated_tokens(completion)
     if input_tokens is None and prompt_token_ids is not None:  # a stream states its usage only on request
         input_tokens = len(prompt_token_ids)
         output_tokens = sum(len(choice.token_ids or ()) for _, choice in choices)

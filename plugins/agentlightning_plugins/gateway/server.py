@@ -198,9 +198,10 @@ class GatewayServer:
         with self._in_flight.track(call) as in_flight:
             await self._admission.enter()
             try:
-                async with self._usage.reserve(call.attempt, *self._estimate(call, backends[0])):
+                estimate = self._estimate(call, backends[0])
+                async with self._usage.reserve(call.attempt, *estimate, generates=call.generates):
                     call.gateway_version = self._admission.weight_version
-                    call.seed = await self._seeds.next(call.attempt, backends)
+                    call.seed = await self._seeds.next(call.attempt, backends) if call.generates else None
                     answer = self._cache.find(call, backends) if self._cache is not None else None
                     answer = answer or await self._upstream.send(call, backends, request.headers)
                     return await self._relay.relay(in_flight, answer, request)

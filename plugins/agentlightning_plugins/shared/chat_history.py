@@ -19,8 +19,8 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span, Triplet
 
 logger = logging.getLogger("agentlightning")
-_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
-"""Fields of messages that fine-tuning APIs accept."""
+_FIELDS: Final = ("role", "content", "reasoning_content", "name", "tool_calls", "tool_call_id", "refusal")
+"""Fields of messages that fine-tuning reads; chat templates of thinking models write ``reasoning_content``."""
 
 
 def link_calls(triplets: Sequence[Triplet]) -> list[int | None]:
@@ -71,9 +71,7 @@ def _hash_prefixes(messages: Sequence[semconv.Message]) -> list[bytes]:
 
 def _signature(message: semconv.Message) -> str:
     """Returns the parts of a message that are equal in all of its copies."""
-    content: Any = message.get("content") or ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(part["text"] for part in content)
+    content = semconv.join_texts(message.get("content")) or ""
     calls = [
         (call.get("function", {}).get("name"), call.get("function", {}).get("arguments"))
         for call in message.get("tool_calls") or ()
@@ -222,7 +220,7 @@ async def _read_conversations(store: LightningStore, rollout: Rollout) -> list[F
 
 
 def _clean(message: dict[str, Any]) -> dict[str, Any]:
-    """Keeps the fields that the API accepts. Content may be missing only in messages with tool calls."""
+    """Keeps the fields that fine-tuning reads. Content may be missing only in messages with tool calls."""
     kept = {name: thaw(message[name]) for name in _FIELDS if message.get(name) is not None}
     if "content" not in kept and "tool_calls" not in kept:
         kept["content"] = ""

@@ -56,9 +56,9 @@ class Case:
         root = str(client.base_url).removesuffix("/v1/")
         return self.any_anthropic_client.with_options(base_url=f"{root}/anthropic")
 
-    async def start(self) -> tuple[AttemptedRollout, AsyncOpenAI]:
+    async def start(self, **options: Any) -> tuple[AttemptedRollout, AsyncOpenAI]:
         """Starts a rollout and returns it with a client whose calls belong to it."""
-        rollout = await self.store.start_rollout({"task": 1})
+        rollout = await self.store.start_rollout({"task": 1}, **options)
         resource = self.proxy.as_resource(model="m")
         assert isinstance(resource, ProxyLLM)
         llm = resource.with_attempted_rollout(rollout)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import openai
 import pytest
 
+from agentlightning.adapter.triplet import TraceToTriplet
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.types import AttemptedRollout, Span
+from agentlightning_plugins.gateway.adapter import LlmProxyTraceToTriplet
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused
 from agentlightning_plugins.gateway.limits import AttemptUsage, UsageLimits, UsageTracker, read_usage
 from agentlightning_plugins.gateway.proxy import LLMProxy
@@ -134,6 +137,53 @@ async def test_calls_to_a_backend_that_reports_no_usage_are_charged_by_the_lengt
         assert 125 <= used <= 150, "500 bytes of answer and about 60 of request, 4 bytes a token"
         with pytest.raises(openai.APIStatusError, match=f"has used {used} of its 100 tokens"):
             await client.chat.completions.create(**ASKED, stream=True)
+
+
+@pytest.mark.parametrize("stated", [12.5, "12", -7, None, True, [12]], ids=repr)
+@pytest.mark.parametrize("count", ["prompt_tokens", "completion_tokens"])
+async def test_a_count_of_tokens_that_is_no_count_is_neither_charged_nor_recorded(count: str, stated: Any) -> None:
+    message = {"role": "assistant", "content": "word " * 100}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, count: stated}
+    answer = {"id": "x", "model": "m", "usage": usage, "choices": [{"index": 0, "message": message}]}
+    async with ScriptedOpenAI([Answer(body=json.dumps(answer).encode())]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        await client.chat.completions.with_raw_response.create(**ASKED)
+        attributes = (await case.span(rollout)).attributes
+    recorded = {"prompt_tokens": "gen_ai.usage.input_tokens", "completion_tokens": "gen_ai.usage.output_tokens"}
+    assert recorded[count] not in attributes
+    is_estimated = (count, stated) != ("completion_tokens", None)  # embeddings, for example, have no output
+    assert (attributes["agentlightning.gateway.tokens"] >= 125) is is_estimated
+
+
+async def test_only_calls_that_generate_use_the_budget_of_calls_take_a_seed_and_get_sampling_parameters() -> None:
+    async def seeds_of_chats(*, with_others: bool) -> list[Any]:
+        async with ScriptedOpenAI() as server:
+            models = [
+                entry(server.endpoint, seed_calls=True, sampling_parameters={"temperature": 1.0, "max_tokens": 9})
+            ]
+            async with gateway(model_list=models, budget={"calls": 2}) as case:
+                rollout, client = await case.start(metadata={"seed": 7})
+                anthropic = await case.anthropic_client(client)
+                for _ in range(2):
+                    if with_others:
+                        await client.embeddings.create(model="m", input="hi")
+                        await anthropic.messages.count_tokens(model="m", messages=HELLO)
+                    await client.chat.completions.create(**ASKED)
+                with pytest.raises(openai.APIStatusError, match="has used 2 of its 2 calls"):
+                    await client.chat.completions.create(**ASKED)
+                await client.embeddings.create(model="m", input="hi")
+                spans = await case.spans(rollout)
+                assert (await read_usage(case.store, (rollout.rollout_id, rollout.attempt.attempt_id))).calls == 2
+        for request in server.requests:
+            is_chat = "messages" in request.body and request.body["max_tokens"] != 1
+            assert {"temperature", "seed"} & request.body.keys() == ({"temperature", "seed"} if is_chat else set())
+        for adapter in (TraceToTriplet(), TraceToTriplet(llm_call_match="."), LlmProxyTraceToTriplet()):
+            assert [triplet.prompt["raw_content"] for triplet in adapter.adapt(spans)] == [HELLO, HELLO]
+        return [request.body["seed"] for request in server.requests if "seed" in request.body]
+
+    alone = await seeds_of_chats(with_others=False)
+    assert len(set(alone)) == 2
+    assert await seeds_of_chats(with_others=True) == alone
 
 
 @pytest.mark.parametrize("tokens", [-1e9, -5, 1e308, float("inf"), 2**62, "many", True, [1]])

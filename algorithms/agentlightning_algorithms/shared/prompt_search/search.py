@@ -41,7 +41,9 @@ logger = logging.getLogger("agentlightning")
 class PromptSearch(Algorithm):
     """The base of APO and GEPA, with the settings that they share.
 
-    A resumed search runs the same search again: finished rollouts and recorded model calls return immediately.
+    A resumed search runs the same search again: finished rollouts and recorded model calls return immediately. Until it
+    has found the run's best prompts again, or better ones, those stay published; if it adds nothing to a search that
+    was confirmed, it ends with them.
     """
 
     default_adapter: ClassVar[str | None] = "messages"
@@ -95,6 +97,10 @@ class PromptSearch(Algorithm):
         self._reserve: list[CallUsage] = []
         self._n_val = 0
         self._best: Candidate | None = None
+        self._earlier: Candidate | None = None
+        """The best candidate of the run before it was resumed, if it is not the seed."""
+        self._was_confirmed = False
+        """Whether the run compared its first and its best prompt before it was resumed."""
         self._base: Mapping[str, Resource] = {}
         self._versions: dict[str, int] = {}
         self._published: dict[str, Candidate] = {}
@@ -124,7 +130,7 @@ class PromptSearch(Algorithm):
     def check_setup(self, context: RunContext) -> Sequence[LLM]:
         """Refuses a run without tasks, without a prompt to tune, or without an API key."""
         check_datasets(context.train_dataset, context.val_dataset)
-        if context.store is None:
+        if context.store is None and not context.is_resumed:
             choose_prompts(context.initial_resources or {}, self.prompts)
         client = copy_client(self.async_openai_client)
         return [LLM(endpoint=str(client.base_url), model=model, api_key=client.api_key) for model in self.models]
@@ -143,10 +149,18 @@ class PromptSearch(Algorithm):
         try:
             seed = await self.begin()
             self._n_val = len(val)
+            known = await self._count_rollouts()
             await self.search(seed, train, val)
-            if not await self._confirm(val):
-                self._best = self.history[0]
-                await self.publish()
+            earlier = self._earlier
+            if earlier is not None and not self._has_caught_up(earlier):
+                self._best = earlier
+                self.history += [earlier] * (earlier.candidate_id not in {each.candidate_id for each in self.history})
+            if self._was_confirmed and await self._count_rollouts() == known:
+                self._best = earlier or seed
+            elif not await self._confirm(val):
+                self._best = (self._was_confirmed and earlier) or self.history[0]
+            self._earlier = None
+            await self.publish()
             await self._log_end()
             self._report()
         finally:
@@ -168,6 +182,7 @@ class PromptSearch(Algorithm):
         seed = Candidate.of(choose_prompts(self._base, self.prompts))
         self.history.append(seed)
         self._best = seed
+        await self._read_earlier(seed)
         await self.publish()
         return seed
 
@@ -287,7 +302,10 @@ class PromptSearch(Algorithm):
         store = self.get_store()
         new = [each for each in self.history if self._published.get(each.candidate_id) != each]
         await asyncio.gather(*(self._store_version(candidate) for candidate in new))
-        resources, latest = {**self._base, **self.get_best().prompts}, await store.get_latest_resources()
+        best, earlier = self.get_best(), self._earlier
+        if earlier is not None and (self._was_confirmed or not self._has_caught_up(earlier)):
+            best = earlier
+        resources, latest = {**self._base, **best.prompts}, await store.get_latest_resources()
         if latest is None or dict(latest.resources) != resources:
             await store.update_resources(self._snapshot_id("best"), resources)
 
@@ -377,6 +395,30 @@ class PromptSearch(Algorithm):
             published = {} if latest is None else latest.resources
             kept = await store.update_resources(base_id, {**(self.context.initial_resources or {}), **published})
         return {name: resource for name, resource in kept.resources.items() if name != CANDIDATE_NAME}
+
+    async def _read_earlier(self, seed: Candidate) -> None:
+        """Reads the best candidate of the run before it was resumed, and whether it was confirmed."""
+        store = self.get_store()
+        self._was_confirmed = any("confirmed_p" in step.values for step in await store.query_metrics())
+        published = await store.get_resources_by_id(self._snapshot_id("best"))
+        if published is None or not published.resources.keys() >= seed.prompts.keys():
+            return
+        found = Candidate.of(choose_prompts(published.resources, list(seed.prompts)))
+        kept = await store.get_resources_by_id(self._snapshot_id(found.candidate_id))
+        if kept is not None and found.candidate_id != seed.candidate_id:
+            candidate = kept.resources[CANDIDATE_NAME]
+            assert isinstance(candidate, Candidate)
+            self._earlier = candidate
+
+    def _has_caught_up(self, earlier: Candidate) -> bool:
+        """Whether the resumed search has scored the earlier best candidate again, or found a better one."""
+        known = {each.candidate_id: each.full_score for each in self.history}
+        best = self.get_best().full_score
+        is_better = best is not None and (earlier.full_score is None or best > earlier.full_score)
+        return is_better or known.get(earlier.candidate_id) is not None
+
+    async def _count_rollouts(self) -> int:
+        return (await self.get_store().query_rollouts(limit=1)).total
 
     async def _store_version(self, candidate: Candidate) -> None:
         """Stores the next version of a candidate's snapshot, unless the run stored it before it was resumed."""

@@ -100,7 +100,7 @@ async def read_backends(view: LightningStore) -> list[dict[str, Any]]:
         page = await view.query_spans(None, sort_order="desc", offset=read, limit=_CHUNK)
         for span in page:
             backend = span.attributes.get(_BACKEND)
-            if isinstance(backend, str) and semconv.is_gateway_call(span) and span.end_time is not None:
+            if isinstance(backend, str) and semconv.GATEWAY_COMPLETE in span.attributes and span.end_time is not None:
                 key = (str(span.attributes.get(semconv.GEN_AI_REQUEST_MODEL, "")), backend)
                 calls.setdefault(key, []).append(span)
         read += len(page)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Final, TypeVar
 
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from agentlightning.semconv import join_texts
 from agentlightning_algorithms.shared.policy.draw import SamplingParams
 from agentlightning_algorithms.shared.policy.model import Policy
 from agentlightning_algorithms.shared.policy.server.conversation import Conversations, Json, Prompt, PromptTooLongError
@@ -185,7 +186,7 @@ class PolicyCompletions:
         return Prompt(request.prompt)
 
     def _chat_prompt(self, request: ChatRequest) -> Prompt:
-        messages = [read_message(i, message) for i, message in enumerate(request.messages)]
+        messages = read_messages(request.messages)
         arguments = request.template_arguments
         try:
             return self.conversations.prompt(messages, request.offered_tools, arguments or None)
@@ -243,21 +244,29 @@ def _read_temperature(given: float | None) -> float:
     return temperature if temperature >= _MIN_TEMPERATURE else 0.0
 
 
-def read_message(index: int, message: Json) -> Json:
-    """Returns a message with a string as content, the form that all chat templates of text models accept."""
+def read_messages(messages: Sequence[Json], place: str = "messages") -> list[Json]:
+    """Returns messages with a string as content, the form that all chat templates of text models accept.
+
+    Serving and training read with this function, so that a model is trained on the prompts that it receives.
+
+    Raises:
+        CompletionError: a message cannot be read; the error names the field below ``place``.
+    """
+    return [_read_message(f"{place}.{i}", message) for i, message in enumerate(messages)]
+
+
+def _read_message(place: str, message: Json) -> Json:
     if not isinstance(message.get("role"), str):
-        raise CompletionError(f"messages.{index} has no role.", param=f"messages.{index}.role")
-    content = message.get("content")
+        raise CompletionError(f"{place} has no role.", param=f"{place}.role")
+    content = join_texts(message.get("content"))
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
-            raise CompletionError("this model reads only text.", param=f"messages.{index}.content")
-        content = "".join(map(str, texts))
-    elif content is not None and not isinstance(content, str):
-        raise CompletionError("content must be a string or a list of parts.", param=f"messages.{index}.content")
+        i = next(i for i, part in enumerate(content) if isinstance(join_texts([part]), list))
+        raise CompletionError(f"{place}.content.{i}: this model reads only text.", param=f"{place}.content")
+    if content is not None and not isinstance(content, str):
+        raise CompletionError(f"{place}.content must be a string or a list of parts.", param=f"{place}.content")
     if not _are_calls(message.get("tool_calls")):
-        raise CompletionError("tool_calls must be a list of function calls.", param=f"messages.{index}.tool_calls")
-    return restore_arguments({**message, "content": content or ""})
+        raise CompletionError(f"{place}.tool_calls must be a list of function calls.", param=f"{place}.tool_calls")
+    return _restore_arguments({**message, "content": content or ""})
 
 
 def _are_calls(calls: Any) -> bool:
@@ -268,7 +277,7 @@ def _are_calls(calls: Any) -> bool:
     )
 
 
-def restore_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def _restore_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message whose tool calls have arguments as objects, which chat templates expect."""
     calls = message.get("tool_calls")
     if not calls:
