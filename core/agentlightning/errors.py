@@ -4,6 +4,7 @@ LightningError
 ├── PluginError (LookupError)
 │   └── PluginImportError (ImportError)
 ├── ConfigError (ValueError)
+│   └── QuotaError
 ├── StoreError
 │   ├── NotFoundError (LookupError, ValueError)
 │   └── ConflictError (RuntimeError)
@@ -39,6 +40,10 @@ class ConfigError(LightningError, ValueError):
 
     setting: str | None = None
     """Name of the component's invalid setting, with which the line of a configuration file can be found."""
+
+
+class QuotaError(ConfigError):
+    """Spans above the limit of their attempt or run; none of them was stored."""
 
 
 class StoreError(LightningError):

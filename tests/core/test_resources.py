@@ -84,6 +84,9 @@ def test_a_jinja_prompt_formats_a_long_text_once(formats: str) -> None:
 @pytest.mark.parametrize(
     "template",
     [
+        "{{ 1 }}" * 200_000,
+        "{{ " + "1+" * 700_000 + "1 }}",
+        "{% if 1 %}" * 140_000,
         "{{ 'x' * 10**10 }}",
         "{{ [0] * 10**10 }}",
         "{{ 10 ** (10 ** 10) }}",

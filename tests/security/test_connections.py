@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+import agentlightning as agl
 from agentlightning_plugins.shared.web import server as web_server
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
@@ -132,3 +133,24 @@ def test_a_request_that_cannot_be_parsed_leaves_no_secret_in_the_log(store: Stor
     log = store.log.read_text()
     assert TOKEN not in log
     assert len(log) < 5000
+
+
+@pytest.mark.parametrize(
+    "command", ["dashboard store.db", "legacy --store sqlite:///store.db", "gateway --model m=URL"]
+)
+async def test_every_server_may_open_as_many_files_as_the_system_allows_and_ends_on_sigterm(
+    tmp_path: Path, command: str
+) -> None:
+    store = agl.create_store(f"sqlite:///{tmp_path}/store.db")
+    await store.close()
+    words = command.replace("store.db", f"{tmp_path}/store.db").replace("URL", "http://127.0.0.1:9/v1").split()
+    if words[0] == "gateway":
+        words += ["--store", f"sqlite:///{tmp_path}/store.db"]
+    log = tmp_path / "log"
+    async with process(
+        log, "-m", "agentlightning", *words, "--port", "0", wrapper=["prlimit", "--nofile=256:1500"]
+    ) as server:
+        await port_of(server, log, r" at http://127\.0\.0\.1:(\d+)")
+        assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (1500, 1500)
+        server.terminate()
+        assert await server.wait() == 0, text_of(log)

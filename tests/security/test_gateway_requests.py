@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gzip
 import json
 import re
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentlightning.run import attempt_token
+from agentlightning_plugins.shared.scripted_model.reply import Answer
+from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.process import cpu_unit_s
@@ -61,34 +66,70 @@ async def measure(port: int, pid: int, request: bytes) -> tuple[int, float, int]
     return status, (time.clock_gettime(clock) - began) / cpu_unit_s(), memory_of(pid, "VmHWM") - before
 
 
-async def test_a_hostile_request_costs_little_cpu_and_memory_and_without_a_key_almost_none(tmp_path: Path) -> None:
+@contextlib.asynccontextmanager
+async def serve_gateway(
+    tmp_path: Path, endpoint: str
+) -> AsyncIterator[tuple[InMemoryLightningStore, asyncio.subprocess.Process, int]]:
+    """Serves a gateway in a process of its own, over a store with a token; yields store, process and port."""
     store = InMemoryLightningStore()
     served = LightningStoreServer(store, port=0, token=TOKEN)
     await served.start()
     config, log = tmp_path / "gateway.yaml", tmp_path / "log"
     settings: dict[str, Any] = {
-        "model_list": [{"model": "m", "endpoint": "http://127.0.0.1:9/v1"}],
+        "model_list": [{"model": "m", "endpoint": endpoint, "api_key": "sk-the/real-provider-key"}],
         "require_keys": True,
+        "num_retries": 0,
     }
     config.write_text(json.dumps(settings), encoding="utf-8")
     arguments = ["--config", str(config), "--store", served.endpoint, "--token", TOKEN, "--port", "0"]
     try:
         async with process(log, "-m", "agentlightning", "gateway", *arguments) as gateway:
-            port = await port_of(gateway, log, r"Serving .* at http://127\.0\.0\.1:(\d+)")
-            rollout = await store.start_rollout({})
-            ids = rollout.rollout_id, rollout.attempt.attempt_id
-            token = attempt_token.mint(attempt_token.derive_secret(TOKEN), *ids, time.time() + 600)
-            for name in HOSTILE:
-                request, statuses = request_of(name, "guess")
-                status, cpu, memory = await measure(port, gateway.pid, request)
-                assert status in (401, 0), name  # 0: the answer was lost when the connection was closed
-                assert cpu < 2, f"{name}: {cpu:.1f} units without a key"
-                assert memory < 10 * MIB, f"{name}: {memory / MIB:.0f} MiB without a key"
-                request, statuses = request_of(name, token)
-                status, cpu, memory = await measure(port, gateway.pid, request)
-                assert status in statuses | {0}, name
-                assert cpu < 40, f"{name}: {cpu:.1f} units"  # at most 15 on an idle machine
-                assert memory < 200 * MIB, f"{name}: {memory / MIB:.0f} MiB"
+            yield store, gateway, await port_of(gateway, log, r"Serving .* at http://127\.0\.0\.1:(\d+)")
     finally:
         await served.stop()
         await store.close()
+
+
+async def start_attempt(store: InMemoryLightningStore) -> str:
+    """Returns the token of a new attempt."""
+    rollout = await store.start_rollout({})
+    ids = rollout.rollout_id, rollout.attempt.attempt_id
+    return attempt_token.mint(attempt_token.derive_secret(TOKEN), *ids, time.time() + 600)
+
+
+async def test_a_hostile_request_costs_little_cpu_and_memory_and_without_a_key_almost_none(tmp_path: Path) -> None:
+    async with serve_gateway(tmp_path, "http://127.0.0.1:9/v1") as (store, gateway, port):
+        token = await start_attempt(store)
+        for name in HOSTILE:
+            request, statuses = request_of(name, "guess")
+            status, cpu, memory = await measure(port, gateway.pid, request)
+            assert status in (401, 0), name  # 0: the answer was lost when the connection was closed
+            assert cpu < 2, f"{name}: {cpu:.1f} units without a key"
+            assert memory < 10 * MIB, f"{name}: {memory / MIB:.0f} MiB without a key"
+            request, statuses = request_of(name, token)
+            status, cpu, memory = await measure(port, gateway.pid, request)
+            assert status in statuses | {0}, name
+            assert cpu < 40, f"{name}: {cpu:.1f} units"  # at most 15 on an idle machine
+            assert memory < 200 * MIB, f"{name}: {memory / MIB:.0f} MiB"
+
+
+@pytest.mark.parametrize("unit", ["\\", "%25", "%", "&#", "\\u0073\\"])
+async def test_a_long_text_in_an_answer_an_error_or_a_stream_costs_little_cpu(tmp_path: Path, unit: str) -> None:
+    text = unit * (200_000 // len(unit))
+    choice = {"index": 0, "message": {"content": text}, "finish_reason": "stop"}
+    chunk = {"index": 0, "delta": {"content": text}, "finish_reason": "stop"}
+    event = f"data: {json.dumps({'id': 'x', 'choices': [chunk]})}\n\ndata: [DONE]\n\n".encode()
+    script = [
+        Answer(body=json.dumps({"id": "x", "choices": [choice]}).encode()),
+        Answer(status=400, error=text),
+        Answer(body=event, content_type="text/event-stream"),
+    ]
+    async with ScriptedOpenAI(script) as backend, serve_gateway(tmp_path, backend.endpoint) as (store, gateway, port):
+        token = await start_attempt(store)
+        for status in (200, 400, 200):
+            body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]}).encode()
+            head = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n"
+            request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+            found, cpu, _ = await measure(port, gateway.pid, request)
+            assert found == status
+            assert cpu < 10, f"{cpu:.1f} units"  # at most 2 on an idle machine; a quadratic search takes 1,000

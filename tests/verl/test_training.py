@@ -385,7 +385,9 @@ def test_the_trained_model_is_exported_and_served(trained: Training, tmp_path: P
     from agentlightning_algorithms.shared.trained_model import serve_model
 
     exported = tmp_path / "exported"
-    said = CliRunner().invoke(export, [str(trained.directory), str(exported), "--checkpoint", "2"])
+    refused = CliRunner().invoke(export, [str(trained.directory), str(exported), "--checkpoint", "2"])
+    assert "has shards, which can run code when they are read; add --trust if it is yours" in str(refused.exception)
+    said = CliRunner().invoke(export, [str(trained.directory), str(exported), "--checkpoint", "2", "--trust"])
     assert said.exit_code == 0, said.output
     shards = trained.directory / "checkpoints" / "global_step_2" / "actor" / "model_world_size_1_rank_0.pt"
     own = torch.load(shards, weights_only=False)

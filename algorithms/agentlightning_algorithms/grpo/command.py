@@ -21,7 +21,7 @@ import yaml
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError
-from agentlightning.run.directory import RECORD_NAME, atomic_directory
+from agentlightning.run.directory import RECORD_NAME, atomic_directory, inside
 from agentlightning_algorithms.shared.trained_model import (
     ServedModel,
     find_checkpoint,
@@ -41,13 +41,18 @@ _CHECKPOINT = click.option(
     help="Best on the validation set, latest, or step N. Default: best, or latest if nothing was evaluated.",
 )
 
+_TRUST = click.option(
+    "--trust", is_flag=True, help="Read shards of verl, which can run code, and files outside of the run's directory."
+)
+
 
 @click.command("export")
 @click.argument("run_dir", type=DIRECTORY)
 @click.argument("out", type=DIRECTORY)
 @click.option("--merge", is_flag=True, help="With LoRA: write the whole model, not only the adapters.")
 @_CHECKPOINT
-def export(run_dir: Path, out: Path, merge: bool, checkpoint: str | None) -> None:
+@_TRUST
+def export(run_dir: Path, out: Path, merge: bool, checkpoint: str | None, trust: bool) -> None:
     """Write the model that a run trained to OUT, with a model card, for from_pretrained and for model servers.
 
     If the run trained several policies, each is written to OUT/NAME.
@@ -55,24 +60,26 @@ def export(run_dir: Path, out: Path, merge: bool, checkpoint: str | None) -> Non
     from agentlightning.plugin.registry import get_manager
 
     get_manager().get("algorithm", "grpo")  # raises an error with the install command if the extra is missing
-    source = export_model(run_dir, out, merge=merge, checkpoint=checkpoint)
+    source = export_model(run_dir, out, merge=merge, checkpoint=checkpoint, trust=trust)
     echo(f"{source} -> {out}")
 
 
-def export_model(run: Path, out: Path, *, merge: bool = False, checkpoint: str | None = None) -> Path:
+def export_model(
+    run: Path, out: Path, *, merge: bool = False, checkpoint: str | None = None, trust: bool = False
+) -> Path:
     """Writes the model of a run, finished or not, to a new directory, and returns the directory that was read.
 
     Several policies are written to folders named after them. ``merge`` writes the whole model instead of LoRA adapters.
     ``checkpoint`` is ``best`` on the validation set, ``latest`` or a step; None: the best, or the latest if nothing was
-    evaluated.
+    evaluated. ``trust`` reads files that can run code, and files outside of the run's directory.
 
     Raises:
-        ConfigError: the run has no such model, or ``out`` exists.
+        ConfigError: the run has no such model, it cannot be read without ``trust``, or ``out`` exists.
     """
-    name, source = find_checkpoint(run, checkpoint)
+    name, source = find_checkpoint(run, checkpoint, trust=trust)
     if out.exists():
         raise ConfigError(f"{out} exists; give a directory that does not")
-    with readable(source) as model, atomic_directory(out) as scratch:
+    with readable(source, trust=trust) as model, atomic_directory(out) as scratch:
         policies = list_policies(model) or {"": model}
         for policy, folder in policies.items():
             target = scratch / policy
@@ -89,6 +96,7 @@ def export_model(run: Path, out: Path, *, merge: bool = False, checkpoint: str |
 @click.command("serve")
 @click.argument("source", metavar="RUN|MODEL")
 @_CHECKPOINT
+@_TRUST
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Address to bind; beyond loopback, --api-key is needed."
 )
@@ -105,6 +113,7 @@ def export_model(run: Path, out: Path, *, merge: bool = False, checkpoint: str |
 def serve(
     source: str,
     checkpoint: str | None,
+    trust: bool,
     host: str,
     port: int,
     api_key: str | None,
@@ -119,11 +128,20 @@ def serve(
     is the directory of a whole model, with LoRA adapters merged.
     """
     if own is not None:
-        sys.exit(_serve_with_command(source, checkpoint, own, {"name": name, "host": host, "port": str(port)}))
+        values = {"name": name, "host": host, "port": str(port)}
+        sys.exit(_serve_with_command(source, checkpoint, own, values, trust=trust))
     with (
         _stopping() as stopped,
         serve_model(
-            source, checkpoint, name=name, device=device, dtype=dtype, host=host, port=port, api_key=api_key
+            source,
+            checkpoint,
+            trust=trust,
+            name=name,
+            device=device,
+            dtype=dtype,
+            host=host,
+            port=port,
+            api_key=api_key,
         ) as served,
     ):
         echo(_describe(served))
@@ -142,10 +160,12 @@ def _describe(served: ServedModel) -> str:
     )
 
 
-def _serve_with_command(source: str, checkpoint: str | None, command: str, values: dict[str, str]) -> int:
+def _serve_with_command(
+    source: str, checkpoint: str | None, command: str, values: dict[str, str], *, trust: bool
+) -> int:
     """Runs the user's model server on a whole model until it ends or this process is stopped."""
     with contextlib.ExitStack() as stack:
-        shown, model = stack.enter_context(open_model(source, checkpoint))
+        shown, model = stack.enter_context(open_model(source, checkpoint, trust=trust))
         if isinstance(model, Path) and (policies := list_policies(model)):
             raise ConfigError(
                 f"--command: {shown} has several policies ({', '.join(policies)}); write them with `agl export "
@@ -212,11 +232,11 @@ def write_model_card(model: Path, run: Path, checkpoint: str) -> None:
     lines += ["| | |", "|---|---|", f"| base model | `{base}` |", f"| algorithm | `{algorithm}` |"]
     if training is not None:
         lines.append(f"| data | {training.train_tasks} training tasks, {training.val_tasks} validation tasks |")
-    lines += ["", *_curve(run / "metrics.jsonl")]
+    lines += ["", *_curve(inside(run, run / "metrics.jsonl"))]
     if training is not None:
         settings = yaml.safe_dump(dict(training.settings), sort_keys=False).strip()
         lines += ["## Settings", "", "```yaml", settings, "```", ""]
-    lines += _versions(run / RECORD_NAME)
+    lines += _versions(inside(run, run / RECORD_NAME))
     (model / "README.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 

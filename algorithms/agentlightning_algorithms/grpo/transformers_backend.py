@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,18 @@ from agentlightning.plugin.settings import require_least
 from agentlightning_algorithms.shared.policy_backend import API_KEY_VARIABLE, PolicySetup, digest_weights
 from agentlightning_plugins.shared.web.request import is_loopback
 
+logger = logging.getLogger("agentlightning")
 _LOG_TAIL_BYTES = 4000
+_MAX_RESTARTS = 3
 _STOP_TIMEOUT_S = 10.0
 _NOT_RUNNING = "the policy server is not running; call start() first."
 
 
 class TransformersBackend:
-    """A policy server in a child process, which also ends when this process dies."""
+    """A policy server in a child process, which also ends when this process dies.
+
+    A server that crashes is started again, with the weights loaded last, up to three times; calls fail meanwhile.
+    """
 
     tells_versions = True
 
@@ -67,6 +74,15 @@ class TransformersBackend:
         self._key = ""
         self._published: dict[str, tuple[int, str]] = {}
         """Version and digest of the newest weights, by the name of the model or adapter."""
+        self._paths: dict[str, Path] = {}
+        """Directories of the newest weights, by the same names."""
+        self._restarts = 0
+        self._restart: Future[None] | None = None
+        """The last restart, which runs in a thread."""
+        self._totals: dict[str, float] = {}
+        """The statistics read last."""
+        self._earlier: dict[str, float] = {}
+        """The statistics of servers that crashed."""
 
     @property
     def endpoint(self) -> str:
@@ -84,31 +100,65 @@ class TransformersBackend:
     @property
     def running(self) -> bool:
         """Whether the process is running and ready."""
-        return self._endpoint is not None and self._process is not None and self._process.poll() is None
+        is_alive = self._endpoint is not None and self._process is not None and self._process.poll() is None
+        return is_alive and (self._restart is None or self._restart.done())
 
     def check(self) -> None:
-        """Raises a LightningError with the end of the server's log once the server has ended."""
-        if not self.running:
+        """Starts a server that has crashed again, without waiting for it.
+
+        Raises:
+            LightningError: the server has ended for good; the message has the end of its log.
+        """
+        if self.running or (self._restart is not None and not self._restart.done()):
+            return
+        if self._restart is not None:
+            self._restart.result()
+        code = None if self._process is None else self._process.poll()
+        if not code or self._restarts == _MAX_RESTARTS:
             raise LightningError(self._failure("has ended"))
+        self._restarts += 1
+        logger.error("%s", self._failure(f"has ended with exit status {code} and is started again"))
+        thread = ThreadPoolExecutor(1, "agl-policy-restart")
+        self._restart = thread.submit(asyncio.run, self._start_again())
+        thread.shutdown(wait=False)
 
     async def start(self, setup: PolicySetup) -> None:
         """Starts the process and returns when it is ready; an error contains the end of its log."""
         self._setup = setup
-        self._process = process = self._spawn(setup)
+        await self._launch(setup)
+
+    async def _start_again(self) -> None:
+        """Starts the server at its earlier address, with the newest weights."""
+        setup = self._started()
+        assert self._process is not None
+        _end(self._process)
+        self._earlier = dict(self._totals)
+        path = self._paths.get(setup.model_name)
+        if path is not None:
+            setup = replace(setup, model=str(path))
+        await self._launch(setup, self._published.get(setup.model_name, (0, ""))[0])
+        for name, (version, _) in dict(self._published).items():
+            await self._load(name, self._paths[name], version)
+
+    async def _launch(self, setup: PolicySetup, weight_version: int = 0) -> None:
+        self._process = process = self._spawn(setup, weight_version)
         assert process.stdout is not None
+        is_ready = False
         try:
             line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), self._ready_timeout_s)
             if line:
                 address = json.loads(line)
                 self._key = address["key"]
                 self._endpoint = f"http://{address['host']}:{address['port']}/v1"
+                self._options["port"] = address["port"]
+                is_ready = True
                 return
             problem = f"ended with exit status {await asyncio.to_thread(process.wait)} before it was ready"
         except TimeoutError:
             problem = f"was not ready after {self._ready_timeout_s:g} s"
         finally:
-            if self._endpoint is None:
-                await self.stop()
+            if not is_ready:
+                await self._end_process()
         raise LightningError(self._failure(problem))
 
     async def load_weights(self, path: Path, version: int) -> None:
@@ -117,12 +167,22 @@ class TransformersBackend:
 
     async def load_adapter(self, name: str, path: Path, version: int) -> None:
         """Adds the adapter ``name``, or replaces its weights between batches."""
+        await self._wait_for_restart()
+        await self._load(name, path, version)
+
+    async def _load(self, name: str, path: Path, version: int) -> None:
         digest = await asyncio.to_thread(digest_weights, path)
         body = {"model": name, "path": str(Path.cwd() / path), "version": version, "digest": digest}
         status, answer = await self._request("POST", "/weights", body)
         if status != 200:
             raise ConfigError(f"the policy server refused weights version {version}: {answer['error']['message']}")
         self._published[name] = version, digest
+        self._paths[name] = Path.cwd() / path
+
+    async def _wait_for_restart(self) -> None:
+        self.check()
+        if self._restart is not None:
+            await asyncio.shield(asyncio.wrap_future(self._restart))
 
     async def statistics(self) -> Mapping[str, float]:
         """Returns totals since the start: those of ``Sampler.statistics`` and of ``Conversations.counts``.
@@ -130,6 +190,7 @@ class TransformersBackend:
         Raises:
             LightningError: the server serves weights other than those loaded last.
         """
+        await self._wait_for_restart()
         if self._published:
             _, state = await self._request("GET", "/health")
             for name, published in self._published.items():
@@ -142,16 +203,23 @@ class TransformersBackend:
                         "them, so the samples since then cannot be trained on."
                     )
         _, answer = await self._request("GET", "/statistics")
-        return {name: float(value) for name, value in answer.items()}
+        self._totals = {name: value + self._earlier.get(name, 0.0) for name, value in answer.items()}
+        return dict(self._totals)
 
     async def stop(self) -> None:
         """Stops the process, by force if it takes too long."""
+        await self._end_process()
+        if self._restart is not None:
+            await asyncio.gather(asyncio.wrap_future(self._restart), return_exceptions=True)
+            await self._end_process()
+
+    async def _end_process(self) -> None:
         process, self._process, self._endpoint = self._process, None, None
         if process is not None:
             await asyncio.to_thread(_end, process)
 
-    def _spawn(self, setup: PolicySetup) -> subprocess.Popen[bytes]:
-        options = {**asdict(setup), "host": self._host, **self._options}
+    def _spawn(self, setup: PolicySetup, weight_version: int) -> subprocess.Popen[bytes]:
+        options = {**asdict(setup), "host": self._host, "weight_version": weight_version, **self._options}
         del options["directory"]
         command = [sys.executable, "-P", "-m", "agentlightning_algorithms.shared.policy.server", "--exit-with-parent"]
         for name, value in options.items():

@@ -21,6 +21,7 @@ from pydantic_core import to_jsonable_python
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import LLM, SECRET_NAME, Resource
+from agentlightning.run.directory import inside
 from agentlightning.store.url import hide_password
 from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup
 
@@ -72,7 +73,7 @@ def _hide_secrets(value: Any) -> Any:
 
 def read_training(run: Path) -> TrainingRecord | None:
     """Returns the record of a run; None if the directory has no record, because the run did not train weights."""
-    file = run / _FILE
+    file = inside(run, run / _FILE)
     try:
         return TrainingRecord.model_validate(json.loads(file.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
@@ -100,8 +101,12 @@ def list_checkpoints(run: Path) -> dict[str, Path]:
     return found | ordered
 
 
-def find_checkpoint(run: Path, name: str | None) -> tuple[str, Path]:
-    """Returns a model that a run saved, with its name; None selects the first of best and latest."""
+def find_checkpoint(run: Path, name: str | None, *, trust: bool = False) -> tuple[str, Path]:
+    """Returns a model that a run saved, with its name; None selects the first of best and latest.
+
+    Raises:
+        ConfigError: there is no such model or, without ``trust``, a file of it is not in the run's directory.
+    """
     known = list_checkpoints(run)
     chosen = name or next(iter(known), None)
     if chosen is None or chosen not in known:
@@ -109,6 +114,8 @@ def find_checkpoint(run: Path, name: str | None) -> tuple[str, Path]:
             f"{run} holds no {chosen or 'trained'} model; it has: {', '.join(known) or 'none'}. Models appear with "
             "the first checkpoint"
         )
+    for file in () if trust else (known[chosen], *known[chosen].rglob("*")):
+        inside(run, file)
     return chosen, known[chosen]
 
 
@@ -160,11 +167,17 @@ def _has_shards(checkpoint: Path) -> bool:
 
 
 @contextlib.contextmanager
-def readable(checkpoint: Path) -> Iterator[Path]:
-    """Yields a directory for ``from_pretrained``: the checkpoint, or a temporary one with verl's shards merged."""
+def readable(checkpoint: Path, *, trust: bool = False) -> Iterator[Path]:
+    """Yields a directory for ``from_pretrained``: the checkpoint, or a temporary one with verl's shards merged.
+
+    Raises:
+        ConfigError: it has shards, which are pickles and can run any code, and ``trust`` is false.
+    """
     if not _has_shards(checkpoint):
         yield checkpoint
         return
+    if not trust:
+        raise ConfigError(f"{checkpoint} has shards, which can run code when they are read; add --trust if it is yours")
     with tempfile.TemporaryDirectory(prefix="agl-model-") as scratch:
         merged = Path(scratch) / "merged"
         command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
@@ -221,15 +234,18 @@ class ServedModel:
 
 
 @contextlib.contextmanager
-def open_model(source: str, checkpoint: str | None = None) -> Iterator[tuple[str, Path | str]]:
-    """Yields a text for the user, and a directory or hub name: of a run's checkpoint, or ``source`` itself."""
+def open_model(source: str, checkpoint: str | None = None, *, trust: bool = False) -> Iterator[tuple[str, Path | str]]:
+    """Yields a text for the user, and a directory or hub name: of a run's checkpoint, or ``source`` itself.
+
+    ``trust``: as in ``find_checkpoint`` and ``readable``.
+    """
     run = Path(source)
     is_run = read_training(run) is not None or bool(list_checkpoints(run)) or (run / "run.json").is_file()
     if not is_run and checkpoint is None:
         yield source, source
         return
-    name, found = find_checkpoint(run, checkpoint)
-    with readable(found) as model:
+    name, found = find_checkpoint(run, checkpoint, trust=trust)
+    with readable(found, trust=trust) as model:
         yield f"{source} ({name if not name.isdecimal() else f'step {name}'})", model
 
 
@@ -238,6 +254,7 @@ def serve_model(
     source: str,
     checkpoint: str | None = None,
     *,
+    trust: bool = False,
     name: str = "policy",
     device: str | None = None,
     dtype: str | None = None,
@@ -248,6 +265,7 @@ def serve_model(
     Args:
         source: the directory of a run or of a model, or a hub name.
         checkpoint: ``best``, ``latest`` or a step of the run; None: the first of best and latest.
+        trust: whether files that can run code, and files outside of the run's directory, may be read.
         name: name of the model in requests.
         device: by default the device of the training, or else ``cpu``.
         dtype: by default the type of the training, or else ``float32``.
@@ -259,7 +277,7 @@ def serve_model(
     """
     record = read_training(Path(source))
     with contextlib.ExitStack() as stack:
-        shown, model = stack.enter_context(open_model(source, checkpoint))
+        shown, model = stack.enter_context(open_model(source, checkpoint, trust=trust))
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-serve-")))
         backend = cast(PolicyBackend, get_manager().create("policy_backend", {"name": "transformers", **settings}))
         policies = list_policies(Path(model))

@@ -30,8 +30,8 @@ class TraceAdapter(ABC, Generic[To]):
         if not attempt.spans_dropped:
             return self.adapt(spans)
         logger.warning(
-            "attempt %s of rollout %s is left out: %d of its spans were lost, because the store was too slow or "
-            "unreachable for longer than the queue of 64 MB could buffer",
+            "attempt %s of rollout %s is left out: %d of its spans were lost, because they exceeded a quota "
+            "(AGL_ATTEMPT_MIB), or the store was too slow or unreachable for longer than a queue of 64 MB could buffer",
             attempt.attempt_id,
             attempt.rollout_id,
             attempt.spans_dropped,

@@ -78,13 +78,24 @@ def make_directory(path: Path) -> bool:
     return True
 
 
+def inside(directory: Path, path: Path) -> Path:
+    """Returns the path of a file or folder of a run; another person may have made the run's directory.
+
+    Raises:
+        ConfigError: the path, or a link in it, leads out of the directory.
+    """
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(f"{path} leads out of {directory}, so it is not opened")
+    return path
+
+
 def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{path} cannot be the directory of a run: {error.strerror or error}; choose another")
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """Returns the content of ``run.json`` in a run's directory; raises ConfigError if it is missing or damaged."""
-    file = path / RECORD_NAME
+    file = inside(path, path / RECORD_NAME)
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(record["key"], str) or not isinstance(record.get("resumed_at", []), list):

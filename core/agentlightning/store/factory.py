@@ -7,6 +7,7 @@ from pathlib import Path
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.records import DEFAULT_RUN_ID
+from agentlightning.run.directory import inside
 from agentlightning.store.engine import BackendStore
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.retention import RetentionPolicy
@@ -30,10 +31,18 @@ def create_store(
         retention: a ``Retention``; None keeps all rollouts. Not for served stores: their server decides.
 
     Raises:
-        ConfigError: ``url`` is neither a URL nor a directory with a ``store.db``, or the store cannot read the URL.
+        ConfigError: ``url`` is neither a URL nor a directory with a ``store.db``, which may be no link to another
+            directory, or the store cannot read the URL.
         PluginError: no installed plugin offers a store of this scheme.
     """
     if url and "://" not in url and (file := Path(url, "store.db")).is_file():
+        for suffix in (
+            "",
+            "-wal",
+            "-shm",
+            "-journal",
+        ):  # SQLite writes to them, and someone else may have made them
+            inside(Path(url), file.with_name(file.name + suffix))
         url = f"sqlite:///{file}"
     scheme, separator, _ = url.partition("://")
     if not separator or not scheme:

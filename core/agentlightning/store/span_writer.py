@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 from agentlightning.errors import ConfigError, NotFoundError, StoreError
 from agentlightning.records import Span
 from agentlightning.store.protocol import LightningStore
+from agentlightning.store.quota import estimate_bytes
 from agentlightning.store.waiting import Signal, deadline_after, running_loop
 
 logger = logging.getLogger("agentlightning")
@@ -119,7 +120,7 @@ class SpanWriter:
     def put(self, span: Span) -> bool:
         """Takes a span, from any thread. Returns False if it was dropped."""
         key = (span.rollout_id, span.attempt_id)
-        size = _estimate_bytes(span)
+        size = estimate_bytes(span)
         with self._changed:
             if self._is_closed or self._bytes + size > self._max_bytes:
                 self._dropped[key] += 1
@@ -353,23 +354,3 @@ def _key_of(item: _Item) -> AttemptKey:
 def _is_transient(error: Exception) -> bool:
     """Whether the same write may succeed later."""
     return isinstance(error, (StoreError, OSError)) and not isinstance(error, NotFoundError)
-
-
-def _estimate_bytes(span: Span) -> int:
-    """Roughly how much memory a span takes: exact enough for a bound, and much cheaper than serializing it."""
-    size = 500 + sum(200 + _estimate_value(event.attributes) for event in span.events)
-    for name, value in span.attributes.items():
-        size += len(name) + (len(value) if type(value) is str else _estimate_value(value))
-    return size
-
-
-def _estimate_value(value: object) -> int:
-    if isinstance(value, (str, bytes)):
-        return len(value)
-    if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], (int, float)):
-            return 8 * len(value)
-        return sum(8 + _estimate_value(item) for item in value)
-    if isinstance(value, dict):
-        return sum(len(str(key)) + _estimate_value(item) for key, item in value.items())
-    return 8

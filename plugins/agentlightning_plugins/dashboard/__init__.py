@@ -38,7 +38,7 @@ def _open(where: str, token: str | None) -> LightningStore:
     file = path / "store.db" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{file} does not exist; give the directory of a run, an SQLite file, or the URL of a store")
-    return create_store(f"sqlite:///{file}")
+    return create_store(where if path.is_dir() else f"sqlite:///{file}")
 
 
 async def _serve(store: LightningStore, host: str, port: int, token: str | None, *, read_only: bool) -> None:
@@ -46,8 +46,9 @@ async def _serve(store: LightningStore, host: str, port: int, token: str | None,
     from aiohttp.typedefs import Handler
 
     from agentlightning_plugins.dashboard.dashboard import Dashboard
-    from agentlightning_plugins.shared.web.server import WebServer, stop_on_signals
+    from agentlightning_plugins.shared.web.server import WebServer, raise_file_limit, stop_on_signals
 
+    raise_file_limit()
     dashboard = Dashboard(store, [token] if token else [], read_only=read_only)
 
     @web.middleware

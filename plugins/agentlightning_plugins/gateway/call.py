@@ -55,6 +55,9 @@ class BackendRequest(NamedTuple):
 
 _BYTES_PER_TOKEN: Final = 4
 """Approximate length of a token in English text."""
+_OUTPUT_LIMITS: Final = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+_UNSTATED_OUTPUT: Final = 1024
+"""Assumed number of output tokens of a call that sets no limit."""
 _MAX_COUNT: Final = 2**53
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-|$)")
 
@@ -170,6 +173,14 @@ def used_tokens(call: ModelCall) -> tuple[int, int]:
     texts += [tool.name + tool.arguments for choice in choices for tool in choice.tool_calls.values()]
     written = sum(len(text.encode(errors="surrogatepass")) for text in texts)
     return len(dump_json(call.body)) // _BYTES_PER_TOKEN, -(-written // _BYTES_PER_TOKEN)
+
+
+def estimate_tokens(call: ModelCall, backend: ModelBackend) -> tuple[int, int]:
+    """Returns about how many input and output tokens a call may use, before it is sent."""
+    asked = {**backend.sampling_defaults, **call.body, **backend.sampling_parameters}
+    limits = [asked[name] for name in _OUTPUT_LIMITS if asked.get(name) is not None]
+    output = _read_count(limits[0]) if limits else _UNSTATED_OUTPUT
+    return len(dump_json(call.body)) // _BYTES_PER_TOKEN, output * (_read_count(asked.get("n")) or 1)
 
 
 def _read_count(stated: object) -> int:

@@ -196,7 +196,7 @@ async def _serve(settings: dict[str, Any], url: str, token: str | None, read_mod
     from agentlightning_plugins.gateway.proxy import LLMProxy
     from agentlightning_plugins.shared.garbage_collection import relax_collector
     from agentlightning_plugins.shared.web.request import return_freed_memory
-    from agentlightning_plugins.shared.web.server import stop_on_signals
+    from agentlightning_plugins.shared.web.server import raise_file_limit, stop_on_signals
 
     def reload() -> None:
         try:
@@ -207,6 +207,7 @@ async def _serve(settings: dict[str, Any], url: str, token: str | None, read_mod
             echo("The models were read again.")
 
     relax_collector()
+    raise_file_limit()
     return_freed_memory()
     async with contextlib.AsyncExitStack() as stack:
         store = create_store(url, token=token if url.startswith("http") else None)

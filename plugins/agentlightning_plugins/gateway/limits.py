@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import aiohttp
@@ -151,6 +152,10 @@ class AttemptUsage:
     calls: int = 0
     tokens: int = 0
     cost: float = 0.0
+    in_flight: list[AttemptUsage] = field(default_factory=list)
+    """The approximate usage of each call in flight."""
+    settled: asyncio.Event | None = None
+    """Set when a call in flight ends; None if no call waits for that."""
 
 
 class UsageTracker:
@@ -158,6 +163,8 @@ class UsageTracker:
 
     def __init__(self, limits: UsageLimits, max_attempts: int = _MAX_REMEMBERED) -> None:
         self._limits = {name: limit for name, limit in asdict(limits).items() if limit is not None}
+        self.reads_requests = bool({"tokens", "cost"} & self._limits.keys())
+        """Whether calls have to be estimated before they are sent."""
         self._max_attempts = max_attempts
         self._used: dict[AttemptKey, AttemptUsage] = {}
 
@@ -170,24 +177,46 @@ class UsageTracker:
         except (StoreError, OSError, aiohttp.ClientError) as error:
             logger.warning("the usage of attempt %s cannot be read, so only new calls count: %s", attempt[1], error)
 
-    def begin(self, attempt: AttemptKey | None) -> None:
-        """Counts a call that begins.
+    @contextlib.asynccontextmanager
+    async def reserve(self, attempt: AttemptKey | None, tokens: int, cost: float) -> AsyncIterator[None]:
+        """Counts a call, and keeps what it may use reserved while the block runs, at the end of which it is added.
+
+        Waits while what the attempt has used and its calls in flight have reserved reach a limit.
 
         Raises:
-            CallRefused: a limit is reached.
+            CallRefused: what the attempt has used reaches a limit.
         """
         if not self._limits or attempt is None:
+            yield
             return
-        usage = self._used.pop(attempt, None) or AttemptUsage()
-        self._used[attempt] = usage
-        if len(self._used) > self._max_attempts:
-            del self._used[next(iter(self._used))]
+        while True:
+            usage = self._used.pop(attempt, None) or AttemptUsage()
+            self._used[attempt] = usage
+            if len(self._used) > self._max_attempts:
+                del self._used[next(iter(self._used))]
+            self._refuse(usage)
+            totals = {name: sum(getattr(each, name) for each in (usage, *usage.in_flight)) for name in self._limits}
+            if all(totals[name] < limit for name, limit in self._limits.items()):
+                break
+            usage.settled = usage.settled or asyncio.Event()
+            await usage.settled.wait()
+        usage.calls += 1
+        reserved = AttemptUsage(0, tokens, cost)
+        usage.in_flight.append(reserved)
+        try:
+            yield
+        finally:
+            usage.in_flight.remove(reserved)
+            if usage.settled is not None:  # waiting calls continue after what this call has used was added
+                usage.settled.set()
+                usage.settled = None
+
+    def _refuse(self, usage: AttemptUsage) -> None:
         for name, limit in self._limits.items():
             used = getattr(usage, name)
             if used >= limit:  # not 429, after which clients and frameworks would try again
                 message = f"the attempt has used {used:.6g} of its {limit:.6g} {name}"
                 raise CallRefused(402, message, BUDGET_EXCEEDED, {"x-should-retry": "false"})
-        usage.calls += 1
 
     def add(self, attempt: AttemptKey, tokens: int, cost: float) -> None:
         """Adds the usage of a call; ignores attempts that were dropped, because their spans contain the usage."""

@@ -51,6 +51,7 @@ class LLMProxy:
         launch_mode: LaunchMode = "thread",
         *,
         require_keys: bool | None = None,
+        admit_strangers: bool = False,
         budget: Mapping[str, Any] | UsageLimits | None = None,
         read_timeout_s: float = _READ_TIMEOUT_S,
         health_interval_s: float = INTERVAL_S,
@@ -75,6 +76,7 @@ class LLMProxy:
             launch_mode: ``thread`` serves from a thread of this process, ``process`` from a separate process,
                 for which the store must be served.
             require_keys: whether calls need the key of their attempt; None: on all addresses except loopback.
+            admit_strangers: allows ``require_keys=False`` on an address that other machines reach.
             budget: limits of each attempt: any of ``calls``, ``tokens``, and ``cost`` by the models' prices.
             read_timeout_s: how long a backend may be silent.
             health_interval_s: seconds between two health checks of each backend.
@@ -91,6 +93,11 @@ class LLMProxy:
         require_least(0, num_retries=num_retries, pause_wait_s=pause_wait_s)
         require_least(0.001, read_timeout_s=read_timeout_s, health_interval_s=health_interval_s)
         host = host or "127.0.0.1"
+        if require_keys is False and not is_loopback(host) and not admit_strangers:
+            raise ConfigError(
+                f"host = {host!r} lets other machines in, and require_keys is false: anyone could use the providers' "
+                "keys; leave require_keys out, or set admit_strangers too"
+            )
         self.store = store
         self._launch_mode = launch_mode
         self._settings = Settings(

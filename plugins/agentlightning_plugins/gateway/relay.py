@@ -12,7 +12,12 @@ import aiohttp
 from aiohttp import web
 
 from agentlightning_plugins.gateway.access import InFlightCall, attempt_over
-from agentlightning_plugins.gateway.backends.answer import MAX_ANSWER_BYTES, BackendAnswer, idle_timeout
+from agentlightning_plugins.gateway.backends.answer import (
+    MAX_ANSWER_BYTES,
+    MAX_EVENT_BYTES,
+    BackendAnswer,
+    idle_timeout,
+)
 from agentlightning_plugins.gateway.backends.provider import describe_error
 from agentlightning_plugins.gateway.backends.upstream import Reply, relayed_headers
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
@@ -50,7 +55,9 @@ class StreamReader:
             self._call.first_time = time.time()
         self._size += len(piece)
         if self._size > MAX_ANSWER_BYTES:
-            return self._refuse_size()
+            return self._refuse_size(f"the answer is larger than {MAX_ANSWER_BYTES} bytes")
+        if len(self._splitter.rest) > MAX_EVENT_BYTES:
+            return self._refuse_size(f"an event of the answer is larger than {MAX_EVENT_BYTES} bytes")
         events, relayed = self._request.backend.redactor.redact_answer(self._splitter.feed(piece)), b""
         if not self._is_read:
             return events
@@ -110,9 +117,9 @@ class StreamReader:
         self._call.error = f"the backend streamed an invalid chunk of {self._dialect.path} ({error!r}): {excerpt}"
         return self._error_event(self._call.error)
 
-    def _refuse_size(self) -> bytes:
+    def _refuse_size(self, message: str) -> bytes:
         self.is_done = True
-        self._call.error = f"the answer is larger than {MAX_ANSWER_BYTES} bytes"
+        self._call.error = message
         return self._error_event(self._call.error)
 
     def _end(self, event: bytes) -> bytes:

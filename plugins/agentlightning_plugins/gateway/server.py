@@ -18,8 +18,9 @@ from agentlightning.store.span_writer import AttemptKey, SpanWriter
 from agentlightning_plugins.gateway.access import Authenticator, CallSeeds, EndedAttempts, InFlightCalls
 from agentlightning_plugins.gateway.backends.answer_cache import AnswerCache
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
+from agentlightning_plugins.gateway.backends.provider import ModelBackend
 from agentlightning_plugins.gateway.backends.upstream import HealthCheck, Upstream
-from agentlightning_plugins.gateway.call import ModelCall, read_call
+from agentlightning_plugins.gateway.call import ModelCall, estimate_tokens, read_call
 from agentlightning_plugins.gateway.control import Controls, GatewayMetrics
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused, Dialect, load_dialects
 from agentlightning_plugins.gateway.dialects.openai import CHAT
@@ -167,6 +168,9 @@ class GatewayServer:
         await self._ended.ask(self._store, attempt)
         self._ended.refuse(attempt)
         call = await read_call(request, dialect, attempt)
+        if call.body.get("background"):
+            message = "background: true is not supported: the answer would be neither recorded nor counted"
+            raise CallRefused(400, message, "unsupported_field")
         await self._usage.restore(self._store, attempt)
         self._ended.refuse(attempt)  # it may have ended since
         return call
@@ -194,14 +198,21 @@ class GatewayServer:
         with self._in_flight.track(call) as in_flight:
             await self._admission.enter()
             try:
-                self._usage.begin(call.attempt)
-                call.gateway_version = self._admission.weight_version
-                call.seed = await self._seeds.next(call.attempt, backends)
-                answer = self._cache.find(call, backends) if self._cache is not None else None
-                answer = answer or await self._upstream.send(call, backends, request.headers)
-                return await self._relay.relay(in_flight, answer, request)
+                async with self._usage.reserve(call.attempt, *self._estimate(call, backends[0])):
+                    call.gateway_version = self._admission.weight_version
+                    call.seed = await self._seeds.next(call.attempt, backends)
+                    answer = self._cache.find(call, backends) if self._cache is not None else None
+                    answer = answer or await self._upstream.send(call, backends, request.headers)
+                    return await self._relay.relay(in_flight, answer, request)
             finally:
                 self._admission.leave()
+
+    def _estimate(self, call: ModelCall, backend: ModelBackend) -> tuple[int, float]:
+        """Returns about how many tokens a call may use, and their cost; 0 if no limit needs them."""
+        if not self._usage.reads_requests or call.attempt is None:
+            return 0, 0.0
+        tokens = estimate_tokens(call, backend)
+        return sum(tokens), 0.0 if backend.price is None else backend.price.cost(*tokens)
 
     def _refuse(self, dialect: Dialect, refusal: CallRefused) -> web.Response:
         """Answers a request that is not recorded as a call."""

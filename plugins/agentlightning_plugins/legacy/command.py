@@ -27,13 +27,16 @@ def command(store: str, run: str | None, host: str, port: int) -> None:
     from agentlightning.store.factory import create_store
     from agentlightning.store.url import hide_password
     from agentlightning_plugins.legacy.v0 import AgentLightningServer
+    from agentlightning_plugins.shared.web.server import raise_file_limit, stop_on_signals
 
     async def serve() -> None:
+        raise_file_limit()
         server = AgentLightningServer(host, port, store=create_store(store, run=run))
         await server.start()
+        stop = stop_on_signals()
         echo(f"Serving {hide_password(store)} to agents of 0.1 at {server.endpoint}")
         try:
-            await asyncio.Event().wait()
+            await stop.wait()
         finally:
             await server.stop()
             await server.store.close()

@@ -22,7 +22,7 @@ from aiohttp.typedefs import Handler
 from pydantic import BaseModel
 
 import agentlightning as agl
-from agentlightning.errors import ConflictError, NotFoundError, StoreError
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError, QuotaError, StoreError
 from agentlightning.resources import scope_to_attempt, with_attempt_key
 from agentlightning.run import attempt_token
 from agentlightning.types import AttemptedRollout, AttemptFailure, Triplet
@@ -38,6 +38,8 @@ _CONFIG: Final = agl.RolloutConfig(max_attempts=5, retry_condition=["timeout", "
 _MAX_BODY_BYTES: Final = 64 * 2**20
 _MAX_ITEMS: Final = 5_000_000
 _MAX_ERROR: Final = 2000
+_MALFORMED: Final = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
+"""Errors from pydantic, or from a malformed trace."""
 """Largest number of characters in the message about a malformed report."""
 _METHODS: Final = {
     "train": ("training_rollout", "rollout"),
@@ -159,6 +161,11 @@ class AgentLightningServer:
             return _refuse(error.status, str(error))
         except StoreError as error:
             return _refuse(503, str(error))
+        except web.HTTPException:
+            raise
+        except Exception:  # isolation point: a request may fail, the server may not
+            logger.exception("%s %s failed", request.method, request.path)
+            return _refuse(500, "the server failed; see its log")
 
     async def _answer_task(self, request: web.Request) -> web.Response:
         await self._renew()
@@ -208,11 +215,14 @@ class AgentLightningServer:
                 return _refuse(404, f"{report.rollout_id!r} is not a claimed rollout")
             ids = report.rollout_id, claimed[0].attempt.attempt_id
             spans = read_spans(report, *ids)
-        except (ValueError, AttributeError, TypeError) as problem:  # from pydantic, or from a malformed trace
-            return _refuse(422, f"the report is malformed: {str(problem)[:_MAX_ERROR]}")
+        except _MALFORMED as problem:
+            return _refuse(400, f"the report is malformed: {str(problem)[:_MAX_ERROR]}")
         del self._claimed[report.rollout_id]
         try:
-            await self.store.add_many_spans(spans)
+            try:
+                await self.store.add_many_spans(spans)
+            except QuotaError:
+                await self.store.update_attempt(*ids, spans_dropped=len(spans))
             if spans:
                 await self.store.update_attempt(*ids, status="succeeded", reward=agl.find_final_reward(spans))
             else:  # an agent of 0.1 that raised an error
@@ -220,8 +230,10 @@ class AgentLightningServer:
                 await self.store.update_attempt(*ids, status="failed", error=error)
         except (ConflictError, NotFoundError) as error:  # the attempt has ended without the report
             return _refuse(409, str(error))
-        except StoreError:
+        except (StoreError, ConfigError) as error:
             self._claimed[report.rollout_id] = claimed  # the agent may report again
+            if isinstance(error, ConfigError):
+                return _refuse(400, f"the report is malformed: {str(error)[:_MAX_ERROR]}")
             raise
         if report.rollout_id in self._queued:
             self._queued.discard(report.rollout_id)

@@ -76,6 +76,39 @@ async def test_the_transformers_backend_starts_its_own_server_which_ends_with_th
         await backend.stop()
 
 
+async def test_a_policy_server_that_crashes_is_started_again_with_the_newest_weights(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    backend = TransformersBackend(prefix_cache_mb=1)
+    await backend.start(PolicySetup(model=str(tiny_model), model_name="mine", directory=tmp_path, threads=1))
+    try:
+        endpoint = backend.endpoint
+        await backend.load_weights(tiny_model, 5)
+        assert (await backend.statistics())["swaps"] == 1
+        async with aiohttp.ClientSession() as session:
+            for n_crashes in (1, 2, 3):
+                assert backend._process is not None
+                backend._process.kill()
+                await asyncio.to_thread(backend._process.wait)
+                with pytest.raises(aiohttp.ClientError):
+                    await session.get(f"{endpoint}/models")
+                backend.check()
+                assert not backend.running
+                if n_crashes == 1:
+                    await until(lambda: backend.running)
+                    body = {"model": "mine", "prompt": [1, 2], "max_tokens": 2}
+                    async with session.post(f"{endpoint}/completions", json=body) as response:
+                        assert (await response.json())["weight_version"] == 5
+                assert (await backend.statistics())["swaps"] == n_crashes + 1, "the counts of earlier servers are kept"
+                assert backend.running
+        backend._process.kill()
+        await asyncio.to_thread(backend._process.wait)
+        with pytest.raises(LightningError, match="has ended"):
+            await backend.load_weights(tiny_model, 6)
+    finally:
+        await backend.stop()
+
+
 async def test_vllm_reloads_weights_while_it_is_paused(setup: PolicySetup, weights: Path) -> None:
     async with FakeVLLM() as server:
         server.api_key = "secret"

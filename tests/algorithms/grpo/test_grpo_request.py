@@ -245,3 +245,50 @@ def test_every_choice_has_its_own_seed(completions: PolicyCompletions) -> None:
     params = completions.sampling_params(chat(n=3, seed=5, top_k=-1, stop="x", max_completion_tokens=7), 10)
     assert len({p.seed for p in params}) == 3
     assert {(p.top_k, p.stop, p.max_tokens) for p in params} == {(0, ("x",), 7)}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "x" * 4_000_000}]},
+        {"messages": [{"role": "user", "content": "x" * 500}]},
+        {"messages": [{"role": "user", "content": "x"}] * 100_000},
+        {"messages": HELLO, "tools": [{**TOOL, "description": "x" * 4_000_000}]},
+        {"messages": HELLO, "chat_template_kwargs": {"more": ["x"] * 1_000_000}},
+        {"prompt": "x" * 4_000_000},
+        {"prompt": [1] * 4_000_000},
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenized(
+    completions: PolicyCompletions, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    tokenized: list[int] = []
+    encode = completions.tokenizer.encode
+
+    def count(text: str, **options: Any) -> list[int]:
+        tokenized.append(len(text))
+        return list(encode(text, **options))
+
+    monkeypatch.setattr(completions.tokenizer, "encode", count)
+    request = parse_request(TextRequest if "prompt" in fields else ChatRequest, fields, ["policy"])
+    with pytest.raises(CompletionError) as caught:
+        completions.sampling_params(request, len(completions.prompt(request).token_ids))
+    assert caught.value.code == "context_length_exceeded"
+    assert sum(tokenized) <= 400, "at most the room for 100 tokens of four characters"
+
+
+def test_a_prompt_of_many_characters_per_token_is_tokenized(tiny_policy: Policy) -> None:
+    completions = PolicyCompletions(tiny_policy, "policy", 100)
+    text = "<|im_start|>" * 90
+    request = parse_request(TextRequest, {"prompt": text}, ["policy"])
+    assert len(completions.prompt(request).token_ids) == 90
+
+
+def test_long_stop_strings_are_refused_and_a_tiny_temperature_takes_the_likeliest_token(
+    completions: PolicyCompletions,
+) -> None:
+    for stop in (["x"] * 65, ["x" * 1001]):
+        with pytest.raises(CompletionError, match="stop: at most 64 strings of 1000 characters"):
+            completions.sampling_params(chat(stop=stop), 3)
+    assert completions.sampling_params(chat(temperature=1e-38), 3)[0].temperature == 0.0
+    assert completions.sampling_params(chat(temperature=0.01), 3)[0].temperature == 0.01

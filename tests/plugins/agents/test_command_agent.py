@@ -185,6 +185,28 @@ async def test_a_command_without_a_valid_reward_fails_its_attempt_and_the_error_
     assert "gave no reward: the last line of its stdout is" in rollout.attempt.error.message
 
 
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("os.mkfifo(path)", "is not a regular file"),
+        ("os.mkdir(path)", "cannot be read as a regular file"),
+        ("os.symlink('/dev/zero', path)", "cannot be read as a regular file"),
+        ("os.symlink('/proc/self/environ', path)", "cannot be read as a regular file"),
+        ("import socket; socket.socket(socket.AF_UNIX).bind(path)", "cannot be read as a regular file"),
+        ("open(path, 'w').write('1' * (2**20 + 1))", "has more than 1048576 bytes"),
+        ("open(path, 'w').write('[' * 2**20)", "gave no reward"),
+    ],
+)
+async def test_a_reward_file_that_is_no_small_regular_file_fails_its_attempt(
+    store: agl.LightningStore, code: str, problem: str
+) -> None:
+    agent = agl.CommandAgent(python(f"import os; path = os.environ['AGL_REWARD_FILE']; {code}"), reward="file")
+    rollout, _ = await run(store, agent)
+    assert rollout.status == "failed"
+    assert rollout.attempt.error is not None
+    assert problem in rollout.attempt.error.message
+
+
 @pytest.mark.parametrize("source", ["stdout", "file"])
 async def test_an_error_about_the_reward_does_not_show_the_providers_key(
     store: agl.LightningStore, source: Any

@@ -361,7 +361,7 @@ def test_a_run_writes_a_report_and_agl_report_prints_the_report_of_any_run(
     assert "has no store; see r/report.md" in run_here(folder, "report", "r").stderr
     write(folder / "r", {"store": "http://127.0.0.1:9"})
     monkeypatch.setitem(agl.LightningStoreClient.__init__.__kwdefaults__, "retry_s", 1.5)
-    late = run_here(folder, "report", "r")
+    late = run_here(folder, "report", "r", "--store", "http://127.0.0.1:9")
     assert (late.stdout, "cannot reach a store" in late.stderr) == (written, True)
     assert "Trying again for 1.5 s" in caplog.text
 

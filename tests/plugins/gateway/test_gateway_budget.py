@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import openai
@@ -52,6 +53,31 @@ async def test_tokens_are_counted_in_streams_too(stream: bool) -> None:
                     pass
         with pytest.raises(openai.APIStatusError, match=f"has used {2 * TOKENS_OF_A_CALL} of its"):
             await client.chat.completions.create(**ASKED)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 5])
+@pytest.mark.parametrize("name", ["tokens", "cost"])
+async def test_calls_in_parallel_stay_within_the_budget(name: str, max_tokens: int | None) -> None:
+    price = {"input_per_million": 1e6, "output_per_million": 1e6}
+    asked = {**ASKED, **({} if max_tokens is None else {"max_tokens": max_tokens})}
+    async with ScriptedOpenAI(lambda request: Answer("ok", delay_s=0.02)) as server:
+        models = [entry(server.endpoint, price=price)]
+        async with gateway(model_list=models, budget={name: 5 * TOKENS_OF_A_CALL}) as case:
+            _, client = await case.start()
+            calls = [client.chat.completions.create(**asked) for _ in range(60)]
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [error for error in ended if isinstance(error, openai.APIStatusError)]
+    assert {error.status_code for error in refused} == {402}
+    assert len(ended) - len(refused) == len(server.requests)
+    assert 5 <= len(server.requests) <= (5 if max_tokens is None else 7), "a short estimate lets few more pass"
+
+
+async def test_a_call_in_the_background_is_refused_because_nobody_would_count_it() -> None:
+    async with ScriptedOpenAI() as server, gateway(server, provider="openai") as case:
+        _, client = await case.start()
+        with pytest.raises(openai.BadRequestError, match="background: true is not supported"):
+            await client.responses.create(model="m", input="hi", background=True)
+        assert not server.requests
 
 
 @pytest.mark.parametrize("path", ["chat", "completions"])
@@ -220,14 +246,19 @@ async def test_the_refusal_of_a_call_beyond_the_budget_has_the_form_of_the_agent
 
 async def test_a_full_usage_tracker_removes_the_attempt_with_the_oldest_call() -> None:
     tracker = UsageTracker(UsageLimits(calls=2), max_attempts=2)
+
+    async def call(attempt: str) -> None:
+        async with tracker.reserve(("r", attempt), 0, 0.0):
+            pass
+
     for attempt in ("a", "b", "a", "c"):
-        tracker.begin(("r", attempt))
+        await call(attempt)
     with pytest.raises(CallRefused, match="has used 2 of its 2 calls"):
-        tracker.begin(("r", "a"))
+        await call("a")
     tracker.add(("r", "b"), 5, 0.5)
     await tracker.restore(InMemoryLightningStore(), ("r", "b"))  # its usage is read from its spans, and it has none
     for _ in range(2):
-        tracker.begin(("r", "b"))
+        await call("b")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from agentlightning.runner import LitAgentRunner
 from agentlightning.tracer import DummyTracer
 from agentlightning.types import AttemptedRollout
 from agentlightning_plugins.gateway.access import Authenticator
+from agentlightning_plugins.gateway.backends.provider import KeyRedactor
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
@@ -381,3 +382,19 @@ async def test_a_key_in_an_error_event_of_a_stream_is_redacted() -> None:
             async for _ in await client.chat.completions.create(**BODY, stream=True):
                 pass
         assert PROVIDER_KEY not in (await case.span(rollout)).model_dump_json()
+
+
+def test_a_gateway_that_other_machines_reach_without_keys_needs_a_second_setting() -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1"):  # nothing is bound
+        with pytest.raises(agl.ConfigError, match="anyone could use the providers' keys"):
+            agl.LLMProxy(host=host, require_keys=False)
+        agl.LLMProxy(host=host, require_keys=False, admit_strangers=True)
+        agl.LLMProxy(host=host)
+    agl.LLMProxy(host="127.0.0.1", require_keys=False)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_a_key_in_an_error_in_utf_16_is_redacted(encoding: str) -> None:
+    shown = KeyRedactor(SPLIT).redact_error(f"the key {SPLIT} is no good".encode(encoding))
+    assert b"***" in shown
+    assert SPLIT not in shown.decode(encoding, errors="replace")

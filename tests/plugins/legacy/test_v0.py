@@ -308,9 +308,9 @@ async def test_web_pages_and_malformed_reports_are_refused_and_lose_no_task() ->
                 assert (await answer.json())["task"]["rollout_id"] == rollout_id
             report = {"rollout_id": rollout_id, "final_reward": 1.0}
             bomb = gzip.compress(b" " * 100 * 2**20)
-            malformed: list[tuple[bytes, int]] = [(b"{", 400), (b"[" * 10**6, 400), (b"{}", 422), (bomb, 413)]
+            malformed: list[tuple[bytes, int]] = [(b"{", 400), (b"[" * 10**6, 400), (b"{}", 400), (bomb, 413)]
             traces: list[Any] = [{"trace_id": 1}, {"context": 1}, {"start_time": "x"}, {"attributes": "x"}]
-            malformed += [(json.dumps({**report, "trace": [trace]}).encode(), 422) for trace in traces]
+            malformed += [(json.dumps({**report, "trace": [trace]}).encode(), 400) for trace in traces]
             malformed += [(json.dumps({**report, "final_reward": 10**400}).encode(), 400)]
             for body, status in malformed:
                 coding = {"Content-Encoding": "gzip"} if body is bomb else {}

@@ -79,6 +79,27 @@ class TestStoreOverHttp(EngineSemantics):
         await compare_with_model(store)
 
 
+async def test_a_client_reads_all_spans_of_an_attempt_page_by_page(
+    client: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    request = client._connection.request
+
+    async def record(method: str, path: str, body: Any, **options: Any) -> Any:
+        asked.append(body["limit"])
+        return await request(method, path, body, **options)
+
+    rollout = await client.start_rollout({})
+    ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+    await client.add_many_spans([Span.from_attributes(attributes={"n": n}, **ids) for n in range(1100)])
+    monkeypatch.setattr(client._connection, "request", record)
+    for found in (await client.query_spans(*ids.values()), await client.query_spans(None)):
+        assert [span.attributes["n"] for span in found] == list(range(1100))
+        assert (found.total, found.limit, found.offset) == (1100, -1, 0)
+    assert asked == [500] * 6
+    assert len(await client.query_spans(*ids.values(), offset=1050)) == 50
+
+
 async def _ask(
     server: LightningStoreServer, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
 ) -> tuple[int, Any]:

@@ -78,9 +78,10 @@ Templates: TypeAlias = str | PromptTemplate | Sequence[str | PromptTemplate] | N
 
 def read_prompt(answer: str) -> str:
     """Returns the prompt in an editor's answer: the text between its tags, or else all text without its code fence."""
-    tagged = re.search(r"<prompt[^>]*>\n?(.*)</prompt>", answer, re.DOTALL)
-    if tagged is not None:
-        return tagged[1].strip()
+    inner = answer.rpartition("</prompt>")[0]
+    tag = re.search(r"<prompt[^<>]*>", inner)
+    if tag is not None:
+        return inner[tag.end() :].strip()
     fenced = re.fullmatch(r"\s*```\w*\n(.*?)\n?```\s*", answer, re.DOTALL)
     return (answer if fenced is None else fenced[1]).strip()
 

@@ -13,6 +13,7 @@ from agentlightning.store.check import check_span
 from agentlightning.store.engine.change import Change
 from agentlightning.store.engine.database import Database, join
 from agentlightning.store.lifecycle import Outcome, assign_work, lose_claim, move_attempt, release
+from agentlightning.store.quota import SpanQuota
 
 
 class Attempts:
@@ -20,6 +21,7 @@ class Attempts:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._quota = SpanQuota()
 
     async def update(
         self, rollout_id: str, attempt_id: str, status: AttemptStatus | Unset, changes: Mapping[str, Any]
@@ -30,6 +32,8 @@ class Attempts:
             before, now = row.record, self._database.now()
             outcome = Outcome(rollout.record, before)
             wanted = dict(changes)
+            if "spans_dropped" in wanted:  # the runner, the gateway and the server of the store report their own losses
+                wanted["spans_dropped"] = max(wanted["spans_dropped"], before.spans_dropped)
             if status is not UNSET:
                 outcome = move_attempt(rollout.record, before, status, now)
                 if before.status not in LIVE_ATTEMPT and before.error is not None:
@@ -59,19 +63,30 @@ class Attempts:
         return await self._database.change_attempt(rollout_id, attempt_id, plan)
 
     async def add_spans(self, spans: Sequence[Span]) -> list[Span]:
-        """Stores spans; the first span of an attempt sets the attempt running."""
+        """Stores spans; the first span of an attempt sets the attempt running.
+
+        Raises:
+            QuotaError: an attempt or a run would exceed its limit; no span is stored.
+        """
         spans = [span.sealed() for span in spans]
         for span in spans:
             check_span(span)
         attempts = {(span.rollout_id, span.attempt_id) for span in spans}
         new = [attempt for attempt in attempts if not self._database.is_running(attempt)]
         backend = self._database.backend
-        append = backend.append_spans(spans, self._database.now())
-        if backend.durable and len(attempts) == len(new) == 1:  # concurrently, so that they can share a transaction
-            stored, _ = await asyncio.gather(append, self._begin(*new[0]))
-        else:
-            stored = await append
-            await asyncio.gather(*[self._begin(*attempt) for attempt in new])
+        runs = {attempt: await self._database.run_of(attempt) for attempt in attempts}
+        self._quota.reserve(spans, runs)
+        unstored: Sequence[Span] = spans
+        try:
+            append = backend.append_spans(spans, self._database.now())
+            if backend.durable and len(attempts) == len(new) == 1:  # concurrently, so that they can share a transaction
+                stored, _ = await asyncio.gather(append, self._begin(*new[0]))
+            else:
+                stored = await append
+                await asyncio.gather(*[self._begin(*attempt) for attempt in new])
+            unstored = [span for span, result in zip(spans, stored, strict=True) if result is None]
+        finally:
+            self._quota.give_back(unstored, runs)
         return [span for span in stored if span is not None]
 
     async def take_sequence_ids(self, pairs: Sequence[tuple[str, str]]) -> Sequence[int]:

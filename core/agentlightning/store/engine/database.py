@@ -119,6 +119,11 @@ class Database:
             raise NotFoundError(f"no rollout {rollout_id!r} in this store")
         return row
 
+    async def run_of(self, attempt: tuple[str, str]) -> str:
+        """Returns the run of an attempt (rollout id, attempt id)."""
+        cached = self._live.get(attempt)
+        return (await self.rollout(attempt[0]) if cached is None else cached[0]).record.run_id
+
     async def attempt(self, rollout_id: str, attempt_id: str) -> tuple[Row[Rollout], Row[Attempt]]:
         """Returns a rollout and one of its attempts, or the "latest"; NotFoundError if one of them is unknown.
 

@@ -20,7 +20,7 @@ from agentlightning.resources import NamedResources
 from agentlightning.tracer.tracer import OpenSpan, get_active_trace, get_active_tracer, running
 from agentlightning.types import Rollout
 from agentlightning_plugins.agents.command.environment import build_environment
-from agentlightning_plugins.agents.command.process import Tail, hide_process, run_group
+from agentlightning_plugins.agents.command.process import Tail, hide_process, read_agent_file, run_group
 
 RewardSource: TypeAlias = Literal["stdout", "exit_code", "file"]
 TaskVia: TypeAlias = Literal["argument", "stdin", "env"]
@@ -134,8 +134,7 @@ class CommandAgent(LitAgent[Any]):
             elif self._reward == "exit_code":
                 emit_reward(1.0 - exit_code)
             elif self._reward == "file":
-                path = Path(folder) / "reward"
-                text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+                text = read_agent_file(Path(folder) / "reward")
                 self._emit_reward(text, "the file AGL_REWARD_FILE", secrets)
             elif self._reward == "stdout":
                 self._emit_reward(output.rstrip().rpartition("\n")[2], "the last line of its stdout", secrets)
@@ -201,7 +200,7 @@ class CommandAgent(LitAgent[Any]):
         """Emits the reward in a text, which is a number or a JSON object of numbers."""
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if _is_number(value):
             emit_reward(value)

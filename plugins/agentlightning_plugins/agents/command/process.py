@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,9 @@ from agentlightning.run.thread import run_in_thread
 logger = logging.getLogger("agentlightning")
 _DRAIN_S: Final = 2.0
 """How long to read output after the whole group has ended: a process that left the group can keep the pipe open."""
+
+_MAX_FILE_BYTES: Final = 2**20
+"""Largest size of a file that is read from an agent."""
 
 
 class Tail(asyncio.Protocol):
@@ -62,6 +66,33 @@ class Tail(asyncio.Protocol):
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
+
+
+def read_agent_file(path: Path) -> str:
+    """Returns the text of a file that an agent may have written; empty if there is none.
+
+    Neither a link, nor a pipe without a writer, nor a device is opened or waited for.
+
+    Raises:
+        RolloutError: it is not a regular file, is larger than 1 MiB, or cannot be read.
+    """
+    name = f"the agent's file {path.name!r}"
+    try:
+        with open(path, "rb", opener=_open_as_it_is) as file:  # Path.open takes no opener
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise RolloutError(f"{name} is not a regular file")
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:  # of a link, ELOOP
+        raise RolloutError(f"{name} cannot be read as a regular file: {error.strerror}") from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise RolloutError(f"{name} has more than {_MAX_FILE_BYTES} bytes")
+    return data.decode(errors="replace")
+
+
+def _open_as_it_is(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 async def run_group(

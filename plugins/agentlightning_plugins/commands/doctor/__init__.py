@@ -39,6 +39,7 @@ from agentlightning_plugins.shared.terminal import json_option, json_or_text, pr
     show_default=True,
     help="Time limit of the rollout in seconds.",
 )
+@click.option("--trust", is_flag=True, help="Read files of --resources that can run code: shards of verl.")
 @json_option
 def command(
     agent: str,
@@ -49,6 +50,7 @@ def command(
     resources: tuple[str, ...],
     tunes: str | None,
     learned: str | None,
+    trust: bool,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -62,7 +64,7 @@ def command(
     from agentlightning_plugins.shared.configuration.run_directory import learned_resources
 
     given: dict[str, Any] = _read_config(Path(agent)) if is_config_file(agent) else {"agent": agent}
-    with learned_resources(learned) as found:
+    with learned_resources(learned, trust=trust) as found:
         _add_resources(given, found)
         if endpoint is not None:
             given |= {"endpoint": endpoint, "model": model, "api_key": api_key}

@@ -58,7 +58,7 @@ def one_line(text: object, limit: int = 300) -> str:
 
 _MIN_LINE_CHARS: Final = 8
 """A text is found if one of its lines of at least this length is found, because agents may send only a part of it."""
-_JINJA: Final = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}", re.DOTALL)
+_JINJA: Final = re.compile(r"\{\{.*?(?:\}\}|\Z)|\{%.*?(?:%\}|\Z)|\{#.*?(?:#\}|\Z)", re.DOTALL)
 
 
 def check_task(task: Any, calls: Sequence[Span]) -> Check:

@@ -45,6 +45,7 @@ from agentlightning_plugins.shared.terminal import json_option, print_json
     metavar="DIFFERENCE",
     help="Print how many tasks and repetitions are needed to detect this difference between two agents.",
 )
+@click.option("--trust", is_flag=True, help="Read files of --resources that can run code: shards of verl.")
 @json_option
 def command(
     config: Path,
@@ -54,6 +55,7 @@ def command(
     success: float,
     timeout_s: float | None,
     learned: str | None,
+    trust: bool,
     run_dir: Path | None,
     fail_under: float | None,
     difference: float | None,
@@ -84,7 +86,7 @@ def command(
     if difference is not None and len(chosen) < 2:
         raise click.UsageError(f"--plan needs at least two tasks, but there is {len(chosen)}")
     settings = {"repetitions": repetitions, "success_threshold": success, "rollout_timeout_s": timeout_s}
-    with tempfile.TemporaryDirectory() as scratch, failing_run(), learned_resources(learned) as found:
+    with tempfile.TemporaryDirectory() as scratch, failing_run(), learned_resources(learned, trust=trust) as found:
         resources = {**(parts.resources or {}), **found}
         own = dataclasses.replace(parts, resources=resources or None)
         score = evaluate(checked, own, chosen, run_dir or Path(scratch) / "eval", settings, quiet=as_json)

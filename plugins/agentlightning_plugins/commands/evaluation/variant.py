@@ -80,7 +80,7 @@ class _Learned:
     @contextlib.contextmanager
     def served(self) -> Iterator[dict[str, Resource]]:
         """Serves the trained model, if there is one, and yields the learned resources."""
-        with served_model(self.weights, self.checkpoint) as models:
+        with served_model(self.weights, self.checkpoint, trust=True) as models:
             yield {**self.resources, **models}
 
 

@@ -12,7 +12,7 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.plugin.hookspecs import Component, hookimpl
-from agentlightning.run.directory import read_record
+from agentlightning.run.directory import inside, read_record
 from agentlightning_plugins.shared.terminal import json_option, print_json
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ T = TypeVar("T")
 @click.command("report")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="RUN_DIR")
 @click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write one web page instead.")
+@click.option("--store", "url", metavar="URL", help="The store of the run, if it is not in RUN_DIR.")
 @json_option
-def command(directory: Path, page: Path | None, as_json: bool) -> None:
+def command(directory: Path, page: Path | None, url: str | None, as_json: bool) -> None:
     """Print the report of the run in RUN_DIR: rollouts, metrics, errors and learned resources."""
     from agentlightning_plugins.commands.report.report import REPORT_NAME, read_report, write_html
 
@@ -33,19 +34,19 @@ def command(directory: Path, page: Path | None, as_json: bool) -> None:
         if as_json:
             raise click.UsageError("--html writes a file and --json prints values; choose one of them")
         try:
-            _with_store(directory, lambda store: write_html(store, directory, page))
+            _with_store(directory, url, lambda store: write_html(store, directory, page))
         except OSError as error:
             raise ConfigError(f"{error.filename or directory} cannot be written: {error.strerror or error}") from error
         echo(str(page))
         return
     written = directory / REPORT_NAME
     try:
-        report = _with_store(directory, lambda store: read_report(store, directory))
+        report = _with_store(directory, url, lambda store: read_report(store, directory))
     except StoreError as error:
         if as_json or not written.is_file():
             raise
         echo(f"{error}\nThe report that was written when the run ended:\n", err=True)
-        echo(written.read_text(encoding="utf-8"), nl=False)
+        echo(inside(directory, written).read_text(encoding="utf-8"), nl=False)
         return
     if as_json:
         print_json(report.to_json())
@@ -53,12 +54,12 @@ def command(directory: Path, page: Path | None, as_json: bool) -> None:
         echo(report.to_markdown(), nl=False)
 
 
-def _with_store(directory: Path, action: Callable[[LightningStore], Awaitable[T]]) -> T:
+def _with_store(directory: Path, url: str | None, action: Callable[[LightningStore], Awaitable[T]]) -> T:
     """Returns the result of an action on the store of a run."""
 
     async def main() -> T:
         read_record(directory)
-        store = _open_store(directory)
+        store = _open_store(directory, url)
         try:
             return await action(store)
         finally:
@@ -67,19 +68,20 @@ def _with_store(directory: Path, action: Callable[[LightningStore], Awaitable[T]
     return asyncio.run(main())
 
 
-def _open_store(directory: Path) -> LightningStore:
-    from agentlightning.store.factory import create_store
-    from agentlightning_plugins.shared.configuration.assembly import open_store
-    from agentlightning_plugins.shared.configuration.config import read_config
-    from agentlightning_plugins.shared.configuration.document import read_document
-    from agentlightning_plugins.shared.configuration.run_directory import CONFIG_NAME
+def _open_store(directory: Path, url: str | None) -> LightningStore:
+    """Opens the store in the directory, or the one that the user names.
 
-    if (directory / "store.db").is_file():
-        return create_store(f"sqlite:///{directory / 'store.db'}")
-    config = directory / CONFIG_NAME
-    if config.is_file() and (checked := read_config(read_document(config))).store is not None:
-        return open_store(checked, directory.resolve())
-    raise ConfigError(f"{directory} has no store; see {directory}/report.md, written when the run ended")
+    The configuration in the directory may name another store; it is not asked, because the directory may be someone
+    else's, and its variables and our token would go where that person wants.
+    """
+    from agentlightning.store.factory import create_store
+
+    if url is None and not (directory / "store.db").is_file():
+        raise ConfigError(
+            f"{directory} has no store; see {directory}/report.md, written when the run ended, or name the store: "
+            f"agl report {directory} --store URL"
+        )
+    return create_store(str(directory)) if url is None else create_store(url, run=directory.resolve().name)
 
 
 @hookimpl

@@ -14,6 +14,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 MAX_ANSWER_BYTES: Final = 256 * 2**20
 """Largest size of a whole answer or of a stream."""
+MAX_EVENT_BYTES: Final = 8 * 2**20
+"""Largest size of one event of a stream, or of an error."""
 
 
 @contextlib.asynccontextmanager

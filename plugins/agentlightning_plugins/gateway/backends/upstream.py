@@ -16,7 +16,12 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from agentlightning_plugins.gateway.backends.answer import MAX_ANSWER_BYTES, BackendAnswer, idle_timeout
+from agentlightning_plugins.gateway.backends.answer import (
+    MAX_ANSWER_BYTES,
+    MAX_EVENT_BYTES,
+    BackendAnswer,
+    idle_timeout,
+)
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.provider import ModelBackend, describe_error
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
@@ -185,13 +190,14 @@ def relayed_headers(headers: CIMultiDictProxy[str], backend: ModelBackend) -> CI
 
 async def _read_answer(response: BackendAnswer, keep_alive: Callable[[], None]) -> bytes:
     """Reads a whole body; every byte restarts the timeout."""
+    limit = MAX_ANSWER_BYTES if 200 <= response.status < 300 else MAX_EVENT_BYTES
     pieces, size = [], 0
     while piece := await response.content.readany():
         keep_alive()
         pieces.append(piece)
         size += len(piece)
-        if size > MAX_ANSWER_BYTES:
-            raise aiohttp.ClientPayloadError(f"its answer is larger than {MAX_ANSWER_BYTES} bytes")
+        if size > limit:
+            raise aiohttp.ClientPayloadError(f"its answer of status {response.status} is larger than {limit} bytes")
     return b"".join(pieces)
 
 

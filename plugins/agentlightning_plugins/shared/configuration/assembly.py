@@ -242,7 +242,7 @@ def _load_resources(given: Mapping[str, Any]) -> dict[str, Resource]:
             }
         if isinstance(value, list):
             return [expand_but_secrets(child) for child in value]
-        if isinstance(value, str) and re.search(r"://[^/@\s]*:[^/@\s]*\$\{\w+\}[^/@\s]*@", value):
+        if isinstance(value, str) and re.search(r"://[^/@\s:]*:(?=[^/@\s]*+@)[^/@\s]*?\$\{\w+\}", value):
             raise ConfigError("a URL of a resource has a password, which the store would keep; use api_key")
         return expand(value)
 

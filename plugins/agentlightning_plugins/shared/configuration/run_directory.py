@@ -30,8 +30,10 @@ def choose_directory(named: str | None, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def learned_resources(where: str | None) -> Iterator[dict[str, Resource]]:
+def learned_resources(where: str | None, *, trust: bool = False) -> Iterator[dict[str, Resource]]:
     """Yields the latest resources of a run's directory or a store's URL; serves the model if the run trained weights.
+
+    ``trust`` reads files of the run that can run code, and files outside of its directory.
 
     Raises:
         LightningError: the store has no resources, or the model cannot be served.
@@ -48,7 +50,7 @@ def learned_resources(where: str | None) -> Iterator[dict[str, Resource]]:
         return
     # If the run's store was in memory or elsewhere, its directory has only the model.
     learned = asyncio.run(_read_latest(where)) if (run / "store.db").is_file() else None
-    with served_model(run) as models:
+    with served_model(run, trust=trust) as models:
         yield {**(learned or {}), **models}
 
 
@@ -62,15 +64,16 @@ def saved_weights(run: Path) -> list[str] | None:
 
 
 @contextlib.contextmanager
-def served_model(run: Path | None, checkpoint: str | None = None) -> Iterator[dict[str, Resource]]:
+def served_model(run: Path | None, checkpoint: str | None = None, *, trust: bool) -> Iterator[dict[str, Resource]]:
     """Serves the model that a run trained, and yields its resources; without a run, yields none.
 
-    The checkpoint is ``best``, ``latest`` or a step; None selects best, or latest if there is no best.
+    ``trust``: as in ``learned_resources``. The checkpoint is ``best``, ``latest`` or a step; None selects best, or
+    latest if there is no best.
     """
     if run is None:
         yield {}
         return
-    with serve_model(str(run), checkpoint) as served:
+    with serve_model(str(run), checkpoint, trust=trust) as served:
         yield served.resources()
 
 

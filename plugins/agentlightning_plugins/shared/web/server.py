@@ -277,6 +277,16 @@ async def answer_expect(request: web.Request) -> None:
     request.writer.output_size = 0  # the head of the answer is not sent yet
 
 
+def raise_file_limit() -> None:
+    """Raises the limit of open files, and so of connections, as far as the system allows without further rights.
+
+    For processes that only serve; call it before ``WebServer.start``.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):  # macOS reports no limit, but refuses to set that
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def stop_on_signals() -> asyncio.Event:
     """Returns an event that SIGINT or SIGTERM sets; a second signal ends the process immediately."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import random
-import resource
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -93,13 +91,14 @@ def command(
         return
     from agentlightning_plugins.shared.garbage_collection import relax_collector
     from agentlightning_plugins.shared.web.request import return_freed_memory
+    from agentlightning_plugins.shared.web.server import raise_file_limit
     from agentlightning_plugins.stores.http.log import setup_server_log
     from agentlightning_plugins.stores.shared.retention import Retention
 
     setup_server_log(log_level, log_format, access=access_log)
     relax_collector()
     return_freed_memory()
-    _raise_file_limit()
+    raise_file_limit()
     tokens = _Tokens(token, token_file)
     retention = None
     if keep_days is not None or keep_rollouts is not None:
@@ -188,13 +187,6 @@ def _open(backend: str, wait_s: float, **settings: Any) -> LightningStore:
                 logger.warning("%s; waiting for it for up to %g s", error, wait_s)
         time.sleep(pause_s * (0.5 + random.random()))
         pause_s = min(2 * pause_s, 2.0)
-
-
-def _raise_file_limit() -> None:
-    """Raises the limit of open files, and so of connections, as far as the system allows without further rights."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):  # macOS reports no limit, but refuses to set that
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _serve(

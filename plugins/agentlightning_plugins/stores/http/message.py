@@ -6,7 +6,7 @@ from typing import Final, Literal, TypeAlias
 
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
-from agentlightning.errors import ConfigError, ConflictError, LightningError, NotFoundError, StoreError
+from agentlightning.errors import ConfigError, ConflictError, LightningError, NotFoundError, QuotaError, StoreError
 
 PREFIX: Final = "/v1/agl"
 RUN_HEADER: Final = "agl-run"
@@ -26,7 +26,7 @@ MAX_ITEM_BYTES: Final = 8 * 2**20
 # fmt: off
 ErrorCode: TypeAlias = Literal[
     "malformed", "unauthorized", "forbidden", "not_found", "no_route",
-    "conflict", "too_large", "invalid", "internal", "store_failed",
+    "conflict", "too_large", "over_quota", "invalid", "internal", "store_failed",
 ]
 # fmt: on
 ERRORS: Final[dict[ErrorCode, tuple[int, type[LightningError]]]] = {
@@ -37,6 +37,7 @@ ERRORS: Final[dict[ErrorCode, tuple[int, type[LightningError]]]] = {
     "no_route": (404, StoreError),
     "conflict": (409, ConflictError),
     "too_large": (413, ConfigError),
+    "over_quota": (413, QuotaError),
     "invalid": (422, ConfigError),
     "internal": (500, StoreError),
     "store_failed": (503, StoreError),

@@ -17,6 +17,8 @@ from agentlightning.errors import ConfigError
 
 MAX_WORK: Final = 2_000_000
 """Maximum number of characters, items, loop turns and calls that a template may cost: about a second."""
+_MAX_TOKENS: Final = 20_000
+"""Maximum number of tokens of a template, as Jinja's lexer counts them: compiling these takes half a second."""
 _TURN: Final = 5
 """Cost of one loop iteration, in items."""
 _CALL: Final = 50
@@ -43,6 +45,9 @@ class JinjaEngine:
         """Returns the text; raises ConfigError for a wrong template, a missing value or too much work."""
         environment = _Environment()
         try:
+            for number, _ in enumerate(environment.lex(template)):
+                if number == _MAX_TOKENS:
+                    raise SecurityError(f"it has more than {_MAX_TOKENS:,} tokens")
             return environment.from_string(_limit(environment.parse(template))).render(**values)
         except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             reason = str(error) or type(error).__name__

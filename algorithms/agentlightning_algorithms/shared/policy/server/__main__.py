@@ -33,7 +33,7 @@ from agentlightning_algorithms.shared.policy.server.app import PolicyApp
 from agentlightning_algorithms.shared.policy_backend import API_KEY_VARIABLE
 from agentlightning_plugins.shared.garbage_collection import relax_collector
 from agentlightning_plugins.shared.web.request import is_loopback
-from agentlightning_plugins.shared.web.server import WebServer, stop_on_signals
+from agentlightning_plugins.shared.web.server import WebServer, raise_file_limit, stop_on_signals
 
 logger = logging.getLogger("agentlightning")
 
@@ -51,6 +51,7 @@ def main() -> int:
     try:
         with contextlib.closing(open_app(options, key, os.environ.pop(API_KEY_VARIABLE, None))) as app:
             relax_collector()
+            raise_file_limit()
             asyncio.run(_serve_until_stopped(app, key, options, output))
     except ConfigError as error:
         logger.error("%s", error)

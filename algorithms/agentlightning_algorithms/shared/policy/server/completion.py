@@ -154,7 +154,8 @@ def split_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
     """
     calls: list[tuple[str, str]] = []
     said, end = "", 0
-    for block in re.finditer(f"{_OPEN}(.*?){_CLOSE}", text, re.DOTALL):
+    closed = text[: text.rfind(_CLOSE) + len(_CLOSE)]  # each opening would search an unclosed rest to its end
+    for block in re.finditer(f"{_OPEN}(.*?){_CLOSE}", closed, re.DOTALL):
         call = parse_object(block[1]) or {}
         name, arguments = call.get("name"), call.get("arguments")
         if isinstance(name, str) and isinstance(arguments, dict):

@@ -38,6 +38,10 @@ COUNTS: Final = (
 """
 
 
+class PromptTooLongError(Exception):
+    """A prompt that is certain to have more tokens than the model has room for."""
+
+
 class Prompt(NamedTuple):
     """A tokenized prompt."""
 
@@ -58,6 +62,14 @@ class _Answered(NamedTuple):
 
 
 _CACHED_TEXTS: Final = 256
+_MIN_TOKEN_CHARS: Final = 16
+"""Least assumed length of the longest token, because a tokenizer may shorten texts before it splits them."""
+_CHARS_PER_TOKEN: Final = 4
+"""The usual number. Longer texts are tokenized in growing parts, so that one that is too long is found early."""
+_MERGED: Final = 8
+"""Tokens at the end of a part that may merge with the following text."""
+_JSON_OVERHEAD: Final = 4
+"""How much longer the JSON of messages and tools may be than the longest prompt: templates leave parts out."""
 
 
 class Conversations:
@@ -70,9 +82,19 @@ class Conversations:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], *, max_tokens: int = 4 * 2**20
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: frozenset[int],
+        *,
+        max_length: int = 2**20,
+        max_tokens: int = 4 * 2**20,
     ) -> None:
-        """Takes the tokenizer, the tokens that end a response, and the number of tokens of remembered conversations."""
+        """Takes the tokenizer, the tokens that end a response, and limits of tokens.
+
+        ``max_length`` is that of a prompt, ``max_tokens`` that of all remembered conversations.
+        """
+        self._max_length = max_length
+        self._max_chars = max_length * max(_MIN_TOKEN_CHARS, *map(len, tokenizer.get_vocab()))
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._tokenizer = tokenizer
         self._stop_texts = {token: str(tokenizer.decode([token])) for token in sorted(stop_ids)}
@@ -88,6 +110,9 @@ class Conversations:
 
         ``messages`` have strings as content and objects as arguments of tool calls; ``arguments`` are further
         arguments of the chat template. Errors of the template propagate.
+
+        Raises:
+            PromptTooLongError: it has more than ``max_length`` tokens, found before or while they are tokenized.
         """
         text = self._render(messages, tools, arguments, generate=True)
         digests = _digests(messages, tools, arguments)
@@ -122,7 +147,17 @@ class Conversations:
         return list(self._encode_cached(text, special_tokens))
 
     def _encode(self, text: str, special_tokens: bool) -> array[int]:
+        if len(text) > self._max_chars:
+            raise self._too_long("the prompt", len(text))
+        size = _CHARS_PER_TOKEN * self._max_length
+        while size < len(text):
+            if len(self._tokenizer.encode(text[:size], add_special_tokens=False)) > self._max_length + _MERGED:
+                raise self._too_long("the beginning of the prompt", size)
+            size *= 2
         return array("I", self._tokenizer.encode(text, add_special_tokens=special_tokens))
+
+    def _too_long(self, what: str, chars: int) -> PromptTooLongError:
+        return PromptTooLongError(f"{what} has {chars} characters, which are more than {self._max_length} tokens")
 
     def _continue(self, known: _Answered, answered: str, text: str) -> list[int] | None:
         """Returns the known tokens and those of the remaining text, or None if the template rewrote the earlier part.
@@ -155,7 +190,10 @@ class Conversations:
         self, messages: Sequence[Json], tools: Sequence[Json] | None, arguments: Json | None, *, generate: bool
     ) -> str:
         # Not sorted by key: templates write tools and arguments in the client's order.
-        return str(self._render_cached(orjson.dumps([messages, tools, arguments or {}, generate])))
+        dump = orjson.dumps([messages, tools, arguments or {}, generate])
+        if len(dump) > _JSON_OVERHEAD * self._max_chars:
+            raise self._too_long("the JSON of messages and tools", len(dump))
+        return str(self._render_cached(dump))
 
     def _render_dump(self, dump: bytes) -> str:
         messages, tools, arguments, generate = orjson.loads(dump)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentlightning_algorithms.shared.policy.draw import SamplingParams
 from agentlightning_algorithms.shared.policy.model import Policy
-from agentlightning_algorithms.shared.policy.server.conversation import Conversations, Json, Prompt
+from agentlightning_algorithms.shared.policy.server.conversation import Conversations, Json, Prompt, PromptTooLongError
 
 
 class CompletionError(Exception):
@@ -91,6 +91,11 @@ class TextRequest(CompletionRequest):
 BodyT = TypeVar("BodyT", bound=BaseModel)
 RequestT = TypeVar("RequestT", bound=CompletionRequest)
 
+_MAX_STOPS: Final = 64
+_MAX_STOP_CHARS: Final = 1000
+"""Each token is compared with the beginnings of all stop strings."""
+_MIN_TEMPERATURE: Final = 1e-5
+
 _NOTHING: Final[tuple[object, ...]] = (None, False, 0, "", [], {})
 _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     **dict.fromkeys(
@@ -157,19 +162,24 @@ class PolicyCompletions:
         """Takes a policy, its name, and the maximum tokens of a prompt and its response together."""
         self.model_name = model_name
         self.max_length = max_length
-        self.conversations = Conversations(policy.tokenizer, policy.stop_ids)
+        self.conversations = Conversations(policy.tokenizer, policy.stop_ids, max_length=max_length)
         self.tokenizer = policy.tokenizer
         self._vocabulary = int(policy.model.config.vocab_size)
         self.token_text = lru_cache(maxsize=None)(self._read_token)
 
     def prompt(self, request: ChatRequest | TextRequest) -> Prompt:
         """Tokenizes and checks a prompt; the model's chat template renders the messages of a chat."""
-        if isinstance(request, ChatRequest):
-            return self._chat_prompt(request)
+        try:
+            return self._chat_prompt(request) if isinstance(request, ChatRequest) else self._text_prompt(request)
+        except PromptTooLongError as error:
+            what = "messages" if isinstance(request, ChatRequest) else "prompt"
+            raise CompletionError(f"{error}; shorten it.", param=what, code="context_length_exceeded") from None
+
+    def _text_prompt(self, request: TextRequest) -> Prompt:
         if isinstance(request.prompt, str):
             special_tokens = request.add_special_tokens is not False
             return Prompt(self.conversations.encode(request.prompt, special_tokens=special_tokens))
-        for token in request.prompt:
+        for token in request.prompt[: self.max_length]:
             if not 0 <= token < self._vocabulary:
                 raise CompletionError(f"token id {token} is not in 0 to {self._vocabulary - 1}.", param="prompt")
         return Prompt(request.prompt)
@@ -205,10 +215,14 @@ class PolicyCompletions:
             )
         if "" in request.stops:
             raise CompletionError("stop: an empty string would end every answer.", param="stop")
+        if len(request.stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP_CHARS for stop in request.stops):
+            raise CompletionError(
+                f"stop: at most {_MAX_STOPS} strings of {_MAX_STOP_CHARS} characters are allowed.", param="stop"
+            )
         return [
             SamplingParams(
                 max_tokens=asked or room,
-                temperature=1.0 if request.temperature is None else request.temperature,
+                temperature=_read_temperature(request.temperature),
                 top_p=request.top_p or 1.0,
                 top_k=max(0, request.top_k or 0),
                 stop=request.stops,
@@ -221,6 +235,12 @@ class PolicyCompletions:
     def _read_token(self, token: int) -> Json:
         text = str(self.tokenizer.decode([token]))
         return {"token": text, "bytes": list(text.encode())}
+
+
+def _read_temperature(given: float | None) -> float:
+    """Returns the temperature; 0 for one so low that logits divided by it overflow, as in vLLM."""
+    temperature = 1.0 if given is None else given
+    return temperature if temperature >= _MIN_TEMPERATURE else 0.0
 
 
 def read_message(index: int, message: Json) -> Json:

@@ -25,10 +25,12 @@ from agentlightning.types import (
     DEFAULT_RUN_ID,
     AttemptedRollout,
     EnqueueRolloutRequest,
+    PaginatedResult,
     Rollout,
     Span,
     new_rollout_id,
 )
+from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.stores.http.client.connection import StoreConnection
 from agentlightning_plugins.stores.http.message import MAX_POLL_S
 from agentlightning_plugins.stores.http.methods import RemoteMethods
@@ -218,6 +220,23 @@ class LightningStoreClient(RemoteMethods):
             for span, number in zip(spans, answer["sequence_ids"], strict=True)
             if number is not None
         ]
+
+    async def query_spans(
+        self,
+        rollout_id: str | None,
+        attempt_id: str | None = None,
+        *,
+        limit: int = -1,
+        offset: int = 0,
+        cursor: str | None = None,
+        **conditions: Any,
+    ) -> PaginatedResult[Span]:
+        """Reads all spans page by page, so that the server never has to answer with everything that an agent wrote."""
+        query = functools.partial(super().query_spans, rollout_id, attempt_id, **conditions)
+        if limit != -1 or offset or cursor is not None:
+            return await query(limit=limit, offset=offset, cursor=cursor)
+        spans = [span async for span in every(query)]
+        return PaginatedResult[Span].model_construct(items=spans, total=len(spans))
 
     # --- resources ---
 

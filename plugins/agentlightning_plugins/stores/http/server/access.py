@@ -43,6 +43,13 @@ async def mark_late(store: LightningStore, token: AttemptToken, spans: Sequence[
     return [span.model_copy(update={"attributes": {**span.attributes, semconv.LATE: True}}).sealed() for span in spans]
 
 
+async def count_refused(store: LightningStore, rollout_id: str, attempt_id: str, number: int) -> None:
+    """Adds spans above the quota of an attempt to its ``spans_dropped``: what remains is not the whole trace."""
+    for attempt in await store.query_attempts(rollout_id):
+        if attempt.attempt_id == attempt_id:
+            await store.update_attempt(rollout_id, attempt_id, spans_dropped=attempt.spans_dropped + number)
+
+
 HEALTH_PATH: Final = PREFIX + "/health"
 OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
 """Probes, which need no token because their answers contain no records."""

@@ -11,7 +11,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
-from agentlightning.errors import ConflictError, NotFoundError, StoreError
+from agentlightning.errors import ConflictError, NotFoundError, QuotaError, StoreError
 from agentlightning.types import PaginatedResult, Record
 from agentlightning_plugins.shared.web.request import RequestRefused
 from agentlightning_plugins.stores.http.message import ERRORS, ErrorCode
@@ -87,6 +87,8 @@ def _explain(request: web.Request, error: Exception) -> tuple[ErrorCode, str]:
             # The backend logs an outage once; its client gets the error at each request.
             logger.info("%s %s: %s", request.method, request.path, error)
             return "store_failed", str(error)
+        case QuotaError():
+            return "over_quota", str(error)
         case ValidationError():
             return _explain_invalid(error)
         case PydanticSerializationError():

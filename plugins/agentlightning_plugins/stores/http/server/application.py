@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from pydantic_core import to_json
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
+from agentlightning.errors import QuotaError
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.check import RUN_ID, check_run_id
 from agentlightning.store.protocol import LightningStore
@@ -35,6 +36,7 @@ from agentlightning_plugins.stores.http.server.access import (
     OPEN_PATHS,
     StoreAccess,
     check_attempt,
+    count_refused,
     mark_late,
     spans_of,
 )
@@ -152,7 +154,13 @@ class StoreApplication:
                 check_attempt(token, arguments)
                 await self._mark_late(token, arguments)
             context = Context(self._view(_run_id(request)), self._polls, self._access)
-            return json_response(encode(await answer(context, arguments)), route.status)
+            try:
+                result = await answer(context, arguments)
+            except QuotaError:
+                if token is not None:  # other clients count what they lose
+                    await count_refused(self._store, token.rollout_id, token.attempt_id, len(spans_of(arguments) or ()))
+                raise
+            return json_response(encode(result), route.status)
 
         return handle
 
@@ -173,7 +181,7 @@ class StoreApplication:
     async def _answer_otlp(self, request: web.Request) -> web.StreamResponse:
         token = request.get(_TOKEN)
         export = await otlp.read_request(request, _limits(token))
-        response = await otlp.export_spans(export, self._store, token)
+        response = await otlp.export_spans(export, self._store, token, _limits(token).batch)
         return web.Response(body=otlp.write_response(response, request.content_type), content_type=request.content_type)
 
     async def _answer_metrics(self, request: web.Request) -> web.StreamResponse:

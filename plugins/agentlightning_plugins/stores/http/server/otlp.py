@@ -23,13 +23,13 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 
 from agentlightning import semconv
-from agentlightning.errors import NotFoundError
+from agentlightning.errors import NotFoundError, QuotaError
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import MAX_SEQUENCE_ID, Span, SpanContext, SpanEvent, SpanLink, SpanResource, TraceStatus
 from agentlightning_plugins.shared.web import request as web_body
 from agentlightning_plugins.stores.http.message import MAX_ITEM_BYTES, ErrorCode
-from agentlightning_plugins.stores.http.server.access import find_reserved, mark_late
+from agentlightning_plugins.stores.http.server.access import count_refused, find_reserved, mark_late
 from agentlightning_plugins.stores.http.server.answer import RefusedError
 from agentlightning_plugins.stores.http.server.body import Limits
 
@@ -142,7 +142,7 @@ def _decode(body: bytes, content: Any, content_type: str, max_messages: int) -> 
 
 
 async def export_spans(
-    request: ExportTraceServiceRequest, store: LightningStore, token: AttemptToken | None
+    request: ExportTraceServiceRequest, store: LightningStore, token: AttemptToken | None, max_spans: int
 ) -> ExportTraceServiceResponse:
     """Stores the spans of a request; the answer counts those that cannot be stored.
 
@@ -150,10 +150,14 @@ async def export_spans(
         request: the attributes of a span or its resource name its rollout and attempt.
         store: stores the spans of any run.
         token: the only attempt that is allowed, and the default for spans that name none; None allows all attempts.
+        max_spans: how many spans a request may have.
 
     Raises:
-        RefusedError: a span belongs to a different attempt than the token; no span is stored.
+        RefusedError: there are too many spans, or one belongs to a different attempt than the token; none is stored.
     """
+    number = sum(len(scope.spans) for group in request.resource_spans for scope in group.scope_spans)
+    if number > max_spans:
+        raise RefusedError("too_large", f"{number} spans, and {max_spans} are allowed in one request")
     convert: Callable[[], list[Span | str]] = functools.partial(list, _convert(request, token))
     converted = await web_body.in_thread(convert) if request.ByteSize() > web_body.LARGE_BODY_BYTES else convert()
     spans = [item for item in converted if isinstance(item, Span)]
@@ -196,16 +200,18 @@ async def _store(spans: list[Span], store: LightningStore) -> list[str]:
     try:
         await store.add_many_spans(spans)
         return []
-    except NotFoundError:
+    except (NotFoundError, QuotaError):
         reasons: list[str] = []
         attempts: dict[tuple[str, str], list[Span]] = {}
     for span in spans:
         attempts.setdefault((span.rollout_id, span.attempt_id), []).append(span)
-    for own in attempts.values():
+    for attempt, own in attempts.items():
         try:
             await store.add_many_spans(own)
-        except NotFoundError as error:
+        except (NotFoundError, QuotaError) as error:
             reasons += [str(error)] * len(own)
+            if isinstance(error, QuotaError):
+                await count_refused(store, *attempt, len(own))
     return reasons
 
 

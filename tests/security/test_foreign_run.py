@@ -1,0 +1,96 @@
+"""Commands that read the directory of a run which someone else made."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import agentlightning as agl
+from agentlightning_algorithms.shared.trained_model import find_checkpoint
+from tests.plugins.commands.agl_here import run_here
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The directory of a run that trained weights, and next to it a file of the user."""
+    run = tmp_path / "run"
+    (run / "best").mkdir(parents=True)
+    (run / "best" / "config.json").write_text("{}")
+    (run / "run.json").write_text('{"key": "k"}')
+    (run / "training.json").write_text(json.dumps({"algorithm": "grpo", "base": "tiny"}))
+    (tmp_path / "secret").write_text("the user's own")
+    return run
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
+def test_a_report_expands_no_variable_and_asks_no_store_that_the_directory_names(
+    run: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "the-users-key")
+    monkeypatch.setenv("AGL_TOKEN", "the-users-token")
+    store = f"http://127.0.0.1:{listener.getsockname()[1]}/${{OPENAI_API_KEY}}"
+    (run / "config.yaml").write_text(json.dumps({"agent": "a:b", "store": store}))
+    for options in ([], ["--json"], ["--html", "page.html"]):
+        said = run_here(run.parent, "report", "run", *options)
+        assert said.code == 2
+        assert "name the store: agl report run --store URL" in said.stderr
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-journal"])
+@pytest.mark.parametrize(
+    "command", ["report run", "top run --once", "dashboard run", "rollouts list --store run", "ledger --store run"]
+)
+def test_no_command_opens_a_database_through_a_link(run: Path, command: str, suffix: str) -> None:
+    if suffix:
+        asyncio.run(agl.create_store(f"sqlite:///{run}/store.db").close())
+        (run / f"store.db{suffix}").unlink(missing_ok=True)
+    (run / f"store.db{suffix}").symlink_to(run.parent / "secret")
+    said = run_here(run.parent, *command.split())
+    assert said.code == 2
+    assert f"store.db{suffix} leads out of run, so it is not opened" in said.stderr
+    assert (run.parent / "secret").read_text() == "the user's own"
+
+
+@pytest.mark.parametrize("linked", ["best/config.json", "best/more", "best", "training.json", "run.json"])
+def test_export_and_serve_follow_no_link_out_of_the_directory(run: Path, linked: str) -> None:
+    place, target = run / linked, run.parent / "elsewhere"
+    target.mkdir()
+    if place.is_dir():
+        place.rename(target / "old")
+    place.unlink(missing_ok=True)
+    place.symlink_to(target if linked in ("best", "best/more") else run.parent / "secret")
+    commands = [["report", "run"]] if linked == "run.json" else [["export", "run", "out"], ["serve", "run"]]
+    for command in commands:
+        said = run_here(run.parent, *command)
+        assert said.code == 2
+        assert f"{linked} leads out of run" in said.stderr
+    assert not (run.parent / "out").exists()
+
+
+def test_export_and_serve_load_no_pickle_and_no_model_outside_without_trust(run: Path) -> None:
+    shards = run / "best" / "model_world_size_1_rank_0.pt"
+    shards.write_bytes(b"a pickle")
+    for command in (["export", "run", "out"], ["serve", "run"], ["serve", "run", "--command", "echo {model}"]):
+        said = run_here(run.parent, *command)
+        assert said.code == 2
+        assert "has shards, which can run code when they are read; add --trust if it is yours" in said.stderr
+    outside = run.parent / "elsewhere" / "global_step_1" / "actor"
+    outside.mkdir(parents=True)
+    record = {"algorithm": "verl", "base": "tiny", "checkpoints": str(run.parent / "elsewhere")}
+    (run / "training.json").write_text(json.dumps(record))
+    assert find_checkpoint(run, "1", trust=True) == ("1", outside)
+    with pytest.raises(agl.ConfigError, match="actor leads out of"):
+        find_checkpoint(run, "1")
