@@ -175,6 +175,8 @@ class EndedAttempts:
         self._limit = limit
         self._live: dict[AttemptKey, None] = {}
         """Attempts that had not ended according to the latest event or query."""
+        self._asking: dict[AttemptKey, asyncio.Task[None]] = {}
+        """Queries in progress, which parallel calls of an attempt share."""
         self._attempts: dict[AttemptKey, None] = {}
         self._rollouts: dict[str, set[str]] = {}
         """Ended rollouts, each with the attempts that began after its end (retries)."""
@@ -196,6 +198,13 @@ class EndedAttempts:
         """
         if attempt in self._live or self.is_over(attempt):
             return
+        asking = self._asking.get(attempt)
+        if asking is None:
+            asking = self._asking[attempt] = asyncio.create_task(self._ask(store, attempt))
+            asking.add_done_callback(lambda _: self._asking.pop(attempt))
+        await asyncio.shield(asking)
+
+    async def _ask(self, store: LightningStore, attempt: AttemptKey) -> None:
         try:
             async with asyncio.timeout(_ASK_S):
                 known = await store.query_attempts(attempt[0])
