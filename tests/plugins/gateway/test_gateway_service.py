@@ -13,9 +13,12 @@ from pathlib import Path
 import aiohttp
 import openai
 import pytest
+import yaml
 from openai import AsyncOpenAI
 
 from agentlightning import semconv
+from agentlightning.errors import ConfigError
+from agentlightning.trainer import Trainer
 from agentlightning.types import Span
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from agentlightning_plugins.stores.http.client import LightningStoreClient
@@ -156,3 +159,60 @@ async def test_an_idle_gateway_and_open_streams_follow_a_rotation_of_the_token(t
             await live.read()
         await old.close()
         await new.close()
+
+
+async def test_a_configuration_names_a_gateway_of_its_own_by_its_url(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(
+        "import agentlightning as agl\nfrom openai import OpenAI\n\n\n"
+        "@agl.rollout\ndef agent(task, llm: agl.LLM):\n"
+        "    client = OpenAI(base_url=llm.endpoint, api_key=llm.api_key)\n"
+        "    client.chat.completions.create(model=llm.model, messages=[{'role': 'user', 'content': task}])\n"
+        "    return 1.0\n"
+    )
+    (tmp_path / "tasks.jsonl").write_text('"Say hello."\n')
+    config = tmp_path / "config.yaml"
+
+    def configure(**values: str) -> None:
+        run = {"name": "team-a", "agent": "agent.py:agent", "algorithm": "baseline", "data": {"val": "tasks.jsonl"}}
+        config.write_text(yaml.safe_dump({**run, **values}))
+
+    async def agl(*arguments: str, token: str = OLD) -> tuple[int | None, str]:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "agentlightning", *arguments),
+            cwd=tmp_path,
+            env={**os.environ, "AGL_TOKEN": token},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+        return process.returncode, output.decode()
+
+    async with ScriptedOpenAI() as model, fleet(tmp_path, model, AGL_TOKEN=OLD) as (store_url, url, _):
+        configure(gateway=url)
+        code, said = await agl("train", "config.yaml", "--dry-run")
+        assert (code, "give the store that it records in" in said) == (2, True), said
+        configure(gateway=url, store=store_url)
+        code, said = await agl("train", "config.yaml", "--dry-run")
+        assert (code, f"ok    gateway      {url}" in said) == (0, True), said
+        code, said = await agl("train", "config.yaml", "--dry-run", token=NEW)
+        assert (code, "WRONG gateway" in said) == (2, True), said
+        code, said = await agl("doctor", "config.yaml", "--tunes", "prompts")
+        assert code == 0, said
+        assert f"{url}/v1 answers; model m" in said
+        code, said = await agl("train", "config.yaml")
+        assert code == 0, said
+        store = LightningStoreClient(store_url, OLD, run_id="team-a")
+        (rollout,) = await store.query_rollouts()
+        spans = await store.query_spans(rollout.rollout_id)
+        assert [True for span in spans if span.attributes.get(semconv.GATEWAY_COMPLETE)] == [True]
+        trainer = Trainer(algorithm="baseline", llm_proxy=url, store=store)
+        assert trainer.llm_proxy is not None
+        trainer.llm_proxy.store = store
+        await trainer.llm_proxy.start()
+        assert [entry["model"] for entry in trainer.llm_proxy.model_list] == ["m"]
+        await trainer.llm_proxy.pause()
+        assert await trainer.llm_proxy.drain(LIMIT_S)
+        await trainer.llm_proxy.resume()
+        with pytest.raises(ConfigError, match="leave `gateway`"):
+            trainer.llm_proxy.update_model_list([])
+        await store.close()
