@@ -38,7 +38,7 @@ from agentlightning.plugin.checks import (
 )
 from agentlightning.plugin.hookspecs import CORE_KINDS, INTERFACE, Component, Kind
 from agentlightning.plugin.offer import Offer, Plugin
-from agentlightning.plugin.settings import bind_settings, settings_of
+from agentlightning.plugin.settings import bind_settings, read_spec, settings_of
 
 logger = logging.getLogger("agentlightning")
 GROUP: Final = "agentlightning"
@@ -324,7 +324,7 @@ class PluginManager:
 
     def _check(self, kind: str, spec: str | type | Mapping[str, Any]) -> tuple[Any, dict[str, Any], str]:
         """Returns the target, its checked settings, and its description for messages."""
-        settings = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
+        settings = read_spec(spec)
         name = settings.pop("name" if "name" in settings else "type", None)
         if isinstance(name, type):
             return name, bind_settings(name, settings, f"{kind} {name.__name__!r}"), f"the {kind} {name.__name__!r}"

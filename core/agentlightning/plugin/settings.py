@@ -19,6 +19,13 @@ def require_least(least: float, **settings: float | None) -> None:
         raise ConfigError(f"{', '.join(wrong)}: at least {least:g} is needed")
 
 
+def read_spec(spec: Any) -> dict[str, Any]:
+    """Returns the ``name`` and settings of a component; a URL stands for ``remote``, a service that runs elsewhere."""
+    if isinstance(spec, Mapping):
+        return dict(spec)
+    return {"name": "remote", "url": spec} if isinstance(spec, str) and "://" in spec else {"name": spec}
+
+
 def settings_of(target: Callable[..., Any], call: inspect.Signature | None = None) -> dict[str, inspect.Parameter]:
     """Returns the parameters that are settings, by name.
 

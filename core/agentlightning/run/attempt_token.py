@@ -10,6 +10,7 @@ import base64
 import hmac
 import json
 import secrets
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 PREFIX: Final = "agl-"
@@ -55,6 +56,18 @@ def read(secret: bytes, token: str, now: float) -> AttemptToken:
     if not token.startswith(PREFIX) or not is_signed:
         raise ValueError("the attempt token was not signed by this store's token")
     return decode(token, now)
+
+
+def read_any(accepted: Iterable[bytes], token: str, now: float) -> AttemptToken:
+    """Checks a token that may be signed with any of at least one secret; see ``read``."""
+    problem = None
+    for secret in accepted:
+        try:
+            return read(secret, token, now)
+        except ValueError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
 
 
 def decode(token: str, now: float) -> AttemptToken:

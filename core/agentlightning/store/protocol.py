@@ -61,6 +61,11 @@ class LightningStore(ABC):
     token: str | None = None
     """Authenticates clients of the served store and signs attempt tokens; None if the store is not served."""
 
+    @property
+    def tokens(self) -> Sequence[str]:
+        """All valid tokens: ``token``, and others while an operator replaces it."""
+        return () if self.token is None else (self.token,)
+
     # --- about the store ---
 
     def now(self) -> float:
@@ -475,8 +480,10 @@ class LightningStore(ABC):
         """Returns the metrics of this run in the order of their steps."""
 
     @abstractmethod
-    def subscribe(self, kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:
+    def subscribe(self, kinds: Sequence[str] | None = None, *, every_run: bool = False) -> AsyncIterator[Event]:
         """Yields the events of this run from the first ``anext`` on, until the iterator or the store is closed.
+
+        With ``every_run`` it yields those of all runs of the database.
 
         Raises ConfigError for an unknown kind, and StoreError if the reader is too slow and events were dropped.
         """

@@ -88,7 +88,7 @@ class Subscription(Signal):
 
     __slots__ = ("has_overflowed", "kinds", "run_id", "unread")
 
-    def __init__(self, run_id: str, kinds: Collection[str] | None) -> None:
+    def __init__(self, run_id: str | None, kinds: Collection[str] | None) -> None:
         super().__init__()
         self.run_id = run_id
         self.kinds = kinds
@@ -96,7 +96,7 @@ class Subscription(Signal):
         self.has_overflowed = False
 
     def put(self, event: Event) -> None:
-        if event.run_id != self.run_id or (self.kinds is not None and event.kind not in self.kinds):
+        if self.run_id not in (None, event.run_id) or (self.kinds is not None and event.kind not in self.kinds):
             return
         if len(self.unread) >= MAX_UNREAD_EVENTS:
             self.has_overflowed = True
@@ -177,8 +177,8 @@ class Waiters:
                     if not waiting:
                         del self._countdowns[rollout_id]
 
-    async def events(self, run_id: str, kinds: Collection[str] | None) -> AsyncIterator[Event]:
-        """Yields the events of a run from now on, until the iterator or this object is closed.
+    async def events(self, run_id: str | None, kinds: Collection[str] | None) -> AsyncIterator[Event]:
+        """Yields the events of a run (None: of all runs) from now on, until the iterator or this object is closed.
 
         Raises StoreError if the subscriber is too slow and events were dropped.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +13,9 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.store.protocol import LightningStore
+
+if TYPE_CHECKING:
+    from agentlightning_plugins.shared.token import StoreTokens
 
 
 @click.command("dashboard")
@@ -22,11 +26,13 @@ from agentlightning.store.protocol import LightningStore
 @click.option("--read-only", is_flag=True, help="Disable the actions: cancel, retry, label, promote.")
 def command(where: str, host: str, port: int, token: str | None, read_only: bool) -> None:
     """Show the runs of a store in a browser; the store is in RUN_DIR or at URL."""
+    from agentlightning_plugins.shared.token import StoreTokens
     from agentlightning_plugins.shared.web.request import is_loopback
 
-    if not token and not is_loopback(host):
+    tokens = StoreTokens(token, None) if token else StoreTokens.of_environment()
+    if not tokens.current and not is_loopback(host):
         raise ConfigError(f"--host {host} lets other machines in; set --token or AGL_TOKEN, or listen on 127.0.0.1")
-    asyncio.run(_serve(_open(where, token), host, port, token, read_only=read_only))
+    asyncio.run(_serve(_open(where, token), host, port, tokens, read_only=read_only))
 
 
 def _open(where: str, token: str | None) -> LightningStore:
@@ -41,7 +47,7 @@ def _open(where: str, token: str | None) -> LightningStore:
     return create_store(where if path.is_dir() else f"sqlite:///{file}")
 
 
-async def _serve(store: LightningStore, host: str, port: int, token: str | None, *, read_only: bool) -> None:
+async def _serve(store: LightningStore, host: str, port: int, tokens: StoreTokens, *, read_only: bool) -> None:
     from aiohttp import web
     from aiohttp.typedefs import Handler
 
@@ -49,7 +55,7 @@ async def _serve(store: LightningStore, host: str, port: int, token: str | None,
     from agentlightning_plugins.shared.web.server import WebServer, raise_file_limit, stop_on_signals
 
     raise_file_limit()
-    dashboard = Dashboard(store, [token] if token else [], read_only=read_only)
+    dashboard = Dashboard(store, tokens.current, read_only=read_only)
 
     @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -63,8 +69,10 @@ async def _serve(store: LightningStore, host: str, port: int, token: str | None,
     try:
         bound = await server.start(host, port)
         stop = stop_on_signals()
+        following = asyncio.create_task(tokens.follow(dashboard.replace_tokens))
         echo(f"Dashboard at http://{f'[{host}]' if ':' in host else host}:{bound}/")
         await stop.wait()
+        following.cancel()
     finally:
         await dashboard.stop()
         await server.stop()

@@ -276,7 +276,7 @@ class Dashboard:
         return response
 
     async def _answer_live(self, request: web.Request) -> web.StreamResponse:
-        return await self._live.answer(request, self._visit(request).run_store)
+        return await self._live.answer(request, self._visit(request).run_store, self.admits)
 
 
 async def _read_form(request: web.Request) -> dict[str, str]:

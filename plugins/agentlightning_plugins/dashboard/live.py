@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any, Final
 
 from aiohttp import web
@@ -33,8 +34,10 @@ class LiveRuns:
         """The number of open pages."""
         return sum(run.readers for run in self._runs.values())
 
-    async def answer(self, request: web.Request, store: LightningStore) -> web.StreamResponse:
-        """Sends an event ``changed`` when the run has new events, at a limited rate."""
+    async def answer(
+        self, request: web.Request, store: LightningStore, is_admitted: Callable[[web.Request], bool]
+    ) -> web.StreamResponse:
+        """Sends an event ``changed`` when the run has new events, at a limited rate, while the request is admitted."""
         response = web.StreamResponse(headers=_HEADERS)
         await response.prepare(request)
         run = self._runs.get(store.run_id)
@@ -44,7 +47,7 @@ class LiveRuns:
         seen = run.number
         try:
             await response.write(b": live\n\n")
-            while not self._stopping.is_set():
+            while is_admitted(request) and not self._stopping.is_set():
                 if await run.wait(seen, self._stopping):
                     seen = run.number
                     await response.write(b"event: changed\ndata: {}\n\n")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _COMPONENTS: Final[tuple[tuple[str, str, str, str], ...]] = (
     ("gateway", "gateway", "proxy:LLMProxy", "OpenAI-compatible, records every call"),
+    ("gateway", "remote", "remote:RemoteGateway", "one that `agl gateway` serves; name it by its URL"),
     (
         "adapter",
         "llm-proxy-triplet",

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,7 +34,9 @@ class Authenticator:
     def __init__(self, store: LightningStore, *, is_required: bool, operator_key: str) -> None:
         self._is_required = is_required
         self._operator_key = operator_key
-        self._store = store  # its token is read for each check, because a store may be served later
+        self._store = store
+        self._tokens: Sequence[str] = ()
+        self._secrets = [attempt_token.derive_secret(None)]
         self._known: dict[str, attempt_token.AttemptToken] = {}
 
     def authenticate(self, headers: Mapping[str, str], named: AttemptKey | None) -> AttemptKey | None:
@@ -69,16 +71,19 @@ class Authenticator:
         """
         if not self._is_required and not always:
             return True
-        known = self._store.token, self._operator_key
-        return is_among(_read_key(headers) or "", filter(None, known))
+        return is_among(_read_key(headers) or "", [*self._store.tokens, self._operator_key])
 
     def _read(self, key: str, can_be_foreign: bool) -> attempt_token.AttemptToken:
-        claim, now = self._known.get(key), self._store.now()
+        tokens, now = self._store.tokens, self._store.now()
+        if tokens != self._tokens:  # the store is served since the last check, or its file of tokens has changed
+            self._tokens, self._known = tokens, {}
+            self._secrets = [attempt_token.derive_secret(token) for token in tokens or (None,)]
+        claim = self._known.get(key)
         if claim is None or claim.expires_at <= now:
             try:
-                claim = attempt_token.read(attempt_token.derive_secret(self._store.token), key, now)
+                claim = attempt_token.read_any(self._secrets, key, now)
             except ValueError:
-                if not can_be_foreign or self._store.token is not None:
+                if not can_be_foreign or tokens:
                     raise
                 return attempt_token.decode(key, now)
             self._known[key] = claim
@@ -170,6 +175,8 @@ class EndedAttempts:
         self._limit = limit
         self._live: dict[AttemptKey, None] = {}
         """Attempts that had not ended according to the latest event or query."""
+        self._asking: dict[AttemptKey, asyncio.Task[None]] = {}
+        """Queries in progress, which parallel calls of an attempt share."""
         self._attempts: dict[AttemptKey, None] = {}
         self._rollouts: dict[str, set[str]] = {}
         """Ended rollouts, each with the attempts that began after its end (retries)."""
@@ -191,6 +198,13 @@ class EndedAttempts:
         """
         if attempt in self._live or self.is_over(attempt):
             return
+        asking = self._asking.get(attempt)
+        if asking is None:
+            asking = self._asking[attempt] = asyncio.create_task(self._ask(store, attempt))
+            asking.add_done_callback(lambda _: self._asking.pop(attempt))
+        await asyncio.shield(asking)
+
+    async def _ask(self, store: LightningStore, attempt: AttemptKey) -> None:
         try:
             async with asyncio.timeout(_ASK_S):
                 known = await store.query_attempts(attempt[0])
@@ -232,7 +246,7 @@ class EndedAttempts:
         has_warned = False
         while True:
             try:
-                async for event in store.subscribe(_KINDS):
+                async for event in store.subscribe(_KINDS, every_run=True):
                     self.note(event)
             except Exception as error:  # isolation point: after any error of the store, later events still count
                 if not has_warned:

@@ -183,9 +183,9 @@ class UsageTracker:
     async def reserve(
         self, attempt: AttemptKey | None, tokens: int, cost: float, *, generates: bool = True
     ) -> AsyncIterator[None]:
-        """Counts a call, if it generates an answer, and keeps what it may use reserved while the block runs, at the end of which it is added.
+        """Counts a call that generates, and reserves what it may use while the block runs.
 
-        Waits while what the attempt has used and its calls in flight have reserved reach a limit.
+        What it has used is added before the block ends. Waits while what the attempt has used and its calls in flight have reserved reach a limit.
 
         Raises:
             CallRefused: what the attempt has used reaches a limit.

@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, get_args
 
-from agentlightning.errors import ConfigError, ConflictError, suggest
+from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.plugin.settings import require_least
-from agentlightning.resources import ATTEMPT_KEY, LLM, ProxyLLM
-from agentlightning.run import attempt_token
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.upstream import INTERVAL_S
 from agentlightning_plugins.gateway.launch import ServerProcess, ServerThread
 from agentlightning_plugins.gateway.limits import PAUSE_WAIT_S, UsageLimits, read_limits
+from agentlightning_plugins.gateway.remote import ModelNames
 from agentlightning_plugins.gateway.server import Settings
 from agentlightning_plugins.shared.web.request import is_loopback
 
@@ -27,7 +26,7 @@ _READ_TIMEOUT_S: Final = 600.0  # as in the openai client
 _DRAIN_SLICE_S: Final = 0.5  # a server in a process executes one command at a time, so other commands must get turns
 
 
-class LLMProxy:
+class LLMProxy(ModelNames):
     """A reverse proxy between agents and model servers, which records every call as a span.
 
     The URL of a call names its attempt: ``/rollout/{rollout_id}/attempt/{attempt_id}/v1``. Agents get this URL from
@@ -118,11 +117,6 @@ class LLMProxy:
     @property
     def is_running(self) -> bool:
         return self._launched is not None and self._launched.is_alive
-
-    @property
-    def models(self) -> list[str]:
-        """The names that agents can use."""
-        return list(self._names)
 
     @property
     def model_list(self) -> Sequence[Mapping[str, Any]]:
@@ -217,42 +211,6 @@ class LLMProxy:
         if self._launched is not None:
             self._launched.call("set_models", list(model_list))
         self._names, self._settings = names, replace(self._settings, model_list=list(model_list))
-
-    def as_resource(
-        self,
-        rollout_id: str | None = None,
-        attempt_id: str | None = None,
-        model: str | None = None,
-        sampling_parameters: Mapping[str, Any] | None = None,
-    ) -> LLM | ProxyLLM:
-        """Returns the resource with which agents call the gateway.
-
-        Args:
-            rollout_id: with ``attempt_id``, the result is an LLM whose calls belong to this attempt; without both, a
-                ProxyLLM, from which each agent gets such an LLM.
-            attempt_id: see ``rollout_id``.
-            model: name of the model; None means the only one in the model list.
-            sampling_parameters: sampling parameters for the agent.
-
-        Raises:
-            ConfigError: the model is unknown, or there are several and ``model`` is None.
-            ValueError: one id was given without the other.
-        """
-        known = ", ".join(self._names) or "none yet"
-        if model is None:
-            if len(self._names) != 1:
-                raise ConfigError(f"name the model that the resource is for: as_resource(model=...). Models: {known}")
-            model = self._names[0]
-        elif model not in self._names:
-            raise ConfigError(f"no model {model!r}.{suggest(model, self._names)} Models: {known}")
-        sampling = dict(sampling_parameters or {})
-        resource = ProxyLLM(endpoint=self.endpoint, model=model, api_key=ATTEMPT_KEY, sampling_parameters=sampling)
-        endpoint = resource.get_base_url(rollout_id, attempt_id)
-        if rollout_id is None or attempt_id is None:
-            return resource
-        store_token, now = (None, time.time()) if self.store is None else (self.store.token, self.store.now())
-        key = attempt_token.issue(store_token, rollout_id, attempt_id, now)
-        return LLM(endpoint=endpoint, model=model, api_key=key, sampling_parameters=sampling)
 
     async def _call(self, command: str, *arguments: Any) -> Any:
         if self._launched is None:

@@ -25,6 +25,7 @@ from agentlightning.frozen import FrozenList
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning.types import Span, TraceStatus
+from agentlightning_plugins.gateway.access import EndedAttempts
 from agentlightning_plugins.gateway.backends.answer_cache import CACHE_ANSWER, CACHE_KEY, AnswerCache
 from agentlightning_plugins.gateway.call import ModelCall, stated_tokens, used_tokens
 from agentlightning_plugins.gateway.control import GatewayMetrics
@@ -49,12 +50,14 @@ class CallRecorder:
         usage: UsageTracker,
         metrics: GatewayMetrics,
         cache: AnswerCache | None,
+        ended: EndedAttempts,
     ) -> None:
         self._store = store
         self._writer = writer
         self._usage = usage
         self._metrics = metrics
         self._cache = cache
+        self._ended = ended
         self._warned: set[str] = set()
 
     def finish(self, call: ModelCall, status: int, error: str | None = None) -> None:
@@ -74,7 +77,7 @@ class CallRecorder:
         if call.backend is not None:
             tokens, price = used_tokens(call), call.backend.price
             self._usage.add(call.attempt, sum(tokens), price.cost(*tokens) if price is not None else 0.0)
-        self._writer.put(call_to_span(call))
+        self._writer.put(call_to_span(call, is_late=self._ended.is_over(call.attempt)))
         if call.is_complete and call.model not in self._warned:
             self._check_token_ids(call)
 
@@ -122,14 +125,15 @@ _SAMPLING: Final = {
 """Sampling parameters of all dialects, and their names below ``gen_ai.request``."""
 
 
-def call_to_span(call: ModelCall) -> Span:
-    """Returns the span of a finished call of an attempt. The store assigns its ``sequence_id``."""
+def call_to_span(call: ModelCall, *, is_late: bool = False) -> Span:
+    """Returns the span of a finished call of an attempt, which may have ended. The store assigns ``sequence_id``."""
     assert call.attempt is not None
     rollout_id, attempt_id = call.attempt
     attributes: dict[str, Any] = {
         semconv.GEN_AI_OPERATION_NAME: call.dialect.operation,
         semconv.GEN_AI_REQUEST_MODEL: call.model,
         semconv.GATEWAY_COMPLETE: call.is_complete,
+        **({semconv.LATE: True} if is_late else {}),
     }
     dialect, body = (call.dialect, call.body) if call.request is None else (call.request.dialect, call.request.body)
     forced: Mapping[str, Any] = {}

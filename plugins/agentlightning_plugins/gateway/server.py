@@ -88,7 +88,7 @@ class GatewayServer:
             self._dialects,
         )
         self._cache = AnswerCache() if settings.cache else None
-        self._recorder = CallRecorder(store, self._writer, self._usage, self._metrics, self._cache)
+        self._recorder = CallRecorder(store, self._writer, self._usage, self._metrics, self._cache, self._ended)
         self._relay = Relay(
             self._recorder, read_timeout_s=settings.read_timeout_s, keeps_answers=self._cache is not None
         )

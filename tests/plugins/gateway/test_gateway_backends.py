@@ -370,7 +370,7 @@ async def test_the_gateway_keeps_following_events_after_any_error_of_the_store(
     class Strange:
         turn = 0
 
-        async def subscribe(self, kinds: Any) -> AsyncIterator[Event]:
+        async def subscribe(self, kinds: Any, *, every_run: bool) -> AsyncIterator[Event]:
             self.turn += 1
             if self.turn == 1:
                 raise LookupError("no such kind")

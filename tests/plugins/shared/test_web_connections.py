@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
+import time
 
+import aiohttp
 import pytest
 import uvloop
 from aiohttp import web
 
+from agentlightning_plugins.shared.loop_thread import LoopThread
+from agentlightning_plugins.shared.web import server as web_server
 from agentlightning_plugins.shared.web.server import ConnectionLimits, WebServer
+from tests.waiting import until
 
 
 def test_connections_reach_the_http_server_under_uvloop() -> None:
@@ -48,3 +54,60 @@ async def test_a_connection_that_is_accepted_while_the_server_stops_is_closed(tu
         await server.stop()
         with contextlib.suppress(ConnectionResetError):
             assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), 2) == b""
+
+
+async def test_a_busy_server_closes_no_connection_whose_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_server, "MAX_UNKNOWN", 16)
+    monkeypatch.setattr(web_server, "GRACE_S", 0.01)
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        server.admit(request)
+        time.sleep(0.002)  # noqa: ASYNC251 # a busy event loop
+        return web.Response(text="ok")
+
+    thread = LoopThread("busy-server")
+    server = WebServer(answer, finish_s=1.0)
+    port = await asyncio.wrap_future(thread.submit(server.start("127.0.0.1", 0, backlog=1024)))
+    url = f"http://127.0.0.1:{port}/"
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(32)]
+
+    async def ask() -> int:
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            return response.status
+
+    assert set(await asyncio.gather(*(ask() for _ in range(200)))) == {200}
+    with contextlib.suppress(ConnectionResetError):
+        assert await silent[0][0].read() == b"", "a silent one is closed instead"
+    for _, writer in silent:
+        writer.close()
+    await asyncio.wrap_future(thread.submit(server.stop()))
+    await asyncio.to_thread(thread.close)
+
+
+async def test_if_all_connections_are_in_use_a_request_gets_status_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (0, 0))  # 128 connections, the least
+    never = asyncio.Event()
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        server.admit(request)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await never.wait()
+        return response
+
+    server = WebServer(answer, finish_s=0.1)
+    url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}/"
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        streams = [await session.get(url) for _ in range(128)]
+        async with session.post(url, data=b"x" * 100_000) as refused:
+            assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+        streams.pop().close()
+
+        async def has_place() -> bool:
+            async with session.get(url) as response:
+                return response.status == 200
+
+        await until(has_place)
+        for stream in streams:
+            stream.close()
+    await server.stop()

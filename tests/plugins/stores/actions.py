@@ -68,9 +68,9 @@ async def latest_attempt(store: LightningStore, rollout: Rollout) -> Attempt:
     return attempt
 
 
-async def subscribe(store: LightningStore, kinds: Sequence[str] | None) -> AsyncIterator[Event]:
+async def subscribe(store: LightningStore, kinds: Sequence[str] | None, **options: Any) -> AsyncIterator[Event]:
     """Returns an active subscription: one that has received a first event, for the metrics of step 0."""
-    events = store.subscribe(kinds)
+    events = store.subscribe(kinds, **options)
     first = asyncio.create_task(_first(events))
     while not first.done():
         await store.add_metrics(0, {})

@@ -681,6 +681,13 @@ class EngineSemantics(QueueingTests, WaitingTests, ReadingTests):
         assert (event.step, event.values) == (1, {"reward": 0.5})
         await close(events)
 
+    async def test_a_subscriber_to_every_run_gets_the_events_of_other_runs(self, store: LightningStore) -> None:
+        events = await subscribe(store, ["step_finished", "rollout_enqueued"], every_run=True)
+        for run in ("team-a", "team-b"):
+            await store.with_run(run).enqueue_rollout("task")
+            assert (await next_event(events)).run_id == run
+        await close(events)
+
     async def test_subscribing_to_an_unknown_kind_is_refused(self, store: LightningStore) -> None:
         with pytest.raises(ConfigError, match="rollout_finished"):
             await next_event(store.subscribe(["rollout_finish"]))

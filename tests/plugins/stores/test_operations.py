@@ -55,6 +55,7 @@ class Service:
 PROGRAM = """
 from agentlightning.cli import main
 from agentlightning_plugins.stores.http import command
+from agentlightning_plugins.shared import token
 from agentlightning_plugins.stores.http.server import application, metrics
 
 {times}
@@ -155,7 +156,7 @@ async def test_a_changed_token_file_takes_effect_in_a_running_server_and_its_cli
     tokens.write_text("first\nold\n")
     monkeypatch.setenv("AGL_TOKEN", "")
     monkeypatch.setenv("AGL_TOKEN_FILE", str(tokens))
-    async with serving(tmp_path, times="command._READ_TOKENS_S = 0.1", AGL_BACKEND="memory://") as service:
+    async with serving(tmp_path, times="token.READ_S = 0.1", AGL_BACKEND="memory://") as service:
 
         async def ask(token: str) -> int:
             return (await service.get("/v1/agl/statistics", authorization=f"Bearer {token}"))[0]
@@ -183,8 +184,8 @@ async def test_a_changed_token_file_takes_effect_in_a_running_server_and_its_cli
 
         await until(is_refused)
         assert await ask("second") == 200
-        assert client.token == "first"
-        client._connection._reads_token_at = time.monotonic() + LIMIT_S  # as if it had read the file just before
+        client._connection._tokens._read_at = time.monotonic() + LIMIT_S  # as if it had read the file just before
+        client._connection._tokens._tokens = ("first",)
         claimed = await client.dequeue_rollout("worker")  # refused once, sent again with the new token
         assert claimed is not None
         assert client.with_run("other").token == client.token == "second"

@@ -375,10 +375,10 @@ class BackendStore(LightningStore):
         )
         return await find(self._database.backend, query)
 
-    def subscribe(self, kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:
+    def subscribe(self, kinds: Sequence[str] | None = None, *, every_run: bool = False) -> AsyncIterator[Event]:
         for kind in kinds or ():
             check_choice("kinds", kind, EVENT_KINDS)
-        return self._waiters.events(self.run_id, None if kinds is None else frozenset(kinds))
+        return self._waiters.events(None if every_run else self.run_id, None if kinds is None else frozenset(kinds))
 
 
 def _given(**arguments: Any) -> dict[str, Any]:

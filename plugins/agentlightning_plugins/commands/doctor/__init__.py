@@ -100,6 +100,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     from agentlightning_plugins.shared.configuration.assembly import expand, find_class, load_data
     from agentlightning_plugins.shared.configuration.config import read_config
     from agentlightning_plugins.shared.configuration.document import read_document
+    from agentlightning_plugins.shared.token import find_token
 
     config = read_config(read_document(path))
     resources = read_resources(expand(config.resources or {}))
@@ -110,6 +111,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     if config.algorithm is not None:
         name = config.algorithm if isinstance(config.algorithm, str) else config.algorithm["name"]
         given["trains_weights"] = find_class("algorithm", name).default_adapter == "triplet"
+    if isinstance(config.gateway, str) and "://" in config.gateway:
+        url = expand(config.gateway).rstrip("/").removesuffix("/v1")
+        given |= {"endpoint": f"{url}/v1", "api_key": find_token(), "gateway_store": expand(config.store)}
     return given
 
 

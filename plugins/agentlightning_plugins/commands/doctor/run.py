@@ -66,6 +66,8 @@ class Request:
     model: str | None = None
     """Name of the model; None selects the first model that the server lists."""
     api_key: str | None = field(default=None, repr=False)
+    gateway_store: str | None = None
+    """URL of the store of an `agl gateway`, if that is the endpoint."""
     task: Any = NO_TASK
     reward: str | None = None
     """Reward function, as ``module:function``."""
@@ -89,8 +91,9 @@ async def run_checks(request: Request) -> list[Check]:
             return _fill(checks)
         store = create_store("memory://")
         stack.push_async_callback(store.close)
+        key = request.api_key if request.gateway_store is None else await _begin_attempt(request.gateway_store, stack)
         proxy = get_manager().get("gateway", "gateway")(
-            model_list=[{"model": model, "endpoint": endpoint, "api_key": request.api_key or "none"}],
+            model_list=[{"model": model, "endpoint": endpoint, "api_key": key or "none"}],
             store=store,
             num_retries=0,
         )
@@ -120,6 +123,18 @@ async def run_checks(request: Request) -> list[Check]:
             return checks + rollout_checks.checks()
         finally:
             logger.disabled = was_disabled
+
+
+async def _begin_attempt(url: str, stack: contextlib.AsyncExitStack) -> str:
+    """Starts a rollout of the run ``doctor`` in the store of a gateway, until the stack ends; returns its key."""
+    from agentlightning.run import attempt_token  # imports cryptography that few checks need
+
+    store = create_store(url, run="doctor")
+    stack.push_async_callback(store.close)
+    rollout = await store.start_rollout("agl doctor")
+    ids = rollout.rollout_id, rollout.attempt.attempt_id
+    stack.push_async_callback(store.update_attempt, *ids, status="succeeded")
+    return attempt_token.issue(store.token, *ids, store.now())
 
 
 def _fill(checks: list[Check]) -> list[Check]:

@@ -206,9 +206,13 @@ def _problems(config: TrainConfig, parts: Parts) -> Iterator[tuple[str, str | No
     """Yields each part that is tried, with the problem, if any."""
     from agentlightning.resources import LLM, resolve_secrets
     from agentlightning_plugins.shared.configuration.assembly import check_setup, expand
+    from agentlightning_plugins.shared.token import find_token
 
     if config.store is not None and not config.store.startswith(("memory://", "sqlite://")):
         yield "store", _try_store(expand(config.store))
+    if isinstance(config.gateway, str) and "://" in config.gateway:
+        url = expand(config.gateway).rstrip("/").removesuffix("/v1")
+        yield f"gateway      {url}", _try_endpoint(f"{url}/v1", find_token())
     for name, resource in resolve_secrets(parts.resources or {}).items():
         if isinstance(resource, LLM):
             yield f"resources.{name:<13}{resource.endpoint}", _try_endpoint(resource.endpoint, resource.api_key)

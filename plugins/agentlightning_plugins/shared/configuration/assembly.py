@@ -20,7 +20,7 @@ from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import ExecutionStrategy
 from agentlightning.litagent import LitAgent, wrap
 from agentlightning.plugin.registry import get_manager
-from agentlightning.plugin.settings import bind_settings
+from agentlightning.plugin.settings import bind_settings, read_spec
 from agentlightning.resources import LLM, SECRET_NAME, Resource, read_resources, resolve_secrets
 from agentlightning.run.directory import make_directory
 from agentlightning.runner import Hook
@@ -284,7 +284,7 @@ def _located(document: ConfigDocument, path: KeyPath) -> Iterator[None]:
 
 def _split(spec: ComponentSpec) -> tuple[str, dict[str, Any]]:
     """Returns the name of a component and its settings."""
-    settings = {"name": spec} if isinstance(spec, str) else dict(spec)
+    settings = read_spec(spec)
     return settings.pop("name"), settings
 
 

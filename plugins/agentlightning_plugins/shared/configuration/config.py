@@ -157,7 +157,8 @@ class TrainConfig(_Section):
     strategy: ComponentSpec | None = None
     """Execution strategy; default ``cs``."""
     gateway: ComponentSpec | None = None
-    """The LLM gateway; algorithms that need one create it."""
+    """The LLM gateway; algorithms that need one create it. A URL names one that `agl gateway` serves over the same
+    store: ``http://127.0.0.1:4000``."""
     n_runners: int = Field(default=1, ge=1)
     """Number of runners."""
     max_concurrency: int | None = Field(default=None, ge=1)
@@ -193,6 +194,11 @@ def read_config(document: ConfigDocument) -> TrainConfig:
         raise ConfigError(_explain(document, error)) from error
     get_manager().disable(config.disabled_plugins or ())
     get_manager().load_files(config.plugins or ())
+    if config.store is None and isinstance(config.gateway, str) and "://" in config.gateway:
+        raise ConfigError(
+            f"{document.place(('gateway',))}: a gateway elsewhere cannot see the run's own store; "
+            "give the store that it records in, as in `store: http://127.0.0.1:4747`"
+        )
     return config
 
 
@@ -235,6 +241,8 @@ def _choices(kind: str) -> Iterator[dict[str, Any]]:
     manager = get_manager()
     names = list(manager.components(kind))
     yield {"enum": names}
+    if "remote" in names:
+        yield {"type": "string", "pattern": "^https?://", "description": "URL of a service that runs elsewhere."}
     for name in names:
         try:
             cls = manager.get(kind, name)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import resource
 import signal
+import termios
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias, cast
@@ -21,16 +24,20 @@ from agentlightning.errors import ConfigError
 logger = logging.getLogger("agentlightning")
 MAX_UNKNOWN: Final = 512
 """Maximum number of connections without an admitted request, if the limit of open files allows it."""
-MAX_UNKNOWN_OF_CLIENT: Final = 256
-"""Maximum number of connections from one address without an admitted request."""
 GRACE_S: Final = 1.0
 """Younger connections are closed only if file descriptors run out: many clients may connect at the same time."""
+_HANDLER_TURNS: Final = 4
+"""Turns of the event loop from reading a request to the start of its handler."""
+_BUSY: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: text/plain\r\nContent-Length: 26\r\n"
+    b"Connection: close\r\n\r\nall connections are in use"
+)
 _RESERVED_FILES: Final = 128
 """Number of file descriptors reserved for the database and other files."""
 
 
 class ConnectionLimits:
-    """Closes the oldest connections without an admitted request, if one client or all together have too many.
+    """Closes the oldest connections without an admitted request, if there are too many; answers 503 if all are in use.
 
     Call the methods in an event loop that only the server uses.
     """
@@ -44,8 +51,9 @@ class ConnectionLimits:
         self._make_handler = make_handler
         self._listener: asyncio.Server | None = None
         self._is_closed = False
-        self._unknown: dict[asyncio.BaseTransport, tuple[str, float]] = {}
-        """For each connection without an admitted request, its address and the time at which it was opened."""
+        self._unknown: dict[asyncio.BaseTransport, float] = {}
+        """For each connection without an admitted request, the time at which it was opened."""
+        self._closing: set[asyncio.BaseTransport] = set()
         self._admitted: set[asyncio.BaseTransport] = set()
         self._most = max(_RESERVED_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_FILES)
         self._tidy_at = _RESERVED_FILES
@@ -62,41 +70,57 @@ class ConnectionLimits:
 
     def admit(self, transport: asyncio.BaseTransport | None) -> None:
         """Marks the connection of an admitted request as known."""
-        if transport is not None and self._unknown.pop(transport, None) is not None:
+        if transport is not None and (transport in self._unknown or transport in self._closing):
+            self._unknown.pop(transport, None)
+            self._closing.discard(transport)
             self._admitted.add(transport)
             if len(self._admitted) >= self._tidy_at:
                 self._forget_closed()
 
     def enter(self, transport: asyncio.Transport) -> None:
-        """Registers a new connection and hands it to the HTTP server; closes one if there are too many."""
+        """Registers a new connection and hands it to the HTTP server; closes or refuses one if there are too many."""
         if self._is_closed:  # it was accepted just before the listener closed
             transport.abort()
             return
+        if len(self._unknown) >= MAX_UNKNOWN or self._is_full():
+            self._forget_closed()
+        if self._is_full() and not self._close_silent(older_than_s=0.0):
+            transport.set_protocol(_Refusal(transport))
+            self._warn("all %d connections are in use; raise the limit of open files (ulimit -n)", self._most)
+            return
+        if len(self._unknown) >= MAX_UNKNOWN and self._close_silent(older_than_s=GRACE_S):
+            self._warn("there are many connections without a valid request; the oldest are closed")
         handler = self._make_handler()
         transport.set_protocol(handler)
         handler.connection_made(transport)
-        address = str((transport.get_extra_info("peername") or ("",))[0])
-        self._unknown[transport] = address, time.monotonic()
-        if self._find_surplus(address) is None:
-            return
-        self._forget_closed()
-        surplus = self._find_surplus(address)
-        if surplus is not None and self._is_full():
-            self._close(surplus)
-            self._warn("all %d connections are in use; raise the limit of open files (ulimit -n)", self._most)
-        elif surplus is not None and self._unknown[surplus][1] < time.monotonic() - GRACE_S:
-            self._close(surplus)
-            self._warn("%s has many connections without a valid request; the oldest are closed", address)
+        self._unknown[transport] = time.monotonic()
 
     def _is_full(self) -> bool:
-        return len(self._unknown) + len(self._admitted) > self._most
+        return len(self._unknown) + len(self._admitted) >= self._most
 
-    def _find_surplus(self, address: str) -> asyncio.BaseTransport | None:
-        """Returns the oldest unknown connection if there are too many, of the address if these are too many."""
-        theirs = [transport for transport, (known, _) in self._unknown.items() if known == address]
-        if len(theirs) > MAX_UNKNOWN_OF_CLIENT:
-            return theirs[0]
-        return next(iter(self._unknown)) if len(self._unknown) > MAX_UNKNOWN or self._is_full() else None
+    def _close_silent(self, *, older_than_s: float) -> bool:
+        """Closes the oldest unknown connection whose client has sent nothing that is still to be read, if any.
+
+        On a busy server, the request of a client may wait for longer than any time limit.
+        """
+        opened_before = time.monotonic() - older_than_s
+        for transport, opened_at in self._unknown.items():
+            if opened_at > opened_before:
+                break
+            if not _has_unread(transport):
+                del self._unknown[transport]
+                self._closing.add(transport)
+                self._close_soon(transport)
+                return True
+        return False
+
+    def _close_soon(self, transport: Any, turns: int = _HANDLER_TURNS) -> None:
+        """Closes a connection, unless its request, if it was read just now, is admitted first."""
+        if turns:
+            asyncio.get_running_loop().call_soon(self._close_soon, transport, turns - 1)
+        elif transport in self._closing:
+            self._closing.discard(transport)
+            transport.abort()
 
     async def close(self) -> None:
         """Stops listening; the HTTP server closes the connections."""
@@ -107,10 +131,6 @@ class ConnectionLimits:
             for _ in range(3):  # asyncio leaks a connection that it hands over after the listener is closed
                 await asyncio.sleep(0)
             self._listener.close()
-
-    def _close(self, transport: Any) -> None:
-        del self._unknown[transport]
-        transport.abort()
 
     def _forget_closed(self) -> None:
         self._admitted = {transport for transport in self._admitted if not transport.is_closing()}
@@ -140,6 +160,29 @@ class _NewConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._limits.enter(cast(asyncio.Transport, transport))  # uvloop's transports are not instances of it
+
+
+class _Refusal(asyncio.Protocol):
+    """The protocol of a connection for which there is no place: answers its first request with 503 and closes it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._is_answered = False
+        asyncio.get_running_loop().call_later(GRACE_S, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_answered:
+            self._is_answered = True
+            self._transport.write(_BUSY)
+            self._transport.write_eof()
+
+
+def _has_unread(transport: asyncio.BaseTransport) -> bool:
+    """Whether bytes of the client wait in the socket."""
+    size = array.array("i", [0])
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.FIONREAD, size)
+    return size[0] > 0
 
 
 KEEPALIVE_S: Final = 75.0

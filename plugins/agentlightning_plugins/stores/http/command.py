@@ -15,11 +15,10 @@ from agentlightning.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from agentlightning.store.protocol import LightningStore
-    from agentlightning_plugins.stores.http.server import LightningStoreServer
+    from agentlightning_plugins.shared.token import StoreTokens
 
 _CLOSE_S: Final = 3.0
 """How long the database may take to finish accepted writes once the requests in flight have ended."""
-_READ_TOKENS_S: Final = 2.0
 
 logger = logging.getLogger("agentlightning")
 
@@ -90,6 +89,7 @@ def command(
     if context.invoked_subcommand is not None:
         return
     from agentlightning_plugins.shared.garbage_collection import relax_collector
+    from agentlightning_plugins.shared.token import StoreTokens
     from agentlightning_plugins.shared.web.request import return_freed_memory
     from agentlightning_plugins.shared.web.server import raise_file_limit
     from agentlightning_plugins.stores.http.log import setup_server_log
@@ -99,7 +99,7 @@ def command(
     relax_collector()
     return_freed_memory()
     raise_file_limit()
-    tokens = _Tokens(token, token_file)
+    tokens = StoreTokens(token or None, token_file)
     retention = None
     if keep_days is not None or keep_rollouts is not None:
         retention = Retention(max_age_s=None if keep_days is None else keep_days * 86_400, max_rollouts=keep_rollouts)
@@ -136,42 +136,6 @@ def compact_command(url: str) -> None:
     echo(f"{hide_password(url)}: {before / 1e6:.1f} MB before, {after / 1e6:.1f} MB now")
 
 
-class _Tokens:
-    """The tokens of the command line and of a file."""
-
-    def __init__(self, token: str | None, path: Path | None) -> None:
-        """Reads the file.
-
-        Raises:
-            ConfigError: the file cannot be read, or has no token or an invalid one.
-        """
-        self._token, self._path = token, path
-        self.current = self._read()
-
-    def _read(self) -> list[str]:
-        from agentlightning_plugins.shared.token import read_token_file
-
-        found = [] if self._path is None else read_token_file(self._path)
-        return list(dict.fromkeys([self._token, *found] if self._token else found))
-
-    async def follow(self, server: LightningStoreServer) -> None:
-        """Passes the tokens of the file to the server whenever they change."""
-        problem = ""
-        while self._path is not None:
-            await asyncio.sleep(_READ_TOKENS_S)
-            try:
-                found = await asyncio.to_thread(self._read)
-                if found != self.current:
-                    server.replace_tokens(found)
-                    self.current = found
-                    logger.warning("the tokens of %s have changed; %d are valid now", self._path, len(found))
-                problem = ""
-            except ConfigError as error:
-                if str(error) != problem:
-                    problem = str(error)
-                    logger.warning("%s; the tokens stay as they were", problem)
-
-
 def _open(backend: str, wait_s: float, **settings: Any) -> LightningStore:
     """Opens the store; waits for its database to be reachable."""
     from agentlightning.store.factory import create_store
@@ -190,7 +154,7 @@ def _open(backend: str, wait_s: float, **settings: Any) -> LightningStore:
 
 
 async def _serve(
-    store: LightningStore, backend: str, host: str, port: int, tokens: _Tokens, *, read_only: bool
+    store: LightningStore, backend: str, host: str, port: int, tokens: StoreTokens, *, read_only: bool
 ) -> None:
     from agentlightning.plugin.registry import get_manager
     from agentlightning.store.url import hide_password
@@ -207,7 +171,7 @@ async def _serve(
             stop = stop_on_signals()
             lifetime = "" if store.capabilities["durable"] else " (not durable: lost when this process ends)"
             echo(f"Serving {hide_password(backend)}{lifetime} at {server.endpoint}")
-            following = loop.create_task(tokens.follow(server))
+            following = loop.create_task(tokens.follow(server.replace_tokens))
             await stop.wait()
             following.cancel()
             echo("Stopping: finishing requests in flight, refusing new ones.")

@@ -80,7 +80,7 @@ class LightningStoreClient(RemoteMethods):
     def __reduce__(self) -> tuple[Any, ...]:
         connection = self._connection
         connect = functools.partial(LightningStoreClient, run_id=self.run_id, retry_s=connection.retry_s)
-        return connect, (self.urls, connection.token)
+        return connect, (self.urls, self.token)
 
     def with_run(self, run_id: str) -> LightningStoreClient:
         """Returns the same store as seen from another run; both objects share their connections."""
@@ -102,11 +102,15 @@ class LightningStoreClient(RemoteMethods):
     @property
     def token(self) -> str | None:
         """The token in use."""
-        return self._connection.token
+        return next(iter(self._connection.tokens), None)
 
     @token.setter
     def token(self, token: str | None) -> None:
-        self._connection.token = token
+        self._connection.tokens = (token,) if token else ()
+
+    @property
+    def tokens(self) -> Sequence[str]:
+        return self._connection.tokens
 
     @property
     def given_token(self) -> str | None:
@@ -278,12 +282,12 @@ class LightningStoreClient(RemoteMethods):
 
     # --- events ---
 
-    async def subscribe(self, kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:
-        """Yields the events of this run that happen after the first ``anext`` has reached the server.
+    async def subscribe(self, kinds: Sequence[str] | None = None, *, every_run: bool = False) -> AsyncIterator[Event]:
+        """Yields the events of this run, or of every run, that happen after the first ``anext`` has reached the server.
 
         The stream survives a restart of the server, but misses the events that happen during the restart.
         """
-        query = urlencode([("kinds", kind) for kind in kinds or ()])
+        query = urlencode([*(("kinds", kind) for kind in kinds or ()), *([("every_run", "true")] if every_run else [])])
         async for data in self._connection.events(f"/events?{query}", run_id=self.run_id):
             yield _EVENT.validate_json(data)
 

@@ -21,7 +21,7 @@ from yarl import URL
 
 from agentlightning.errors import ConfigError, LightningError, StoreError
 from agentlightning.store.url import hide_password
-from agentlightning_plugins.shared.token import check_token, find_token
+from agentlightning_plugins.shared.token import StoreTokens
 from agentlightning_plugins.stores.http.message import (
     ERRORS,
     FEATURES_HEADER,
@@ -45,8 +45,6 @@ _LARGE_BODY_BYTES: Final = 2**20
 """Larger bodies are sent in pieces, because sending them in one piece would block the loop."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
-_TOKEN_S: Final = 5.0
-"""How often the token file is read again."""
 _LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 _NOT_SENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
@@ -71,13 +69,9 @@ class StoreConnection:
             ConfigError: a URL is not http(s) or has a password, or the token cannot be sent.
         """
         self.given_token = token or None
-        self._reads_token_at = 0.0
-        token = token or find_token()
-        if token is not None:
-            check_token(token)
+        self._tokens = StoreTokens(token, None) if token else StoreTokens.of_environment()
         self.urls = tuple(_check_url(url) for url in urls.split(","))
         self._current = 0
-        self.token = token
         self.retry_s = retry_s
         self.features: frozenset[str] | None = None
         """Capabilities of the store behind the server; None until the server has answered once."""
@@ -90,6 +84,15 @@ class StoreConnection:
         if all(urlsplit(url).hostname in _LOOPBACK_HOSTS for url in self.urls):
             headers["accept-encoding"] = "identity"  # compressing would take longer than sending
         self._pool = _SessionPool(headers)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The token that requests are sent with, and further ones that servers accept."""
+        return self._tokens.current
+
+    @tokens.setter
+    def tokens(self, tokens: tuple[str, ...]) -> None:
+        self._tokens = StoreTokens(tokens[0] if tokens else None, None)
 
     @property
     def url(self) -> str:
@@ -242,15 +245,11 @@ class StoreConnection:
         await self._pool.close()
 
     def _authorization(self) -> dict[str, str]:
-        if self.given_token is None and time.monotonic() > self._reads_token_at:
-            self._reads_token_at = time.monotonic() + _TOKEN_S
-            with contextlib.suppress(ConfigError):  # the file is being written: the old token is tried
-                self.token = find_token()
-        return {"authorization": f"Bearer {self.token}"} if self.token else {}
+        return {"authorization": f"Bearer {self.tokens[0]}"} if self.tokens else {}
 
     def _renew_token(self, headers: dict[str, str]) -> bool:
-        """Puts a newer token of the environment into a refused request's headers; returns whether there is one."""
-        self._reads_token_at = 0.0
+        """Puts a newer token of the file into a refused request's headers; returns whether there is one."""
+        self._tokens.refresh()
         sent, headers["authorization"] = headers.get("authorization"), ""
         headers |= self._authorization()
         return headers["authorization"] not in (sent, "")

@@ -15,7 +15,7 @@ from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import LIVE_ATTEMPT, Span
 from agentlightning_plugins.shared.training_records.record import RECORDS
-from agentlightning_plugins.shared.web.request import check_local, is_among
+from agentlightning_plugins.shared.web.request import RequestRefused, check_local, is_among
 from agentlightning_plugins.stores.http.message import PREFIX
 from agentlightning_plugins.stores.http.server.answer import RefusedError
 
@@ -112,15 +112,21 @@ class StoreAccess:
         if is_among(shown, self._expected):
             return None
         if shown.startswith(_BEARER + attempt_token.PREFIX):
-            for secret in self._secrets:
-                try:
-                    return attempt_token.read(secret, shown.removeprefix(_BEARER), self._now())
-                except ValueError as error:
-                    problem = error
-            raise RefusedError("unauthorized", str(problem)) from problem
+            try:
+                return attempt_token.read_any(self._secrets, shown.removeprefix(_BEARER), self._now())
+            except ValueError as error:
+                raise RefusedError("unauthorized", str(error)) from error
         if request.path == HEALTH_PATH:
             return None
         raise RefusedError("unauthorized", "no token or a wrong one; give the token that the store was started with")
+
+    def admits(self, request: web.Request) -> bool:
+        """Whether a request would be admitted."""
+        try:
+            self.admit(request)
+        except (RefusedError, RequestRefused):
+            return False
+        return True
 
     def mint(self, rollout_id: str, attempt_id: str, lifetime_s: float) -> tuple[str, float]:
         """Makes a token for one attempt; returns it with its expiry (Unix time).

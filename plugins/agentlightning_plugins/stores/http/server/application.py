@@ -125,6 +125,10 @@ class StoreApplication:
         for pages in set(self._pages.values()):
             pages.replace_tokens(tokens)
 
+    async def end_refused_streams(self) -> None:
+        """Ends the event streams whose token is no longer accepted."""
+        self._streams.end_unless(self._access.admits)
+
     async def stop(self) -> None:
         """Ends waiting requests with their results so far, ends event streams, and finishes the other requests."""
         await self.server.stop_listening()
@@ -182,7 +186,7 @@ class StoreApplication:
     async def _answer_events(self, request: web.Request) -> web.StreamResponse:
         _refuse_attempt_token(request)
         message = _subscription.validate_python(read_query(request.query))
-        run_id = _run_id(request, message.get("run_id"))
+        run_id = None if message.get("every_run") else _run_id(request, message.get("run_id"))
         return await self._streams.answer(
             request, run_id, message.get("kinds"), request.headers.get("last-event-id"), message.get("poll_s")
         )
@@ -286,6 +290,7 @@ def _refuse_attempt_token(request: web.Request) -> None:
 class _Subscription(TypedDict, total=False):
     kinds: list[str] | None
     run_id: str
+    every_run: bool
     poll_s: Annotated[float, Field(ge=0, le=MAX_POLL_S)]
 
 
@@ -300,6 +305,7 @@ _EVENTS: Final[openapi.Operation] = {
     "parameters": [
         {"name": "kinds", "in": "query", "schema": {"type": "array", "items": {"type": "string"}}},
         {"name": "run_id", "in": "query", "schema": {"type": "string", "pattern": f"^{RUN_ID.pattern}$"}},
+        {"name": "every_run", "in": "query", "schema": {"type": "boolean"}},
         {"name": "poll_s", "in": "query", "schema": {"type": "number", "minimum": 0, "maximum": MAX_POLL_S}},
         {"name": "last-event-id", "in": "header", "schema": {"type": "string"}},
     ],

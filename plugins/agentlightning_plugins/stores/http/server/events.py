@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 from aiohttp import web
@@ -16,6 +16,7 @@ from pydantic_core import to_json
 from agentlightning.event import EVENT_KINDS, Event
 from agentlightning.store.check import check_choice
 from agentlightning.store.protocol import LightningStore
+from agentlightning.types import DEFAULT_RUN_ID
 
 logger = logging.getLogger("agentlightning")
 
@@ -49,8 +50,9 @@ class EventStreams:
         self._view = view
         self.on_event: Callable[[Event], None] = lambda event: None
         """Called with each event before it is delivered."""
-        self._hubs: dict[str, _Hub] = {}
-        self._open: dict[asyncio.Future[None], web.Request] = {}
+        self._hubs: dict[str | None, _Hub] = {}
+        """The hub of each run that has readers; that of all runs is at None."""
+        self._open: dict[asyncio.Future[None], tuple[web.Request, _Reader]] = {}
         """The requests that are being answered, by the future that is set when the answer ends."""
         self._stopped = False
 
@@ -62,7 +64,7 @@ class EventStreams:
     async def answer(
         self,
         request: web.Request,
-        run_id: str,
+        run_id: str | None,
         kinds: Sequence[str] | None,
         last_event_id: str | None,
         poll_s: float | None = None,
@@ -75,7 +77,7 @@ class EventStreams:
 
         Args:
             request: the request.
-            run_id: the run.
+            run_id: the run; None for all runs.
             kinds: the kinds of events that are sent; None sends all.
             last_event_id: the id of the client's last event.
             poll_s: ends the answer after the first events, or after this time without events; for clients behind a
@@ -90,12 +92,13 @@ class EventStreams:
         hub = self._hubs.get(run_id)
         if hub is None or hub.ended:
             self._hubs = {known: hub for known, hub in self._hubs.items() if not hub.ended}
-            hub = self._hubs[run_id] = _Hub(self._view(run_id), self)
+            events = self._view(run_id or DEFAULT_RUN_ID).subscribe(every_run=run_id is None)
+            hub = self._hubs[run_id] = _Hub(events, self)
         reader = _Reader(None if kinds is None else frozenset(kinds))
         begin = "" if last_event_id else f"\nid: {hub.position}"
         hub.join(reader, last_event_id)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._open[done] = request
+        self._open[done] = request, reader
         if self._stopped:
             reader.end()
         try:
@@ -115,6 +118,12 @@ class EventStreams:
             del self._open[done]
             done.set_result(None)
 
+    def end_unless(self, is_admitted: Callable[[web.Request], bool]) -> None:
+        """Ends the streams whose requests are no longer admitted."""
+        for request, reader in self._open.values():
+            if not is_admitted(request):
+                reader.end()
+
     async def stop(self) -> None:
         """Ends all streams and refuses new ones; readers that do not take their remaining events are disconnected."""
         self._stopped = True
@@ -123,7 +132,7 @@ class EventStreams:
             await hub.stop()
         if self._open:
             _, stuck = await asyncio.wait(self._open, timeout=_DRAIN_S)
-            for transport in [self._open[done].transport for done in stuck]:
+            for transport in [self._open[done][0].transport for done in stuck]:
                 if transport is not None:
                     transport.abort()
 
@@ -196,7 +205,7 @@ class _Reader:
 class _Hub:
     """Numbers the events of one run, keeps the latest of them, and hands them to the readers."""
 
-    def __init__(self, store: LightningStore, streams: EventStreams) -> None:
+    def __init__(self, events: AsyncIterator[Event], streams: EventStreams) -> None:
         self._streams = streams
         self.readers: set[_Reader] = set()
         self.ended = False
@@ -204,7 +213,7 @@ class _Hub:
         """Distinguishes the ids of these events from those of another server or an earlier process."""
         self._number = 0
         self._kept: deque[tuple[str, bytes]] = deque(maxlen=KEPT_EVENTS)
-        self._store = store
+        self._events = events
         self._task = asyncio.get_running_loop().create_task(self._pump())
         self._end_timer: asyncio.TimerHandle | None = None
 
@@ -240,18 +249,17 @@ class _Hub:
         await asyncio.wait({self._task})
 
     async def _pump(self) -> None:
-        events = self._store.subscribe()
         try:
-            async for event in events:
+            async for event in self._events:
                 self._publish(event)
         except Exception:  # isolation point: the headers are sent, so the streams can only end
-            logger.exception("the event stream of run %r failed", self._store.run_id)
+            logger.exception("an event stream failed")
         finally:
             self.ended = True
             self._kept.clear()
             for reader in self.readers:
                 reader.end()
-            close = getattr(events, "aclose", None)  # generators have it, iterators need not
+            close = getattr(self._events, "aclose", None)  # generators have it, iterators need not
             if close is not None:
                 await close()
 

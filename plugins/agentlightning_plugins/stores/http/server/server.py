@@ -77,6 +77,8 @@ class LightningStoreServer:
             self._store.token = tokens[0]  # a gateway next to the server verifies attempt tokens with it
         if self._served is not None:
             self._served.replace_tokens(tokens)
+            if self._thread is not None:
+                self._thread.submit(self._served.end_refused_streams())
 
     def otlp_traces_endpoint(self) -> str:
         """Returns the URL that takes OTLP/HTTP traces."""

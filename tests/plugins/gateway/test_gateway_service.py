@@ -1,0 +1,218 @@
+"""``agl gateway`` as a service of its own, next to ``agl store``: runs, tokens, and what operators see."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+import yaml
+from openai import AsyncOpenAI
+
+from agentlightning import semconv
+from agentlightning.errors import ConfigError
+from agentlightning.trainer import Trainer
+from agentlightning.types import Span
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning_plugins.stores.http.client import LightningStoreClient
+from tests.plugins.gateway.gateway_setup import HELLO
+from tests.waiting import LIMIT_S, until
+
+OLD, NEW = "the-old-token-of-the-store", "the-new-token-of-the-store"
+
+
+@contextlib.asynccontextmanager
+async def service(
+    log: Path, *arguments: str, **variables: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """Runs an ``agl`` server; yields it with its URL."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AGL_")} | variables
+    command = [sys.executable, "-m", "agentlightning", *arguments, "--port", "0"]
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output, env=environment)
+
+    def url() -> str | None:
+        assert process.returncode is None, log.read_text()
+        found = re.search(r"(?:Serving .*|Dashboard) at (http://\S+?:\d+)", log.read_text())
+        return found and found[1]
+
+    try:
+        await until(url)
+        yield process, url() or ""
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def fleet(
+    folder: Path, model: ScriptedOpenAI, **variables: str
+) -> AsyncIterator[tuple[str, str, asyncio.subprocess.Process]]:
+    """Runs a store and a gateway that requires keys; yields the URLs of both, and the gateway."""
+    gateway = folder / "gateway.yaml"
+    gateway.write_text(f"{{model_list: [{{model: m, endpoint: '{model.endpoint}'}}], require_keys: true}}")
+    async with (
+        service(folder / "store.log", "store", "--backend", "memory://", **variables) as (_, store_url),
+        service(folder / "gateway.log", "gateway", "--config", str(gateway), "--store", store_url, **variables) as (
+            process,
+            gateway_url,
+        ),
+    ):
+        yield store_url, gateway_url, process
+
+
+async def post(url: str, key: str | None) -> int:
+    """Returns the status of a call with a key."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with aiohttp.ClientSession() as session:
+        body = {"model": "m", "messages": HELLO}
+        async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
+            await response.read()
+            return response.status
+
+
+async def get(url: str, token: str) -> int:
+    """Returns the status of a request with a token of the store."""
+    headers = {"Authorization": f"Bearer {token}"}
+    async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as response:
+        return response.status
+
+
+async def test_a_gateway_refuses_ended_attempts_of_every_run_and_ends_their_streams(tmp_path: Path) -> None:
+    def script(request: RecordedRequest) -> Answer:
+        return Answer("one two three", chunk_delay_s=LIMIT_S) if request.body.get("stream") else Answer("ok")
+
+    async with ScriptedOpenAI(script) as model, fleet(tmp_path, model, AGL_TOKEN=OLD) as (store_url, url, _):
+        everyone = LightningStoreClient(store_url, OLD)
+        for run in ("default", "team-a", "team-b"):
+            store = everyone.with_run(run)
+            rollout = await store.start_rollout("task")
+            ids = rollout.rollout_id, rollout.attempt.attempt_id
+            key = store.attempt_token(*ids)
+            assert await post(url, key) == 200
+            async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key or "", max_retries=0) as client:
+                stream = await client.chat.completions.create(model="m", messages=HELLO, stream=True)
+                await anext(stream)
+                await store.update_attempt(*ids, status="succeeded")
+                with pytest.raises(openai.APIError, match="is over"):
+                    async for _ in stream:
+                        pass
+            assert await post(url, key) == 410, run
+
+            spans: Sequence[Span] = ()
+            while len(spans) < 2:
+                spans = await store.query_spans(ids[0])
+            late = {span.attributes[semconv.GATEWAY_COMPLETE]: semconv.LATE in span.attributes for span in spans}
+            assert late == {True: False, False: True}
+        await everyone.close()
+
+
+async def test_an_idle_gateway_and_open_streams_follow_a_rotation_of_the_token(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"  # of the store, the gateway, the dashboard and the client, which runs in this process
+    tokens.write_text(f"{OLD}\n")
+    variables = {"AGL_TOKEN_FILE": str(tokens)}
+    async with (
+        ScriptedOpenAI() as model,
+        fleet(tmp_path, model, **variables) as (store_url, url, _),
+        service(tmp_path / "dashboard.log", "dashboard", store_url, **variables) as (_, dashboard_url),
+    ):
+        old, new = LightningStoreClient(store_url, OLD), LightningStoreClient(store_url, NEW)
+        rollout = await old.start_rollout("task")
+        ids = rollout.rollout_id, rollout.attempt.attempt_id
+        old_key, new_key = old.attempt_token(*ids), new.attempt_token(*ids)
+
+        async def statuses() -> list[int]:
+            operator = [await get(f"{url}/metrics", token) for token in (OLD, NEW)]
+            calls = [await post(url, key) for key in (old_key, new_key)]
+            pages = [
+                await get(f"{at}/runs/default.json", token) for at in (store_url, dashboard_url) for token in (OLD, NEW)
+            ]
+            return [*operator, *calls, *pages]
+
+        async def both() -> bool:
+            return await statuses() == [200] * 8
+
+        async def only_new() -> bool:
+            return await statuses() == [401, 200] * 4
+
+        assert await statuses() == [200, 401] * 4
+        headers = {"Authorization": f"Bearer {OLD}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(f"{store_url}/v1/agl/events") as events,
+            session.get(f"{dashboard_url}/live/default") as live,
+        ):
+            for text in (f"{OLD}\n{NEW}\n", f"{NEW}\n{OLD}\n"):
+                tokens.write_text(text)
+                await until(both)
+            tokens.write_text(f"{NEW}\n")
+            await until(only_new)
+            assert b"event:" not in await events.read(), "the stream ends with its token"
+            await live.read()
+        await old.close()
+        await new.close()
+
+
+async def test_a_configuration_names_a_gateway_of_its_own_by_its_url(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(
+        "import agentlightning as agl\nfrom openai import OpenAI\n\n\n"
+        "@agl.rollout\ndef agent(task, llm: agl.LLM):\n"
+        "    client = OpenAI(base_url=llm.endpoint, api_key=llm.api_key)\n"
+        "    client.chat.completions.create(model=llm.model, messages=[{'role': 'user', 'content': task}])\n"
+        "    return 1.0\n"
+    )
+    (tmp_path / "tasks.jsonl").write_text('"Say hello."\n')
+    config = tmp_path / "config.yaml"
+
+    def configure(**values: str) -> None:
+        run = {"name": "team-a", "agent": "agent.py:agent", "algorithm": "baseline", "data": {"val": "tasks.jsonl"}}
+        config.write_text(yaml.safe_dump({**run, **values}))
+
+    async def agl(*arguments: str, token: str = OLD) -> tuple[int | None, str]:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "agentlightning", *arguments),
+            cwd=tmp_path,
+            env={**os.environ, "AGL_TOKEN": token},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+        return process.returncode, output.decode()
+
+    async with ScriptedOpenAI() as model, fleet(tmp_path, model, AGL_TOKEN=OLD) as (store_url, url, _):
+        configure(gateway=url)
+        code, said = await agl("train", "config.yaml", "--dry-run")
+        assert (code, "give the store that it records in" in said) == (2, True), said
+        configure(gateway=url, store=store_url)
+        code, said = await agl("train", "config.yaml", "--dry-run")
+        assert (code, f"ok    gateway      {url}" in said) == (0, True), said
+        code, said = await agl("train", "config.yaml", "--dry-run", token=NEW)
+        assert (code, "WRONG gateway" in said) == (2, True), said
+        code, said = await agl("doctor", "config.yaml", "--tunes", "prompts")
+        assert code == 0, said
+        assert f"{url}/v1 answers; model m" in said
+        code, said = await agl("train", "config.yaml")
+        assert code == 0, said
+        store = LightningStoreClient(store_url, OLD, run_id="team-a")
+        (rollout,) = await store.query_rollouts()
+        spans = await store.query_spans(rollout.rollout_id)
+        assert [True for span in spans if span.attributes.get(semconv.GATEWAY_COMPLETE)] == [True]
+        trainer = Trainer(algorithm="baseline", llm_proxy=url, store=store)
+        assert trainer.llm_proxy is not None
+        trainer.llm_proxy.store = store
+        await trainer.llm_proxy.start()
+        assert [entry["model"] for entry in trainer.llm_proxy.model_list] == ["m"]
+        await trainer.llm_proxy.pause()
+        assert await trainer.llm_proxy.drain(LIMIT_S)
+        await trainer.llm_proxy.resume()
+        with pytest.raises(ConfigError, match="leave `gateway`"):
+            trainer.llm_proxy.update_model_list([])
+        await store.close()
