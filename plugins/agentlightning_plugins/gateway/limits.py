@@ -185,7 +185,8 @@ class UsageTracker:
     ) -> AsyncIterator[None]:
         """Counts a call that generates, and reserves what it may use while the block runs.
 
-        What it has used is added before the block ends. Waits while what the attempt has used and its calls in flight have reserved reach a limit.
+        What it has used is added before the block ends. Waits while what the attempt has used and its calls in flight
+        have reserved reach a limit.
 
         Raises:
             CallRefused: what the attempt has used reaches a limit.
