@@ -18,7 +18,8 @@ from typing import Any, Final, ParamSpec, TypeVar, cast, overload
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
-from agentlightning.records import Span, TraceStatus, to_number
+from agentlightning.frozen import to_number
+from agentlightning.records import Span, TraceStatus
 from agentlightning.tracer.tracer import OpenSpan, exception_attributes, flatten, get_active_tracer, running, to_json
 
 P = ParamSpec("P")

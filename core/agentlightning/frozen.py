@@ -145,6 +145,18 @@ def is_deep(value: Any, max_depth: int = MAX_DEPTH) -> bool:
     return True
 
 
+def to_number(value: Any) -> float | None:
+    """Returns the number that an agent gave as a reward: any real number, or an array or a tensor of one element.
+
+    Returns None for anything else, also for text.
+    """
+    try:
+        plain = value.item() if hasattr(type(value), "item") else value
+        return None if isinstance(plain, (str, bytes, bytearray)) else float(plain)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):
+        return None
+
+
 def thaw(value: Any) -> Any:
     """Returns a plain, mutable deep copy of frozen data; other objects are returned unchanged."""
     if isinstance(value, dict):

@@ -485,17 +485,5 @@ class Dataset(Protocol[T_co]):
     def __len__(self) -> int: ...
 
 
-def to_number(value: Any) -> float | None:
-    """Returns the number that an agent gave as a reward: any real number, or an array or a tensor of one element.
-
-    Returns None for anything else, also for text.
-    """
-    try:
-        plain = value.item() if hasattr(type(value), "item") else value
-        return None if isinstance(plain, (str, bytes, bytearray)) else float(plain)
-    except (TypeError, ValueError, ArithmeticError, RuntimeError):
-        return None
-
-
 RolloutRawResult: TypeAlias = float | int | Sequence[Span] | Sequence[ReadableSpan] | None
 """The result of an agent: nothing, its final reward, or its spans."""

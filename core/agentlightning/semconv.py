@@ -236,7 +236,7 @@ def claims_tokens(span: Span) -> bool:
 
 
 def _read_tokens(span: Span, choice: int) -> TokenData | None:
-    """Reads tokens, whoever wrote them; raises ValueError if they are of another form."""
+    """Reads tokens of any writer; raises ValueError if they are of another form."""
     attributes: Mapping[str, Any] = span.attributes
     prefix = f"{CHOICE}.{choice}." if choice else ""
     response = attributes.get(prefix + RESPONSE_TOKEN_IDS)

@@ -11,7 +11,8 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
 from agentlightning.errors import ConfigError, RolloutError
-from agentlightning.records import AttemptedRollout, Rollout, RolloutRawResult, Span, to_number
+from agentlightning.frozen import to_number
+from agentlightning.records import AttemptedRollout, Rollout, RolloutRawResult, Span
 from agentlightning.resources import NamedResources, PromptTemplate
 from agentlightning.run.thread import EscapedError, ThreadStopped, run_in_thread, thread_group
 
