@@ -23,6 +23,7 @@ from agentlightning.records import Dataset, Run
 from agentlightning.resources import Resource, read_resources
 from agentlightning.run.directory import open_directory
 from agentlightning.run.job import DEFAULT_CONCURRENCY, LitAgentRunnerJob, Spec, TrainerJob, component
+from agentlightning.run.proxies import bypass_proxies
 from agentlightning.run.thread import run_beside_loop
 from agentlightning.run.tracker import Tracker
 from agentlightning.runner import Hook, LitAgentRunner, Runner
@@ -229,6 +230,7 @@ class Trainer:
         return run_beside_loop(functools.partial(self._execute, algorithm, agent, context))
 
     def _execute(self, algorithm: Algorithm, agent: LitAgent[Any], context: RunContext) -> Run:
+        bypass_proxies()  # processes that the strategy starts inherit it
         if self.strategy.role != "runner":
             get_manager().require(*(f"{cls.__module__}:{cls.__qualname__}" for cls in type(algorithm).__mro__))
             algorithm.check_setup(context)
