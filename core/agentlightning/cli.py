@@ -45,6 +45,8 @@ def add_plugin_commands(manager: PluginManager) -> None:
 
 def main() -> None:
     """Runs ``agl``. Prints a LightningError as one line and exits with code 2; exits with code 130 on Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # on a terminal without Unicode, as Python does for stderr
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(PrintableFormatter())
     add_plugin_commands(get_manager())

@@ -18,6 +18,7 @@ from typing import Any, Final, ParamSpec, TypeVar, cast, overload
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
+from agentlightning.frozen import to_number
 from agentlightning.records import Span, TraceStatus
 from agentlightning.tracer.tracer import OpenSpan, exception_attributes, flatten, get_active_tracer, running, to_json
 
@@ -200,7 +201,7 @@ def emit_reward(
     """Records a reward; the last reward of an attempt is its final reward.
 
     Args:
-        reward: a number, or several by name. Scalars of numpy and torch are numbers too.
+        reward: a number, or several by name. Decimals, fractions, and arrays or tensors of one element are numbers.
         primary_key: the name of the main reward; required if there are several.
         attributes: further attributes, such as ``semconv.link_attributes`` of the rewarded model call.
         propagate: False returns the span without recording it, for an agent that returns its spans.
@@ -300,12 +301,9 @@ def _emit(
 
 
 def _to_number(value: Any, what: str) -> float:
-    try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError("text")
-        number = float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{what} = {value!r} is not a number") from error
+    number = to_number(value)
+    if number is None:
+        raise ConfigError(f"{what} = {value!r} is not a number")
     if not abs(number) <= semconv.MAX_REWARD:  # also refuses NaN
         raise ConfigError(f"{what} = {number!r}: a reward is a finite number, from -1e30 to 1e30")
     return number

@@ -10,9 +10,13 @@ booleans, None, lists, and dicts with string keys, nested at most ``MAX_DEPTH`` 
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import decimal
 import json
 import math
 import re
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NoReturn, Self, TypeAlias
 
@@ -73,18 +77,42 @@ class _NotJsonError(Exception):
     """Holds the reason, and the value that is not JSON."""
 
 
-def freeze(value: Any, name: str = "value") -> Any:
+def freeze(value: Any, name: str = "value", *, repair: Repair | None = None) -> Any:
     """Returns an immutable copy of JSON data; frozen data is returned unchanged.
 
     Tuples become lists, and scalars of numpy and torch become plain numbers. Raises ConfigError if a part is not JSON;
     the message has the path of the part, starting with ``name``, and says what to do.
     """
     try:
-        return _freeze(value, 0, _refuse_value)
+        return _freeze(value, 0, repair or _refuse_value)
     except _NotJsonError as error:
         reason, culprit = error.args
         place = _find(culprit, value, name, 0) or name
         raise ConfigError(f"{place if len(place) <= 200 else place[:200] + '...'}{reason}") from None
+
+
+def freeze_row(row: Any, name: str) -> Any:
+    """Freezes a row of a data set, as ``freeze`` does, and converts what files and tables contain.
+
+    Dates and times become ISO text, durations seconds, decimals and UUIDs text, bytes the text that they are in UTF-8,
+    and arrays lists. Raises ConfigError for other values.
+    """
+    return freeze(row, name, repair=_convert_cell)
+
+
+def _convert_cell(value: Any, depth: int) -> Any:
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, uuid.UUID) or (isinstance(value, decimal.Decimal) and value.is_finite()):
+        return str(value)
+    if isinstance(value, bytes):
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode()
+    if depth <= MAX_DEPTH and getattr(type(value), "shape", None) is not None and hasattr(type(value), "tolist"):
+        return _freeze(value.tolist(), depth, _convert_cell)
+    _refuse_value(value, depth)
 
 
 def freeze_attributes(attributes: Any) -> Any:
@@ -115,6 +143,18 @@ def is_deep(value: Any, max_depth: int = MAX_DEPTH) -> bool:
         if not level:
             return False
     return True
+
+
+def to_number(value: Any) -> float | None:
+    """Returns the number that an agent gave as a reward: any real number, or an array or a tensor of one element.
+
+    Returns None for anything else, also for text.
+    """
+    try:
+        plain = value.item() if hasattr(type(value), "item") else value
+        return None if isinstance(plain, (str, bytes, bytearray)) else float(plain)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):
+        return None
 
 
 def thaw(value: Any) -> Any:
@@ -190,7 +230,7 @@ def _find(culprit: object, value: Any, place: str, depth: int) -> str | None:
 def _freeze_key(key: object, owner: object, repair: Repair) -> str:
     if isinstance(key, str) and _is_unicode(key):
         return str.__str__(key)
-    if repair is _refuse_value:
+    if repair is not _to_text:
         raise _NotJsonError(f" has the key {key!r:.100}; the keys of a JSON object are strings of valid Unicode", owner)
     return valid_text(str(key))
 
@@ -260,19 +300,21 @@ _STRING_OR_BRACKET: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOT
 _MAX_PARSED_DEPTH: Final = 500
 
 
-def parse_lenient(text: str | bytes) -> Any:
+def parse_lenient(text: str | bytes, *, exact: bool = False) -> Any:
     """Parses JSON, also with NaN, infinities and lone surrogates; raises ValueError, also if it is nested too deeply.
+
+    ``exact`` keeps integers of more than 64 bits, which otherwise become floats, and takes two to three times as long.
 
     ``json.loads`` would find the depth by reaching the interpreter's limit of recursion. If garbage is collected there,
     the callbacks of weak references fail, and what they keep account of leaks.
     """
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        text = text if isinstance(text, str) else text.decode(json.detect_encoding(text), "surrogatepass")
-        depth = 0
-        for found in _STRING_OR_BRACKET.finditer(text):
-            depth += (found[0] in "[{") - (found[0] in "]}")
-            if depth > _MAX_PARSED_DEPTH:
-                raise ValueError("it is nested too deeply") from None
-        return json.loads(text)
+    if not exact:
+        with contextlib.suppress(orjson.JSONDecodeError):
+            return orjson.loads(text)
+    text = text if isinstance(text, str) else text.decode(json.detect_encoding(text), "surrogatepass")
+    depth = 0
+    for found in _STRING_OR_BRACKET.finditer(text):
+        depth += (found[0] in "[{") - (found[0] in "]}")
+        if depth > _MAX_PARSED_DEPTH:
+            raise ValueError("it is nested too deeply")
+    return json.loads(text)

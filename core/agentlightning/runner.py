@@ -34,6 +34,7 @@ from agentlightning.records import (
 from agentlightning.resources import Resource, resolve_secrets, with_attempt_key
 from agentlightning.reward import find_final_reward
 from agentlightning.run.heartbeat import Heartbeats
+from agentlightning.run.proxies import bypass_proxies
 from agentlightning.run.thread import STOP_CHECK_S, EscapedError, StopEvent, install_group_executor, until_set
 from agentlightning.store.lifecycle import counts_as_lost
 from agentlightning.store.protocol import LightningStore
@@ -155,6 +156,7 @@ class LitAgentRunner(Runner[T]):
     ) -> Iterator[LitAgentRunner[T]]:
         if self._agent is not None:
             raise ConfigError("this runner is in use; each runner of a process needs its own object: give the class")
+        bypass_proxies()
         self._agent, self._store, self._hooks = wrap(agent), store, hooks or ()
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
         with contextlib.ExitStack() as stack:

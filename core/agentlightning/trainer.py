@@ -15,7 +15,7 @@ from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.algorithm import Algorithm, FastAlgorithm, Gateway, RunContext
 from agentlightning.errors import ConfigError
 from agentlightning.execution import ExecutionStrategy
-from agentlightning.frozen import FrozenDict
+from agentlightning.frozen import FrozenDict, freeze, freeze_row
 from agentlightning.litagent import LitAgent, RewardSpec, wrap
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
@@ -23,6 +23,7 @@ from agentlightning.records import Dataset, Run
 from agentlightning.resources import Resource, read_resources
 from agentlightning.run.directory import open_directory
 from agentlightning.run.job import DEFAULT_CONCURRENCY, LitAgentRunnerJob, Spec, TrainerJob, component
+from agentlightning.run.proxies import bypass_proxies
 from agentlightning.run.thread import run_beside_loop
 from agentlightning.run.tracker import Tracker
 from agentlightning.runner import Hook, LitAgentRunner, Runner
@@ -209,7 +210,7 @@ class Trainer:
         train_dataset: Dataset[Any] | None,
         val_dataset: Dataset[Any] | None,
     ) -> Run:
-        train_dataset, val_dataset = _to_rows(train_dataset), _to_rows(val_dataset)
+        train_dataset, val_dataset = _to_rows(train_dataset, "train_dataset"), _to_rows(val_dataset, "val_dataset")
         _check_datasets(train_dataset=train_dataset, val_dataset=val_dataset)
         adapter = self.adapter
         if adapter is None and algorithm.default_adapter is not None:
@@ -229,6 +230,7 @@ class Trainer:
         return run_beside_loop(functools.partial(self._execute, algorithm, agent, context))
 
     def _execute(self, algorithm: Algorithm, agent: LitAgent[Any], context: RunContext) -> Run:
+        bypass_proxies()  # processes that the strategy starts inherit it
         if self.strategy.role != "runner":
             get_manager().require(*(f"{cls.__module__}:{cls.__qualname__}" for cls in type(algorithm).__mro__))
             algorithm.check_setup(context)
@@ -282,11 +284,18 @@ def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) 
     return {**agent.initial_prompts(), **(given or {})} or None
 
 
-def _to_rows(dataset: Any) -> Any:
-    """Returns the rows of a DataFrame of pandas or polars as dicts, and anything else unchanged."""
+def _to_rows(dataset: Any, name: str) -> Any:
+    """Returns the rows of a DataFrame, or of a list that is not JSON, as frozen JSON, and anything else unchanged."""
     if hasattr(dataset, "to_dicts"):
-        return dataset.to_dicts()
-    return dataset.to_dict(orient="records") if hasattr(dataset, "iloc") and hasattr(dataset, "columns") else dataset
+        dataset = dataset.to_dicts()
+    elif hasattr(dataset, "iloc") and hasattr(dataset, "columns"):  # pandas, where NaN means that a value is missing
+        dataset = dataset.astype(object).where(dataset.notna(), None).to_dict(orient="records")
+    if not isinstance(dataset, (list, tuple)):
+        return dataset
+    with contextlib.suppress(ConfigError):
+        freeze(list(dataset))
+        return dataset
+    return [freeze_row(row, f"{name}[{position}]") for position, row in enumerate(dataset)]
 
 
 def _check_datasets(**datasets: Any) -> None:

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 import pickle
-from typing import Any
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
 import agentlightning as agl
 from agentlightning.litagent import FunctionalLitAgent, check_result
+from agentlightning.reward import get_reward_value
 from agentlightning.types import Attempt
+from tests.core.test_emitter import Tensor
 
 ROLLOUT = agl.AttemptedRollout(
     rollout_id="ro-1",
@@ -289,6 +294,37 @@ def test_a_reward_function_turns_output_into_reward() -> None:
 @pytest.mark.parametrize("result", [None, 1, 0.5, [], np.float32(1.0), np.array(1.0)])
 def test_a_result_is_none_or_a_number_or_a_list_of_spans(result: Any) -> None:
     assert check_result(result) == result
+
+
+NUMBERS: Final = {
+    "int": 1, "bool": True, "float": 0.5, "decimal": Decimal("0.5"), "fraction": Fraction(1, 2),
+    "numpy": np.float32(0.5), "numpy-bool": np.bool_(True), "array": np.array(0.5), "one-element": np.array([[0.5]]),
+    "tensor": Tensor(0.5),
+    "text": "0.5", "numpy-text": np.str_("0.5"), "bytes": b"1",
+    "two-elements": np.array([0.5, 0.5]),
+    "two-in-a-tensor": Tensor(0.5, 0.5), "complex": 0.5j, "mapping": {"reward": 0.5}, "object": object(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+async def test_emitted_returned_and_rated_rewards_are_read_alike(case: str) -> None:
+    value: Any = NUMBERS[case]
+
+    async def emitted() -> Any:
+        return get_reward_value(agl.emit_reward({"r": value}, propagate=False))
+
+    async def returned() -> Any:
+        return check_result(value)
+
+    async def rated() -> Any:
+        agent = agl.wrap(lambda task: task, reward=lambda task, output, rollout: value)
+        return await asyncio.to_thread(run, agent, {}, "task")
+
+    found = await asyncio.gather(emitted(), returned(), rated(), return_exceptions=True)
+    if case in ("text", "numpy-text", "bytes", "two-elements", "two-in-a-tensor", "complex", "mapping", "object"):
+        assert [type(each) for each in found] == [agl.ConfigError, agl.RolloutError, agl.RolloutError]
+    else:
+        assert found == [1.0 if case in ("int", "bool", "numpy-bool") else 0.5] * 3
 
 
 @pytest.mark.parametrize("result", ["text", {"reward": 1}, [1.0], object()])

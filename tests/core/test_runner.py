@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from decimal import Decimal
 from typing import Any
 from unittest.mock import Mock
 
@@ -129,7 +128,7 @@ async def test_a_traceback_begins_with_the_users_code_and_not_with_a_library_tha
     assert "json" in places[-1]
 
 
-@pytest.mark.parametrize("reward", [np.zeros(3), Decimal("0.5"), "0.5", {"reward": 1.0}, []], ids=repr)
+@pytest.mark.parametrize("reward", [np.zeros(3), 0.5j, "0.5", {"reward": 1.0}, []], ids=repr)
 async def test_the_error_of_an_attempt_with_an_invalid_reward_names_the_reward_function(
     store: agl.LightningStore, reward: Any
 ) -> None:

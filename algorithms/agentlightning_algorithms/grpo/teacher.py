@@ -13,6 +13,7 @@ import aiohttp
 import orjson
 
 from agentlightning.errors import ConfigError, LightningError
+from agentlightning.run.proxies import find_proxy
 from agentlightning.store.url import hide_password
 from agentlightning_algorithms.grpo.settings import TeacherSettings
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
@@ -140,7 +141,8 @@ class ServedTeacher:
         for number, delay_s in enumerate((*self._delays_s, None), 1):
             failure: aiohttp.ClientError | None = None
             try:
-                async with session.request(method, f"{self._url}{path}", json=body) as response:
+                url = f"{self._url}{path}"
+                async with session.request(method, url, json=body, proxy=find_proxy(url)) as response:
                     text = await response.read()
             except TimeoutError as error:
                 # A repetition would probably time out too, and each one blocks the training for timeout_s.

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
 from agentlightning.errors import ConfigError, RolloutError
+from agentlightning.frozen import to_number
 from agentlightning.records import AttemptedRollout, Rollout, RolloutRawResult, Span
 from agentlightning.resources import NamedResources, PromptTemplate
 from agentlightning.run.thread import EscapedError, ThreadStopped, run_in_thread, thread_group
@@ -147,8 +148,9 @@ def check_result(result: Any) -> RolloutRawResult:
     """Returns the result of an agent: None, a number or a list of spans; raises RolloutError for anything else."""
     if result is None or (isinstance(result, (int, float)) and not isinstance(result, bool)):
         return result
-    if isinstance(result, bool) or (hasattr(result, "item") and getattr(result, "shape", None) == ()):  # numpy, torch
-        return float(result)
+    number = to_number(result)
+    if number is not None:
+        return number
     sdk = sys.modules.get("opentelemetry.sdk.trace")  # its spans exist only where it is imported
     span_types = (Span,) if sdk is None else (Span, sdk.ReadableSpan)
     if isinstance(result, (list, tuple)) and all(isinstance(span, span_types) for span in result):

@@ -38,7 +38,7 @@ def read_token_file(path: Path) -> list[str]:
         ConfigError: the file cannot be read, or has no token or an invalid one.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the token file {path} cannot be read: {error}") from error
     tokens = [check_token(line.rstrip("\r")) for line in lines if line.strip()]

@@ -96,14 +96,14 @@ _SHOWN = {"ok": "ok", "broken": "BROKEN", "unchecked": "-"}
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Reads the fields of ``Request`` from a configuration."""
-    from agentlightning.resources import read_resources
-    from agentlightning_plugins.shared.configuration.assembly import expand, find_class, load_data
+    from agentlightning.resources import resolve_secrets
+    from agentlightning_plugins.shared.configuration.assembly import find_class, load_data, load_resources
     from agentlightning_plugins.shared.configuration.config import read_config
     from agentlightning_plugins.shared.configuration.document import read_document
     from agentlightning_plugins.shared.token import find_token
 
     config = read_config(read_document(path))
-    resources = read_resources(expand(config.resources or {}))
+    resources = resolve_secrets(load_resources(config.resources or {}))
     given: dict[str, Any] = {"agent": config.agent}
     _add_resources(given, resources)
     if (data := config.data.train or config.data.val) is not None:

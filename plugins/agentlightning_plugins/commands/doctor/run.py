@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -203,6 +204,14 @@ def _suggest_fix(request: Request, rollout: AttemptedRollout, task: Any) -> str:
         return "give the missing prompt: --resource NAME=TEXT"
     if rollout.attempt.status == "timeout":
         return "raise --timeout, or find out what the agent waits for"
+    if urllib.request.getproxies().keys() & {"http", "https", "all"} and re.search(
+        "connect|proxy|50[234]", message, re.IGNORECASE
+    ):
+        return (
+            "the environment has a proxy, and the agent's client may use it for the gateway on this machine: make "
+            "the client in the agent's function, or start with NO_PROXY=127.0.0.1,localhost. If the error names a "
+            "server and its proxy, the proxy does not reach that server: add it to NO_PROXY"
+        )
     if request.task is NO_TASK and request.agent != _DEMO:
         return f"the task was {task!r}; give a task that the agent accepts, as JSON or text: --task ..."
     return "fix the agent; the log above has its traceback"

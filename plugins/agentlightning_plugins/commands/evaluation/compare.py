@@ -206,7 +206,7 @@ def _read_prompt(text: str, parts: Any) -> tuple[str, str, PromptTemplate]:
     label = value if len(value) <= 40 else f"{value[:39]}…"
     if value.startswith("@"):
         try:
-            value = Path(value[1:]).read_text(encoding="utf-8")
+            value = Path(value[1:]).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--prompt {text}: the file cannot be read: {error}") from error
     return label, name, PromptTemplate(value, own[name].engine)

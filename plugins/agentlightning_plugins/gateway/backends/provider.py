@@ -14,6 +14,7 @@ from urllib.parse import quote
 import aiohttp
 from yarl import URL
 
+from agentlightning.run.proxies import find_proxy
 from agentlightning_plugins.gateway.backends.answer import BackendAnswer
 from agentlightning_plugins.gateway.limits import Price
 
@@ -112,7 +113,8 @@ class Provider:
         Raises:
             TimeoutError, aiohttp.ClientError, OSError: no answer came; the call is retried, at this or another backend.
         """
-        return await session.post(backend.url(path), data=body, headers=headers, allow_redirects=False)
+        url = backend.url(path)
+        return await session.post(url, data=body, headers=headers, allow_redirects=False, proxy=backend.proxy)
 
 
 class OpenAICompatible(Provider):
@@ -179,6 +181,8 @@ class ModelBackend:
     """Hash that is the same for the same backend in every process and every model list."""
     label: str = field(init=False, repr=False, compare=False)
     """Label in metrics: the endpoint, followed by ``#2`` for the model's second entry with it, and so on."""
+    proxy: str | None = field(init=False, repr=False, compare=False)
+    """URL of the proxy that the environment has for this endpoint."""
     redactor: KeyRedactor = field(init=False, repr=False, compare=False)
     """Removes the key from answers and errors of this endpoint."""
     _urls: dict[str, URL] = field(default_factory=dict, repr=False, compare=False)
@@ -187,7 +191,14 @@ class ModelBackend:
         text = "\0".join((self.model, self.served_model, self.endpoint, self.provider.name))
         self.identity = hashlib.blake2b(text.encode(), digest_size=16).digest()
         self.label = self.endpoint
+        self.proxy = find_proxy(self.endpoint)
         self.redactor = KeyRedactor(self.api_key)
+
+    @property
+    def route(self) -> str:
+        """The endpoint, and the proxy without its password, for errors."""
+        proxy = None if self.proxy is None else URL(self.proxy).with_user(None)
+        return self.endpoint if proxy is None else f"{self.endpoint} (through {proxy}, the proxy of the environment)"
 
     @property
     def is_up(self) -> bool:

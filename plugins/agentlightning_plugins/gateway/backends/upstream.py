@@ -169,7 +169,7 @@ class Upstream:
             if cannot_connect:
                 backend.mark(describe_error(error))
             # Not repr(error), which may contain the headers that we sent, and so the key.
-            message = f"{backend.endpoint} cannot be reached: {describe_error(error)}"
+            message = f"{backend.route} cannot be reached: {describe_error(error)}"
             raise CallRefused(502, message, "backend_unreachable") from None
         if not is_valid:
             raise CallRefused(502, f"{backend.endpoint} answered with a malformed header", "bad_gateway")
@@ -277,7 +277,7 @@ class HealthCheck:
         failure = None
         try:
             url, headers = backend.url("models"), backend.authorize({})
-            async with session.get(url, headers=headers, allow_redirects=False) as answer:
+            async with session.get(url, headers=headers, allow_redirects=False, proxy=backend.proxy) as answer:
                 if answer.status >= 500:
                     failure = f"GET {url} answered {answer.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

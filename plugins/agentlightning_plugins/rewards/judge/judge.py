@@ -21,6 +21,7 @@ from opentelemetry.instrumentation.utils import suppress_instrumentation
 from agentlightning.emitter import operation
 from agentlightning.errors import ConfigError, PluginImportError, RolloutError
 from agentlightning.plugin.settings import require_least
+from agentlightning.run.proxies import find_proxy
 from agentlightning.types import Rollout
 
 _INSTRUCTIONS: Final = """\
@@ -318,7 +319,7 @@ class RewardModel:
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout_s), headers=headers) as session,
-                session.post(url, json=bodies[self.api]) as response,
+                session.post(url, json=bodies[self.api], proxy=find_proxy(url)) as response,
             ):
                 reply = await response.text()
                 if response.status != 200:

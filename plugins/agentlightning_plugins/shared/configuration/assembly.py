@@ -42,7 +42,7 @@ from agentlightning_plugins.shared.configuration.document import ConfigDocument,
 from agentlightning_plugins.shared.configuration.sources import load_attribute, load_dataset
 
 T = TypeVar("T")
-_REFERENCE: Final = r"\$\{(\w+)\}"
+_REFERENCE: Final = r"(?<!\$)\$\{(\w+)\}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
         agent = load_agent(config.agent)
     train = load(("data", "train"), load_data, config.data.train)
     val = load(("data", "val"), load_data, config.data.val)
-    resources = load(("resources",), _load_resources, config.resources)
+    resources = load(("resources",), load_resources, config.resources)
     components: dict[str, Any] = {}
     for kind in COMPONENTS:
         spec = _complete_strategy(config, document) if kind == "strategy" else getattr(config, kind)
@@ -231,13 +231,18 @@ def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
     )
 
 
-def _load_resources(given: Mapping[str, Any]) -> dict[str, Resource]:
-    """Expands references except secrets: the store saves resources, so runners expand secrets (``resolve_secrets``)."""
+def load_resources(given: Mapping[str, Any]) -> dict[str, Resource]:
+    """Expands references except those in texts of prompts, and secrets.
+
+    The store saves resources, so runners expand secrets (``resolve_secrets``).
+    """
 
     def expand_but_secrets(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {
-                name: child if SECRET_NAME.search(str(name)) else expand_but_secrets(child)
+                name: child
+                if SECRET_NAME.search(str(name)) or (name == "template" and isinstance(child, str))
+                else expand_but_secrets(child)
                 for name, child in value.items()
             }
         if isinstance(value, list):
@@ -246,14 +251,16 @@ def _load_resources(given: Mapping[str, Any]) -> dict[str, Resource]:
             raise ConfigError("a URL of a resource has a password, which the store would keep; use api_key")
         return expand(value)
 
-    resources = read_resources(expand_but_secrets(given))
+    resources = read_resources(
+        {name: value if isinstance(value, str) else expand_but_secrets(value) for name, value in given.items()}
+    )
     resolve_secrets(resources)  # a check: runners on this machine need the same variables
     return resources
 
 
 def expand(value: Any) -> Any:
-    """Replaces ``${NAME}`` with the environment variable's value in all strings of a nested value."""
-    return _map_text(value, lambda text: re.sub(_REFERENCE, _from_environment, text))
+    """Replaces ``${NAME}`` with the environment variable in all strings of a nested value, and ``$${`` with ``${``."""
+    return _map_text(value, lambda text: re.sub(_REFERENCE, _from_environment, text).replace("$${", "${"))
 
 
 def _map_text(value: Any, change: Callable[[str], str]) -> Any:

@@ -20,7 +20,7 @@ _NO_SECRETS: Final = frozenset({"", "EMPTY", "none", "None", "dummy"})
 _SHORT: Final = {("agent",): "target", ("data", "train"): "source", ("data", "val"): "source"}
 """For sections that may be a string: the key that the string sets. Below ``resources`` a string is a prompt, elsewhere
 the ``name`` of a component."""
-_REFERENCE: Final = re.compile(r"\$\{\w+\}|os\.environ/\w+")
+_REFERENCE: Final = re.compile(r"(?<!\$)\$\{\w+\}|os\.environ/\w+")
 
 
 class _Loader(yaml.SafeLoader):
@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\Z"), list("-+0123456789")
 )
 
 
@@ -81,7 +81,7 @@ class ConfigDocument:
 def read_document(path: Path) -> ConfigDocument:
     """Reads a YAML file; raises ConfigError with the place of the mistake."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist (working directory: {Path.cwd()})") from None
     except (OSError, UnicodeDecodeError) as error:

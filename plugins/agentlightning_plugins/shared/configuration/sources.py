@@ -7,7 +7,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
-import json
+import logging
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 import cloudpickle
 
 from agentlightning.errors import ConfigError, suggest
+from agentlightning.frozen import freeze_row, parse_lenient
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Dataset
 
@@ -76,6 +77,7 @@ def _import_file(name: str, file: Path) -> ModuleType:
     return module
 
 
+logger = logging.getLogger("agentlightning")
 _READERS: Final = (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -98,8 +100,11 @@ def load_dataset(
         limit: maximum number of tasks, applied after shuffling.
         shuffle_seed: seed for shuffling; None keeps the order.
 
+    Rows become JSON (``freeze_row``). A list is checked as a whole; of other sequences, a row that cannot be used is
+    left out when it is drawn, with a warning.
+
     Raises:
-        ConfigError: the source cannot be loaded, or is empty.
+        ConfigError: the source cannot be loaded, is empty, or is a list with a row that cannot be used.
     """
     if reader is None and (found := _find_reader(source)) is not None:
         reader, source = found
@@ -119,12 +124,40 @@ def load_dataset(
         )
     if not len(tasks):
         raise ConfigError(f"{source} contains no tasks")
+    if isinstance(tasks, (list, tuple)):
+        tasks = [freeze_row(task, f"{source}, row {number}: task") for number, task in enumerate(tasks, 1)]
+    else:
+        tasks = _Rows(tasks, source)
     if shuffle_seed is None and limit is None:
         return tasks
     order = list(range(len(tasks)))
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(order)
     return [tasks[index] for index in order[:limit]]
+
+
+class _Rows(Sequence[Any]):
+    """A data set whose rows are read when they are drawn. The next row takes the place of one that cannot be used."""
+
+    def __init__(self, rows: Dataset[Any], source: str) -> None:
+        self._rows = rows
+        self._source = source
+        self._left_out: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        size = len(self._rows)
+        first = range(size)[index]  # raises IndexError
+        for number in (*range(first, size), *range(first)):
+            try:
+                return freeze_row(self._rows[number], f"{self._source}, row {number + 1}: task")
+            except ConfigError as error:
+                if number not in self._left_out:
+                    self._left_out.add(number)
+                    logger.warning("%s. The row is left out; so far, %d are", error, len(self._left_out))
+        raise ConfigError(f"{self._source}: none of the {size} rows can be used")
 
 
 def _find_reader(source: str) -> tuple[str, str] | None:
@@ -142,30 +175,47 @@ def _read_file(path: Path) -> Sequence[Any]:
         if path.suffix == ".jsonl":
             return _read_lines(path)
         if path.suffix == ".json":
-            tasks = json.loads(path.read_text(encoding="utf-8"))
+            tasks = parse_lenient(path.read_text(encoding="utf-8-sig"), exact=True)
             if not isinstance(tasks, list):
                 raise ConfigError(f"{path}: a list of tasks is needed, got {type(tasks).__name__}")
             return tasks
         if path.suffix == ".csv":
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                return list(csv.DictReader(file))
+            return _read_table(path)
         return _read_parquet(path)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist (working directory: {Path.cwd()})") from None
-    except (OSError, UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
+    except ConfigError:  # a ValueError too
+        raise
+    except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _read_table(path: Path) -> list[Any]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(file, strict=True)
+        header = next(lines, [])
+        rows = []
+        for cells in lines:
+            if cells and len(cells) != len(header):
+                raise ConfigError(
+                    f"{path}, line {lines.line_num}: {len(cells)} fields, but the header has {len(header)}; quote "
+                    "fields that contain commas or line breaks"
+                )
+            rows += [dict(zip(header, cells, strict=True))] if cells else []
+    return rows
 
 
 def _read_lines(path: Path) -> list[Any]:
     tasks = []
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                tasks.append(json.loads(line))
-            except json.JSONDecodeError as error:
+                task = parse_lenient(line, exact=True)
+            except ValueError as error:
                 raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
+            tasks.append(freeze_row(task, f"{path}, line {number}: task"))
     return tasks
 
 
