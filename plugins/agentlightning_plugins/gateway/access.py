@@ -19,7 +19,7 @@ from agentlightning.run import attempt_token
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey
 from agentlightning.types import LIVE_ATTEMPT
-from agentlightning_plugins.gateway.backends.provider import ModelBackend
+from agentlightning_plugins.gateway.backends.provider import ModelBackend, describe_error
 from agentlightning_plugins.gateway.call import ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused
 from agentlightning_plugins.shared.web.request import is_among
@@ -113,8 +113,8 @@ class InFlightCall:
 
     call: ModelCall
     task: asyncio.Task[object]
-    is_attempt_over: bool = False
-    """Whether the task was cancelled because the attempt is over."""
+    refusal: CallRefused | None = None
+    """The error for the agent, if the task was cancelled because the attempt is over or the gateway stops."""
 
 
 class InFlightCalls:
@@ -128,7 +128,7 @@ class InFlightCalls:
         """Tracks a call that the current task relays.
 
         Raises:
-            CallRefused: the attempt has ended, so the task was cancelled.
+            CallRefused: the attempt has ended or the gateway stops, so the task was cancelled.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -138,10 +138,10 @@ class InFlightCalls:
         try:
             yield in_flight
         except asyncio.CancelledError:
-            if not in_flight.is_attempt_over:
+            if in_flight.refusal is None:
                 raise
             task.uncancel()
-            raise attempt_over(call.attempt) from None
+            raise in_flight.refusal from None
         finally:
             calls.discard(in_flight)
             if not calls:
@@ -149,9 +149,17 @@ class InFlightCalls:
 
     def cancel_attempt(self, attempt: AttemptKey) -> None:
         """Cancels the calls of an attempt."""
-        for in_flight in self._by_attempt.get(attempt, ()):
-            if not in_flight.is_attempt_over:
-                in_flight.is_attempt_over = True
+        self._cancel(self._by_attempt.get(attempt, ()), attempt_over(attempt))
+
+    def cancel_all(self, refusal: CallRefused) -> None:
+        """Cancels all calls; their agents get this error."""
+        for calls in self._by_attempt.values():
+            self._cancel(calls, refusal)
+
+    def _cancel(self, calls: Iterable[InFlightCall], refusal: CallRefused) -> None:
+        for in_flight in calls:
+            if in_flight.refusal is None:
+                in_flight.refusal = refusal
                 in_flight.task.cancel()
 
     def cancel_rollout(self, rollout_id: str) -> None:
@@ -209,7 +217,9 @@ class EndedAttempts:
             async with asyncio.timeout(_ASK_S):
                 known = await store.query_attempts(attempt[0])
         except (StoreError, OSError, aiohttp.ClientError) as error:
-            logger.warning("the status of attempt %s cannot be read, so its calls continue: %s", attempt[1], error)
+            logger.warning(
+                "the status of attempt %s cannot be read, so its calls continue: %s", attempt[1], describe_error(error)
+            )
             return
         if any(each.attempt_id == attempt[1] and each.status not in LIVE_ATTEMPT for each in known):
             self._add(self._attempts, attempt)
@@ -287,7 +297,11 @@ class CallSeeds:
             try:
                 rollout = await self._store.get_rollout_by_id(attempt[0])
             except (StoreError, OSError, aiohttp.ClientError) as error:
-                logger.warning("the seed of rollout %s cannot be read, so a call gets no seed: %s", attempt[0], error)
+                logger.warning(
+                    "the seed of rollout %s cannot be read, so a call gets no seed: %s",
+                    attempt[0],
+                    describe_error(error),
+                )
                 return None
             seed = None if rollout is None else (rollout.metadata or {}).get("seed")
             self._known.setdefault(attempt, (seed, itertools.count()))  # another call may have read it meanwhile

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 DEFAULT_PORT: Final = 4000
 DEFAULT_STORE: Final = "http://127.0.0.1:4747"
 _ANSWER_S: Final = 10.0
+_FINISH_S: Final = 6.0
+"""As `agl store`: with the time for the last events and spans, SIGTERM ends the process within 10 s."""
 
 
 @click.group("gateway", invoke_without_command=True)
@@ -78,6 +80,7 @@ def command(
         return settings
 
     settings = read_settings()
+    settings.setdefault("finish_s", _FINISH_S)
     settings["port"] = port if port is not None else settings.get("port", DEFAULT_PORT)
     if host is not None:
         settings["host"] = host

@@ -385,6 +385,17 @@ async def test_the_gateway_keeps_following_events_after_any_error_of_the_store(
     assert "no such kind" in caplog.text
 
 
+async def test_the_log_names_a_query_that_timed_out(caplog: pytest.LogCaptureFixture) -> None:
+    class Silent:
+        async def query_attempts(self, rollout_id: str) -> Any:
+            raise TimeoutError
+
+    ended = EndedAttempts(InFlightCalls())
+    await ended.ask(Silent(), ("ro-1", "at-1"))  # ask() needs only query_attempts()
+    assert caplog.messages == ["the status of attempt at-1 cannot be read, so its calls continue: TimeoutError"]
+    assert not ended.is_over(("ro-1", "at-1"))
+
+
 async def test_resources_contain_the_address_of_the_gateway() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         proxy = case.proxy
