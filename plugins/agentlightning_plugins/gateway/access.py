@@ -7,9 +7,10 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import aiohttp
 
@@ -24,6 +25,7 @@ from agentlightning_plugins.gateway.call import ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused
 from agentlightning_plugins.shared.web.request import is_among
 
+T = TypeVar("T")
 logger = logging.getLogger("agentlightning")
 _MAX_KEYS: Final = 10_000
 
@@ -105,6 +107,8 @@ _KINDS: Final = ("rollout_started", "attempt_finished", "rollout_finished")
 _MAX_REMEMBERED: Final = 100_000
 _RECONNECT_S: Final = 1.0
 _ASK_S: Final = 5.0
+_TRUST_S: Final = 60.0
+"""How long an attempt counts as running without news: events are lost when a server of the store fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -174,15 +178,15 @@ class InFlightCalls:
 class EndedAttempts:
     """The attempts and rollouts that ended last, up to a limit, according to the store's events.
 
-    If no event has announced the start of an attempt, the store is queried once, because the attempt may have ended
-    before this gateway started. When an attempt ends, its calls in flight are cancelled.
+    If no event has announced the start of an attempt, the store is queried, because the attempt may have ended before
+    this gateway started; and again after ``_TRUST_S``. When an attempt ends, its calls in flight are cancelled.
     """
 
     def __init__(self, in_flight: InFlightCalls, limit: int = _MAX_REMEMBERED) -> None:
         self._in_flight = in_flight
         self._limit = limit
-        self._live: dict[AttemptKey, None] = {}
-        """Attempts that had not ended according to the latest event or query."""
+        self._live: dict[AttemptKey, float] = {}
+        """Attempts that had not ended according to the latest event or query, and until when that counts."""
         self._asking: dict[AttemptKey, asyncio.Task[None]] = {}
         """Queries in progress, which parallel calls of an attempt share."""
         self._attempts: dict[AttemptKey, None] = {}
@@ -200,11 +204,11 @@ class EndedAttempts:
             raise attempt_over(attempt)
 
     async def ask(self, store: LightningStore, attempt: AttemptKey) -> None:
-        """Reads from the store whether an attempt has ended, if no event has announced its start.
+        """Reads from the store whether an attempt has ended, if that is not known.
 
         An attempt that the store does not contain, or a store that does not answer, counts as not ended.
         """
-        if attempt in self._live or self.is_over(attempt):
+        if self._live.get(attempt, 0.0) > time.monotonic() or self.is_over(attempt):
             return
         asking = self._asking.get(attempt)
         if asking is None:
@@ -222,12 +226,12 @@ class EndedAttempts:
             )
             return
         if any(each.attempt_id == attempt[1] and each.status not in LIVE_ATTEMPT for each in known):
-            self._add(self._attempts, attempt)
+            self._add(self._attempts, attempt, None)
         elif not self.is_over(attempt):  # it may have ended meanwhile
-            self._add(self._live, attempt)
+            self._add(self._live, attempt, time.monotonic() + _TRUST_S)
 
-    def _add(self, known: dict[AttemptKey, None], attempt: AttemptKey) -> None:
-        known[attempt] = None
+    def _add(self, known: dict[AttemptKey, T], attempt: AttemptKey, value: T) -> None:
+        known[attempt] = value
         if len(known) > self._limit:
             del known[next(iter(known))]
 
@@ -236,7 +240,7 @@ class EndedAttempts:
         match event:
             case AttemptFinished():
                 self._live.pop((event.rollout_id, event.attempt_id), None)
-                self._add(self._attempts, (event.rollout_id, event.attempt_id))
+                self._add(self._attempts, (event.rollout_id, event.attempt_id), None)
                 self._in_flight.cancel_attempt((event.rollout_id, event.attempt_id))
             case RolloutFinished():
                 self._rollouts.pop(event.rollout_id, None)
@@ -245,7 +249,7 @@ class EndedAttempts:
                     del self._rollouts[next(iter(self._rollouts))]
                 self._in_flight.cancel_rollout(event.rollout_id)
             case RolloutStarted():
-                self._add(self._live, (event.rollout_id, event.attempt_id))
+                self._add(self._live, (event.rollout_id, event.attempt_id), time.monotonic() + _TRUST_S)
                 if event.rollout_id in self._rollouts:
                     self._rollouts[event.rollout_id].add(event.attempt_id)
             case _:

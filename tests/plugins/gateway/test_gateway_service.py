@@ -20,6 +20,7 @@ from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.trainer import Trainer
 from agentlightning.types import Span
+from agentlightning_plugins.gateway.command import ask_gateway
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
@@ -116,7 +117,9 @@ async def test_a_gateway_refuses_ended_attempts_of_every_run_and_ends_their_stre
         await everyone.close()
 
 
-async def test_an_idle_gateway_and_open_streams_follow_a_rotation_of_the_token(tmp_path: Path) -> None:
+async def test_an_idle_gateway_and_open_streams_follow_a_rotation_of_the_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = tmp_path / "tokens"  # of the store, the gateway, the dashboard and the client, which runs in this process
     tokens.write_text(f"{OLD}\n")
     variables = {"AGL_TOKEN_FILE": str(tokens)}
@@ -156,6 +159,9 @@ async def test_an_idle_gateway_and_open_streams_follow_a_rotation_of_the_token(t
                 await until(both)
             tokens.write_text(f"{NEW}\n")
             await until(only_new)
+            monkeypatch.delenv("AGL_TOKEN", raising=False)
+            monkeypatch.setenv("AGL_TOKEN_FILE", str(tokens))
+            assert (await asyncio.to_thread(ask_gateway, url, None, "status"))["backends"], "operators may use it too"
             assert b"event:" not in await events.read(), "the stream ends with its token"
             await live.read()
         await old.close()
