@@ -17,7 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from agentlightning.cli import add_plugin_commands, cli
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import bind_settings
+from agentlightning.store.span_writer import SpanWriter
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
+from agentlightning_plugins.gateway.control import GatewayMetrics
+from agentlightning_plugins.gateway.limits import Admission
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.stores.http.server.application import StoreApplication
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
@@ -84,9 +87,12 @@ def test_every_command_with_a_store_option_reads_the_url_from_the_environment() 
     assert {"gateway", "legacy", "runner", "trace", "rollouts"} <= named
 
 
-async def test_prometheus_rules_and_the_grafana_dashboard_use_metrics_that_the_store_exports() -> None:
+async def test_prometheus_rules_and_the_grafana_dashboard_use_metrics_that_store_and_gateway_export() -> None:
     store = InMemoryLightningStore()
     text = (await StoreApplication(store)._metrics.render()).decode()
+    models = ModelTable([{"model": "m", "endpoint": "http://127.0.0.1:9/v1"}])
+    gateway = GatewayMetrics(models, Admission(), SpanWriter.shared(store), [])
+    text += (await gateway.render()).decode()
     await store.close()
     exported = {family.name for family in text_string_to_metric_families(text)}
     exported |= {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
@@ -147,6 +153,7 @@ def test_pods_do_not_run_as_root_and_probes_use_the_probe_paths() -> None:
     for name, pod in pods.items():
         assert pod["securityContext"]["runAsNonRoot"] is True, name
         assert all(container["securityContext"]["allowPrivilegeEscalation"] is False for container in pod["containers"])
-    (container,) = pods["lightning-store"]["containers"]
-    assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
-    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    for name in ("lightning-store", "lightning-gateway"):
+        (container,) = pods[name]["containers"]
+        assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
+        assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"

@@ -50,6 +50,10 @@ class StoreError(LightningError):
     """The store could not carry out a request."""
 
 
+class StorageFullError(StoreError):
+    """The disk of the database is full; the write was not stored."""
+
+
 class NotFoundError(StoreError, LookupError, ValueError):
     """An id that is not in the store."""
 

@@ -471,6 +471,10 @@ class LightningStore(ABC):
     async def query_runs(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Run]:
         """Returns the runs of this database, oldest first."""
 
+    async def find_open_runs(self) -> Sequence[str]:
+        """Returns the ids of the runs that have queued or running rollouts, or else of those that have not ended."""
+        return [run.run_id for run in await self.query_runs() if run.status == "running"]
+
     @abstractmethod
     async def add_metrics(self, step: int, values: Mapping[str, float]) -> Metrics:
         """Records metrics of a step of this run; repeating a step adds values and replaces those of the same name."""

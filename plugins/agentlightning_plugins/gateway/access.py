@@ -7,9 +7,10 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import aiohttp
 
@@ -19,11 +20,12 @@ from agentlightning.run import attempt_token
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey
 from agentlightning.types import LIVE_ATTEMPT
-from agentlightning_plugins.gateway.backends.provider import ModelBackend
+from agentlightning_plugins.gateway.backends.provider import ModelBackend, describe_error
 from agentlightning_plugins.gateway.call import ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused
 from agentlightning_plugins.shared.web.request import is_among
 
+T = TypeVar("T")
 logger = logging.getLogger("agentlightning")
 _MAX_KEYS: Final = 10_000
 
@@ -105,6 +107,8 @@ _KINDS: Final = ("rollout_started", "attempt_finished", "rollout_finished")
 _MAX_REMEMBERED: Final = 100_000
 _RECONNECT_S: Final = 1.0
 _ASK_S: Final = 5.0
+_TRUST_S: Final = 60.0
+"""How long an attempt counts as running without news: events are lost when a server of the store fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,8 +117,8 @@ class InFlightCall:
 
     call: ModelCall
     task: asyncio.Task[object]
-    is_attempt_over: bool = False
-    """Whether the task was cancelled because the attempt is over."""
+    refusal: CallRefused | None = None
+    """The error for the agent, if the task was cancelled because the attempt is over or the gateway stops."""
 
 
 class InFlightCalls:
@@ -128,7 +132,7 @@ class InFlightCalls:
         """Tracks a call that the current task relays.
 
         Raises:
-            CallRefused: the attempt has ended, so the task was cancelled.
+            CallRefused: the attempt has ended or the gateway stops, so the task was cancelled.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -138,10 +142,10 @@ class InFlightCalls:
         try:
             yield in_flight
         except asyncio.CancelledError:
-            if not in_flight.is_attempt_over:
+            if in_flight.refusal is None:
                 raise
             task.uncancel()
-            raise attempt_over(call.attempt) from None
+            raise in_flight.refusal from None
         finally:
             calls.discard(in_flight)
             if not calls:
@@ -149,9 +153,17 @@ class InFlightCalls:
 
     def cancel_attempt(self, attempt: AttemptKey) -> None:
         """Cancels the calls of an attempt."""
-        for in_flight in self._by_attempt.get(attempt, ()):
-            if not in_flight.is_attempt_over:
-                in_flight.is_attempt_over = True
+        self._cancel(self._by_attempt.get(attempt, ()), attempt_over(attempt))
+
+    def cancel_all(self, refusal: CallRefused) -> None:
+        """Cancels all calls; their agents get this error."""
+        for calls in self._by_attempt.values():
+            self._cancel(calls, refusal)
+
+    def _cancel(self, calls: Iterable[InFlightCall], refusal: CallRefused) -> None:
+        for in_flight in calls:
+            if in_flight.refusal is None:
+                in_flight.refusal = refusal
                 in_flight.task.cancel()
 
     def cancel_rollout(self, rollout_id: str) -> None:
@@ -166,15 +178,15 @@ class InFlightCalls:
 class EndedAttempts:
     """The attempts and rollouts that ended last, up to a limit, according to the store's events.
 
-    If no event has announced the start of an attempt, the store is queried once, because the attempt may have ended
-    before this gateway started. When an attempt ends, its calls in flight are cancelled.
+    If no event has announced the start of an attempt, the store is queried, because the attempt may have ended before
+    this gateway started; and again after ``_TRUST_S``. When an attempt ends, its calls in flight are cancelled.
     """
 
     def __init__(self, in_flight: InFlightCalls, limit: int = _MAX_REMEMBERED) -> None:
         self._in_flight = in_flight
         self._limit = limit
-        self._live: dict[AttemptKey, None] = {}
-        """Attempts that had not ended according to the latest event or query."""
+        self._live: dict[AttemptKey, float] = {}
+        """Attempts that had not ended according to the latest event or query, and until when that counts."""
         self._asking: dict[AttemptKey, asyncio.Task[None]] = {}
         """Queries in progress, which parallel calls of an attempt share."""
         self._attempts: dict[AttemptKey, None] = {}
@@ -192,11 +204,11 @@ class EndedAttempts:
             raise attempt_over(attempt)
 
     async def ask(self, store: LightningStore, attempt: AttemptKey) -> None:
-        """Reads from the store whether an attempt has ended, if no event has announced its start.
+        """Reads from the store whether an attempt has ended, if that is not known.
 
         An attempt that the store does not contain, or a store that does not answer, counts as not ended.
         """
-        if attempt in self._live or self.is_over(attempt):
+        if self._live.get(attempt, 0.0) > time.monotonic() or self.is_over(attempt):
             return
         asking = self._asking.get(attempt)
         if asking is None:
@@ -209,15 +221,17 @@ class EndedAttempts:
             async with asyncio.timeout(_ASK_S):
                 known = await store.query_attempts(attempt[0])
         except (StoreError, OSError, aiohttp.ClientError) as error:
-            logger.warning("the status of attempt %s cannot be read, so its calls continue: %s", attempt[1], error)
+            logger.warning(
+                "the status of attempt %s cannot be read, so its calls continue: %s", attempt[1], describe_error(error)
+            )
             return
         if any(each.attempt_id == attempt[1] and each.status not in LIVE_ATTEMPT for each in known):
-            self._add(self._attempts, attempt)
+            self._add(self._attempts, attempt, None)
         elif not self.is_over(attempt):  # it may have ended meanwhile
-            self._add(self._live, attempt)
+            self._add(self._live, attempt, time.monotonic() + _TRUST_S)
 
-    def _add(self, known: dict[AttemptKey, None], attempt: AttemptKey) -> None:
-        known[attempt] = None
+    def _add(self, known: dict[AttemptKey, T], attempt: AttemptKey, value: T) -> None:
+        known[attempt] = value
         if len(known) > self._limit:
             del known[next(iter(known))]
 
@@ -226,7 +240,7 @@ class EndedAttempts:
         match event:
             case AttemptFinished():
                 self._live.pop((event.rollout_id, event.attempt_id), None)
-                self._add(self._attempts, (event.rollout_id, event.attempt_id))
+                self._add(self._attempts, (event.rollout_id, event.attempt_id), None)
                 self._in_flight.cancel_attempt((event.rollout_id, event.attempt_id))
             case RolloutFinished():
                 self._rollouts.pop(event.rollout_id, None)
@@ -235,7 +249,7 @@ class EndedAttempts:
                     del self._rollouts[next(iter(self._rollouts))]
                 self._in_flight.cancel_rollout(event.rollout_id)
             case RolloutStarted():
-                self._add(self._live, (event.rollout_id, event.attempt_id))
+                self._add(self._live, (event.rollout_id, event.attempt_id), time.monotonic() + _TRUST_S)
                 if event.rollout_id in self._rollouts:
                     self._rollouts[event.rollout_id].add(event.attempt_id)
             case _:
@@ -287,7 +301,11 @@ class CallSeeds:
             try:
                 rollout = await self._store.get_rollout_by_id(attempt[0])
             except (StoreError, OSError, aiohttp.ClientError) as error:
-                logger.warning("the seed of rollout %s cannot be read, so a call gets no seed: %s", attempt[0], error)
+                logger.warning(
+                    "the seed of rollout %s cannot be read, so a call gets no seed: %s",
+                    attempt[0],
+                    describe_error(error),
+                )
                 return None
             seed = None if rollout is None else (rollout.metadata or {}).get("seed")
             self._known.setdefault(attempt, (seed, itertools.count()))  # another call may have read it meanwhile

@@ -18,6 +18,7 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning_plugins.shared.rendering.text import print_table
+from agentlightning_plugins.shared.token import find_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 DEFAULT_PORT: Final = 4000
 DEFAULT_STORE: Final = "http://127.0.0.1:4747"
 _ANSWER_S: Final = 10.0
+_FINISH_S: Final = 6.0
+"""As `agl store`: with the time for the last events and spans, SIGTERM ends the process within 10 s."""
 
 
 @click.group("gateway", invoke_without_command=True)
@@ -78,6 +81,7 @@ def command(
         return settings
 
     settings = read_settings()
+    settings.setdefault("finish_s", _FINISH_S)
     settings["port"] = port if port is not None else settings.get("port", DEFAULT_PORT)
     if host is not None:
         settings["host"] = host
@@ -141,7 +145,7 @@ def ask_gateway(url: str, token: str | None, path: str, body: dict[str, Any] | N
     if not root.startswith(("http://", "https://")):
         raise ConfigError(f"gateway {url!r} is not a URL; write http://127.0.0.1:{DEFAULT_PORT}")
     if token is None:
-        token = _find_key(root)
+        token = find_token() or _find_key(root)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     data = None if body is None else json.dumps(body).encode()
     timeout_s = _ANSWER_S + (body or {}).get("timeout_s", 0.0)

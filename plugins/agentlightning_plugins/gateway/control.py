@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from aiohttp import web
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 
 from agentlightning.store.span_writer import AttemptKey, SpanWriter
@@ -21,7 +21,9 @@ from agentlightning_plugins.gateway.limits import Admission
 from agentlightning_plugins.shared.web.metrics import CONTENT_TYPE, ScrapedMetrics
 from agentlightning_plugins.shared.web.request import RequestRefused, parse_json, read_body
 
-CONTROL_PATHS: Final = ("health", "metrics", "status", "pause", "drain", "resume")
+PROBES: Final = ("health", "livez", "readyz")
+"""Paths for which nobody needs a key."""
+CONTROL_PATHS: Final = (*PROBES, "metrics", "status", "pause", "drain", "resume")
 _CHANGES: Final = ("pause", "drain", "resume")
 _MAX_BODY: Final = 10_000
 _DRAIN_S: Final = 60.0
@@ -50,6 +52,7 @@ class GatewayMetrics(ScrapedMetrics):
         self._writer = writer
         self._running = running
         registry = self.registry
+        ProcessCollector(registry=registry)
         self._calls = Counter(
             "agl_gateway_calls_total", "Calls answered or abandoned.", ["model", "status"], registry=registry
         )
@@ -135,8 +138,10 @@ class Controls:
         writer: SpanWriter,
         metrics: GatewayMetrics,
         routes: Iterable[str],
+        is_stopping: Callable[[], bool],
     ) -> None:
         """Takes the parts of a gateway; an error lists ``routes``, the paths of model calls."""
+        self._is_stopping = is_stopping
         self._authenticator = authenticator
         self._models = models
         self._admission = admission
@@ -158,6 +163,11 @@ class Controls:
             return json_response(listed)
         if path == "health":
             return json_response({"status": "paused" if self._admission.is_paused else "ok"})
+        if path == "livez":
+            return web.Response(text="ok\n")
+        if path == "readyz":
+            problem = self._find_problem()
+            return web.Response(text=f"{problem or 'ok'}\n", status=503 if problem else 200)
         if path not in CONTROL_PATHS:
             known = ", ".join(f"/{known}" for known in (*self._routes, "v1/models", *CONTROL_PATHS))
             raise CallRefused(404, f"no endpoint {request.method} {request.path}; endpoints: {known}", "not_found")
@@ -177,6 +187,12 @@ class Controls:
             raise CallRefused(error.status, f"/{path}: {error}", "invalid_request") from None
         except (ValueError, AttributeError) as error:
             raise CallRefused(400, f"/{path}: {error}", "invalid_request") from None
+
+    def _find_problem(self) -> str | None:
+        """Returns why calls should go to another gateway; not the store's state, as calls are answered without it."""
+        if self._is_stopping():
+            return "stopping"
+        return None if any(backend.is_up for backend in self._models.backends) else "no backend is up"
 
     async def _change(self, path: str, body: dict[str, Any]) -> web.Response:
         if path == "drain":

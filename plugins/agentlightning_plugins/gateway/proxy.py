@@ -56,6 +56,7 @@ class LLMProxy(ModelNames):
         health_interval_s: float = INTERVAL_S,
         pause_wait_s: float = PAUSE_WAIT_S,
         cache: bool = False,
+        finish_s: float = 2.0,
     ) -> None:
         """Prepares the gateway; ``start`` opens it.
 
@@ -83,13 +84,14 @@ class LLMProxy(ModelNames):
                 0 answers immediately.
             cache: whether a request at temperature 0 or with a seed gets the answer of an earlier call with the same
                 request, if the store contains one. For prompt search and evaluation.
+            finish_s: how long calls in flight may take to end when the gateway stops; the others get an error.
 
         Raises:
             ConfigError: an entry of ``model_list`` or another value is invalid.
         """
         if launch_mode not in get_args(LaunchMode):
             raise ConfigError(f"launch_mode = {launch_mode!r}; modes: {', '.join(get_args(LaunchMode))}")
-        require_least(0, num_retries=num_retries, pause_wait_s=pause_wait_s)
+        require_least(0, num_retries=num_retries, pause_wait_s=pause_wait_s, finish_s=finish_s)
         require_least(0.001, read_timeout_s=read_timeout_s, health_interval_s=health_interval_s)
         host = host or "127.0.0.1"
         if require_keys is False and not is_loopback(host) and not admit_strangers:
@@ -109,6 +111,7 @@ class LLMProxy(ModelNames):
             health_interval_s=health_interval_s,
             pause_wait_s=pause_wait_s,
             cache=cache,
+            finish_s=finish_s,
             operator_key=secrets.token_urlsafe(32),
         )
         self._launched: ServerThread | ServerProcess | None = None

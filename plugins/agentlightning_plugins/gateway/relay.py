@@ -11,7 +11,7 @@ from typing import Any, Final
 import aiohttp
 from aiohttp import web
 
-from agentlightning_plugins.gateway.access import InFlightCall, attempt_over
+from agentlightning_plugins.gateway.access import InFlightCall
 from agentlightning_plugins.gateway.backends.answer import (
     MAX_ANSWER_BYTES,
     MAX_EVENT_BYTES,
@@ -233,10 +233,10 @@ class Relay:
         except ConnectionResetError:
             self._recorder.abandon(call)
         except asyncio.CancelledError:
-            if not in_flight.is_attempt_over:
+            refusal, is_open = in_flight.refusal, not call.end_time
+            if refusal is None:
                 raise
             in_flight.task.uncancel()
-            refusal, is_open = attempt_over(call.attempt), not call.end_time
             self._recorder.finish(call, refusal.status, str(refusal))
             last = call.dialect.error_event(refusal.status, str(refusal), refusal.code) if is_open else b""
             await _end_stream(request, response, last, _FINAL_WRITE_S)

@@ -21,7 +21,7 @@ from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.provider import ModelBackend
 from agentlightning_plugins.gateway.backends.upstream import HealthCheck, Upstream
 from agentlightning_plugins.gateway.call import ModelCall, estimate_tokens, read_call
-from agentlightning_plugins.gateway.control import Controls, GatewayMetrics
+from agentlightning_plugins.gateway.control import PROBES, Controls, GatewayMetrics
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused, Dialect, load_dialects
 from agentlightning_plugins.gateway.dialects.openai import CHAT
 from agentlightning_plugins.gateway.limits import Admission, UsageLimits, UsageTracker
@@ -46,6 +46,7 @@ class Settings:
     health_interval_s: float
     pause_wait_s: float
     cache: bool
+    finish_s: float
     operator_key: str = field(repr=False)
     """Key whose holder may operate the gateway, as with the store's token."""
     model_list: Sequence[Mapping[str, Any]] = ()
@@ -86,6 +87,7 @@ class GatewayServer:
             self._writer,
             self._metrics,
             self._dialects,
+            lambda: self._server.is_stopping,
         )
         self._cache = AnswerCache() if settings.cache else None
         self._recorder = CallRecorder(store, self._writer, self._usage, self._metrics, self._cache, self._ended)
@@ -111,11 +113,14 @@ class GatewayServer:
         return bound
 
     async def stop(self) -> None:
-        """Ends open calls after a short wait and stores the recorded spans."""
+        """Waits for the calls in flight, ends the others with an error, and stores the recorded spans."""
+        self._admission.close()
+        await self._server.stop_listening()
+        if not await self._admission.drain(self._settings.finish_s):
+            self._in_flight.cancel_all(CallRefused(503, "the gateway stops; send the call again", "stopping"))
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        self._admission.close()
         await self._server.stop()
         await self._upstream.close()
         await self.flush()
@@ -149,9 +154,11 @@ class GatewayServer:
             named = (target[1], target[2]) if target is not None and target[1] is not None else None
             dialect = self._dialects.get(path)
             if dialect is None:
-                if path != "health" and self._authenticator.is_operator(request.headers):
+                if path not in PROBES and self._authenticator.is_operator(request.headers):
                     self._server.admit(request)
                 return await self._controls.answer(request, path, named)
+            if self._server.is_stopping:
+                raise CallRefused(503, "the gateway stops", "stopping", {"Retry-After": "1", "Connection": "close"})
             call = await self._read_call(request, dialect, named)
         except RequestRefused as error:
             return self._refuse(CHAT, CallRefused(error.status, str(error), "not_local"))

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ import pytest
 from agentlightning.errors import ConfigError
 from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
 from agentlightning.resources import LLM, ProxyLLM
+from agentlightning_plugins.gateway import access
 from agentlightning_plugins.gateway.access import EndedAttempts, InFlightCalls
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.proxy import LLMProxy
@@ -383,6 +385,32 @@ async def test_the_gateway_keeps_following_events_after_any_error_of_the_store(
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     assert "no such kind" in caplog.text
+
+
+async def test_an_attempt_whose_end_no_event_reported_is_refused_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, ended = InMemoryLightningStore(), EndedAttempts(InFlightCalls())
+    rollout = await store.start_rollout("task")
+    attempt = rollout.rollout_id, rollout.attempt.attempt_id
+    await ended.ask(store, attempt)
+    await store.update_attempt(*attempt, status="succeeded")  # ``ended`` does not follow the events
+    await ended.ask(store, attempt)
+    assert not ended.is_over(attempt)
+    later = time.monotonic() + 61.0
+    monkeypatch.setattr(access, "time", SimpleNamespace(monotonic=lambda: later))
+    await ended.ask(store, attempt)
+    assert ended.is_over(attempt)
+    await store.close()
+
+
+async def test_the_log_names_a_query_that_timed_out(caplog: pytest.LogCaptureFixture) -> None:
+    class Silent:
+        async def query_attempts(self, rollout_id: str) -> Any:
+            raise TimeoutError
+
+    ended = EndedAttempts(InFlightCalls())
+    await ended.ask(Silent(), ("ro-1", "at-1"))  # ask() needs only query_attempts()
+    assert caplog.messages == ["the status of attempt at-1 cannot be read, so its calls continue: TimeoutError"]
+    assert not ended.is_over(("ro-1", "at-1"))
 
 
 async def test_resources_contain_the_address_of_the_gateway() -> None:

@@ -82,7 +82,7 @@ async def test_metrics_have_their_names_types_and_labels_before_the_first_call()
         await case.start()
         families = text_string_to_metric_families(await read(case.proxy, "/metrics"))
         described = {(family.name, family.type): family.samples for family in families}
-        assert set(described) == {
+        assert {name for name in described if name[0].startswith("agl")} == {
             *((f"agl_gateway_{name}", "counter") for name in ("calls", "tokens", "incomplete")),
             *((f"agl_gateway_{name}", "histogram") for name in ("call_seconds", "first_token_seconds")),
             *((f"agl_gateway_{name}", "gauge") for name in ("in_flight", "waiting", "paused", "weight_version")),

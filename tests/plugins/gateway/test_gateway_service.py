@@ -20,9 +20,10 @@ from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.trainer import Trainer
 from agentlightning.types import Span
+from agentlightning_plugins.gateway.command import ask_gateway
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from agentlightning_plugins.stores.http.client import LightningStoreClient
-from tests.plugins.gateway.gateway_setup import HELLO
+from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
 from tests.waiting import LIMIT_S, until
 
 OLD, NEW = "the-old-token-of-the-store", "the-new-token-of-the-store"
@@ -54,14 +55,15 @@ async def service(
 
 @contextlib.asynccontextmanager
 async def fleet(
-    folder: Path, model: ScriptedOpenAI, **variables: str
+    folder: Path, model: ScriptedOpenAI, finish_s: float = LIMIT_S, **variables: str
 ) -> AsyncIterator[tuple[str, str, asyncio.subprocess.Process]]:
     """Runs a store and a gateway that requires keys; yields the URLs of both, and the gateway."""
-    gateway = folder / "gateway.yaml"
-    gateway.write_text(f"{{model_list: [{{model: m, endpoint: '{model.endpoint}'}}], require_keys: true}}")
+    config = folder / "gateway.yaml"
+    models = [{"model": "m", "endpoint": model.endpoint}]
+    config.write_text(yaml.safe_dump({"model_list": models, "require_keys": True, "finish_s": finish_s}))
     async with (
         service(folder / "store.log", "store", "--backend", "memory://", **variables) as (_, store_url),
-        service(folder / "gateway.log", "gateway", "--config", str(gateway), "--store", store_url, **variables) as (
+        service(folder / "gateway.log", "gateway", "--config", str(config), "--store", store_url, **variables) as (
             process,
             gateway_url,
         ),
@@ -115,7 +117,9 @@ async def test_a_gateway_refuses_ended_attempts_of_every_run_and_ends_their_stre
         await everyone.close()
 
 
-async def test_an_idle_gateway_and_open_streams_follow_a_rotation_of_the_token(tmp_path: Path) -> None:
+async def test_an_idle_gateway_and_open_streams_follow_a_rotation_of_the_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = tmp_path / "tokens"  # of the store, the gateway, the dashboard and the client, which runs in this process
     tokens.write_text(f"{OLD}\n")
     variables = {"AGL_TOKEN_FILE": str(tokens)}
@@ -155,6 +159,9 @@ async def test_an_idle_gateway_and_open_streams_follow_a_rotation_of_the_token(t
                 await until(both)
             tokens.write_text(f"{NEW}\n")
             await until(only_new)
+            monkeypatch.delenv("AGL_TOKEN", raising=False)
+            monkeypatch.setenv("AGL_TOKEN_FILE", str(tokens))
+            assert (await asyncio.to_thread(ask_gateway, url, None, "status"))["backends"], "operators may use it too"
             assert b"event:" not in await events.read(), "the stream ends with its token"
             await live.read()
         await old.close()
@@ -216,3 +223,63 @@ async def test_a_configuration_names_a_gateway_of_its_own_by_its_url(tmp_path: P
         with pytest.raises(ConfigError, match="leave `gateway`"):
             trainer.llm_proxy.update_model_list([])
         await store.close()
+
+
+async def test_sigterm_ends_streams_of_a_gateway_that_do_not_end_by_themselves_with_an_error(tmp_path: Path) -> None:
+    def script(request: RecordedRequest) -> Answer:
+        return Answer("one two three", chunk_delay_s=LIMIT_S)
+
+    async with ScriptedOpenAI(script) as model, fleet(tmp_path, model, 0.1, AGL_TOKEN=OLD) as (store_url, url, process):
+        assert [await get(f"{url}/{path}", "") for path in ("livez", "readyz", "metrics")] == [200, 200, 401]
+        headers = {"Authorization": f"Bearer {OLD}"}
+        async with aiohttp.ClientSession(headers=headers) as session, session.get(f"{url}/metrics") as metrics:
+            assert "process_cpu_seconds_total" in await metrics.text()
+        store = LightningStoreClient(store_url, OLD, run_id="team-a")
+        rollout = await store.start_rollout("task")
+        key = store.attempt_token(rollout.rollout_id, rollout.attempt.attempt_id)
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key or "", max_retries=0) as client:
+            stream = await client.chat.completions.create(model="m", messages=HELLO, stream=True)
+            await anext(stream)
+            process.terminate()
+            with pytest.raises(openai.APIError, match="the gateway stops"):
+                async for _ in stream:
+                    pass
+        assert await process.wait() == 0
+        (span,) = await store.query_spans(rollout.rollout_id)
+        assert span.attributes[semconv.GATEWAY_COMPLETE] is False
+        await store.close()
+
+
+async def test_a_gateway_that_stops_waits_for_its_calls_and_is_not_ready() -> None:
+    goes_on = asyncio.Event()
+    async with ScriptedOpenAI([Answer("ok", until=goes_on)]) as model, gateway(model, finish_s=LIMIT_S) as case:
+        _, client = await case.start()
+        url = case.proxy.endpoint.removesuffix("/v1")
+        call = asyncio.create_task(client.chat.completions.create(model="m", messages=HELLO))
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
+
+            async def status() -> int:
+                async with session.get(f"{url}/readyz") as response:
+                    return response.status
+
+            await until(lambda: model.requests)
+            assert await status() == 200
+            stopping = asyncio.create_task(case.proxy.stop())
+            await asyncio.sleep(0)
+
+            async def is_not_ready() -> bool:
+                return await status() == 503
+
+            await until(is_not_ready)
+        goes_on.set()
+        assert (await call).choices[0].message.content == "ok"
+        await stopping
+
+
+async def test_a_gateway_without_a_backend_that_is_up_is_not_ready() -> None:
+    async with gateway(model_list=[entry("http://127.0.0.1:9/v1")], health_interval_s=0.01) as case:
+
+        async def is_not_ready() -> bool:
+            return await get(f"{case.proxy.endpoint.removesuffix('/v1')}/readyz", "") == 503
+
+        await until(is_not_ready)

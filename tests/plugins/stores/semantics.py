@@ -681,6 +681,18 @@ class EngineSemantics(QueueingTests, WaitingTests, ReadingTests):
         assert (event.step, event.values) == (1, {"reward": 0.5})
         await close(events)
 
+    async def test_open_runs_are_those_with_queued_or_running_rollouts(self, store: LightningStore) -> None:
+        queued, running, ended = (store.with_run(name) for name in ("queued", "running", "ended"))
+        for view in (queued, running, ended):
+            await view.create_run("named")
+            await view.enqueue_rollout("task")
+        await running.dequeue_rollout("worker")
+        claimed = await ended.dequeue_rollout("worker")
+        assert claimed is not None
+        await finish(ended, claimed)
+        await ended.update_run("ended", "succeeded")
+        assert sorted(await store.find_open_runs()) == ["queued", "running"]
+
     async def test_a_subscriber_to_every_run_gets_the_events_of_other_runs(self, store: LightningStore) -> None:
         events = await subscribe(store, ["step_finished", "rollout_enqueued"], every_run=True)
         for run in ("team-a", "team-b"):

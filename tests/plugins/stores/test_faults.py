@@ -22,8 +22,9 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning.types import Rollout, RolloutConfig, Span
 from agentlightning_plugins.stores.http.client import LightningStoreClient
-from agentlightning_plugins.stores.http.server import LightningStoreServer
+from agentlightning_plugins.stores.http.server import LightningStoreServer, application
 from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
+from tests.plugins.stores.served import ask
 from tests.port import reserve_port
 from tests.waiting import LIMIT_S, until
 
@@ -362,7 +363,10 @@ async def test_a_client_waits_for_a_paused_server(server: Server) -> None:
     await client.close()
 
 
-async def test_a_full_disk_is_reported_to_the_client_immediately_and_damages_no_data(tmp_path: Path) -> None:
+async def test_a_full_disk_is_reported_to_clients_probes_and_the_log_and_damages_no_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(application, "_FULL_S", LIMIT_S)
     path = tmp_path / "store.db"
     store = SqliteLightningStore(path)
     async with LightningStoreServer(store, port=0) as server:
@@ -375,8 +379,13 @@ async def test_a_full_disk_is_reported_to_the_client_immediately_and_damages_no_
             await asyncio.wait_for(client.enqueue_rollout("x" * 100_000), LIMIT_S)
         found = await client.get_rollout_by_id(kept.rollout_id)
         assert found == kept
+        assert await ask(server, "GET", "/readyz") == (503, b"the disk of the database is full\n")
+        assert caplog.text.count("writes fail") == 1
         connection.execute("PRAGMA max_page_count = 1000000")
         await client.enqueue_rollout("x" * 100_000)
+        assert server._served is not None
+        server._served._full_until = 0.0  # as after the time
+        assert await ask(server, "GET", "/readyz") == (200, b"ok\n")
         assert (await client.statistics())["rollouts"] == 2
         await client.close()
     await store.close()

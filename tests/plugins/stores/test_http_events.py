@@ -206,6 +206,19 @@ async def test_prometheus_metrics_describe_the_store_and_its_requests() -> None:
         await asking
 
 
+async def test_every_run_with_open_work_is_in_the_queue_metrics() -> None:
+    async with serve() as (server, store):
+        names = [f"run-{number}" for number in range(30)]
+        for name in names:
+            await store.with_run(name).create_run("named")
+        for name in ("run-0", "run-1", "unnamed"):  # older than the newest runs, or never created
+            await store.with_run(name).enqueue_rollout("task")
+        samples = _samples((await ask(server, "GET", "/metrics"))[1].decode())
+        depths = {run_id: depth for (run_id,), depth in samples["agl_store_queue_depth"].items() if depth}
+        assert depths == {"run-0": 1, "run-1": 1, "unnamed": 1}
+        assert len(samples["agl_store_queue_depth"]) == 24, "default, the 20 newest, and these"
+
+
 async def test_a_database_error_after_the_metrics_response_is_not_reported_as_unhandled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,8 @@ import pytest
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.types import EnqueueRolloutRequest
 from agentlightning_plugins.shared.processes.supervisor import served
-from agentlightning_plugins.stores.http.client import LightningStoreClient
+from agentlightning_plugins.stores.http.client import LightningStoreClient, connection
+from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.port import reserve_port
 from tests.waiting import LIMIT_S, until
@@ -70,6 +71,34 @@ async def test_claims_and_events_continue_when_a_server_is_killed(database: str)
                 server.kill()
                 await server.wait()
         await client.close()
+
+
+async def test_clients_are_spread_over_the_servers_and_return_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "_RETURN_S", 0.01)
+    store = InMemoryLightningStore()
+    servers = [LightningStoreServer(store, port=0) for _ in range(2)]
+    await asyncio.gather(*(server.start() for server in servers))
+    first, second = (server.endpoint for server in servers)
+    clients = [LightningStoreClient(f"{first},{second}") for _ in range(40)]
+    assert {client.url for client in clients} == {first, second}
+    client = next(client for client in clients if client.url == first)
+    await servers[0].stop()
+    for _ in range(3):
+        await client.statistics()
+        assert client.url == second
+    servers[0] = LightningStoreServer(store, port=servers[0].port)
+    await servers[0].start()
+
+    async def has_returned() -> bool:
+        await client.statistics()
+        return client.url == first
+
+    await until(has_returned)
+    await client.close()
+    await asyncio.gather(*(server.stop() for server in servers))
+    await store.close()
 
 
 async def test_runner_processes_get_the_urls_of_all_servers_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:

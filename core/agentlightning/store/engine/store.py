@@ -366,6 +366,11 @@ class BackendStore(LightningStore):
     async def query_runs(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Run]:
         return await find(self._database.backend, make_query(Run, limit=limit, offset=offset))
 
+    async def find_open_runs(self) -> Sequence[str]:
+        find = getattr(self._database.backend, "find_open_runs", None)  # not every backend can do that quickly
+        runs: Sequence[str] = await (super().find_open_runs() if find is None else find())
+        return runs
+
     async def add_metrics(self, step: int, values: Mapping[str, float]) -> Metrics:
         return await self._runs.add_metrics(self.run_id, step, values)
 

@@ -11,7 +11,7 @@ from agentlightning.types import Metrics, RolloutStatus, Run
 from agentlightning_plugins.shared.monitoring.metrics import estimate_left, judge, make_series, read_metrics, sum_phases
 
 _NEWEST: Final = 50
-"""Number of newest runs that are searched for running ones."""
+"""Number of newest runs that are read, and of runs with open work."""
 
 
 async def count_rollouts(store: LightningStore) -> dict[str, int]:
@@ -32,12 +32,17 @@ async def find_run(store: LightningStore) -> Run | None:
 
 
 async def find_newest_runs(store: LightningStore) -> list[Run]:
-    """Returns the newest runs of a store and the run that it sees: running ones first, then the newest first."""
+    """Returns the newest runs of a store, those with open work, and the run that it sees.
+
+    Runs with open work come first, then running ones; within these, the newest.
+    """
     total = (await store.query_runs(limit=0)).total
     runs = list(await store.query_runs(offset=max(0, total - _NEWEST)))[::-1]
-    if all(run.run_id != store.run_id for run in runs) and (own := await find_run(store)) is not None:
-        runs.append(own)
-    return sorted(runs, key=lambda run: run.status != "running")
+    open_runs = set((await store.find_open_runs())[:_NEWEST])
+    for run_id in {store.run_id, *open_runs}.difference(run.run_id for run in runs):
+        if (run := await find_run(store.with_run(run_id))) is not None:
+            runs.append(run)
+    return sorted(runs, key=lambda run: (run.run_id not in open_runs, run.status != "running"))
 
 
 def describe_run(run: Run) -> dict[str, Any]:

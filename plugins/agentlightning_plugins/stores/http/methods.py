@@ -94,6 +94,7 @@ class RemoteMethods(LightningStore):
     update_worker = _remote("POST", "/workers/{worker_id}", _S.update_worker)
     end_worker = _remote("POST", "/workers/{worker_id}/end", _S.end_worker, result_key="ended")
 
+    find_open_runs = _remote("GET", "/queues/runs", _S.find_open_runs)
     query_runs = _remote("GET", "/runs", _S.query_runs)
     create_run = _remote("POST", "/runs", _S.create_run, 201)
     get_run_by_id = _remote("GET", "/runs/{run_id}", _S.get_run_by_id, missing="no run {run_id!r}")

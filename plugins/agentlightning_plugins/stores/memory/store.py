@@ -14,6 +14,7 @@ from agentlightning.event import Event
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Claim, Delete, Guard, Key, Listener, Page, Put, Query, Write, key_of
 from agentlightning.store.engine import BackendStore
+from agentlightning.store.engine.database import LIVE
 from agentlightning.store.url import hide_password
 from agentlightning.types import DEFAULT_RUN_ID, LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
 from agentlightning_plugins.stores.memory.table import Index, Positions, Table
@@ -134,6 +135,13 @@ class MemoryBackend:
                 "resources": len(self._resources),
                 "workers": len(self._workers),
             }
+
+    async def find_open_runs(self) -> list[str]:
+        live = (await self.select(Query(Attempt, (LIVE,)))).rows
+        with self._lock:
+            positions = [self._rollouts.positions.get((row.record.rollout_id,)) for row in live]
+            rows = [self._rollouts.row(position) for position in positions if position is not None]
+            return list(dict.fromkeys([*self._queues, *(row.record.run_id for row in rows if row is not None)]))
 
     def watch(self, listener: Listener) -> Callable[[], None]:
         return self._watchers.add(listener)

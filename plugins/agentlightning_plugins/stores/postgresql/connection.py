@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import asyncpg
 
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import ConfigError, StorageFullError, StoreError
 from agentlightning_plugins.stores.shared.clock import ServerClock, since_boot
 
 logger = logging.getLogger("agentlightning")
@@ -179,7 +179,8 @@ class Server:
         else:
             meaning = _MEANINGS.get(getattr(error, "sqlstate", None) or "", "the database failed")
         code = getattr(error, "sqlstate", None) or type(error).__name__
-        return StoreError(f"{self.shown}: {meaning} ({code}: {self._redact(str(error))})")
+        kind = StorageFullError if code == "53100" else StoreError
+        return kind(f"{self.shown}: {meaning} ({code}: {self._redact(str(error))})")
 
     def _redact(self, text: str) -> str:
         for secret in self._secrets:

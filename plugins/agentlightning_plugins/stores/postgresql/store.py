@@ -17,7 +17,15 @@ from agentlightning_plugins.stores.postgresql.connection import Server
 from agentlightning_plugins.stores.postgresql.reader import PLANNER, Read, Readers, number_parameters
 from agentlightning_plugins.stores.postgresql.schema import migrate
 from agentlightning_plugins.stores.postgresql.writer import Writer
-from agentlightning_plugins.stores.shared.sql.batch import COUNT, DurableBackend, Inbox, Item, count_all, settle_here
+from agentlightning_plugins.stores.shared.sql.batch import (
+    COUNT,
+    OPEN_RUNS,
+    DurableBackend,
+    Inbox,
+    Item,
+    count_all,
+    settle_here,
+)
 from agentlightning_plugins.stores.shared.sql.changes import Work
 from agentlightning_plugins.stores.shared.sql.plan import Plan
 from agentlightning_plugins.stores.shared.watchers import Watchers
@@ -71,6 +79,10 @@ class PostgresBackend(DurableBackend):
         if self._thread.writer.refusal is not None:
             raise self._thread.writer.refusal
         return count_all(await self._read(lambda connection: connection.fetch(COUNT.format("agl."))))
+
+    async def find_open_runs(self) -> list[str]:
+        found = await self._read(lambda connection: connection.fetch(OPEN_RUNS.format("agl.", "a.live")))
+        return [run_id for (run_id,) in found]
 
     def watch(self, listener: Listener) -> Callable[[], None]:
         return self._thread.watchers.add(listener)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import ConfigError, StorageFullError, StoreError
 
 APPLICATION_ID: Final = 0x41474C53
 """Marks our files in the header ("AGLS")."""
@@ -146,7 +146,8 @@ def explain(error: sqlite3.Error, path: Path) -> StoreError:
         "SQLITE_CORRUPT": "the file is damaged; restore it from a copy",
         "SQLITE_NOTADB": "the file is not an SQLite database; choose another path",
     }.get("_".join(name.split("_")[:2]))
-    return StoreError(f"{path}: {meaning or 'the database failed'} ({name or type(error).__name__}: {error})")
+    kind = StorageFullError if name == "SQLITE_FULL" else StoreError
+    return kind(f"{path}: {meaning or 'the database failed'} ({name or type(error).__name__}: {error})")
 
 
 def _no_database(path: Path) -> ConfigError:

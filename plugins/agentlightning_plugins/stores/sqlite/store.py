@@ -17,7 +17,7 @@ from agentlightning.store.backend import Listener, Page, Query
 from agentlightning.store.engine import BackendStore
 from agentlightning.store.url import hide_password
 from agentlightning.types import DEFAULT_RUN_ID, Record
-from agentlightning_plugins.stores.shared.sql.batch import COUNT, DurableBackend, count_all
+from agentlightning_plugins.stores.shared.sql.batch import COUNT, OPEN_RUNS, DurableBackend, count_all
 from agentlightning_plugins.stores.shared.sql.changes import Work
 from agentlightning_plugins.stores.shared.sql.plan import Plan
 from agentlightning_plugins.stores.sqlite.plan import PLANNER, is_short, run_plan
@@ -64,6 +64,11 @@ class SqliteBackend(DurableBackend):
         self._check_open()
         with self._connection() as connection:
             return count_all(connection.execute(COUNT.format("")))
+
+    async def find_open_runs(self) -> list[str]:
+        self._check_open()
+        with self._connection() as connection:
+            return [run_id for (run_id,) in connection.execute(OPEN_RUNS.format("", "a.live = 1"))]
 
     def watch(self, listener: Listener) -> Callable[[], None]:
         return self.writer.watch(listener)

@@ -57,7 +57,7 @@ class LightningStoreClient(RemoteMethods):
 
         Args:
             url: URL of the server, such as ``http://127.0.0.1:4747``, or URLs of several servers of the same store,
-                separated by commas: when one fails, the next is used.
+                separated by commas: a client uses one of them, and the next when that fails.
             token: the token that the server was started with; None takes AGL_TOKEN, or the first line of the
                 file AGL_TOKEN_FILE, from the environment. The file may change at any time.
             run_id: the run whose queue, latest resources and metrics this object sees.

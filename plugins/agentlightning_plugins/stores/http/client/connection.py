@@ -41,6 +41,8 @@ _POLL_S: Final = 20.0
 _SILENCE_S: Final = 10.0
 """A stream without events and comments for this long is broken or held back by a proxy, because the server sends a
 comment every 4 s."""
+_RETURN_S: Final = 15.0
+"""How long a client stays with another server, at least, before it tries the one that it prefers."""
 _LARGE_BODY_BYTES: Final = 2**20
 """Larger bodies are sent in pieces, because sending them in one piece would block the loop."""
 _FIRST_PAUSE_S: Final = 0.05
@@ -58,7 +60,7 @@ class StoreConnection:
     """
 
     def __init__(self, urls: str, token: str | None, retry_s: float) -> None:
-        """Connects at the first request, to the first server.
+        """Connects at the first request, to one of the servers.
 
         Args:
             urls: URLs of servers of the same store, separated by commas. When one fails, the next is tried.
@@ -71,7 +73,10 @@ class StoreConnection:
         self.given_token = token or None
         self._tokens = StoreTokens(token, None) if token else StoreTokens.of_environment()
         self.urls = tuple(_check_url(url) for url in urls.split(","))
-        self._current = 0
+        self._preferred = self._current = random.randrange(len(self.urls))
+        """The servers of a store share its clients: each client begins at one of them, and returns to it."""
+        self._returns_at = 0.0
+        self._returning: asyncio.Task[None] | None = None
         self.retry_s = retry_s
         self.features: frozenset[str] | None = None
         """Capabilities of the store behind the server; None until the server has answered once."""
@@ -119,6 +124,9 @@ class StoreConnection:
         """
         if self._opening:
             await self._subscriptions_opened()
+        if self._current != self._preferred and time.monotonic() > self._returns_at:
+            self._returns_at = time.monotonic() + _RETURN_S * random.uniform(1.0, 2.0)
+            self._returning = asyncio.create_task(self._return())
         session = self._pool.session()
         headers = {RUN_HEADER: run_id, **self._authorization()}
         content = None
@@ -258,7 +266,18 @@ class StoreConnection:
         """Switches to the next server, unless another request has already done so."""
         if len(self.urls) > 1 and server == self.url:
             self._current = (self._current + 1) % len(self.urls)
+            self._returns_at = time.monotonic() + _RETURN_S * random.uniform(1.0, 2.0)
             logger.warning("the store server %s fails; trying %s", server, self.url)
+
+    async def _return(self) -> None:
+        """Switches back to the preferred server if it answers again. Open streams of events stay where they are."""
+        server = self.urls[self._preferred]
+        timeout = aiohttp.ClientTimeout(total=_CONNECT_S)
+        with contextlib.suppress(*_CONNECTION_ERRORS):
+            async with self._pool.session().get(URL(server + PREFIX + "/health"), timeout=timeout) as response:
+                if response.status == 200:
+                    self._current = self._preferred
+                    logger.info("the store server %s answers again", server)
 
     def _warn(self, error: BaseException) -> None:
         """Warns once that the server is unreachable, because retries may take half a minute."""

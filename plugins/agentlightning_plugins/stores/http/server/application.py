@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from pydantic_core import to_json
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
-from agentlightning.errors import QuotaError
+from agentlightning.errors import QuotaError, StorageFullError
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.check import RUN_ID, check_run_id
 from agentlightning.store.protocol import LightningStore
@@ -85,6 +85,8 @@ logger = logging.getLogger("agentlightning")
 OTLP_PATH: Final = "/v1/traces"
 
 _FINISH_S: Final = 6.0
+_FULL_S: Final = 30.0
+"""How long probes fail after a write found the disk full."""
 _TOKEN: Final = web.RequestKey("token", AttemptToken)
 """The attempt token of a request; absent if the request may do everything."""
 
@@ -107,6 +109,8 @@ class StoreApplication:
         self._access = StoreAccess(tokens, store.now)
         self._problem: str | None = None
         """Result of the last probe; logged when it changes."""
+        self._full_until = 0.0
+        """When a write may be tried again after one failed because the disk was full."""
         self._store = store
         features = {**store.capabilities, "otlp_traces": True}
         guard = self._guard(",".join(name for name, able in features.items() if able))
@@ -208,6 +212,8 @@ class StoreApplication:
     async def _answer_ready(self, request: web.Request) -> web.StreamResponse:
         if self.server.is_stopping:
             return web.Response(text="stopping\n", status=503)
+        if time.monotonic() < self._full_until:
+            return web.Response(text="the disk of the database is full\n", status=503)
         problem = await self._metrics.find_problem()
         if problem is not None and problem != self._problem:
             logger.warning("requests cannot be served: %s", problem)
@@ -216,6 +222,13 @@ class StoreApplication:
             return web.Response(text="ok\n")
         # Not the reason, which may name the database's host and user, because a probe needs no token.
         return web.Response(text="the database cannot be used; the server's log has the reason\n", status=503)
+
+    def _note_full_disk(self, error: StorageFullError) -> None:
+        """Makes probes fail for a while: the server has no other way to find out whether writes succeed again."""
+        now = time.monotonic()
+        if now >= self._full_until:
+            logger.warning("writes fail: %s", error)
+        self._full_until = now + _FULL_S
 
     async def _answer_openapi(self, request: web.Request) -> web.StreamResponse:
         _refuse_attempt_token(request)
@@ -247,6 +260,8 @@ class StoreApplication:
                 if not given_id:
                     given_id = log.new_request_id()
                     log.request_id.set(given_id)
+                if isinstance(error, StorageFullError):
+                    self._note_full_disk(error)
                 response = _answer_error(request, error)
             if not response.prepared:
                 response.headers[FEATURES_HEADER] = features

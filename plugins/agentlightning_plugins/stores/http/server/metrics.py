@@ -15,13 +15,14 @@ from prometheus_client.core import GaugeMetricFamily
 from agentlightning.errors import LightningError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID, RolloutStatus, WorkerStatus
+from agentlightning_plugins.shared.monitoring.runs import count_rollouts
 from agentlightning_plugins.shared.web.metrics import ScrapedMetrics
 from agentlightning_plugins.stores.http.message import PREFIX
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.polling import Polls
 
 MAX_RUNS: Final = 20
-"""The number of runs whose rollouts are counted: a scrape must stay cheap."""
+"""The number of runs without open work whose rollouts are counted: a scrape must stay cheap."""
 _QUEUED: Final[tuple[RolloutStatus, ...]] = ("queuing", "requeuing")
 ANSWER_S: Final = 2.0
 """How long probes and scrapes wait for the database."""
@@ -102,13 +103,15 @@ class ServerMetrics(ScrapedMetrics):
         return [*gauges, GaugeMetricFamily("agl_store_database_seconds", "Time to read these numbers.", seconds)]
 
     async def _read_gauges(self) -> AsyncIterator[GaugeMetricFamily]:
-        rollouts = GaugeMetricFamily("agl_store_rollouts", "Rollouts of the newest runs.", labels=["run", "status"])
+        rollouts = GaugeMetricFamily(
+            "agl_store_rollouts", "Rollouts of the newest and the open runs.", labels=["run", "status"]
+        )
         depth = GaugeMetricFamily("agl_store_queue_depth", "Rollouts that wait for a worker.", labels=["run"])
         age = GaugeMetricFamily(
             "agl_store_oldest_queued_seconds", "Age of the rollout that has waited longest.", labels=["run"]
         )
         for run_id in await self._run_ids():
-            counts = {status: await self._count_rollouts(run_id, status) for status in get_args(RolloutStatus)}
+            counts = await count_rollouts(self._store.with_run(run_id))
             for status, count in counts.items():
                 rollouts.add_metric([run_id, status], count)
             queued = sum(counts[status] for status in _QUEUED)
@@ -135,13 +138,11 @@ class ServerMetrics(ScrapedMetrics):
         )
 
     async def _run_ids(self) -> Iterable[str]:
-        """Returns the ids of the default run and of the newest runs."""
+        """Returns the ids of the default run, the newest runs, and all runs with queued or running rollouts."""
         total = (await self._store.query_runs(limit=0)).total
         newest = await self._store.query_runs(limit=MAX_RUNS, offset=max(0, total - MAX_RUNS))
-        return dict.fromkeys([DEFAULT_RUN_ID, *(run.run_id for run in newest)])
-
-    async def _count_rollouts(self, run_id: str, status: RolloutStatus) -> int:
-        return (await self._store.query_rollouts(run_id=run_id, status_in=[status], limit=0)).total
+        open_runs = await self._store.find_open_runs()
+        return dict.fromkeys([DEFAULT_RUN_ID, *(run.run_id for run in newest), *open_runs])
 
     async def _oldest_queued_s(self, run_id: str) -> float:
         """Returns the time since the oldest queued rollout was created, which includes its earlier attempts."""

@@ -17,6 +17,10 @@ from agentlightning.types import Rollout, Span
 from agentlightning_plugins.stores.shared.sql.changes import Append, Claiming, Commit, TakeNumbers, Work
 
 COUNT: Final = "SELECT name, sum(number) FROM {}tally GROUP BY name"
+OPEN_RUNS: Final = """
+    SELECT run_id FROM {0}rollout WHERE queue_position IS NOT NULL
+    UNION SELECT r.run_id FROM {0}attempt a JOIN {0}rollout r ON r.position = a.rollout WHERE {1}"""
+"""Finds the runs with queued or running rollouts, by two indexes that contain nothing else."""
 
 
 class DurableBackend(ABC):
