@@ -188,7 +188,7 @@ class MessagesTranslation(PartTranslation):
         return self._message() | {"usage": self._to_usage()}
 
     def close(self) -> bytes:
-        last, message = self._stop_open_part(), self._message()
+        last, message = self._end_parts(), self._message()
         delta = {key: message[key] for key in ("stop_reason", "stop_sequence")}
         return (
             last + to_typed_event("message_delta", delta=delta, usage=self._to_usage()) + to_typed_event("message_stop")

@@ -15,7 +15,6 @@ from orjson import JSONDecodeError, dumps, loads
 from agentlightning_plugins.gateway.dialects.dialect import (
     Completion,
     CompletionChoice,
-    CompletionToolCall,
     Dialect,
     TokenOptions,
     tool_call_part,
@@ -310,20 +309,16 @@ def _take_choices(
         if content:
             choice.text += content
         if not content or len(message) > 1 + ("role" in message):  # rare in chunks of a stream
-            _read_more(message, choice)
+            _read_more(message, choice, is_whole="message" in data)
     return is_changed
 
 
-def _read_more(message: Mapping[str, Any], choice: CompletionChoice) -> None:
+def _read_more(message: Mapping[str, Any], choice: CompletionChoice, *, is_whole: bool) -> None:
     """Adds the reasoning, refusal and tool calls of a message."""
     choice.reasoning += message.get("reasoning_content") or message.get("reasoning") or ""
     choice.refusal += message.get("refusal") or ""
-    for position, part in enumerate(message.get("tool_calls") or ()):
-        call = choice.tool_calls.setdefault(part.get("index", position), CompletionToolCall())
-        function = part.get("function") or {}
-        call.id = part.get("id") or call.id
-        call.name += function.get("name") or ""
-        call.arguments += function.get("arguments") or ""
+    for _ in choice.add_tool_calls(message, is_whole=is_whole):
+        pass
 
 
 def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -164,10 +164,11 @@ class ResponsesTranslation(PartTranslation):
         return self._response(self._status())
 
     def close(self) -> bytes:
-        last = self._stop_open_part()
+        last = self._end_parts()
         if not self._parts:  # clients expect a message, even an empty one
             last += b"" if self._has_begun else self._begin()
-            last += self._start(self._new_part("text")) + self._stop_open_part()
+            self._new_part("text")
+            last += self._end_parts()
         status = self._status()
         return last + self._event(f"response.{status}", response=self._response(status))
 

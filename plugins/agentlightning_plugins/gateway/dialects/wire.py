@@ -23,6 +23,16 @@ def dump_json(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
+def is_json(text: str) -> bool:
+    """Whether a text is a whole JSON object, so that a tool call has all its arguments."""
+    if not text.rstrip().endswith("}"):
+        return False
+    try:
+        return isinstance(parse_json(text.encode()), dict)
+    except ValueError:
+        return False
+
+
 _END: Final = re.compile(rb"\r?\n\r?\n")
 DONE: Final = b"[DONE]"
 
