@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from agentlightning_plugins.gateway.dialects.dialect import CompletionChoice
+from agentlightning_plugins.gateway.dialects.openai import to_chunk
 from agentlightning_plugins.gateway.dialects.wire import is_json
 
 PartKind: TypeAlias = Literal["reasoning", "text", "refusal", "tool_call"]
@@ -93,13 +94,10 @@ class PartTranslation(ABC):
 
     def _read_whole(self, answer: Mapping[str, Any]) -> None:
         """Reads a whole answer; raises ``MALFORMED``."""
-        choices = []
         for choice in answer["choices"]:
-            message = choice["message"]
-            calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls") or ())]
-            choices.append({**choice, "delta": {**message, "tool_calls": calls}})
+            choice["message"]  # raises KeyError: the answer is of another API
         self._has_begun = True
-        self.feed({**answer, "choices": choices})
+        self.feed(to_chunk(answer))
         self._end_parts()
 
     def _end_parts(self) -> bytes:

@@ -213,6 +213,14 @@ class Dialect(Protocol):
         """Adds the JSON of one server-sent event to ``completion``; raises ``MALFORMED``."""
         raise ValueError(f"{self.path} does not stream")
 
+    def to_events(self, answer: Mapping[str, Any]) -> bytes:
+        """Returns a whole answer as a stream, for servers that ignore ``stream``; raises ``MALFORMED``."""
+        raise ValueError(f"{self.path} does not stream")
+
+    def collect(self, chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns a stream, the JSON of its events, as a whole answer; raises ``MALFORMED`` if it broke off."""
+        raise ValueError(f"{self.path} does not stream")
+
     def strip(self, answer: dict[str, Any], options: TokenOptions) -> bool:
         """Removes data that only the gateway requested from an answer or chunk. Returns whether it removed anything."""
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning_plugins.gateway.dialects.chat_part import (
@@ -30,6 +30,7 @@ _DELTAS: Final = {
     "response.reasoning_text.delta": "reasoning",
     "response.reasoning_summary_text.delta": "reasoning",
 }
+_LAST: Final = ("response.completed", "response.incomplete", "response.failed")
 
 
 class Responses(OpenAIDialect):
@@ -79,7 +80,7 @@ class Responses(OpenAIDialect):
             completion.choice(0).tool_calls[chunk["output_index"]] = CompletionToolCall(
                 item.get("call_id"), item["name"]
             )
-        elif kind in ("response.completed", "response.incomplete", "response.failed"):
+        elif kind in _LAST:
             self.read_answer(chunk["response"], completion)
             completion.is_ended = True
         elif kind == "response.created":
@@ -87,12 +88,45 @@ class Responses(OpenAIDialect):
         elif kind == "error":
             completion.error = str((chunk.get("error") or chunk).get("message"))
 
+    def to_events(self, answer: Mapping[str, Any]) -> bytes:
+        events: list[tuple[str, dict[str, Any]]] = []
+        events.append(("response.created", {"response": {**answer, "status": "in_progress", "output": []}}))
+        for index, item in enumerate(answer["output"]):
+            events += _to_events(item, {"output_index": index, "item_id": item.get("id")})
+        events.append((f"response.{answer['status']}", {"response": answer}))
+        return b"".join([to_typed_event(kind, sequence_number=n, **more) for n, (kind, more) in enumerate(events)])
+
+    def collect(self, chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        for chunk in chunks:
+            if chunk["type"] in _LAST:
+                return dict(chunk["response"])
+        raise ValueError("the stream ended early")
+
     def translate(self, body: Mapping[str, Any]) -> Translation | None:
         return ResponsesTranslation(body)
 
     def error_event(self, status: int, message: str, code: str | None) -> bytes:
         error = self.error_body(status, message, code)  # the client raises the content of "error"
         return to_typed_event("error", code=code, message=message, param=None, sequence_number=0, **error)
+
+
+def _to_events(item: Mapping[str, Any], where: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the events of one whole item of an answer: their types and fields."""
+    index, parts = where["output_index"], item["content"] if item["type"] == "message" else ()
+    blanks: Mapping[str, dict[str, Any]] = {"message": {"content": []}, "function_call": {"arguments": ""}}
+    yield "response.output_item.added", {"output_index": index, "item": {**item, **blanks.get(item["type"], {})}}
+    for number, part in enumerate(parts):
+        key, kind = "refusal" if part["type"] == "refusal" else "text", f"response.{part['type']}"
+        extra: dict[str, Any] = {**where, "content_index": number}
+        yield "response.content_part.added", {**extra, "part": {**part, key: ""}}
+        yield f"{kind}.delta", {**extra, "delta": part[key], "logprobs": []}
+        yield f"{kind}.done", {**extra, key: part[key], "logprobs": []}
+        yield "response.content_part.done", {**extra, "part": part}
+    if item["type"] == "function_call":
+        kind = "response.function_call_arguments"
+        yield f"{kind}.delta", {**where, "delta": item["arguments"]}
+        yield f"{kind}.done", {**where, "name": item["name"], "arguments": item["arguments"]}
+    yield "response.output_item.done", {"output_index": index, "item": item}
 
 
 def _read_item(item: Mapping[str, Any], position: int, choice: CompletionChoice) -> None:
