@@ -383,9 +383,9 @@ def _read_more(message: Mapping[str, Any], choice: CompletionChoice, *, is_whole
 
 def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
-    if role == "tool":
+    if role in ("tool", "function"):
         return {
-            "role": role,
+            "role": "tool",
             "parts": [{"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}],
         }
     reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -394,9 +394,10 @@ def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:
         parts.append({"type": "text", "content": content})
     else:
         parts += (_read_part(part) for part in content or ())
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        parts.append(tool_call_part(call.get("id"), function.get("name"), function.get("arguments")))
+    choice = CompletionChoice()
+    for position, _ in choice.add_tool_calls(message, is_whole=True):
+        call = choice.tool_calls[position]
+        parts.append(tool_call_part(call.id, call.name, call.arguments))
     return {"role": role, "parts": parts}
 
 
