@@ -217,6 +217,8 @@ _warned: Final[set[str]] = set()
 
 async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: AttemptKey | None) -> ModelCall:
     """Reads the call of a request; raises CallRefused if the request contains no call."""
+    if request.headers.get("Upgrade", "").lower() == "websocket":  # Codex tries other statuses seven times
+        raise CallRefused(426, f"{request.path} takes POST, not WebSockets", "upgrade_required")
     if request.method != "POST":
         raise CallRefused(405, f"{request.path} takes POST, not {request.method}", "method_not_allowed")
     if request.headers.get("Expect", "").lower() == "100-continue" and request.version == HttpVersion11:

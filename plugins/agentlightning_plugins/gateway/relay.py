@@ -29,6 +29,7 @@ from agentlightning_plugins.gateway.dialects.wire import (
     dump_json,
     event_data,
     parse_json,
+    replace_data,
     split_events,
 )
 from agentlightning_plugins.gateway.recorder import CallRecorder
@@ -81,6 +82,7 @@ class StreamReader:
                 last = self._request.backend.redactor.redact_answer(self._splitter.rest)
         if self.is_done:
             return last
+        call.error = call.error or call.completion.error
         if has_ended and call.error is None and not call.completion.is_finished:
             failure = _ENDED_EARLY
         call.error = call.error or failure
@@ -100,14 +102,15 @@ class StreamReader:
             chunk: Any = parse_json(data)
             self._dialect.read_chunk(chunk, call.completion)
             if call.completion.error is not None:
-                call.error = call.error or call.completion.error
-                return event if translation is None else self._error_event(call.error)
+                is_first, call.error = call.error is None, call.error or call.completion.error
+                if translation is not None:
+                    return self._error_event(call.error) if is_first else b""
             if translation is not None:
                 return translation.feed(chunk)
             if self._dialect.is_hidden(chunk, self._request.options):
                 return b""
             if self._dialect.strip(chunk, self._request.options):
-                event = event.replace(data, dump_json(chunk), 1)
+                event = replace_data(event, dump_json(chunk))
         except MALFORMED as error:
             return self._refuse(data, error)
         return self._end(event) if call.completion.is_ended else event
@@ -125,13 +128,14 @@ class StreamReader:
     def _end(self, event: bytes) -> bytes:
         call = self._call
         self.is_done = True
+        has_failed = call.error is not None
+        call.error = call.error or call.completion.error or (None if call.completion.is_finished else _ENDED_EARLY)
         call.is_complete = call.error is None
         if self._translation is None:
             return event
-        if call.is_complete and not call.completion.is_finished:
-            call.error, call.is_complete = _ENDED_EARLY, False
-            return self._error_event(_ENDED_EARLY)
-        return self._translation.close() if call.is_complete else b""
+        if call.error is None:
+            return self._translation.close()
+        return b"" if has_failed else self._error_event(call.error)
 
     def _error_event(self, message: str) -> bytes:
         return self._call.dialect.error_event(502, message, "bad_gateway")
@@ -175,6 +179,8 @@ class Relay:
             try:
                 answer = parse_json(body)
                 request.dialect.read_answer(answer, call.completion)
+                if call.completion.error is not None and request.translation is not None:
+                    raise CallRefused(502, call.completion.error, "bad_gateway")
                 if request.translation is not None:
                     answer, is_changed = request.translation.answer(answer), True
                 else:

@@ -183,7 +183,7 @@ async def test_a_stream_is_relayed_chunk_by_chunk_and_recorded_like_a_whole_answ
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
 def test_a_stream_is_read_correctly_wherever_it_is_split(newline: bytes) -> None:
     def chunk(token: int) -> bytes:
-        choice = {"index": 0, "delta": {"content": chr(token)}, "token_ids": [token], "finish_reason": None}
+        choice = {"index": 0, "delta": {"content": chr(token)}, "token_ids": [token], "finish_reason": "stop"}
         return b"data: " + json.dumps({"id": "x", "choices": [choice]}).encode() + newline * 2
 
     stream = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import aiohttp
 import anthropic
 import openai
 import pytest
@@ -13,6 +14,9 @@ from pydantic import BaseModel
 from agentlightning import semconv
 from agentlightning.adapter import TraceToTriplet
 from agentlightning.types import Span
+from agentlightning_plugins.gateway.dialects.dialect import Completion
+from agentlightning_plugins.gateway.dialects.responses import Responses
+from agentlightning_plugins.gateway.dialects.wire import read_events
 from agentlightning_plugins.shared.scripted_model.server import (
     EOS,
     Answer,
@@ -449,3 +453,111 @@ async def test_a_malformed_part_or_tool_of_a_request_does_not_hide_the_rest_of_t
     image_part = {"type": "uri", "modality": "image", "uri": "http://x/y.png"}
     assert read[0]["parts"] == [{"type": "text", "content": "hello"}, image_part]
     assert len(read) == 2
+
+
+CALLS: list[dict[str, Any]] = [
+    {"type": "function_call", "call_id": "c0", "name": "add", "arguments": '{"a":1}'},
+    {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "*** Begin"},
+    {"type": "local_shell_call", "call_id": "c2", "action": {"command": ["ls"]}},
+    {"type": "shell_call", "call_id": "c3", "action": {"commands": ["ls"]}},
+    {"type": "apply_patch_call", "call_id": "c4", "operation": {"type": "delete_file", "path": "x"}},
+    {"type": "computer_call", "call_id": "c5", "action": {"type": "click"}},
+]
+CALLED = [
+    ("c0", "add", '{"a":1}'),
+    ("c1", "patch", "*** Begin"),
+    ("c2", "local_shell", '{"command":["ls"]}'),
+    ("c3", "shell", '{"commands":["ls"]}'),
+    ("c4", "apply_patch", '{"type":"delete_file","path":"x"}'),
+    ("c5", "computer", '{"type":"click"}'),
+]
+OUTPUTS: list[Any] = ["1", "done", "x", [{"stdout": "x"}], "gone", {"type": "computer_screenshot", "image_url": "u"}]
+
+
+def calls_of(message: semconv.Message) -> list[tuple[str, str, str]]:
+    return [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_kind_of_call_of_the_responses_api_is_recorded_as_a_tool_call(stream: bool) -> None:
+    answer = {"id": "r", "object": "response", "model": "m", "status": "completed", "output": CALLS}
+    results = [
+        {"type": f"{call['type']}_output", "call_id": call["call_id"], "output": output}
+        for call, output in zip(CALLS, OUTPUTS, strict=True)
+    ]
+    asked: dict[str, Any] = {"model": "m", "stream": stream, "input": [{"role": "user", "content": "hi"}]}
+    asked["input"] += [*CALLS, *results]
+    expected = ["1", "done", "x", '[{"stdout":"x"}]', "gone", [{"type": "image_url", "image_url": {"url": "u"}}]]
+    script = [Answer(body=json.dumps(answer).encode()), Answer("ok")]
+    async with ScriptedOpenAI(script) as server, gateway(server, provider="openai") as case:
+        rollout, client = await case.start()
+        await client.post("/responses", body=asked, cast_to=object if not stream else str)
+        span = await case.span(rollout)
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        translated, client = await case.start()
+        await client.post("/responses", body={**asked, "stream": False}, cast_to=object)
+        sent = server.requests[0].body["messages"]
+        spans = [span, await case.span(translated)]
+    assert calls_of(semconv.read_output_messages(span)[0]) == CALLED
+    assert semconv.read_finish_reasons(span) == ["tool_calls"]
+    assert [message["role"] for message in sent] == ["user", "assistant", *["tool"] * 6]
+    assert calls_of(sent[1]) == CALLED
+    assert [message["content"] for message in sent[2:]] == expected
+    for each in spans:
+        read = semconv.read_input_messages(each)
+        assert calls_of(read[1]) == CALLED
+        assert [message["role"] for message in read] == [message["role"] for message in sent]
+
+
+def test_every_kind_of_call_of_the_responses_api_is_read_from_a_stream_that_broke_off() -> None:
+    dialect, completion = Responses(), Completion()
+    whole = {"id": "r", "status": "completed", "output": CALLS}
+    for event in read_events(dialect.to_events(whole))[:-1]:
+        dialect.read_chunk(event, completion)
+    read = [(call.id, call.name, call.arguments) for call in completion.choices[0].tool_calls.values()]
+    assert read == CALLED
+
+
+CUSTOM = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
+CHAT_CALLS: dict[str, tuple[dict[str, Any], tuple[Any, str, str]]] = {
+    "custom": ({"tool_calls": [CUSTOM]}, ("c", "patch", "*** Begin")),
+    "old": ({"function_call": {"name": "add", "arguments": '{"a":1}'}}, (None, "add", '{"a":1}')),
+    "object": (
+        {"tool_calls": [{"id": "c", "function": {"name": "add", "arguments": {"a": 1}}}]},
+        ("c", "add", '{"a":1}'),
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CHAT_CALLS)
+async def test_every_kind_of_call_of_chat_is_recorded_and_translated_as_a_tool_call(kind: str, stream: bool) -> None:
+    message, called = CHAT_CALLS[kind]
+    choice = {"index": 0, "finish_reason": "tool_calls", "message": {"role": "assistant", "content": None, **message}}
+    body = json.dumps({"id": "x", "object": "chat.completion", "model": "m", "choices": [choice]}).encode()
+    result = {"role": "function", "name": "add", "content": "1"}
+    messages: Any = [*HELLO, {"role": "assistant", "content": None, **message}, result]
+    async with ScriptedOpenAI([Answer(body=body)]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        await client.post("/chat/completions", body={"model": "m", "messages": messages, "stream": stream}, cast_to=str)
+        response: Any = await client.responses.create(model="m", input="hi")
+        answer: Any = await (await case.anthropic_client(client)).messages.create(
+            model="m", max_tokens=9, messages=HELLO
+        )
+        spans = await case.spans(rollout)
+    assert [calls_of(semconv.read_output_messages(span)[0]) for span in spans] == [[called]] * 3
+    read = semconv.read_input_messages(spans[0])
+    assert calls_of(read[1]) == [called]
+    assert (read[2]["role"], read[2]["content"]) == ("tool", "1")
+    item, block = response.output[0], answer.content[0]
+    assert (item.name, item.arguments) == called[1:]
+    expected = {"unparsed_arguments": "*** Begin"} if kind == "custom" else {"a": 1}
+    assert (block.name, block.input) == (called[1], expected)
+
+
+async def test_a_websocket_is_refused_with_the_status_that_makes_clients_use_http() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case, aiohttp.ClientSession() as session:
+        _, client = await case.start()
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await session.ws_connect(f"{client.base_url}responses")
+    assert refused.value.status == 426

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from agentlightning_plugins.gateway.dialects.dialect import Completion
 from agentlightning_plugins.gateway.dialects.messages import Messages, MessagesTranslation
+from agentlightning_plugins.gateway.dialects.openai import CHAT
 from agentlightning_plugins.gateway.dialects.responses import Responses, ResponsesTranslation
 
 pytestmark = pytest.mark.environment("main")  # needs a recent version of anthropic to read events
@@ -133,13 +134,108 @@ def test_translated_events_of_the_messages_api_add_up_to_the_translated_whole_an
     assert streamed.choices == read.choices
 
 
-@pytest.mark.parametrize("translation", [ResponsesTranslation({"input": ""}), MessagesTranslation({"messages": []})])
-def test_tool_calls_that_a_backend_interleaves_are_refused(translation: Any) -> None:
-    def chunk(index: int) -> dict[str, Any]:
-        call = {"index": index, "id": f"c{index}", "function": {"name": "f", "arguments": "{"}}
-        return {"id": "x", "choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}
+def piece(call_id: str | None, name: str | None, arguments: str, **index: Any) -> dict[str, Any]:
+    """Returns a piece of a tool call; without ``index``, the server states none."""
+    given = {"id": call_id, "function": {"name": name, "arguments": arguments}}
+    return {key: value for key, value in given.items() if value is not None} | index
 
-    translation.feed(chunk(0))
-    translation.feed(chunk(1))
-    with pytest.raises(ValueError, match="interleaves"):
-        translation.feed(chunk(0))
+
+A, B = ("a", "add", '{"x": 1}'), ("b", "sub", '{"y": {}}')
+PIECES: dict[str, list[Any]] = {
+    "without index": [piece("a", "add", '{"x"'), piece(None, None, ": 1}"), piece(*B)],
+    "with index null": [piece("a", "add", '{"x": 1}', index=None), piece(*B, index=None)],
+    "all with index 0": [piece("a", "add", ""), piece(None, None, '{"x": 1}', index=0), piece(*B, index=0)],
+    "with a repeated name and id": [
+        *(piece("a", "add", part, index=0) for part in ('{"x"', ": 1}", "")),
+        *(piece("b", "sub", part, index=1) for part in ('{"y": {', "}", "}")),
+    ],
+    "with a name in two pieces": [
+        *(piece("a", name, "", index=0) for name in ("ad", "d")),
+        piece(None, None, '{"x": 1}', index=0),
+        piece(*B, index=1),
+    ],
+    "with two heads in one delta": [
+        [piece("a", "add", "", index=0), piece("b", "sub", "", index=1)],
+        *(piece(None, None, part, index=0) for part in ('{"x"', ": 1}")),
+        piece(None, None, '{"y": {}}', index=1),
+    ],
+    "with two heads in one delta and no index": [
+        [piece("a", "add", ""), piece("b", "sub", "")],
+        [piece(None, None, '{"x": 1'), piece(None, None, '{"y": {')],
+        [piece(None, None, "}"), piece(None, None, "}}")],
+    ],
+    "interleaved": [
+        piece("a", "add", '{"x"', index=0),
+        piece("b", "sub", '{"y"', index=1),
+        piece(None, None, ": 1", index=0),
+        piece(None, None, ": {", index=1),
+        piece(None, None, "}", index=0),
+        piece(None, None, "}}", index=1),
+    ],
+    "with text between two pieces": [piece("a", "add", '{"x"', index=0), "Hm.", piece("a", None, ": 1}"), piece(*B)],
+    "with arguments as objects": [piece("a", "add", {"x": 1}), piece("b", "sub", {"y": {}})],  # type: ignore[arg-type]
+}
+
+
+def read_calls(completion: Completion) -> list[tuple[Any, ...]]:
+    return [(call.id, call.name, json.loads(call.arguments)) for call in completion.choices[0].tool_calls.values()]
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_every_way_to_stream_two_tool_calls_is_read_as_two_calls_in_every_dialect(name: str) -> None:
+    deltas = [
+        {"content": each} if isinstance(each, str) else {"tool_calls": each if isinstance(each, list) else [each]}
+        for each in PIECES[name]
+    ]
+    expected = [(*head, json.loads(arguments)) for *head, arguments in (A, B)]
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    chunks = [{"id": "x", "choices": [choice]} for choice in choices]
+    chunks.append({"id": "x", "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+    chat = Completion()
+    for chunk in chunks:
+        CHAT.read_chunk(json.loads(json.dumps(chunk)), chat)
+    assert read_calls(chat) == expected
+    for translation, dialect in (
+        (ResponsesTranslation({"input": ""}), Responses()),
+        (MessagesTranslation({"messages": []}), Messages()),
+    ):
+        events = to_events(b"".join(map(translation.feed, chunks)) + translation.close())
+        shown = Completion()
+        for event in events:
+            dialect.read_chunk(event, shown)
+        assert read_calls(shown) == expected
+        assert shown.choices[0].text == chat.choices[0].text
+        if isinstance(dialect, Messages):  # one block at a time, in order
+            starts_and_stops = [
+                e["index"] for e in events if e["type"] in ("content_block_start", "content_block_stop")
+            ]
+            assert starts_and_stops == sorted(starts_and_stops)
+            assert all(starts_and_stops.count(index) == 2 for index in starts_and_stops)
+
+
+@pytest.mark.parametrize("index", [{}, {"index": None}, {"index": 0}])
+@pytest.mark.parametrize("ids", [("a", "b"), ("a", "a"), (None, None)])
+def test_the_tool_calls_of_a_whole_answer_stay_apart_in_every_dialect(index: Any, ids: tuple[Any, Any]) -> None:
+    calls = [piece(ids[n], "add", f'{{"x": {n + 1}}}', **index) for n in range(2)]
+    choice = {"index": 0, "finish_reason": "tool_calls", "message": {"content": None, "tool_calls": calls}}
+    answer = {"id": "x", "choices": [choice]}
+    read = [Completion() for _ in range(3)]
+    CHAT.read_answer(answer, read[0])
+    Responses().read_answer(ResponsesTranslation({"input": ""}).answer(answer), read[1])
+    Messages().read_answer(MessagesTranslation({"messages": []}).answer(answer), read[2])
+    for completion in read:
+        assert [call[1:] for call in read_calls(completion)] == [("add", {"x": 1}), ("add", {"x": 2})]
+
+
+@pytest.mark.parametrize("translation", [ResponsesTranslation({"input": ""}), MessagesTranslation({"messages": []})])
+def test_a_tool_call_that_has_begun_to_arrive_is_passed_on_at_once(translation: Any) -> None:
+    def feed(call: dict[str, Any]) -> str:
+        chunk = {"id": "x", "choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}
+        return str(translation.feed(chunk).decode())
+
+    feed(piece("a", "add", "", index=0))
+    assert "add" in feed(piece(None, None, '{"x": "first', index=0))
+    assert "second" in feed(piece(None, None, 'second"}', index=0))
+    assert "sub" in feed(piece(*B, index=1))
+    with pytest.raises(ValueError, match="'add' after its arguments have ended"):
+        feed(piece(None, None, ', "z": 1}', index=0))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self, TypeAlias
 
@@ -54,10 +54,13 @@ class IteratedAnswer:
     source: object = None
     """The stream behind ``pieces``, if it has to be closed too: closing a generator does not close its source."""
     is_over: bool = False
+    more_headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def headers(self) -> CIMultiDictProxy[str]:
-        return CIMultiDictProxy(CIMultiDict({"Content-Type": self.content_type}))
+        headers = CIMultiDict(self.more_headers)
+        headers["Content-Type"] = self.content_type
+        return CIMultiDictProxy(headers)
 
     @property
     def content(self) -> Self:

@@ -20,13 +20,27 @@ from agentlightning_plugins.gateway.backends.answer import (
     MAX_ANSWER_BYTES,
     MAX_EVENT_BYTES,
     BackendAnswer,
+    IteratedAnswer,
     idle_timeout,
+    once,
 )
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.provider import ModelBackend, describe_error
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
-from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, CallRefused, Dialect, TranslationError
-from agentlightning_plugins.gateway.dialects.wire import dump_json, parse_json
+from agentlightning_plugins.gateway.dialects.dialect import (
+    MALFORMED,
+    CallRefused,
+    Completion,
+    Dialect,
+    TranslationError,
+)
+from agentlightning_plugins.gateway.dialects.wire import (
+    BYTE_ORDER_MARK,
+    dump_json,
+    looks_like_events,
+    parse_json,
+    read_events,
+)
 
 logger = logging.getLogger("agentlightning")
 RETRIED_STATUS: Final = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
@@ -158,7 +172,8 @@ class Upstream:
                 response = await backend.provider.send(self._session, backend, request.path, body, authorized)
                 keep_alive()
                 is_valid = not any(map(_CONTROL.search, response.headers.values()))
-                if is_valid and response.status == 200 and response.content_type == "text/event-stream":
+                is_stream, kind = bool(request.body.get("stream")), response.content_type
+                if is_valid and response.status == 200 and kind == "text/event-stream" and is_stream:
                     return response
                 async with response:
                     answer = await _read_answer(response, keep_alive) if is_valid else b""
@@ -176,7 +191,26 @@ class Upstream:
         relayed = relayed_headers(response.headers, backend)
         if not 200 <= response.status < 300:
             raise _read_error(dialect, request, response.status, relayed, backend.redactor.redact_error(answer))
+        answer = answer.removeprefix(BYTE_ORDER_MARK)
+        if response.status == 200:
+            are_events = "json" not in kind and looks_like_events(answer)
+            with contextlib.suppress(*MALFORMED):  # the relay refuses an answer that is neither
+                if is_stream:
+                    events = answer if are_events else _to_events(request.dialect, answer)
+                    return IteratedAnswer(once(events), "text/event-stream", more_headers=relayed)
+                if are_events:
+                    answer = dump_json(request.dialect.collect(read_events(answer)))
+                    relayed["Content-Type"] = "application/json"
         return Reply(response.status, backend.redactor.redact_answer(answer), relayed)
+
+
+def _to_events(dialect: Dialect, body: bytes) -> bytes:
+    """Returns a whole answer to a request for a stream as a stream; raises ``MALFORMED`` or CallRefused."""
+    answer, completion = parse_json(body), Completion()
+    dialect.read_answer(answer, completion)
+    if completion.error is not None:
+        raise CallRefused(502, completion.error, "bad_gateway")
+    return dialect.to_events(answer)
 
 
 def relayed_headers(headers: CIMultiDictProxy[str], backend: ModelBackend) -> CIMultiDict[str]:

@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from agentlightning_plugins.gateway.dialects.dialect import CompletionChoice
+from agentlightning_plugins.gateway.dialects.openai import to_chunk
+from agentlightning_plugins.gateway.dialects.wire import is_json
+
 PartKind: TypeAlias = Literal["reasoning", "text", "refusal", "tool_call"]
 
 
@@ -24,6 +28,10 @@ class Part:
     """Name of the called tool."""
     logprobs: list[Any] = field(default_factory=list)
     """Log-probabilities of the part's tokens, as in Chat Completions; empty if they are not kept."""
+    is_started: bool = False
+    """Whether events of the part were sent. A tool call starts with its arguments, when its whole name is known."""
+    waiting: list[tuple[str, Sequence[Any]]] = field(default_factory=list)
+    """Text, with its log-probabilities, that was not sent yet, because an earlier tool call has not ended."""
 
 
 class PartTranslation(ABC):
@@ -43,7 +51,12 @@ class PartTranslation(ABC):
         self._prompt_tokens: int = 0
         self._stop_sequence: str | None = None
         """The text that ended the answer, if the backend states it, as vLLM does."""
-        self._open: Part | None = None
+        self._number_ended = 0
+        """Number of parts that have ended. The part after them is open, and later ones wait."""
+        self._number_seen = 0
+        """Number of parts when the open call was last examined."""
+        self._choice = CompletionChoice()
+        """Only its tool calls are used."""
         self._calls: dict[int, Part] = {}
         self._has_begun = False
 
@@ -81,17 +94,15 @@ class PartTranslation(ABC):
 
     def _read_whole(self, answer: Mapping[str, Any]) -> None:
         """Reads a whole answer; raises ``MALFORMED``."""
-        choices = []
         for choice in answer["choices"]:
-            message = choice["message"]
-            calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls") or ())]
-            choices.append({**choice, "delta": {**message, "tool_calls": calls}})
+            choice["message"]  # raises KeyError: the answer is of another API
         self._has_begun = True
-        self.feed({**answer, "choices": choices})
+        self.feed(to_chunk(answer))
+        self._end_parts()
 
-    def _stop_open_part(self) -> bytes:
-        part, self._open = self._open, None
-        return b"" if part is None else self._stop(part)
+    def _end_parts(self) -> bytes:
+        """Returns the events that end all parts."""
+        return b"".join(self._advance(is_end=True))
 
     def _read(self, choice: Mapping[str, Any]) -> Iterator[bytes]:
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
@@ -102,39 +113,56 @@ class PartTranslation(ABC):
         yield from self._read_text("reasoning", delta.get("reasoning_content") or delta.get("reasoning"))
         yield from self._read_text("text", delta.get("content"), logprobs)
         yield from self._read_text("refusal", delta.get("refusal"))
-        for position, call in enumerate(delta.get("tool_calls") or ()):
-            yield from self._read_call(call.get("index", position), call)
+        for position, arguments in self._choice.add_tool_calls(delta):
+            part, call = self._calls.get(position), self._choice.tool_calls[position]
+            if part is None:
+                part = self._calls[position] = self._new_part("tool_call")
+            if not part.is_started:
+                part.call_id, part.name = call.id or f"call_{part.index}", call.name
+            yield from self._add_text(part, arguments)
 
     def _read_text(self, kind: PartKind, text: str | None, logprobs: Sequence[Any] = ()) -> Iterator[bytes]:
         if not text:
             return
-        part = self._open
+        part = self._parts[-1] if self._parts else None
         if part is None or part.kind != kind:
-            yield self._stop_open_part()
             part = self._new_part(kind)
-            yield self._start(part)
-        part.text += text
-        part.logprobs += logprobs
-        yield self._add(part, text, logprobs)
+        yield from self._add_text(part, text, logprobs)
 
-    def _read_call(self, position: int, call: Mapping[str, Any]) -> Iterator[bytes]:
-        function = call.get("function") or {}
-        part = self._calls.get(position)
-        if part is None:
-            yield self._stop_open_part()
-            part = self._calls[position] = self._new_part("tool_call")
-            part.call_id = call.get("id") or f"call_{part.index}"
-            part.name = function.get("name") or ""
-            yield self._start(part)
-        elif part is not self._open:
-            raise ValueError("the backend interleaves the tool calls of a stream")
-        arguments = function.get("arguments")
-        if arguments:
-            part.text += arguments
-            yield self._add(part, arguments, ())
+    def _add_text(self, part: Part, text: str, logprobs: Sequence[Any] = ()) -> Iterator[bytes]:
+        if part.index < self._number_ended and text.strip():
+            raise ValueError(f"the backend continues the call of {part.name!r} after its arguments have ended")
+        if text:
+            part.waiting.append((text, logprobs))
+        yield from self._advance(is_end=False)
+
+    def _advance(self, *, is_end: bool) -> Iterator[bytes]:
+        """Sends the text of the open part. Ends it if others wait, and if it is not a call that lacks arguments."""
+        while self._number_ended < len(self._parts):
+            part = self._parts[self._number_ended]
+            if not part.is_started and (part.waiting or is_end):
+                part.is_started = True
+                yield self._start(part)
+            is_changed = bool(part.waiting)
+            for text, logprobs in part.waiting:
+                part.text += text
+                part.logprobs += logprobs
+                yield self._add(part, text, logprobs)
+            part.waiting.clear()
+            if not is_end and (part is self._parts[-1] or not self._has_ended(part, is_changed)):
+                break
+            self._number_ended += 1
+            yield self._stop(part)
+
+    def _has_ended(self, part: Part, is_changed: bool) -> bool:
+        """Whether an open part before others has all its text; expensive for calls, so only if something is new."""
+        if part.kind != "tool_call":
+            return True
+        is_new, self._number_seen = is_changed or len(self._parts) > self._number_seen, len(self._parts)
+        return is_new and is_json(part.text)
 
     def _new_part(self, kind: PartKind) -> Part:
-        part = self._open = Part(kind, len(self._parts))
+        part = Part(kind, len(self._parts))
         self._parts.append(part)
         return part
 

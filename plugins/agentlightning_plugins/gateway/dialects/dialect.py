@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ from multidict import CIMultiDict
 
 from agentlightning.errors import LightningError
 from agentlightning.plugin.registry import get_manager
-from agentlightning_plugins.gateway.dialects.wire import dump_json, to_event
+from agentlightning_plugins.gateway.dialects.wire import dump_json, is_json, to_event
 
 MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError)
 """Errors that dialects and translations raise for JSON that does not fit their API."""
@@ -45,6 +45,56 @@ class CompletionChoice:
     """Log-probabilities of the sampled tokens."""
     weight_versions: list[int] | None = None
     """Weight versions of the sampled tokens, if the weights changed during the sampling."""
+    _positions: dict[tuple[Any, Any], int] = field(default_factory=dict, compare=False)
+    """The latest tool call of a stream with an id and an index; either may be None, which stands for any."""
+
+    def add_tool_calls(self, message: Mapping[str, Any], *, is_whole: bool = False) -> Iterator[tuple[int, str]]:
+        """Adds the tool calls of a message of Chat Completions, or the pieces of tool calls of a stream's delta.
+
+        A call is known by its id, because some servers give no index, or the same to all calls. A piece without id
+        continues the call with its index, else the latest call.
+
+        Yields:
+            The position of each call among ``tool_calls``, and the arguments that were added to it.
+        """
+        pieces = message.get("tool_calls") or ()
+        if message.get("function_call"):  # the form before there were tools
+            pieces = [*pieces, {"function": message["function_call"]}]
+        for number, piece in enumerate(pieces):
+            function = piece.get("function") or piece.get("custom") or {}
+            call_id, name = piece.get("id") or None, function.get("name") or ""
+            arguments = function.get("arguments", function.get("input"))
+            if not isinstance(arguments, str):  # some servers send an object
+                arguments = "" if arguments is None else dump_json(arguments).decode()
+            index = piece.get("index")
+            if index is None and len(pieces) > 1:
+                index = number
+            position = None if is_whole else self._find_call(call_id, index, name, arguments)
+            if position is None:
+                position = len(self.tool_calls)
+                self.tool_calls[position] = CompletionToolCall()
+            call = self.tool_calls[position]
+            call.id = call.id or call_id
+            if name != call.name and not (call.name and call.arguments):
+                call.name += name
+            call.arguments += arguments
+            self._positions.update(
+                dict.fromkeys([(call_id, index), (call_id, None), (None, index), (None, None)], position)
+            )
+            yield position, arguments
+
+    def _find_call(self, call_id: str | None, index: Any, name: str, arguments: str) -> int | None:
+        """Returns the position of the call that a piece continues; None if it begins a call."""
+        known = self._positions
+        keys = ((call_id, index), (None, index), *([] if name else [(call_id, None)]))
+        position = next((known[key] for key in keys if key in known), None)
+        if position is None or not name or (call_id and index is not None and (call_id, index) in known):
+            return position
+        call = self.tool_calls[position]
+        if call_id is not None and call.id is not None and call_id != call.id:
+            return None
+        has_ended = call.name and call.arguments and arguments and (name != call.name or is_json(call.arguments))
+        return None if has_ended else position
 
     def to_message(self) -> dict[str, Any]:
         """Returns this choice as a message of OpenTelemetry's ``gen_ai.output.messages``."""
@@ -161,6 +211,14 @@ class Dialect(Protocol):
 
     def read_chunk(self, chunk: Mapping[str, Any], completion: Completion) -> None:
         """Adds the JSON of one server-sent event to ``completion``; raises ``MALFORMED``."""
+        raise ValueError(f"{self.path} does not stream")
+
+    def to_events(self, answer: Mapping[str, Any]) -> bytes:
+        """Returns a whole answer as a stream, for servers that ignore ``stream``; raises ``MALFORMED``."""
+        raise ValueError(f"{self.path} does not stream")
+
+    def collect(self, chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns a stream, the JSON of its events, as a whole answer; raises ``MALFORMED`` if it broke off."""
         raise ValueError(f"{self.path} does not stream")
 
     def strip(self, answer: dict[str, Any], options: TokenOptions) -> bool:

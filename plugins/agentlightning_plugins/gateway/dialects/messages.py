@@ -104,6 +104,46 @@ class Messages(_Anthropic):
             case "error":
                 completion.error = str(chunk["error"].get("message"))
 
+    def to_events(self, answer: Mapping[str, Any]) -> bytes:
+        begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
+        events = [to_typed_event("message_start", message=begun)]
+        for index, block in enumerate(answer["content"]):
+            blank, deltas = _to_deltas(block)
+            events.append(to_typed_event("content_block_start", index=index, content_block={**block, **blank}))
+            events += [to_typed_event("content_block_delta", index=index, delta=delta) for delta in deltas]
+            events.append(to_typed_event("content_block_stop", index=index))
+        delta = {key: answer.get(key) for key in ("stop_reason", "stop_sequence")}
+        events.append(to_typed_event("message_delta", delta=delta, usage=answer.get("usage") or {}))
+        return b"".join(events) + to_typed_event("message_stop")
+
+    def collect(self, chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        message: dict[str, Any] = {}
+        inputs: dict[int, str] = {}
+        for chunk in chunks:
+            match chunk["type"]:
+                case "message_start":
+                    message = {**chunk["message"], "content": []}
+                case "content_block_start":
+                    message["content"].append(dict(chunk["content_block"]))
+                case "content_block_delta":
+                    block, delta = message["content"][chunk["index"]], chunk["delta"]
+                    if delta["type"] == "input_json_delta":
+                        inputs[chunk["index"]] = inputs.get(chunk["index"], "") + delta["partial_json"]
+                    elif delta["type"] == "citations_delta":
+                        block["citations"] = [*(block.get("citations") or ()), delta["citation"]]
+                    else:
+                        block |= {key: block.get(key, "") + text for key, text in delta.items() if key != "type"}
+                case "message_delta":
+                    usage = (message.get("usage") or {}) | (chunk.get("usage") or {})
+                    message |= {**chunk["delta"], "usage": usage}
+                case "error":
+                    raise ValueError(str(chunk["error"]))
+        if not message["stop_reason"]:
+            raise ValueError("the stream ended early")
+        for index, text in inputs.items():
+            message["content"][index]["input"] = parse_json(text.encode()) if text else {}
+        return message
+
     def translate(self, body: Mapping[str, Any]) -> Translation | None:
         return MessagesTranslation(body)
 
@@ -123,6 +163,20 @@ class CountTokens(_Anthropic):
 
     def translate(self, body: Mapping[str, Any]) -> Translation | None:
         return CountTranslation(body)
+
+
+def _to_deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the keys with which a block begins in a stream, and the deltas that complete it."""
+    match block["type"]:
+        case "text":
+            return {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+        case "thinking":
+            deltas = [{"type": f"{key}_delta", key: block.get(key) or ""} for key in ("thinking", "signature")]
+            return {"thinking": "", "signature": ""}, deltas
+        case "tool_use":
+            return {"input": {}}, [{"type": "input_json_delta", "partial_json": dump_json(block["input"]).decode()}]
+        case _:
+            return {}, []
 
 
 def _read_head(message: Mapping[str, Any], completion: Completion) -> None:
@@ -188,7 +242,7 @@ class MessagesTranslation(PartTranslation):
         return self._message() | {"usage": self._to_usage()}
 
     def close(self) -> bytes:
-        last, message = self._stop_open_part(), self._message()
+        last, message = self._end_parts(), self._message()
         delta = {key: message[key] for key in ("stop_reason", "stop_sequence")}
         return (
             last + to_typed_event("message_delta", delta=delta, usage=self._to_usage()) + to_typed_event("message_stop")

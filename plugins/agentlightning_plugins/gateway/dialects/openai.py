@@ -15,13 +15,12 @@ from orjson import JSONDecodeError, dumps, loads
 from agentlightning_plugins.gateway.dialects.dialect import (
     Completion,
     CompletionChoice,
-    CompletionToolCall,
     Dialect,
     TokenOptions,
     tool_call_part,
 )
 from agentlightning_plugins.gateway.dialects.fields import CHAT_FIELDS, COMPLETION_FIELDS, EMBEDDING_FIELDS
-from agentlightning_plugins.gateway.dialects.wire import dump_json, to_event
+from agentlightning_plugins.gateway.dialects.wire import DONE, dump_json, to_event
 
 _DATA: Final = b"data: "
 _HEAD: Final = _DATA + b"{"
@@ -149,6 +148,8 @@ class ChatCompletions(OpenAIDialect):
     def read_answer(self, answer: Mapping[str, Any], completion: Completion) -> None:
         _read_envelope(answer, completion)
         _take_choices(answer["choices"], completion, True, True)
+        if not completion.choices:
+            completion.error = "the answer has no choices"
 
     def read_chunk(self, chunk: Mapping[str, Any], completion: Completion) -> None:
         error = chunk.get("error")
@@ -179,6 +180,37 @@ class ChatCompletions(OpenAIDialect):
                 relayed.append(events[: len(events) - len(run.rest)])
             events = run.rest
         return b"".join(relayed), events
+
+    def to_events(self, answer: Mapping[str, Any]) -> bytes:
+        chunk = {name: value for name, value in to_chunk(answer).items() if name != "usage"}
+        usage = [{**chunk, "choices": [], "usage": answer["usage"]}] if answer.get("usage") else []
+        return b"".join([to_event(dump_json(event)) for event in (chunk, *usage)]) + to_event(DONE)
+
+    def collect(self, chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        completion, answer = Completion(), dict[str, Any]()
+        choices: dict[int, dict[str, Any]] = {}
+        for chunk in chunks:
+            self.read_chunk(chunk, completion)
+            answer |= {name: value for name, value in chunk.items() if value is not None}
+            for part in chunk.get("choices") or ():
+                choice = choices.setdefault(part.get("index") or 0, {"logprobs": {}})
+                for name, values in (part.get("logprobs") or {}).items():
+                    choice["logprobs"][name] = [*choice["logprobs"].get(name, ()), *(values or ())]
+                others = part.keys() - {"delta", "logprobs"}
+                choice |= {name: part[name] for name in others if part[name] is not None}
+        if completion.error or not completion.is_finished:
+            raise ValueError(completion.error or "the stream ended early")
+        for index, choice in choices.items():
+            read = completion.choices[index]
+            choice |= {"index": index, "logprobs": choice["logprobs"] or None}
+            if read.token_ids is not None:
+                choice["token_ids"] = read.token_ids
+            if self.operation == "chat":
+                choice["message"] = to_message(read)
+            else:
+                choice["text"] = read.text
+        kind = str(answer.get("object", "")).removesuffix(".chunk")
+        return {**answer, "object": kind, "choices": list(choices.values())}
 
     def is_hidden(self, chunk: Mapping[str, Any], options: TokenOptions) -> bool:
         return options.stream_options is not None and not chunk.get("choices") and bool(chunk.get("usage"))
@@ -234,6 +266,31 @@ def read_version(value: object) -> int | None:
     if isinstance(value, str) and value.isdecimal():
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def to_chunk(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a whole answer as the only chunk of a stream."""
+    choices = []
+    for choice in answer["choices"]:
+        message = choice.get("message")
+        if message is not None:
+            calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls") or ())]
+            choice = {**choice, "delta": {**message, **({"tool_calls": calls} if calls else {})}}
+            del choice["message"]
+        choices.append(choice)
+    kind = "chat.completion.chunk" if answer.get("object") == "chat.completion" else answer.get("object")
+    return {**answer, "object": kind, "choices": choices}
+
+
+def to_message(choice: CompletionChoice) -> dict[str, Any]:
+    """Returns a choice as a message of Chat Completions."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in choice.tool_calls.values()
+    ]
+    more = {"reasoning_content": choice.reasoning, "refusal": choice.refusal, "tool_calls": calls}
+    content = choice.text or (None if calls else "")
+    return {"role": "assistant", "content": content, **{name: value for name, value in more.items() if value}}
 
 
 def _read_texts(value: Any) -> list[dict[str, Any]]:
@@ -293,6 +350,8 @@ def _take_choices(
                 data["logprobs"] = None  # as in answers of OpenAI and vLLM to requests without logprobs
                 is_changed = True
         finish_reason = data.get("finish_reason")
+        if finish_reason == "error" or data.get("error"):
+            completion.error = completion.error or str(data.get("error") or "the backend failed during its answer")
         if finish_reason:
             choice.finish_reason = finish_reason
             if "weight_versions" in data:  # our extension: the weights changed during the answer
@@ -310,27 +369,23 @@ def _take_choices(
         if content:
             choice.text += content
         if not content or len(message) > 1 + ("role" in message):  # rare in chunks of a stream
-            _read_more(message, choice)
+            _read_more(message, choice, is_whole="message" in data)
     return is_changed
 
 
-def _read_more(message: Mapping[str, Any], choice: CompletionChoice) -> None:
+def _read_more(message: Mapping[str, Any], choice: CompletionChoice, *, is_whole: bool) -> None:
     """Adds the reasoning, refusal and tool calls of a message."""
     choice.reasoning += message.get("reasoning_content") or message.get("reasoning") or ""
     choice.refusal += message.get("refusal") or ""
-    for position, part in enumerate(message.get("tool_calls") or ()):
-        call = choice.tool_calls.setdefault(part.get("index", position), CompletionToolCall())
-        function = part.get("function") or {}
-        call.id = part.get("id") or call.id
-        call.name += function.get("name") or ""
-        call.arguments += function.get("arguments") or ""
+    for _ in choice.add_tool_calls(message, is_whole=is_whole):
+        pass
 
 
 def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
-    if role == "tool":
+    if role in ("tool", "function"):
         return {
-            "role": role,
+            "role": "tool",
             "parts": [{"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}],
         }
     reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -339,9 +394,10 @@ def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:
         parts.append({"type": "text", "content": content})
     else:
         parts += (_read_part(part) for part in content or ())
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        parts.append(tool_call_part(call.get("id"), function.get("name"), function.get("arguments")))
+    choice = CompletionChoice()
+    for position, _ in choice.add_tool_calls(message, is_whole=True):
+        call = choice.tool_calls[position]
+        parts.append(tool_call_part(call.id, call.name, call.arguments))
     return {"role": role, "parts": parts}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning_plugins.gateway.dialects.chat_part import (
@@ -22,7 +22,7 @@ from agentlightning_plugins.gateway.dialects.dialect import (
 )
 from agentlightning_plugins.gateway.dialects.fields import RESPONSE_FIELDS
 from agentlightning_plugins.gateway.dialects.openai import CHAT, OpenAIDialect
-from agentlightning_plugins.gateway.dialects.wire import to_typed_event
+from agentlightning_plugins.gateway.dialects.wire import dump_json, to_typed_event
 
 _DELTAS: Final = {
     "response.output_text.delta": "text",
@@ -30,6 +30,22 @@ _DELTAS: Final = {
     "response.reasoning_text.delta": "reasoning",
     "response.reasoning_summary_text.delta": "reasoning",
 }
+_CALLS: Final = {
+    "function_call": "arguments",
+    "custom_tool_call": "input",
+    "local_shell_call": "action",
+    "shell_call": "action",
+    "apply_patch_call": "operation",
+    "computer_call": "action",
+}
+"""The items that are tool calls for the agent, and their key with the arguments: text, or an object or list."""
+_STREAMED: Final = {
+    "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
+}
+"""The items whose arguments are streamed, and the events of their deltas."""
+_OUTPUTS: Final = frozenset(f"{kind}_output" for kind in _CALLS)
+_LAST: Final = ("response.completed", "response.incomplete", "response.failed")
 
 
 class Responses(OpenAIDialect):
@@ -70,16 +86,13 @@ class Responses(OpenAIDialect):
         if kind in _DELTAS:
             choice, key = completion.choice(0), _DELTAS[kind]
             setattr(choice, key, getattr(choice, key) + chunk["delta"])
-        elif kind == "response.function_call_arguments.delta":
-            completion.choice(0).tool_calls.setdefault(chunk["output_index"], CompletionToolCall()).arguments += chunk[
-                "delta"
-            ]
-        elif kind == "response.output_item.added" and chunk["item"].get("type") == "function_call":
-            item = chunk["item"]
-            completion.choice(0).tool_calls[chunk["output_index"]] = CompletionToolCall(
-                item.get("call_id"), item["name"]
-            )
-        elif kind in ("response.completed", "response.incomplete", "response.failed"):
+        elif kind.removesuffix(".delta") in _STREAMED.values() and kind.endswith(".delta"):
+            call = completion.choice(0).tool_calls.setdefault(chunk["output_index"], CompletionToolCall())
+            call.arguments += chunk["delta"]
+        elif kind in ("response.output_item.added", "response.output_item.done"):
+            if chunk["item"].get("type") in _CALLS:
+                completion.choice(0).tool_calls[chunk["output_index"]] = _read_call(chunk["item"])
+        elif kind in _LAST:
             self.read_answer(chunk["response"], completion)
             completion.is_ended = True
         elif kind == "response.created":
@@ -87,12 +100,56 @@ class Responses(OpenAIDialect):
         elif kind == "error":
             completion.error = str((chunk.get("error") or chunk).get("message"))
 
+    def to_events(self, answer: Mapping[str, Any]) -> bytes:
+        events: list[tuple[str, dict[str, Any]]] = []
+        events.append(("response.created", {"response": {**answer, "status": "in_progress", "output": []}}))
+        for index, item in enumerate(answer["output"]):
+            events += _to_events(item, {"output_index": index, "item_id": item.get("id")})
+        events.append((f"response.{answer['status']}", {"response": answer}))
+        return b"".join([to_typed_event(kind, sequence_number=n, **more) for n, (kind, more) in enumerate(events)])
+
+    def collect(self, chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        for chunk in chunks:
+            if chunk["type"] in _LAST:
+                return dict(chunk["response"])
+        raise ValueError("the stream ended early")
+
     def translate(self, body: Mapping[str, Any]) -> Translation | None:
         return ResponsesTranslation(body)
 
     def error_event(self, status: int, message: str, code: str | None) -> bytes:
         error = self.error_body(status, message, code)  # the client raises the content of "error"
         return to_typed_event("error", code=code, message=message, param=None, sequence_number=0, **error)
+
+
+def _to_events(item: Mapping[str, Any], where: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the events of one whole item of an answer: their types and fields."""
+    index, parts = where["output_index"], item["content"] if item["type"] == "message" else ()
+    streamed = _STREAMED.get(item["type"], "")
+    blank: dict[str, Any] = (
+        {"content": []} if item["type"] == "message" else {_CALLS[item["type"]]: ""} if streamed else {}
+    )
+    yield "response.output_item.added", {"output_index": index, "item": {**item, **blank}}
+    for number, part in enumerate(parts):
+        key, kind = "refusal" if part["type"] == "refusal" else "text", f"response.{part['type']}"
+        extra: dict[str, Any] = {**where, "content_index": number}
+        yield "response.content_part.added", {**extra, "part": {**part, key: ""}}
+        yield f"{kind}.delta", {**extra, "delta": part[key], "logprobs": []}
+        yield f"{kind}.done", {**extra, key: part[key], "logprobs": []}
+        yield "response.content_part.done", {**extra, "part": part}
+    if streamed:
+        key = _CALLS[item["type"]]
+        yield f"{streamed}.delta", {**where, "delta": item[key]}
+        yield f"{streamed}.done", {**where, "name": item["name"], key: item[key]}
+    yield "response.output_item.done", {"output_index": index, "item": item}
+
+
+def _read_call(item: Mapping[str, Any]) -> CompletionToolCall:
+    kind = item["type"]
+    found = item.get(_CALLS[kind]) or item.get("actions") or ""
+    arguments = found if isinstance(found, str) else dump_json(found).decode()
+    name = item["name"] if kind in ("function_call", "custom_tool_call") else kind.removesuffix("_call")
+    return CompletionToolCall(item.get("call_id") or item.get("id"), name, arguments)
 
 
 def _read_item(item: Mapping[str, Any], position: int, choice: CompletionChoice) -> None:
@@ -103,8 +160,8 @@ def _read_item(item: Mapping[str, Any], position: int, choice: CompletionChoice)
                 choice.refusal += part.get("refusal") or ""
         case "reasoning":
             choice.reasoning += "".join(part["text"] for part in item.get("content") or item.get("summary") or ())
-        case "function_call":
-            choice.tool_calls[position] = CompletionToolCall(item.get("call_id"), item["name"], item["arguments"])
+        case kind if kind in _CALLS:
+            choice.tool_calls[position] = _read_call(item)
         case _:  # tools that OpenAI ran itself: the following text contains their results
             pass
 
@@ -115,7 +172,7 @@ _DROPPED: Final = frozenset(
     "input instructions tools tool_choice text max_output_tokens reasoning include truncation store stream_options "
     "max_tool_calls context_management prompt_cache_options prompt_cache_retention moderation".split()
 ).union(_STATEFUL)
-_ITEMS: Final = frozenset({"message", "function_call", "function_call_output", "reasoning"})
+_ITEMS: Final = frozenset({"message", "reasoning"}).union(_CALLS, _OUTPUTS)
 _REPEATED: Final[Mapping[str, Any]] = {
     "background": False,
     "instructions": None,
@@ -164,10 +221,11 @@ class ResponsesTranslation(PartTranslation):
         return self._response(self._status())
 
     def close(self) -> bytes:
-        last = self._stop_open_part()
+        last = self._end_parts()
         if not self._parts:  # clients expect a message, even an empty one
             last += b"" if self._has_begun else self._begin()
-            last += self._start(self._new_part("text")) + self._stop_open_part()
+            self._new_part("text")
+            last += self._end_parts()
         status = self._status()
         return last + self._event(f"response.{status}", response=self._response(status))
 
@@ -350,14 +408,24 @@ def _add_item(item: Mapping[str, Any], messages: list[dict[str, Any]]) -> None:
             if text:
                 message = _assistant(messages, "content", "tool_calls")
                 message["reasoning_content"] = message.get("reasoning_content", "") + text
-        case "function_call":
-            call = to_tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))
-            _assistant(messages).setdefault("tool_calls", []).append(call)
-        case "function_call_output":
-            content = to_content(item.get("output"), _to_part)
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        case kind if kind in _CALLS:
+            call = _read_call(item)
+            calls = _assistant(messages).setdefault("tool_calls", [])
+            calls.append(to_tool_call(call.id, call.name, call.arguments))
+        case kind if kind in _OUTPUTS:
+            call_id, content = item.get("call_id") or item.get("id"), _to_output(item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         case _:
             messages.append({"role": "user", "content": [dict(item)]})
+
+
+def _to_output(output: Any) -> Any:
+    """Translates the output of a tool: parts stay parts; what chat messages have no parts for becomes JSON."""
+    if isinstance(output, dict) and output.get("image_url"):  # a screenshot
+        output = [{**output, "type": "input_image"}]
+    if isinstance(output, list) and not all(isinstance(part, dict) and "type" in part for part in output):
+        output = dump_json(output).decode()
+    return dump_json(output).decode() if isinstance(output, dict) else to_content(output, _to_part)
 
 
 def _assistant(messages: list[dict[str, Any]], *later: str) -> dict[str, Any]:

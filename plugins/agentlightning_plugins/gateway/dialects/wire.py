@@ -23,8 +23,20 @@ def dump_json(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
+def is_json(text: str) -> bool:
+    """Whether a text is a whole JSON object, so that a tool call has all its arguments."""
+    if not text.rstrip().endswith("}"):
+        return False
+    try:
+        return isinstance(parse_json(text.encode()), dict)
+    except ValueError:
+        return False
+
+
 _END: Final = re.compile(rb"\r?\n\r?\n")
 DONE: Final = b"[DONE]"
+BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_EVENT: Final = re.compile(rb"\s*(?:(?:data|event|id|retry) ?)?:")
 
 
 class EventSplitter:
@@ -32,10 +44,14 @@ class EventSplitter:
 
     rest: bytes = b""
     """The beginning of an event that is not complete."""
+    _has_begun = False
 
     def feed(self, piece: bytes) -> bytes:
         """Returns the events that this piece completes, each with the blank line that ends it."""
         text = self.rest + piece if self.rest else piece
+        if not self._has_begun:
+            self._has_begun = not BYTE_ORDER_MARK.startswith(text)
+            text = text.removeprefix(BYTE_ORDER_MARK)
         searched = max(0, len(self.rest) - 3)  # the blank line may be cut anywhere
         if text.endswith(b"\n\n"):
             end = len(text)
@@ -57,13 +73,30 @@ def split_events(text: bytes) -> list[bytes]:
 
 
 def event_data(event: bytes) -> bytes | None:
-    """Returns the data of an event with exactly one data line; None for comments and other events."""
+    """Returns the data of an event, of one or several lines; None for comments and other events without data."""
     if event.startswith(b"data:"):
         data = event[5:].strip()
         if b"\n" not in data:
             return data
     lines = [line for line in event.splitlines() if line.startswith(b"data:")]
-    return lines[0][5:].strip() if len(lines) == 1 else None
+    return b"\n".join(line[5:].strip() for line in lines) if lines else None
+
+
+def replace_data(event: bytes, data: bytes) -> bytes:
+    """Returns an event with other data; its other lines stay."""
+    others = [line for line in event.splitlines() if line and not line.startswith(b"data:")]
+    return b"\n".join([*others, to_event(data)])
+
+
+def looks_like_events(body: bytes) -> bool:
+    """Whether a body of unknown type begins like a stream of events."""
+    return _EVENT.match(body) is not None
+
+
+def read_events(body: bytes) -> list[Any]:
+    """Returns the JSON of the events of a whole stream; raises ValueError."""
+    found = [event_data(event) for event in split_events(EventSplitter().feed(body + b"\n\n"))]
+    return [parse_json(data) for data in found if data is not None and data != DONE]
 
 
 def to_event(data: bytes) -> bytes:
