@@ -15,6 +15,7 @@ from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.plugin.settings import require_least
 from agentlightning.resources import LLM
+from agentlightning.reward import count_failed
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode
 from agentlightning_algorithms.shared.rollout_result import RewardCheck, RolloutResult, read_result, retry_lost
 
@@ -129,10 +130,13 @@ def _warn_without_rewards(results: list[RolloutResult]) -> None:
 
 
 def _summarize(results: list[RolloutResult]) -> dict[str, float]:
-    """Statistics of an epoch; rollouts that failed or have no reward count as 0."""
-    scores = [result.score for result in results]
+    """Statistics of an epoch; rollouts that failed or have no reward count as ``count_failed``."""
+    failed = count_failed(result.valid_reward for result in results)
+    scores = [failed if result.valid_reward is None else result.valid_reward for result in results]
+    by_mode: dict[str, list[float]] = {}
+    for result, score in zip(results, scores, strict=True):
+        by_mode.setdefault(str(result.rollout.mode), []).append(score)
     errors = Counter(result.error_type for result in results if result.error_type is not None)
-    by_mode = {mode: [result.score for result in results if result.rollout.mode == mode] for mode in ("train", "val")}
     return {
         "reward": statistics.fmean(scores) if scores else 0.0,
         "reward_median": statistics.median(scores) if scores else 0.0,

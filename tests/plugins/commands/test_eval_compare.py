@@ -327,6 +327,41 @@ def test_an_agent_is_evaluated_from_python() -> None:
         agl.evaluate(agent, range(2), strategy="shm", resources=prompts, trackers=[])
 
 
+def test_a_crash_is_not_the_best_score_where_rewards_are_negative(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(agent: Any) -> Any:
+        return agl.evaluate(
+            agl.wrap(agent), range(8), repetitions=2, strategy="shm", trackers=[], success_threshold=-0.3
+        )
+
+    crashing = evaluate(lambda task: -0.2 if task == 0 else 1 / 0)
+    careful = evaluate(lambda task: -0.5 - task / 10)
+    assert crashing.rewards == [[-0.2, -0.2]] * 8
+    assert crashing.pass_at(1) == 1 / 8, "a failure is never a success"
+    assert careful.compare(crashing).difference > 0, "a failure counts as the lowest reward of both sides"
+    variants = [
+        Variant([], label, [each.score], rollouts=[1], seconds=[1.0], prompts=[{}], places=[tmp_path])
+        for label, each in (("crashing", crashing), ("careful", careful))
+    ]
+    assert compare_variants(variants)[1]["difference"] == pytest.approx(careful.mean - (7 * -1.2 - 0.2) / 8)
+
+
+async def test_a_failed_rollout_of_a_recorded_group_counts_as_the_lowest_reward_of_both_groups() -> None:
+    store = agl.InMemoryLightningStore()
+    for group, rewards in (("control", [-0.5, -2.0]), ("treatment", [-0.1, None])):
+        for task, reward in enumerate(rewards):
+            queued = agl.EnqueueRolloutRequest(input=task, metadata={"group": group, "task_id": task})
+            await store.enqueue_many_rollouts([queued])
+            claimed = await store.dequeue_rollout("worker")
+            assert claimed is not None
+            status = "failed" if reward is None else "succeeded"
+            await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status=status, reward=reward)
+    found = await agl.compare_rollouts(store, "control", "treatment")
+    assert (found.control.mean, found.treatment.mean, found.treatment.failed) == (-1.25, (-0.1 - 2.0) / 2, 1)
+    await store.close()
+
+
 def test_the_run_of_a_trainer_has_only_its_own_scores() -> None:
     store = agl.InMemoryLightningStore()
     for epochs, reward in ((3, 1.0), (1, 0.5)):

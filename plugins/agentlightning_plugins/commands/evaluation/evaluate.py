@@ -15,7 +15,7 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning_plugins.shared.configuration.run_directory import learned_resources
 from agentlightning_plugins.shared.rendering.text import print_table
-from agentlightning_plugins.shared.statistics.score import POWER, SampleSizePlan, plan
+from agentlightning_plugins.shared.statistics.score import FAILED, POWER, SampleSizePlan, plan
 from agentlightning_plugins.shared.terminal import json_option, print_json
 
 
@@ -140,7 +140,7 @@ def _print_score(metrics: dict[str, float]) -> None:
     for name, value in metrics.items():
         if name.startswith("pass@"):
             echo(f"{name:<8} {value:.3f}")
-    echo(f"{metrics['tasks']:.0f} tasks, {metrics['rollouts']:.0f} rollouts; failed rollouts count as 0")
+    echo(f"{metrics['tasks']:.0f} tasks, {metrics['rollouts']:.0f} rollouts; {FAILED}")
     if "missing" in metrics:
         echo(f"{metrics['missing']:.0f} rollouts without a reward, excluded")
     for name, value in metrics.items():

@@ -6,25 +6,35 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final
 
 from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.reward import count_failed
 from agentlightning_plugins.shared.statistics.interval import Interval, mean_interval, t_quantile, variance, wilson
 
 
 @dataclass(frozen=True)
 class Score:
-    """Rewards of an evaluation. A failed rollout counts as 0; ``missing`` counts the rollouts without a reward."""
+    """Rewards of an evaluation; ``missing`` counts the rollouts without a reward."""
 
-    rewards: Sequence[Sequence[float]]
-    """Rewards of each task, one per repetition; shorter where rewards are missing."""
+    outcomes: Sequence[Sequence[float | None]]
+    """Reward of each repetition of each task, None if it failed; shorter where rewards are missing."""
     success_threshold: float = 1.0
     """A reward of at least this is a success."""
     errors: Counter[str] = field(default_factory=Counter)
     """Number of failed rollouts by type of error."""
     missing: int = 0
     """Number of rollouts that succeeded without a reward; they are excluded from ``rewards``."""
+    failed_reward: float = 0.0
+    """Reward of a rollout that failed, unless the lowest reward of the evaluation is lower: then that one."""
+
+    @cached_property
+    def rewards(self) -> Sequence[Sequence[float]]:
+        """Rewards of each task, those of failed rollouts included."""
+        failed = count_failed((reward for task in self.outcomes for reward in task), self.failed_reward)
+        return [[failed if reward is None else reward for reward in task] for task in self.outcomes]
 
     @property
     def mean(self) -> float:
@@ -67,11 +77,12 @@ class Score:
         Raises:
             ConfigError: k is less than 1, or no task has k rewards.
         """
-        known = [task for task in self.rewards if len(task) >= k >= 1]
+        known = [task for task in self.outcomes if len(task) >= k >= 1]
         if not known:
-            most = max(map(len, self.rewards), default=0)
+            most = max(map(len, self.outcomes), default=0)
             raise ConfigError(f"pass@{k} needs a k from 1 to {most}, the number of rewards of a task; add repetitions")
-        counts = [(len(task), sum(reward >= self.success_threshold for reward in task)) for task in known]
+        threshold = self.success_threshold
+        counts = [(len(task), sum(each is not None and each >= threshold for each in task)) for task in known]
         return statistics.fmean(1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts)
 
     def to_metrics(self) -> dict[str, float]:
@@ -88,6 +99,16 @@ class Score:
             **({"missing": float(self.missing)} if self.missing else {}),
             **{f"errors/{name}": float(count) for name, count in self.errors.items()},
         }
+
+
+FAILED: Final = "failed rollouts count as 0, or as the lowest reward if that is negative"
+
+
+def count_failed_alike(scores: Sequence[Score]) -> list[Score]:
+    """Returns scores to compare, in all of which a failed rollout counts as the same reward."""
+    rewards = (reward for score in scores for task in score.outcomes for reward in task)
+    failed_reward = count_failed(rewards, min(score.failed_reward for score in scores))
+    return [replace(score, failed_reward=failed_reward) for score in scores]
 
 
 POWER: Final = 0.8
