@@ -13,6 +13,7 @@ from typing import Any, get_args
 import numpy
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,6 +24,7 @@ from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import bind_settings
 from agentlightning_algorithms.grpo.algorithm import GRPO
+from agentlightning_algorithms.grpo.command import export_model
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.advantage import Scored
 from agentlightning_algorithms.shared.policy.lora import add_lora
@@ -647,3 +649,34 @@ def test_an_invalid_row_is_refused_with_its_index_and_reason(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Updater(tiny_policy).update([row])
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_lora_of_a_mixture_of_experts_is_trained_published_and_exported(
+    name: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    experts = {"Mixtral": {"num_local_experts": 4}, "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 16}}[name]
+    tokenizer = load_policy(tiny_model).tokenizer
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, num_experts_per_tok=2, initializer_range=0.2,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **experts,
+    )  # fmt: skip
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(str(tmp_path / "base"))
+    policy = load_policy(tmp_path / "base")
+    policy.model.config._name_or_path = str(tmp_path / "base")
+    add_lora(policy.model, LoraSettings(rank=2))
+    updater = Updater(policy, UpdateSettings(lr=0.02))
+    updater.update(make_rows(load_policy(tmp_path / "base"), 4))
+    ids = torch.tensor([[1, 2, 3, 4]])
+    expected = policy.model(ids).logits
+    served = load_policy(tmp_path / "base")
+    assert not torch.allclose(served.model(ids).logits, expected, atol=1e-2)
+    policy.save(tmp_path / "merged")
+    served.load_weights(tmp_path / "merged")  # as the policy server does
+    torch.testing.assert_close(served.model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    updater.save(tmp_path / "run" / "checkpoint")
+    export_model(tmp_path / "run", tmp_path / "whole", merge=True)
+    torch.testing.assert_close(load_policy(tmp_path / "whole").model(ids).logits, expected, atol=1e-4, rtol=1e-4)
