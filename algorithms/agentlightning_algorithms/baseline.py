@@ -108,7 +108,8 @@ class Baseline(FastAlgorithm):
         failure, spans = result.failure, result.spans
         if failure is not None and (failure.type, failure.message) not in self._reported:  # each error once
             self._reported.add((failure.type, failure.message))
-            logger.warning("rollout %s failed:\n%s", rollout_id, failure.traceback.rstrip())
+            logger.warning("rollout %s failed: %s: %s", rollout_id, failure.type, failure.message)
+            logger.debug("rollout %s:\n%s", rollout_id, failure.traceback.rstrip())
         logger.info(
             "%s %s %s: reward %s, %d spans", rollout.mode, rollout_id, rollout.status, result.reward, len(spans)
         )

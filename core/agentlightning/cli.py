@@ -19,8 +19,13 @@ logger = logging.getLogger("agentlightning")
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, package_name="lightning", prog_name="agl")
-def cli() -> None:
+@click.option("--debug", is_flag=True, help="Show tracebacks and details of what happens.")
+def cli(debug: bool) -> None:
     """Lightning: improve existing AI agents."""
+    if debug:
+        logger.setLevel(logging.DEBUG)
+        if logging.lastResort is not None:
+            logging.lastResort.setLevel(logging.DEBUG)
 
 
 @cli.result_callback()
@@ -59,6 +64,7 @@ def main() -> None:
         echo("stopped", err=True)
         sys.exit(130)
     except LightningError as error:
+        logger.debug("the command failed", exc_info=error)
         echo(f"agl: {type(error).__name__}: {error}", err=True)
         sys.exit(2)
     if isinstance(code, int):  # the command called ``ctx.exit(code)``

@@ -14,6 +14,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
 from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.terminal import (
+    StoreCommand,
     json_option,
     json_or_text,
     print_json,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from agentlightning_plugins.commands.evaluation.variant import Variant
 
 
-@click.command("compare")
+@click.command("compare", cls=StoreCommand)
 @click.argument("sources", nargs=-1, required=True, metavar="{CONFIG [KEY=VALUE]... | CONTROL TREATMENT}")
 @click.option(
     "--algorithm",
