@@ -18,6 +18,7 @@ from agentlightning.resources import LLM
 from agentlightning.reward import count_failed
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode
 from agentlightning_algorithms.shared.rollout_result import RewardCheck, RolloutResult, read_result, retry_lost
+from agentlightning_plugins.shared.rendering.text import show_error
 
 logger = logging.getLogger("agentlightning")
 
@@ -108,7 +109,7 @@ class Baseline(FastAlgorithm):
         failure, spans = result.failure, result.spans
         if failure is not None and (failure.type, failure.message) not in self._reported:  # each error once
             self._reported.add((failure.type, failure.message))
-            logger.warning("rollout %s failed: %s: %s", rollout_id, failure.type, failure.message)
+            logger.warning("rollout %s failed: %s", rollout_id, show_error(f"{failure.type}: {failure.message}"))
             logger.debug("rollout %s:\n%s", rollout_id, failure.traceback.rstrip())
         logger.info(
             "%s %s %s: reward %s, %d spans", rollout.mode, rollout_id, rollout.status, result.reward, len(spans)

@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import sys
+import traceback
 from typing import Any, Final
 
 import click
@@ -64,7 +65,8 @@ def main() -> None:
         echo("stopped", err=True)
         sys.exit(130)
     except LightningError as error:
-        logger.debug("the command failed", exc_info=error)
+        if logger.isEnabledFor(logging.DEBUG):
+            echo(traceback.format_exc(), err=True, nl=False)
         echo(f"agl: {type(error).__name__}: {error}", err=True)
         sys.exit(2)
     if isinstance(code, int):  # the command called ``ctx.exit(code)``

@@ -267,6 +267,10 @@ def test_the_interval_of_an_algorithm_is_wider_if_its_seeds_differ(tmp_path: Pat
 def test_eval_and_compare_can_fail_on_a_regression(folder: Path) -> None:
     assert "Error" not in evaluate(folder, "--fail-under", "0.25")
     assert "the mean reward 0.250 is less than 0.26 (--fail-under)" in evaluate(folder, "--fail-under", "0.26", code=1)
+    assert "Error" not in evaluate(folder, "--fail-under", "0.01", "--confidence", "0.9")
+    said = evaluate(folder, "--fail-under", "0.2", "--confidence", "0.95", code=1)
+    assert re.search(r"the lower end 0\.\d+ of the 0.95 interval is less than 0.2 .*; about \d+ tasks with these", said)
+    assert "--confidence belongs to --fail-under" in evaluate(folder, "--confidence", "0.95", code=2)
     worse = "compare", "config.yaml", "-p", "good {n}", "-p", "bad {n}"
     assert run_here(folder, *worse).code == 0
     said = run_here(folder, *worse, "--fail-if-worse")

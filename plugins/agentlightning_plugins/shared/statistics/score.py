@@ -12,7 +12,14 @@ from typing import Final
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.reward import count_failed
-from agentlightning_plugins.shared.statistics.interval import Interval, mean_interval, t_quantile, variance, wilson
+from agentlightning_plugins.shared.statistics.interval import (
+    Interval,
+    mean_interval,
+    normal_quantile,
+    t_quantile,
+    variance,
+    wilson,
+)
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,8 @@ class Score:
             raise NotFoundError(f"none of {len(self.rewards)} tasks has a reward; the agent must return or emit one")
         return found
 
-    def interval(self) -> Interval | None:
-        """95 % confidence interval of the mean reward over similar tasks; None for one task.
+    def interval(self, confidence: float = 0.95) -> Interval | None:
+        """Confidence interval of the mean reward over similar tasks; None for one task.
 
         For rewards of 0 and 1, Wilson's interval with the effective number of independent rollouts, which lies between
         the numbers of tasks and of rollouts and is corrected for the degrees of freedom, the number of tasks minus one
@@ -61,13 +68,27 @@ class Score:
         means = self._rated()
         rollouts = [reward for task in self.rewards for reward in task]
         if len(means) < 2 or not set(rollouts) <= {0, 1}:
-            return mean_interval(means)
+            return mean_interval(means, confidence)
         rate, spread = statistics.fmean(means), variance(means)
         if rate in (0.0, 1.0):
-            return wilson(rate, len(means))
+            return wilson(rate, len(means), confidence)
         independent = rate * (1 - rate) / spread * len(means) if spread > 0 else math.inf
         independent = min(independent, len(rollouts)) * (1.96 / t_quantile(len(means) - 1)) ** 2
-        return wilson(rate, max(independent, len(means)))
+        return wilson(rate, max(independent, len(means)), confidence)
+
+    def tasks_for(self, least: float, confidence: float) -> int | None:
+        """Number of such tasks whose interval would be above ``least``; None if the mean is not above it.
+
+        Rewards of 0 and 1: by Wilson's interval, of independent rollouts; others: by their variance between tasks.
+        """
+        means = self._rated()
+        mean, z = statistics.fmean(means), normal_quantile(confidence)
+        if mean <= least:
+            return None
+        if {reward for task in self.rewards for reward in task} <= {0, 1}:
+            # Wilson's interval excludes a rate if it is z standard errors of that rate away.
+            return math.ceil(z**2 * max(least, 0.0) * (1 - least) / (mean - least) ** 2)
+        return math.ceil(z**2 * variance(means) / (mean - least) ** 2)
 
     def pass_at(self, k: int) -> float:
         """Probability that one of k repetitions succeeds, averaged over the tasks with at least k rewards.
