@@ -15,8 +15,10 @@ from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.plugin.settings import require_least
 from agentlightning.resources import LLM
+from agentlightning.reward import count_failed
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode
 from agentlightning_algorithms.shared.rollout_result import RewardCheck, RolloutResult, read_result, retry_lost
+from agentlightning_plugins.shared.rendering.text import show_error
 
 logger = logging.getLogger("agentlightning")
 
@@ -107,7 +109,8 @@ class Baseline(FastAlgorithm):
         failure, spans = result.failure, result.spans
         if failure is not None and (failure.type, failure.message) not in self._reported:  # each error once
             self._reported.add((failure.type, failure.message))
-            logger.warning("rollout %s failed:\n%s", rollout_id, failure.traceback.rstrip())
+            logger.warning("rollout %s failed: %s", rollout_id, show_error(f"{failure.type}: {failure.message}"))
+            logger.debug("rollout %s:\n%s", rollout_id, failure.traceback.rstrip())
         logger.info(
             "%s %s %s: reward %s, %d spans", rollout.mode, rollout_id, rollout.status, result.reward, len(spans)
         )
@@ -129,10 +132,13 @@ def _warn_without_rewards(results: list[RolloutResult]) -> None:
 
 
 def _summarize(results: list[RolloutResult]) -> dict[str, float]:
-    """Statistics of an epoch; rollouts that failed or have no reward count as 0."""
-    scores = [result.score for result in results]
+    """Statistics of an epoch; rollouts that failed or have no reward count as ``count_failed``."""
+    failed = count_failed(result.valid_reward for result in results)
+    scores = [failed if result.valid_reward is None else result.valid_reward for result in results]
+    by_mode: dict[str, list[float]] = {}
+    for result, score in zip(results, scores, strict=True):
+        by_mode.setdefault(str(result.rollout.mode), []).append(score)
     errors = Counter(result.error_type for result in results if result.error_type is not None)
-    by_mode = {mode: [result.score for result in results if result.rollout.mode == mode] for mode in ("train", "val")}
     return {
         "reward": statistics.fmean(scores) if scores else 0.0,
         "reward_median": statistics.median(scores) if scores else 0.0,

@@ -15,7 +15,7 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.resources import Resource
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode, Run
 from agentlightning_algorithms.shared.rollout_result import RewardCheck, read_result, retry_lost, run_rollouts
-from agentlightning_plugins.shared.statistics.score import Score
+from agentlightning_plugins.shared.statistics.score import Score, count_failed_alike
 
 if TYPE_CHECKING:
     from agentlightning.litagent import RewardFunction
@@ -29,7 +29,7 @@ _BATCH_SIZE = 256
 class Evaluation(FastAlgorithm):
     """Runs every task ``repetitions`` times with the latest resources, and keeps the ``score``.
 
-    A rollout that failed counts as 0. A rollout that succeeded without a reward is excluded and counted as missing.
+    A rollout that succeeded without a reward is excluded and counted as missing.
     """
 
     repetitions: int = 1
@@ -38,7 +38,7 @@ class Evaluation(FastAlgorithm):
     """A reward of at least this is a success."""
     mode: RolloutMode = "test"
     rollout_timeout_s: float | None = None
-    """Seconds after which a rollout is stopped and counts as 0."""
+    """Seconds after which a rollout is stopped and has failed."""
     name: str = "evaluation"
     """Distinguishes this evaluation from others of the same run."""
     score: Score | None = field(default=None, init=False)
@@ -54,7 +54,7 @@ class Evaluation(FastAlgorithm):
             raise ConfigError("evaluation needs tasks, but the dataset is empty; check data.val or --data")
         store = self.get_store()
         repeated = [(task, repetition) for task in range(len(dataset)) for repetition in range(self.repetitions)]
-        rewards: list[list[float]] = [[] for _ in range(len(dataset))]
+        rewards: list[list[float | None]] = [[] for _ in range(len(dataset))]
         errors: Counter[str] = Counter()
         missing, check = 0, RewardCheck()
         for start in range(0, len(repeated), _BATCH_SIZE):
@@ -76,7 +76,7 @@ class Evaluation(FastAlgorithm):
             for (task, _), result in zip(batch, results, strict=True):
                 is_missing = result.error_type is None and result.reward is None
                 missing += is_missing
-                rewards[task] += [] if is_missing else [result.score]
+                rewards[task] += [] if is_missing else [result.valid_reward]
                 errors.update([result.error_type] if result.error_type is not None else [])
         self.score = Score(rewards, self.success_threshold, errors, missing)
         await store.add_metrics(1, self.score.to_metrics())
@@ -84,7 +84,7 @@ class Evaluation(FastAlgorithm):
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The score of an agent. Rollouts that failed count as 0."""
+    """The score of an agent. Rollouts that failed count as 0, or as the lowest reward if that is negative."""
 
     score: Score = field(repr=False)
     run: Run = field(repr=False)
@@ -121,9 +121,10 @@ class EvalResult:
             )
         from agentlightning_plugins.shared.statistics.comparison import Group, compare_groups
 
+        scores = count_failed_alike([other.score, self.score])
         groups = [
-            Group(name, {f"task {index}": rewards for index, rewards in enumerate(result.rewards) if rewards})
-            for name, result in (("other", other), ("this", self))
+            Group(name, {f"task {index}": rewards for index, rewards in enumerate(score.rewards) if rewards})
+            for name, score in zip(("other", "this"), scores, strict=True)
         ]
         return compare_groups(*groups)
 
@@ -148,7 +149,7 @@ def evaluate(
         resources: the agent's prompts and models, such as ``{"prompt": apo.get_best_prompt()}``.
         repetitions: rollouts of each task; pass@k is known up to this k.
         success_threshold: a reward of at least this is a success, for pass@k.
-        timeout_s: seconds after which a rollout is stopped and counts as 0.
+        timeout_s: seconds after which a rollout is stopped and has failed.
         **trainer: further arguments of ``Trainer``, such as ``n_runners``, ``strategy``, ``llm_proxy`` or ``run_dir``.
 
     Raises:

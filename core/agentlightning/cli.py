@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import sys
+import traceback
 from typing import Any, Final
 
 import click
@@ -19,8 +20,13 @@ logger = logging.getLogger("agentlightning")
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, package_name="lightning", prog_name="agl")
-def cli() -> None:
+@click.option("--debug", is_flag=True, help="Show tracebacks and details of what happens.")
+def cli(debug: bool) -> None:
     """Lightning: improve existing AI agents."""
+    if debug:
+        logger.setLevel(logging.DEBUG)
+        if logging.lastResort is not None:
+            logging.lastResort.setLevel(logging.DEBUG)
 
 
 @cli.result_callback()
@@ -61,6 +67,8 @@ def main() -> None:
         echo("stopped", err=True)
         sys.exit(130)
     except LightningError as error:
+        if logger.isEnabledFor(logging.DEBUG):
+            echo(traceback.format_exc(), err=True, nl=False)
         echo(f"agl: {type(error).__name__}: {error}", err=True)
         sys.exit(2)
     if isinstance(code, int):  # the command called ``ctx.exit(code)``

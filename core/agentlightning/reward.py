@@ -62,6 +62,15 @@ def find_reward_spans(spans: Iterable[Span]) -> list[Span]:
     return [span for span in spans if is_reward_span(span)]
 
 
+def count_failed(rewards: Iterable[float | None], failed_reward: float = 0.0) -> float:
+    """Returns the reward that a failed rollout counts as: ``failed_reward``, or the lowest of ``rewards`` if lower.
+
+    Otherwise a crash would be the best answer where all rewards are negative. ``rewards`` are those of the rollouts
+    that it is compared with; None stands for another failed one.
+    """
+    return min([failed_reward, *(reward for reward in rewards if reward is not None)])
+
+
 def find_final_reward(spans: Iterable[Span], rollout: Rollout | None = None) -> float | None:
     """Returns the final reward of an attempt: the primary reward of its last reward span.
 

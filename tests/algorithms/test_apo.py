@@ -40,6 +40,22 @@ from tests.waiting import LIMIT_S
 pytestmark = pytest.mark.environment("main", "newest")
 
 
+def test_a_prompt_that_makes_the_agent_crash_is_not_the_best_where_rewards_are_negative(
+    server: ScriptedOpenAI,
+) -> None:
+    def costly(task: Mapping[str, Any], prompt: agl.PromptTemplate) -> float:
+        if "TRAP" in prompt.template:
+            raise RuntimeError("the prompt breaks the tool")
+        return agent(task, prompt) - 2.0
+
+    apo = make(server)
+    train(apo, costly)
+    tried = [candidate for candidate in apo.history if "TRAP" in candidate.prompts["prompt"].template]
+    assert {candidate.batch_score for candidate in tried} <= {None, -2.0}
+    assert tried
+    assert phrases(apo.get_best_prompt().template) == BEST
+
+
 @pytest.fixture
 def server() -> Iterator[ScriptedOpenAI]:
     with Server(critic_and_editor) as scripted:

@@ -62,6 +62,14 @@ def test_verl_has_the_key_of_each_of_our_defaults() -> None:
             {"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": 24},
             "train_batch_size = 32 is not a multiple of critic.ppo_mini_batch_size = 24",
         ),
+        (
+            {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "low_var_kl"},
+            "algorithm.kl_penalty = 'low_var_kl': in the reward the expected gradient of this estimator does not hold",
+        ),
+        (
+            {"actor_rollout_ref.actor": {"use_kl_loss": True, "kl_loss_type": "k1"}},
+            "actor.kl_loss_type = 'k1': in the loss the expected gradient of this estimator does not hold the policy",
+        ),
         ({"actor_rollout_ref.rollout.n": 0}, "rollout.n = 0: a task needs at least one rollout"),
         ({"actor_rollout_ref.rollout.temperature": 0.0}, "temperature must be above 0"),
         (

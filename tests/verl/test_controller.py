@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
+
 from omegaconf import OmegaConf
 
 import agentlightning as agl
 from agentlightning_algorithms.shared.rollout_result import RolloutResult
 from agentlightning_algorithms.verl.controller import RolloutController, RolloutSettings, cancel_open
+
+
+async def test_a_failed_rollout_gets_the_lowest_reward_of_its_group() -> None:
+    store = agl.InMemoryLightningStore()
+    controller = RolloutController(
+        store=store, gateway=SimpleNamespace(flush=AsyncMock()), adapter=agl.TraceToTriplet(),
+        tasks={"train": [0], "val": [0]}, initial_resources={}, settings=RolloutSettings(), loop=None,
+        config=OmegaConf.create({"data": {"max_prompt_length": 9, "max_response_length": 9}}),
+    )  # fmt: skip
+    resources = (await store.add_resources({"prompt": agl.PromptTemplate("x")})).resources_id
+    controller._resources |= {"train": resources, "val": resources}
+    group = [asyncio.create_task(controller.roll_out("train", 0, "g", 1)) for _ in range(3)]
+    for reward in (None, -0.2, -1.0):  # the failure ends first
+        claimed = await store.dequeue_rollout("worker")
+        while claimed is None:
+            claimed = await store.dequeue_rollout("worker")
+        ids = claimed.rollout_id, claimed.attempt.attempt_id
+        await store.update_attempt(*ids, status="failed" if reward is None else "succeeded", reward=reward)
+    assert sorted([episode.reward for episode in await asyncio.gather(*group)]) == [-1.0, -1.0, -0.2]
+    alone = asyncio.create_task(controller.roll_out("val", 0, "v", 1))
+    claimed = await store.dequeue_rollout("worker")
+    while claimed is None:
+        claimed = await store.dequeue_rollout("worker")
+    await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="failed")
+    assert (await alone).reward == -1.0, "the lowest of the run"
+    assert controller._groups == {}
+    await store.close()
 
 
 async def test_rollouts_left_open_before_a_resume_are_cancelled() -> None:
@@ -38,5 +69,5 @@ def test_calls_of_another_model_give_no_rows() -> None:
         config=OmegaConf.create({"data": {"max_prompt_length": 9, "max_response_length": 9}}),
     )  # fmt: skip
     rollout = agl.Rollout(rollout_id="ro-1", input=1, start_time=0.0, status="succeeded")
-    episode = controller._to_episode("train", RolloutResult(rollout, spans, 1.0))
+    episode = controller._to_episode("train", RolloutResult(rollout, spans, 1.0), 0.0)
     assert [row.response_ids for row in episode.rows] == [[2]]

@@ -199,7 +199,7 @@ class APO(PromptSearch):
         """Runs a published candidate on the tasks at ``indices``, by default all of them.
 
         ``place`` identifies the evaluation within the search: a resumed search does not run it again. Returns the
-        results in order, and their mean reward, in which failures and timeouts count as 0.
+        results in order, and their mean score.
         """
         chosen = range(len(dataset)) if indices is None else indices
         results = await self.run_trial(prompt, dataset, chosen, mode, *place, with_messages=mode == "train")

@@ -16,7 +16,7 @@ from agentlightning.algorithm.algorithm import Gateway, RunContext
 from agentlightning.plugin.registry import get_manager
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutConfig, RolloutMode, Triplet
-from agentlightning_algorithms.grpo.episode import Episode, gather_episodes
+from agentlightning_algorithms.grpo.episode import Episode, fill_rewards, gather_episodes
 from agentlightning_algorithms.grpo.experience import find_flat_groups, score_episodes
 from agentlightning_algorithms.grpo.sampling import PENALTIES, agent_sampling, distribution
 from agentlightning_algorithms.grpo.settings import GRPOSettings
@@ -84,6 +84,7 @@ class RolloutCollector:
         return {
             "step": self.step,
             "position": self.position,
+            "lowest_reward": self.reward_check.lowest,
             "task_rewards": dict(self.task_rewards),
             "open_groups": list(self.open_groups),
             "rollout_ids": {step: list(rollout_ids) for step, rollout_ids in self.rollout_ids.items()},
@@ -95,7 +96,7 @@ class RolloutCollector:
         self.task_rewards = dict(state["task_rewards"])
         self.open_groups = [tuple(group) for group in state["open_groups"]]
         self.rollout_ids = dict(state["rollout_ids"])
-        self.reward_check.is_passed = self.step > 0
+        self.reward_check.is_passed, self.reward_check.lowest = self.step > 0, state["lowest_reward"]
 
     async def publish(self) -> None:
         """Puts the newest weights into the policy backend, and publishes the resources that refer to them.
@@ -191,8 +192,8 @@ class RolloutCollector:
     def remember_rewards(self, episodes: Sequence[Episode]) -> None:
         """Keeps the mean reward of each task, for task samplers."""
         rewards: dict[int, list[float]] = {}
-        for episode in episodes:
-            reward = episode.reward_or(self.settings.experience.failed_reward)
+        filled = fill_rewards(episodes, self.settings.experience.failed_reward)
+        for episode, reward in zip(episodes, filled, strict=True):
             if reward is not None:
                 rewards.setdefault(int((episode.rollout.metadata or {})["task_id"]), []).append(reward)
         self.task_rewards |= {index: sum(values) / len(values) for index, values in rewards.items()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter, reading
 from agentlightning.errors import AdapterError
-from agentlightning.reward import find_final_reward, find_reward_spans, get_rewards_from_span
+from agentlightning.reward import count_failed, find_final_reward, find_reward_spans, get_rewards_from_span
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span, Triplet
 from agentlightning_algorithms.grpo.sampling import flatten
@@ -54,10 +54,6 @@ class Episode:
     def group(self) -> str:
         """Key shared by the rollouts of the same task in the same step."""
         return str((self.rollout.metadata or {}).get("group", self.rollout.rollout_id))
-
-    def reward_or(self, failed_reward: float | None) -> float | None:
-        """Returns the reward, or ``failed_reward`` if there is none."""
-        return failed_reward if self.reward is None else self.reward
 
     def distribution_of(self, call: Triplet) -> Distribution | None:
         """Returns the distribution of one of its calls; None if it is not known."""
@@ -160,15 +156,37 @@ def _read_distributions(calls: Sequence[Span]) -> dict[str, Distribution]:
     return found
 
 
+def fill_rewards(episodes: Sequence[Episode], failed_reward: float | None) -> list[float | None]:
+    """Returns the rewards of a batch, in which a rollout without one is not better than the others of its group.
+
+    It counts as ``failed_reward`` or, if that is lower, as the lowest reward of its group, or of the batch if the group
+    has none. With ``failed_reward`` None, its reward is None.
+    """
+    groups: dict[str, list[float]] = {}
+    for episode in episodes:
+        groups.setdefault(episode.group, []).extend([] if episode.reward is None else [episode.reward])
+    every = [reward for rewards in groups.values() for reward in rewards]
+
+    def fill(episode: Episode) -> float | None:
+        if episode.reward is not None or failed_reward is None:
+            return episode.reward
+        return count_failed(groups[episode.group] or every, failed_reward)
+
+    return [*map(fill, episodes)]
+
+
 def describe_episodes(
     episodes: Sequence[Episode], *, success_threshold: float = 1.0, failed_reward: float | None = 0.0
 ) -> dict[str, float]:
     """Returns rewards, turns, lengths and queueing times of a batch.
 
-    A rollout without a reward counts as ``failed_reward`` and is never a success. If ``failed_reward`` is None, the
-    reward metrics exclude it, and are absent if no rollout has a reward.
+    A rollout without a reward is never a success, and counts as ``failed_reward`` or, if that is lower, as the lowest
+    reward of the batch. If ``failed_reward`` is None, the reward metrics exclude it, and are absent if no rollout has a
+    reward.
     """
-    counted = [(episode, r) for episode in episodes if (r := episode.reward_or(failed_reward)) is not None]
+    failed = None if failed_reward is None else count_failed((episode.reward for episode in episodes), failed_reward)
+    rewards = [failed if episode.reward is None else episode.reward for episode in episodes]
+    counted = [(episode, r) for episode, r in zip(episodes, rewards, strict=True) if r is not None]
     rewards_R = [reward for _, reward in counted]
     errors = Counter(episode.error for episode in episodes if episode.error)
     seconds = [spent for episode in episodes if (spent := episode.seconds) is not None]

@@ -13,7 +13,7 @@ from typing import Literal
 
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import AttemptedRollout, Span, Triplet
-from agentlightning_algorithms.grpo.episode import Episode
+from agentlightning_algorithms.grpo.episode import Episode, fill_rewards
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.advantage import Scored, flat_groups, read_credit
 from agentlightning_algorithms.shared.policy.prepared_row import RowUse
@@ -118,16 +118,22 @@ def build_experience(
         **{name: float(counts[name]) for name in _COUNTS},
         **_describe_advantages(experience.rows),
     }
+    if failed := [
+        value
+        for episode, _ in scored_R
+        if episode.reward is None or episode.rollout.status != "succeeded"
+        for call in episode.triplets
+        if (value := advantages.get(id(call))) is not None
+    ]:
+        experience.metrics["advantage_failed"] = statistics.fmean(failed)
     return experience
 
 
 def score_episodes(episodes: Sequence[Episode], failed_reward: float | None) -> list[tuple[Episode, float]]:
     """Returns the episodes that count in their groups, with their rewards."""
-    return [
-        (episode, float(reward))
-        for episode in episodes
-        if episode.error not in _UNUSABLE and (reward := episode.reward_or(failed_reward)) is not None
-    ]
+    usable = [episode for episode in episodes if episode.error not in _UNUSABLE]
+    filled = zip(usable, fill_rewards(usable, failed_reward), strict=True)
+    return [(episode, float(reward)) for episode, reward in filled if reward is not None]
 
 
 def find_flat_groups(scored_R: Sequence[tuple[Episode, float]]) -> frozenset[Hashable]:
@@ -290,6 +296,7 @@ def training_spans(
     spans = []
     outcomes = dict(experience.left_out)
     texts = TokenTexts(decode)
+    rewards = {each.rollout.rollout_id: reward for each, reward in score_episodes(episodes, failed_reward)}
     known: Sequence[RowUse | None] = uses or [None] * len(experience.rows)
     for row, (episode, kept), use in zip(experience.rows, experience.sources, known, strict=True):
         outcome: Outcome = "trained" if use is None else use.outcome
@@ -309,7 +316,7 @@ def training_spans(
                     TrainedCall(read_id(turn.triplet), turn.start, turn.end, value, read_version(turn.triplet))
                     for turn, value in kept
                 ],
-                reward=episode.reward_or(failed_reward),
+                reward=rewards.get(episode.rollout.rollout_id, episode.reward),
                 minibatch=0 if use is None else use.minibatch,
                 outcome=outcome,
                 texts=texts.read(row.prompt_ids, row.response_ids),
@@ -319,18 +326,19 @@ def training_spans(
             spans.append(record.to_span())
     for episode in episodes:
         if isinstance(episode.rollout, AttemptedRollout):
-            spans.append(_account(episode, step, outcomes, failed_reward).to_span())
+            reward = rewards.get(episode.rollout.rollout_id, episode.reward)
+            spans.append(_account(episode, step, outcomes, reward).to_span())
     return spans
 
 
-def _account(episode: Episode, step: int, outcomes: dict[int, Outcome], failed_reward: float | None) -> LedgerEntry:
+def _account(episode: Episode, step: int, outcomes: dict[int, Outcome], reward: float | None) -> LedgerEntry:
     assert isinstance(episode.rollout, AttemptedRollout)
     attempt = episode.rollout.attempt
     rollout = RolloutOutcome(
         attempt.rollout_id,
         attempt.attempt_id,
         episode.group,
-        episode.reward_or(failed_reward),
+        reward,
         episode.error,
         has_failed=episode.rollout.status != "succeeded",
         tokens=count_sampled(episode.triplets),

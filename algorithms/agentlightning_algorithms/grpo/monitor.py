@@ -128,6 +128,12 @@ def _check_update(metrics: Mapping[str, float], max_gap: float) -> dict[str, str
             f"{flat:.0%} of the groups have no spread ({why}), so there is next to nothing to learn from: use tasks of "
             "another difficulty, more rollouts_per_task, or refill_rounds"
         )
+    if metrics.get("advantage_failed", 0.0) > 0:
+        found["failures"] = (
+            f"{metrics.get('failure_rate', 0.0):.0%} of the rollouts failed or have no reward, and their mean "
+            f"advantage is {metrics['advantage_failed']:+.2g}: the policy learns to fail; lower "
+            "experience.failed_reward, or check reward_shaping"
+        )
     cut_off = metrics.get("responses_cut_off", 0.0)
     if cut_off > 0.5:
         found["cut off"] = f"{cut_off:.0%} of the answers were cut off at max_tokens; raise it in sampling"

@@ -101,7 +101,8 @@ class ExperienceSettings:
         estimator: a component of the kind ``advantage``; ours are described at
             :func:`~agentlightning_algorithms.shared.advantage.compute_advantages`.
         std_floor: lower bound on the standard deviation that advantages are divided by, in units of the reward.
-        failed_reward: reward of a rollout that failed or has no reward; None excludes the rollout, also from its group.
+        failed_reward: reward of a rollout that failed or has no reward, unless the lowest reward of its group is lower:
+            then that one. None excludes the rollout, also from its group.
         keep_flat_groups: also train on groups whose rollouts all have the same reward.
         drop_cut_off: do not train on answers that ended at ``max_tokens`` (overlong filtering, DAPO,
             arXiv:2503.14476); they still count in their group.

@@ -21,6 +21,7 @@ import torch
 from agentlightning.algorithm.algorithm import CHECKPOINT, Gateway, RunContext
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
+from agentlightning.reward import count_failed
 from agentlightning.run.directory import atomic_directory, recover_directory
 from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.grpo.batches import make_batches
@@ -390,6 +391,8 @@ class TrainingSession:
     def _describe(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """Returns rewards, lengths and durations of episodes."""
         threshold, failed_reward = self.settings.success_threshold, self.settings.experience.failed_reward
+        if failed_reward is not None:  # an evaluation in which most rollouts fail must not be the best of the run
+            failed_reward = count_failed([self.collector.reward_check.lowest], failed_reward)
         found = describe_episodes(episodes, success_threshold=threshold, failed_reward=failed_reward)
         for name in self.settings.extra_metrics:
             found |= get_manager().create("training_metrics", name)(episodes)

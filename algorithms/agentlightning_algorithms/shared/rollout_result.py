@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from textwrap import shorten
 from typing import Final
 
 from agentlightning.errors import ConflictError, LightningError
-from agentlightning.reward import find_final_reward
+from agentlightning.reward import count_failed, find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, AttemptFailure, EnqueueRolloutRequest, Rollout, RolloutConfig, Span
 
@@ -31,9 +32,9 @@ class RolloutResult:
     """The final reward that the agent emitted, even if the agent failed afterwards."""
 
     @property
-    def score(self) -> float:
-        """The reward; 0 when the rollout failed or has no reward."""
-        return self.reward if self.reward is not None and self.rollout.status == "succeeded" else 0.0
+    def valid_reward(self) -> float | None:
+        """The reward; None when the rollout failed or has no reward."""
+        return self.reward if self.rollout.status == "succeeded" else None
 
     @property
     def failure(self) -> AttemptFailure | None:
@@ -65,6 +66,9 @@ class RewardCheck:
     Every algorithm that needs rewards passes the rollouts of the run to ``add``, in order.
     """
 
+    lowest: float = math.inf
+    """Lowest reward of the run."""
+
     _outcomes: list[tuple[float | None, str | None]] = field(default_factory=list)
     _batches: int = 0
     is_passed: bool = False
@@ -72,6 +76,8 @@ class RewardCheck:
 
     def add(self, outcomes: Iterable[tuple[float | None, str | None]], *, is_last: bool = False) -> None:
         """Adds a batch of rollouts."""
+        outcomes = list(outcomes)
+        self.lowest = count_failed((reward for reward, error in outcomes if error is None), self.lowest)
         if self.is_passed:
             return
         self._outcomes += outcomes

@@ -256,6 +256,18 @@ def check_values(get: Callable[[str], Any]) -> None:
             "verl's algorithm.adv_estimator = 'remax' needs a greedy rollout of each task as baseline, which agents do "
             "not give; use another estimator, such as grpo or rloo"
         )
+    for section, switch, name in (
+        ("algorithm", "use_kl_in_reward", "kl_penalty"),
+        ("actor_rollout_ref.actor", "use_kl_loss", "kl_loss_type"),
+    ):
+        estimator = get(f"{section}.{name}")
+        is_k1, needs_k1 = estimator in ("kl", "k1"), section == "algorithm"
+        if get(f"{section}.{switch}") and estimator is not None and is_k1 != needs_k1:
+            where, choices = ("reward", "kl (k1)") if needs_k1 else ("loss", "k2 or k3")
+            raise ConfigError(
+                f"verl's {section}.{name} = {estimator!r}: in the {where} the expected gradient of this estimator does "
+                f"not hold the policy near the reference (arXiv:2510.01555); use {choices}"
+            )
     tasks = get("data.train_batch_size")
     roles = ["actor_rollout_ref.actor", *(["critic"] if get("algorithm.adv_estimator") == "gae" else [])]
     for role in roles:

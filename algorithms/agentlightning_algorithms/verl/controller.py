@@ -15,6 +15,7 @@ from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.algorithm import Gateway
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.resources import Resource
+from agentlightning.reward import count_failed
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Triplet
 from agentlightning_algorithms.shared.policy_backend import serve_models
@@ -48,7 +49,8 @@ class RolloutSettings:
     """The rows that verl trains on: ``trajectory`` joins the calls of a rollout where a prompt continues the tokens
     before it, ``transition`` makes a row of every call."""
     failed_reward: float = 0.0
-    """Reward of a rollout that failed, has no reward, or has spans that cannot be used."""
+    """Reward of a rollout that failed, has no reward, or has spans that cannot be used, unless the lowest reward of its
+    group (or of the run, if its group has none) is lower: then that one."""
     rollout_timeout_s: float = 600.0
     """Seconds after which a rollout is stopped and counts as failed."""
     drain_timeout_s: float = 600.0
@@ -95,6 +97,8 @@ class RolloutController:
     failure: BaseException | None = None
     """The first error that did not come from an agent."""
     _resources: dict[Mode, str] = field(default_factory=dict)
+    _groups: dict[tuple[Mode, str], list[asyncio.Future[float | None]]] = field(default_factory=dict)
+    """The rewards of the groups that are running, None for rollouts that failed."""
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the event loop from the trainer's thread, and waits for it."""
@@ -143,7 +147,13 @@ class RolloutController:
         await self.gateway.resume(version)
 
     async def roll_out(self, mode: Mode, index: int, group: str, step: int) -> VerlEpisode:
-        """Runs the agent once on a task; returns an episode even if the agent fails."""
+        """Runs the agent once on a task; returns an episode even if the agent fails.
+
+        The episode of a rollout without a reward waits for the other rewards of its group.
+        """
+        own: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        members = self._groups.setdefault((mode, group), [])
+        members.append(own)
         try:
             request = EnqueueRolloutRequest(
                 input=self.tasks[mode][index],
@@ -157,16 +167,27 @@ class RolloutController:
             await self.gateway.flush()
             rollout = await self.store.get_rollout_by_id(queued.rollout_id)
             assert rollout is not None
-            return await asyncio.to_thread(self._to_episode, mode, await read_result(self.store, rollout))
+            result = await read_result(self.store, rollout)
+            own.set_result(result.valid_reward)
+            if result.valid_reward is None:
+                await asyncio.wait(members)
+            known = [reward for each in members if each.done() and (reward := each.result()) is not None]
+            failed_reward = count_failed(known or [self.metrics.lowest], self.settings.failed_reward)
+            return await asyncio.to_thread(self._to_episode, mode, result, failed_reward)
         except Exception as error:  # isolation point: a store's or dataset's error, which ``check`` raises
             self.failure = self.failure or error
             raise
+        finally:
+            if not own.done():
+                own.set_result(None)
+            if all(each.done() for each in members):
+                self._groups.pop((mode, group), None)
 
-    def _to_episode(self, mode: Mode, result: RolloutResult) -> VerlEpisode:
+    def _to_episode(self, mode: Mode, result: RolloutResult, failed_reward: float) -> VerlEpisode:
         settings, rollout, spans = self.settings, result.rollout, result.spans
         attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
         error = result.error_type or ""
-        reward = None if error else result.reward
+        reward = result.valid_reward
         triplets: Sequence[Triplet] | None = []
         try:
             triplets = self.adapter.adapt(spans) if attempt is None else self.adapter.adapt_attempt(attempt, spans)
@@ -190,7 +211,7 @@ class RolloutController:
             max_prompt=data.max_prompt_length,
             max_response=data.max_response_length,
             reward=reward,
-            failed_reward=settings.failed_reward,
+            failed_reward=failed_reward,
         )
         for explanation in self.images.load(built, rollout.rollout_id):
             if self.metrics.is_first(mode, "unusable_images"):
@@ -198,7 +219,7 @@ class RolloutController:
         began = rollout.start_time if attempt is None else attempt.start_time
         ended = began if rollout.end_time is None else rollout.end_time
         stats = RolloutStats(
-            reward=settings.failed_reward if reward is None else reward,
+            reward=failed_reward if reward is None else reward,
             source=_find_source(rollout.input),
             calls=triplets,
             has_reward=reward is not None,

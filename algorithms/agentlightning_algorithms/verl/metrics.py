@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ class RolloutStats:
     """The numbers of one finished rollout."""
 
     reward: float
-    """The reward; ``failed_reward`` if the agent failed or emitted no reward."""
+    """The reward, or what the rollout counts as if the agent failed or emitted no reward."""
     has_reward: bool
     error: str = ""
     """Type of the error; empty if there is none."""
@@ -48,11 +49,15 @@ class RolloutMetrics:
         self._stats: dict[str, list[RolloutStats]] = {}
         self._reward_check = RewardCheck()
         self._seen: set[tuple[str, str]] = set()
+        self.lowest = math.inf
+        """Lowest reward of the run."""
 
     def add(self, mode: str, stats: RolloutStats) -> None:
         """Adds a finished rollout."""
         with self._lock:
             self._stats.setdefault(mode, []).append(stats)
+            if stats.has_reward:
+                self.lowest = min(self.lowest, stats.reward)
 
     def is_first(self, mode: str, event: str) -> bool:
         """Whether this is the first event of its kind in a mode since ``take``; one is enough for the log."""

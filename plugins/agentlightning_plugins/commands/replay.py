@@ -24,13 +24,13 @@ from agentlightning.reward import find_final_reward, read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span
 from agentlightning_plugins.shared.instrumentation import Patches
-from agentlightning_plugins.shared.terminal import found, print_result, with_store
+from agentlightning_plugins.shared.terminal import StoreCommand, found, print_result, with_store
 
 if TYPE_CHECKING:
     from agentlightning_plugins.shared.scripted_model.reply import Answer, RecordedRequest
 
 
-@click.command("replay")
+@click.command("replay", cls=StoreCommand)
 @click.argument("agent")
 @click.argument("rollout_id")
 @click.option("--attempt", default="latest", metavar="ID", help="The attempt to replay.")

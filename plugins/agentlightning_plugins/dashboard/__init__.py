@@ -13,26 +13,27 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.shared.terminal import find_store
 
 if TYPE_CHECKING:
     from agentlightning_plugins.shared.token import StoreTokens
 
 
 @click.command("dashboard")
-@click.argument("where", metavar="RUN_DIR|URL")
+@click.argument("where", required=False, metavar="[RUN_DIR|URL]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Any address but loopback needs a token.")
 @click.option("--port", default=4748, show_default=True, type=click.IntRange(0, 65535), help="0 selects a free port.")
 @click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="Token of the store, also for signing in.")
 @click.option("--read-only", is_flag=True, help="Disable the actions: cancel, retry, label, promote.")
-def command(where: str, host: str, port: int, token: str | None, read_only: bool) -> None:
-    """Show the runs of a store in a browser; the store is in RUN_DIR or at URL."""
+def command(where: str | None, host: str, port: int, token: str | None, read_only: bool) -> None:
+    """Show the runs of a store in a browser; the store is in RUN_DIR or at URL, by default the newest run's."""
     from agentlightning_plugins.shared.token import StoreTokens
     from agentlightning_plugins.shared.web.request import is_loopback
 
     tokens = StoreTokens(token, None) if token else StoreTokens.of_environment()
     if not tokens.current and not is_loopback(host):
         raise ConfigError(f"--host {host} lets other machines in; set --token or AGL_TOKEN, or listen on 127.0.0.1")
-    asyncio.run(_serve(_open(where, token), host, port, tokens, read_only=read_only))
+    asyncio.run(_serve(_open(find_store(where), token), host, port, tokens, read_only=read_only))
 
 
 def _open(where: str, token: str | None) -> LightningStore:

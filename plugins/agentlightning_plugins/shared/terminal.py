@@ -15,7 +15,7 @@ import click
 from pydantic import BaseModel
 
 from agentlightning.cli import echo
-from agentlightning.errors import NotFoundError, StoreError
+from agentlightning.errors import NotFoundError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import PaginatedResult
 from agentlightning_plugins.shared.rendering.text import print_table
@@ -31,9 +31,33 @@ store_option = click.option(
     "--store",
     "where",
     metavar="URL",
-    help="URL of the store, or directory of a run. Default: AGL_STORE, else ./agl.db, else http://127.0.0.1:4747.",
+    help="URL of the store, or directory of a run, also without --store. Default: AGL_STORE, else the newest run under "
+    "runs/, else ./agl.db.",
 )
 run_option = click.option("--run", metavar="NAME", help="A run of a shared store; default is `default`.")
+
+
+class StoreCommand(click.Command):
+    """A command with ``store_option``, which also takes the store as an argument without a name."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with_value = {
+            name for each in self.params if isinstance(each, click.Option) and not each.is_flag for name in each.opts
+        }
+        for place, text in enumerate(args):
+            if not (place and args[place - 1] in with_value) and ("://" in text or Path(text, "store.db").is_file()):
+                args = [*args[:place], *args[place + 1 :], "--store", text]
+                break
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[RUN_DIR|URL]"]
+
+
+class StoreGroup(click.Group):
+    """A group of commands that read a store."""
+
+    command_class = StoreCommand
 
 
 def limit_option(default: int, help: str) -> Callable[[F], F]:
@@ -69,28 +93,45 @@ def use_store(where: str | None, run: str | None, action: Callable[[LightningSto
         finally:
             await store.close()
 
-    try:
-        return asyncio.run(main())
-    except StoreError as error:
-        if type(error) is StoreError and where is None and "AGL_STORE" not in os.environ:
-            raise StoreError(f"{error} Select another store with --store URL or --store runs/NAME.") from error
-        raise
+    return asyncio.run(main())
+
+
+def find_store(where: str | None) -> str:
+    """Returns the URL of the store, or the directory of the run, that the user names, or a default.
+
+    The default is AGL_STORE, else the newest run under ``runs/`` (by its start), which a line on stderr names, else
+    ``agl.db`` in the working directory.
+
+    Raises:
+        UsageError: there is none of these.
+    """
+    where = where or os.environ.get("AGL_STORE")
+    if where is not None:
+        return where
+    records = [file for file in Path("runs").glob("*/run.json") if file.with_name("store.db").is_file()]
+    if records:
+        newest = max(records, key=lambda file: file.stat().st_mtime).parent
+        echo(f"store: {newest}, the newest run; another one: --store URL or --store runs/NAME", err=True)
+        return str(newest)
+    if not Path("agl.db").is_file():
+        raise click.UsageError(
+            "there is no run under runs/ and no agl.db here; name the directory of a run or the URL of a store, such "
+            "as runs/NAME or http://127.0.0.1:4747 (that of `agl store`), or set AGL_STORE"
+        )
+    return "sqlite:///agl.db"
 
 
 def open_store(where: str | None, run: str | None = None) -> LightningStore:
     """Opens the store that the user names, or a default.
 
     Args:
-        where: a URL or the directory of a run. None: AGL_STORE, else ``agl.db`` in the working directory, else
-            ``agl store`` on its default port.
+        where: a URL or the directory of a run; None: as :func:`find_store`.
         run: name of the run; None is ``default``.
 
     Raises:
         UsageError: the store does not exist.
     """
-    where = where or os.environ.get("AGL_STORE")
-    if where is None:
-        where = "sqlite:///agl.db" if Path("agl.db").is_file() else "http://127.0.0.1:4747"
+    where = find_store(where)
     if where.startswith("sqlite:///") and not Path(where.removeprefix("sqlite:///").split("?")[0]).is_file():
         raise click.UsageError(f"--store {where}: the file does not exist")
     from agentlightning.store.factory import create_store

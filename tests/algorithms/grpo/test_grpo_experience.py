@@ -3,9 +3,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
+import numpy
 import pytest
 
 import agentlightning as agl
@@ -17,6 +19,7 @@ from agentlightning_algorithms.grpo.episode import (
     Episode,
     count_staleness,
     describe_episodes,
+    fill_rewards,
     finished,
     pass_at_k,
     read_episode,
@@ -25,10 +28,13 @@ from agentlightning_algorithms.grpo.episode import (
     undecided,
 )
 from agentlightning_algorithms.grpo.experience import Experience, build_experience, training_spans
+from agentlightning_algorithms.grpo.monitor import TrainingMonitor
 from agentlightning_algorithms.grpo.sampling import distribution
 from agentlightning_algorithms.grpo.settings import CheckpointSettings, ExperienceSettings
+from agentlightning_algorithms.shared.advantage import Scored, compute_advantages, flat_groups
 from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
+from agentlightning_plugins.shared.training_records.record import LedgerEntry
 
 
 def rollout(group: str, index: int, **attempt: Any) -> agl.AttemptedRollout:
@@ -422,3 +428,62 @@ def test_an_unknown_setting_is_refused_with_the_group_that_has_it(name: str, fou
     with pytest.raises(agl.ConfigError, match=f"no setting '{name}'") as error:
         bind_settings(GRPO, {"model": "nowhere", name: 1}, "grpo")
     assert (f"Did you mean '{found}'" in str(error.value)) == (found is not None)
+
+
+def test_a_failure_is_never_better_than_the_other_rollouts_of_its_group() -> None:
+    batch = [*episodes("a", [-0.2, -0.5, -1.0, None]), *episodes("b", [-5.0, None]), *episodes("c", [0.5, None])]
+    assert fill_rewards(batch, 0.0) == [-0.2, -0.5, -1.0, -1.0, -5.0, -5.0, 0.5, 0.0]
+    assert fill_rewards([*batch, *episodes("d", [None])], 0.0)[-1] == -5.0, "nothing else of its group has a reward"
+    assert fill_rewards(batch[:4], None)[-1] is None
+    rows = build(batch[:4]).rows
+    assert rows[-1].advantage == rows[-3].advantage < rows[0].advantage
+    assert describe_episodes(batch[:4])["reward"] == pytest.approx(-2.7 / 4)
+    assert [entry.reward for entry in _rewards_in_ledger(batch[:4])] == [-0.2, -0.5, -1.0, -1.0]
+
+
+def _rewards_in_ledger(batch: Sequence[Episode]) -> list[LedgerEntry]:
+    spans = training_spans(Experience(), 1, episodes=batch)
+    return [LedgerEntry.from_span(span) for span in spans]
+
+
+def test_a_warning_names_failures_whose_advantage_is_positive() -> None:
+    shaped = [*episodes("a", [0.0, 0.5]), Episode(rollout("a", 2, error=AttemptFailure(type="E", message="x")), 1.0)]
+    shaped[2] = replace(shaped[2], triplets=[triplet()])  # a reward_shaping gave the failed rollout a reward
+    metrics = {**describe_episodes(shaped), **build(shaped).metrics, "failure_rate": 0.25}
+    (text,) = TrainingMonitor().observe(metrics)
+    assert text.startswith(f"25% of the rollouts failed or have no reward, and their mean advantage is {1 / 1:+.2g}")
+    assert build(episodes("a", [-0.2, -1.0, None])).metrics["advantage_failed"] < 0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "fails_at_zero"), [((-0.2, -1.0), True), ((1.0, 1.0), False)], ids=["costs", "successes"]
+)
+def test_a_simulated_policy_learns_to_crash_only_if_a_crash_counts_as_zero_among_negative_rewards(
+    rewards: tuple[float, float], fails_at_zero: bool
+) -> None:
+    def learn(rule: Callable[[list[Episode]], list[float | None]]) -> float:
+        """Returns the probability of a crash after 300 groups of 8 rollouts of a softmax policy over three answers."""
+        draw, logits = numpy.random.default_rng(0), numpy.zeros(3)
+        for _ in range(300):
+            chances = numpy.exp(logits) / numpy.exp(logits).sum()
+            answers = draw.choice(3, 8, p=chances)
+            found = rule(episodes("a", [None if answer == 2 else rewards[answer] for answer in answers]))
+            scored = [(answer, value) for answer, value in zip(answers, found, strict=True) if value is not None]
+            items = [Scored(value, "a", place) for place, (_, value) in enumerate(scored)]
+            if not items or flat_groups(items):
+                continue
+            for (answer, _), advantage in zip(scored, compute_advantages(items), strict=True):
+                logits += 0.1 / 8 * advantage * (numpy.eye(3)[answer] - chances)
+        return float((numpy.exp(logits) / numpy.exp(logits).sum())[2])
+
+    def lowest(batch: list[Episode]) -> list[float | None]:
+        known = [episode.reward for episode in batch if episode.reward is not None]
+        return [episode.reward if episode.reward is not None else min(known, default=0.0) for episode in batch]
+
+    ours = learn(lambda batch: fill_rewards(batch, 0.0))
+    zero = learn(lambda batch: [episode.reward or 0.0 for episode in batch])
+    left_out = learn(lambda batch: fill_rewards(batch, None))
+    assert ours < 0.05
+    assert (zero > 0.9) == fails_at_zero
+    assert left_out > 3 * ours, "a group teaches nothing about rollouts that it leaves out"
+    assert (learn(lowest) > 0.3) == (not fails_at_zero), "the lowest reward alone does not discourage a failure"

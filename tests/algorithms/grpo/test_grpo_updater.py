@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any, get_args
 import numpy
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,12 +22,15 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError, PluginError
+from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import bind_settings
 from agentlightning_algorithms.grpo.algorithm import GRPO
+from agentlightning_algorithms.grpo.command import export_model
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.advantage import Scored
 from agentlightning_algorithms.shared.policy.lora import add_lora
+from agentlightning_algorithms.shared.policy.loss import Surrogate
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.settings import Aggregation, LoraSettings, UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
@@ -647,3 +652,72 @@ def test_an_invalid_row_is_refused_with_its_index_and_reason(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Updater(tiny_policy).update([row])
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_lora_of_a_mixture_of_experts_is_trained_published_and_exported(
+    name: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    experts = {"Mixtral": {"num_local_experts": 4}, "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 16}}[name]
+    tokenizer = load_policy(tiny_model).tokenizer
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, num_experts_per_tok=2, initializer_range=0.2,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **experts,
+    )  # fmt: skip
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(str(tmp_path / "base"))
+    policy = load_policy(tmp_path / "base")
+    policy.model.config._name_or_path = str(tmp_path / "base")
+    add_lora(policy.model, LoraSettings(rank=2))
+    updater = Updater(policy, UpdateSettings(lr=0.02))
+    updater.update(make_rows(load_policy(tmp_path / "base"), 4))
+    ids = torch.tensor([[1, 2, 3, 4]])
+    expected = policy.model(ids).logits
+    served = load_policy(tmp_path / "base")
+    assert not torch.allclose(served.model(ids).logits, expected, atol=1e-2)
+    policy.save(tmp_path / "merged")
+    served.load_weights(tmp_path / "merged")  # as the policy server does
+    torch.testing.assert_close(served.model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    updater.save(tmp_path / "run" / "checkpoint")
+    export_model(tmp_path / "run", tmp_path / "whole", merge=True)
+    torch.testing.assert_close(load_policy(tmp_path / "whole").model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (lambda new, old, advantage, mask, settings: new.no_such_method(), "'Tensor' object has no attribute 'no_such"),
+        (lambda new, old, advantage, mask, settings: Surrogate(*[new.sum()] * 4), "it returned {'loss_BT': ()"),
+        (lambda new, old, advantage, mask, settings: Surrogate(*[new.log()] * 4), "its loss is nan"),
+        (lambda new, old, advantage, mask, settings: Surrogate(*[new.detach()] * 4), "does not require grad"),
+    ],
+    ids=["raises", "shape", "nan", "gradient"],
+)
+def test_the_error_of_a_custom_loss_names_it_before_the_first_rollout(
+    tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch, loss: Any, reason: str
+) -> None:
+    manager, target = get_manager(), f"{__name__}:planted_loss"
+    monkeypatch.setattr(sys.modules[__name__], "planted_loss", loss, raising=False)
+    plugin = SimpleNamespace(components=hookimpl(lambda: [Component("policy_loss", "mine", target, summary="x")]))
+    manager.register(plugin, "test-mine")
+    try:
+        with pytest.raises(ConfigError, match=re.escape("objective = 'mine': this policy_loss")) as caught:
+            Updater(tiny_policy, UpdateSettings(objective="mine"))
+        assert reason in str(caught.value)
+    finally:
+        manager._pluggy.unregister(plugin)
+        del manager.plugins["test-mine"], manager._offers["policy_loss", "mine"]
+
+
+def test_settings_that_cannot_be_are_refused_in_python_as_in_a_file(tiny_model: Path) -> None:
+    for wrong, message in (
+        ({"entropy_coefficient": "cosine"}, "update: entropy_coefficient = 'cosine': Input should be a valid number"),
+        ({"warmup_updates": 9, "total_updates": 8}, "warmup_updates = 9: the training has 8 updates"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            UpdateSettings(**wrong)
+    with pytest.raises(ConfigError, match="warmup_updates = 9: the training has 5 updates"):
+        GRPO(model=str(tiny_model), steps=5, update=UpdateSettings(warmup_updates=9))
+    assert UpdateSettings(lr="1e-3").lr == 1e-3

@@ -267,6 +267,10 @@ def test_the_interval_of_an_algorithm_is_wider_if_its_seeds_differ(tmp_path: Pat
 def test_eval_and_compare_can_fail_on_a_regression(folder: Path) -> None:
     assert "Error" not in evaluate(folder, "--fail-under", "0.25")
     assert "the mean reward 0.250 is less than 0.26 (--fail-under)" in evaluate(folder, "--fail-under", "0.26", code=1)
+    assert "Error" not in evaluate(folder, "--fail-under", "0.01", "--confidence", "0.9")
+    said = evaluate(folder, "--fail-under", "0.2", "--confidence", "0.95", code=1)
+    assert re.search(r"the lower end 0\.\d+ of the 0.95 interval is less than 0.2 .*; about \d+ tasks with these", said)
+    assert "--confidence belongs to --fail-under" in evaluate(folder, "--confidence", "0.95", code=2)
     worse = "compare", "config.yaml", "-p", "good {n}", "-p", "bad {n}"
     assert run_here(folder, *worse).code == 0
     said = run_here(folder, *worse, "--fail-if-worse")
@@ -325,6 +329,41 @@ def test_an_agent_is_evaluated_from_python() -> None:
         good.compare(agl.evaluate(agent, range(2), **settings))
     with pytest.raises(agl.LightningError, match="none of the first 2 rollouts has a reward"):
         agl.evaluate(agent, range(2), strategy="shm", resources=prompts, trackers=[])
+
+
+def test_a_crash_is_not_the_best_score_where_rewards_are_negative(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(agent: Any) -> Any:
+        return agl.evaluate(
+            agl.wrap(agent), range(8), repetitions=2, strategy="shm", trackers=[], success_threshold=-0.3
+        )
+
+    crashing = evaluate(lambda task: -0.2 if task == 0 else 1 / 0)
+    careful = evaluate(lambda task: -0.5 - task / 10)
+    assert crashing.rewards == [[-0.2, -0.2]] * 8
+    assert crashing.pass_at(1) == 1 / 8, "a failure is never a success"
+    assert careful.compare(crashing).difference > 0, "a failure counts as the lowest reward of both sides"
+    variants = [
+        Variant([], label, [each.score], rollouts=[1], seconds=[1.0], prompts=[{}], places=[tmp_path])
+        for label, each in (("crashing", crashing), ("careful", careful))
+    ]
+    assert compare_variants(variants)[1]["difference"] == pytest.approx(careful.mean - (7 * -1.2 - 0.2) / 8)
+
+
+async def test_a_failed_rollout_of_a_recorded_group_counts_as_the_lowest_reward_of_both_groups() -> None:
+    store = agl.InMemoryLightningStore()
+    for group, rewards in (("control", [-0.5, -2.0]), ("treatment", [-0.1, None])):
+        for task, reward in enumerate(rewards):
+            queued = agl.EnqueueRolloutRequest(input=task, metadata={"group": group, "task_id": task})
+            await store.enqueue_many_rollouts([queued])
+            claimed = await store.dequeue_rollout("worker")
+            assert claimed is not None
+            status = "failed" if reward is None else "succeeded"
+            await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status=status, reward=reward)
+    found = await agl.compare_rollouts(store, "control", "treatment")
+    assert (found.control.mean, found.treatment.mean, found.treatment.failed) == (-1.25, (-0.1 - 2.0) / 2, 1)
+    await store.close()
 
 
 def test_the_run_of_a_trainer_has_only_its_own_scores() -> None:

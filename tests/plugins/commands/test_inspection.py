@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -371,3 +373,40 @@ def test_a_missing_store_is_reported(tmp_path: Path) -> None:
     missing = CliRunner().invoke(cli, ["rollouts", "list", "--store", str(tmp_path)])
     assert isinstance(missing.exception, ConfigError)
     assert f"{str(tmp_path)!r} is neither a URL nor a directory with a store.db" in str(missing.exception)
+
+
+def test_without_a_store_a_command_takes_the_newest_run_and_says_so(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def show(*arguments: str) -> Result:
+        return CliRunner().invoke(cli, arguments, env={"COLUMNS": "200"})
+
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    monkeypatch.delenv("AGL_STORE", raising=False)
+    commands = [
+        ("runs", "list"), ("rollouts", "list"), ("spans", "list"), ("workers", "list"), ("resources", "list"),
+        ("rollouts", "show", "ro-1"), ("replay", "agent.py:agent", "ro-1"), ("ledger",), ("tokens", "ro-1"),
+        ("top", "--once"), ("compare", "control", "treatment"), ("report",), ("dashboard",),
+    ]  # fmt: skip
+    for command in commands:
+        refused = show(*command)
+        assert (refused.exit_code, "name the directory of a run or the URL of a store" in refused.stderr) == (2, True)
+    for age, name in enumerate(("old", "new", "elsewhere")):
+        run_directory = home / "runs" / name
+        run_directory.mkdir(parents=True)
+        (run_directory / "run.json").write_text('{"key": "k"}')
+        os.utime(run_directory / "run.json", (age, age))
+        if name != "elsewhere":  # the store of that run is on another machine
+            shutil.copy(place / "store.db", run_directory)
+    listed = show("rollouts", "list", "--json")
+    assert listed.stderr == "store: runs/new, the newest run; another one: --store URL or --store runs/NAME\n"
+    assert len(json.loads(listed.stdout)) == 3
+    assert "store: runs/new, the newest run" in show("top", "--once").stderr
+    for named in (["runs/old"], ["--store", "runs/old"], [f"sqlite:///{home}/runs/old/store.db"]):
+        found = show("rollouts", "list", *named, "--json", "--limit", "2")
+        assert (len(json.loads(found.stdout)), found.stderr) == (2, "")
+    assert json.loads(show("rollouts", "show", json.loads(listed.stdout)[0]["rollout_id"], "runs/old", "--json").stdout)
+    monkeypatch.setenv("AGL_STORE", "runs/old")
+    assert show("rollouts", "list").stderr == ""

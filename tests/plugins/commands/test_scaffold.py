@@ -78,6 +78,9 @@ def test_a_new_agent_for_apo_trains_and_finds_a_better_prompt(tmp_path: Path, mo
 
     assert run_here(tmp_path, "new", "agent", "word-adder", "--apo").code == 0
     folder = tmp_path / "word-adder"
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    missing = run_here(folder, "train", "config.yaml", "--dry-run", module="agent")
+    assert (missing.code, "the environment variable OPENAI_BASE_URL is not set" in missing.stderr) == (2, True)
     with prompt_lab.Server(answer) as server:
         monkeypatch.setenv("OPENAI_API_KEY", "any")
         monkeypatch.setenv("OPENAI_BASE_URL", server.endpoint)
@@ -86,7 +89,6 @@ def test_a_new_agent_for_apo_trains_and_finds_a_better_prompt(tmp_path: Path, mo
             "train",
             "config.yaml",
             "strategy=shm",
-            f"resources.llm.endpoint={server.endpoint}",
             "algorithm.beam_rounds=1",
             "algorithm.beam_width=1",
             "algorithm.branch_factor=1",

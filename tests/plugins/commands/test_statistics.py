@@ -341,3 +341,24 @@ def test_an_empty_score_and_an_impossible_k_are_refused() -> None:
         with pytest.raises(agl.ConfigError, match=f"pass@{k} needs a k from 1 to 2"):
             score.pass_at(k)
     assert score.to_metrics()["missing"] == 1.0
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
+def test_the_number_of_tasks_for_a_gate_is_the_first_whose_interval_passes_it(confidence: float) -> None:
+    six = Score([[1.0]] * 5 + [[0.0]])
+    low, _ = six.interval(confidence) or (math.nan, math.nan)
+    assert low < 0.8 < six.mean
+    needed = six.tasks_for(0.8, confidence)
+    assert needed is not None
+    assert wilson(six.mean, needed, confidence)[0] >= 0.8 > wilson(six.mean, needed - 1, confidence)[0]
+    assert six.tasks_for(0.9, confidence) is None
+    scores = Score([[0.9 + 0.02 * (n % 5)] for n in range(10)])
+    assert (scores.tasks_for(0.9, confidence) or 0) <= 10
+    assert (scores.interval(confidence) or (0, 0))[0] > 0.9
+
+
+def test_intervals_of_every_confidence_cover_the_mean_as_often_as_they_promise() -> None:
+    draw = np.random.default_rng(0)
+    for confidence in (0.8, 0.95, 0.99):
+        found = [mean_interval(draw.normal(0.5, 0.1, 30).tolist(), confidence) for _ in range(60)]
+        assert abs(np.mean([each is not None and each[0] < 0.5 < each[1] for each in found]) - confidence) < 0.12

@@ -777,3 +777,17 @@ def test_a_line_break_in_the_token_is_reported_in_one_sentence(folder: Path, mon
         assert done.stderr.count("\n") == 1
         assert "has a line end" in done.stderr
         assert "hunter2" not in done.stderr
+
+
+def test_the_end_of_a_commands_stderr_is_shown_and_tracebacks_only_with_debug(folder: Path) -> None:
+    code = "import sys; print('starting', file=sys.stderr); sys.exit('KeyError: no such tool')"
+    write(folder, {"agent": {"command": [sys.executable, "-c", code], "reward": "stdout"}, "algorithm": "baseline"})
+    said = run_here(folder, "train", "config.yaml", "run_dir=failing")
+    assert said.code == 1
+    end = "its stderr ends with: starting / KeyError: no such tool"
+    assert end in said.stdout + said.stderr
+    assert end in (folder / "failing" / "report.md").read_text()
+    assert "Traceback" not in said.stdout + said.stderr
+    wrong = "train", "config.yaml", "algorithm=basline"
+    assert "Traceback" not in run_here(folder, *wrong).stderr
+    assert "Traceback" in run_here(folder, "--debug", *wrong).stderr

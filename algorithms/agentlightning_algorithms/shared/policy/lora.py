@@ -13,6 +13,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from agentlightning.errors import ConfigError
+from agentlightning_algorithms.shared.policy.model import PEFT_PATTERNS
 from agentlightning_algorithms.shared.policy.settings import LoraSettings
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -36,6 +37,7 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # raised as an error below
+            warnings.filterwarnings("ignore", PEFT_PATTERNS)
             cast(Any, model).add_adapter(config)
     except ValueError as error:
         raise ConfigError(f"lora: target_modules = {settings.target_modules!r}: {error}") from error
@@ -56,16 +58,20 @@ def merge_state(model: nn.Module) -> dict[str, Tensor]:
 
     Merging in place and back would add rounding errors to the base weights each time.
     """
-    state = dict(model.state_dict())
+
+    def without_wrappers(name: str) -> str:
+        return name.replace(".base_layer", "")
+
+    state = {without_wrappers(name): value for name, value in model.state_dict().items() if ".lora_" not in name}
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
-            prefix = f"{name}."
-            weight = state[f"{prefix}base_layer.weight"]
+            layer = cast(Any, module)  # peft leaves it unannotated
+            # Experts have several parameters without a layer of their own, and one adapter around another for each.
+            key = without_wrappers(f"{name}.{getattr(layer, 'parameter_name', 'weight')}")
             with torch.no_grad():
-                layer = cast(Any, module)  # peft leaves it unannotated
                 delta = sum(layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters)
-                state[f"{prefix}base_layer.weight"] = (weight.float() + delta).to(weight.dtype)
-    return {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
+                state[key] = (state[key].float() + delta).to(state[key].dtype)
+    return state
 
 
 def share_weights(model: ModelT) -> ModelT:

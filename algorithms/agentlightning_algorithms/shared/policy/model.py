@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -189,6 +190,11 @@ class Policy:
             except SafetensorError as error:
                 raise ConfigError(f"{str(file)!r} is damaged: {error}.") from error
         own = self._own_weights()
+        if not self.has_lora and not loaded.keys() <= own.keys() and (directory / "config.json").is_file():
+            # A file has each expert of a mixture on its own; transformers stacks them.
+            with _loading():
+                stacked = type(self.model).from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
+            loaded = dict(stacked.state_dict())
         # Tied weights share storage under several names, of which a file has only one.
         covered = {own[name].data_ptr() for name in loaded if name in own}
         wrong = [name for name in loaded if name not in own or own[name].shape != loaded[name].shape]
@@ -341,6 +347,10 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
     return bool(torch.equal(whole, parts))
 
 
+PEFT_PATTERNS = ".*_pattern keys did not match"
+"""A warning of peft about patterns that transformers adds for the experts of a mixture."""
+
+
 @contextmanager
 def _loading() -> Iterator[None]:
     """Disables transformers' progress bars; one thread loads at a time, since loading changes torch's global state."""
@@ -348,7 +358,9 @@ def _loading() -> Iterator[None]:
         shown = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()
         try:
-            yield
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", PEFT_PATTERNS)
+                yield
         finally:
             if shown:
                 transformers_logging.enable_progress_bar()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
 from agentlightning.errors import ConfigError, PluginImportError
 from agentlightning.plugin.registry import get_manager
-from agentlightning.plugin.settings import require_least
+from agentlightning.plugin.settings import bind_settings, require_least
 
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
@@ -106,6 +106,14 @@ class UpdateSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, value in bind_settings(UpdateSettings, given, "update").items():  # in Python as in a file
+            object.__setattr__(self, name, value)
+        if self.total_updates is not None and self.warmup_updates > self.total_updates:
+            raise ConfigError(
+                f"warmup_updates = {self.warmup_updates}: the training has {self.total_updates} updates, so the "
+                "learning rate would never reach lr; use fewer."
+            )
         for name in ("lr", "max_grad_norm", "temperature", "epochs", "minibatches", "max_tokens_per_microbatch"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}; it must be above 0.")

@@ -54,13 +54,15 @@ class Updater:
 
         Raises:
             PluginError: an ``objective`` that no plugin offers.
-            ConfigError: a schedule without ``total_updates``, or a model without gradient checkpointing.
+            ConfigError: an ``objective`` that fails on made rows, a schedule without ``total_updates``, or a model
+                without gradient checkpointing.
         """
         self.policy = policy
         self.settings = settings = settings or UpdateSettings()
         if settings.schedule != "constant" and settings.total_updates is None:
             raise ConfigError(f"schedule = {settings.schedule!r} needs total_updates, the number of updates it spans.")
         self._objective: Objective = get_manager().create("policy_loss", settings.objective)
+        _try_objective(self._objective, settings)
         self.updates = 0  # made so far
         self.uses: list[RowUse] = []  # uses of the rows in the last update
         self._open_step: tuple[StepMetrics, list[PreparedRow]] = StepMetrics(), []  # added, but not yet applied
@@ -377,6 +379,32 @@ def _enable_gradient_checkpointing(policy: Policy) -> None:
         raise ConfigError(f"gradient_checkpointing: {type(policy.model).__name__} has no layers that support it.")
     for layer in layers:
         layer.training = True  # only this module: its submodules stay in eval mode
+
+
+def _try_objective(objective: Objective, settings: UpdateSettings) -> None:
+    """Calls a loss with two made rows, the second one shorter, so that a mistake shows before the first rollout.
+
+    Raises:
+        ConfigError: it raises, or its result is not a :class:`Surrogate` of finite losses with a gradient.
+    """
+    logprob_BT = torch.full((2, 3), -1.0, requires_grad=True)
+    mask_BT = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    advantage_BT = torch.tensor([[1.0], [-1.0]]) * mask_BT
+    try:
+        found = objective(logprob_BT, torch.full((2, 3), -1.1), advantage_BT, mask_BT, settings)
+        shapes = {name: tuple(getattr(found, name).shape) for name in Surrogate._fields}
+        if set(shapes.values()) != {(2, 3)}:
+            raise ValueError(f"for log-probabilities of the shape (2, 3) it returned {shapes}")
+        length_B, horizon = mask_BT.sum(-1), settings.horizon or 1
+        loss = aggregate(found.loss_BT, mask_BT, settings.aggregation, rollout_length_B=length_B, horizon=horizon)
+        loss.backward()
+        if not math.isfinite(value := float(loss.detach())):
+            raise ValueError(f"its loss is {value}")
+    except Exception as error:  # isolation point: a plugin's loss
+        raise ConfigError(
+            f"objective = {settings.objective!r}: this policy_loss (with aggregation = {settings.aggregation!r}) "
+            f"failed on two made rows: {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextmanager

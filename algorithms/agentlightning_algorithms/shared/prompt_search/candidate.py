@@ -40,7 +40,7 @@ class Candidate(Resource):
     critique: str | None = Field(default=None, repr=False)
     """The critique that the edit answers."""
     batch_score: float | None = None
-    """Mean reward over its last validation batch; failures and timeouts count as 0."""
+    """Mean reward over its last validation batch."""
     full_score: float | None = None
     """Mean reward over the whole validation set; None if the candidate was not run on all of it."""
     task_scores: tuple[float, ...] = Field(default=(), repr=False)

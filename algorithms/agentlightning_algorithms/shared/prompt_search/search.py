@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,6 +12,7 @@ from agentlightning.algorithm.algorithm import Algorithm, RunContext
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.settings import require_least
 from agentlightning.resources import LLM, PromptTemplate, Resource
+from agentlightning.reward import count_failed
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode
 from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, SearchBudget
 from agentlightning_algorithms.shared.prompt_search.candidate import (
@@ -52,7 +53,7 @@ class PromptSearch(Algorithm):
     """Client of any OpenAI-compatible endpoint; None takes OPENAI_API_KEY and OPENAI_BASE_URL."""
     _: KW_ONLY
     rollout_batch_timeout: float = 3600.0
-    """Seconds for the rollouts of one trial; rollouts that are still open after that count as 0."""
+    """Seconds for the rollouts of one trial; rollouts that are still open after that have failed."""
     target_score: float | None = None
     """Mean reward of the best prompt on the whole validation set at which the search stops."""
     prompts: Sequence[str] | str | None = None
@@ -222,6 +223,8 @@ class PromptSearch(Algorithm):
     ) -> list[TrialResult]:
         """Runs a published candidate on the tasks at ``indices``, concurrently.
 
+        Rollouts that failed, timed out or have no reward count as 0, or as the lowest reward of the search so far if
+        that is negative.
         ``place`` identifies the trial within the search: a resumed search does not run it again.
         """
         step = next((part for part in place if isinstance(part, int)), 0)
@@ -243,7 +246,8 @@ class PromptSearch(Algorithm):
         self._reserve = trials * [usage for result in results for usage in result.usage]
         self.budget.spend(usage for result in results for usage in result.usage)
         self._reward_check.add(result.outcome for result in results)
-        return results
+        failed_reward = count_failed([self._reward_check.lowest])
+        return [replace(result, failed_reward=failed_reward) for result in results]
 
     @property
     def message_adapter(self) -> TraceToMessages:

@@ -32,6 +32,13 @@ class TrialResult(RolloutResult):
     """The chat of each model call."""
     usage: Sequence[CallUsage] = ()
     adapter_error: str | None = None
+    failed_reward: float = 0.0
+    """The score if the rollout failed or has no reward."""
+
+    @property
+    def score(self) -> float:
+        """The reward, or ``failed_reward``."""
+        return self.failed_reward if self.valid_reward is None else self.valid_reward
 
     @property
     def rollout_id(self) -> str:
@@ -64,7 +71,7 @@ class TrialResult(RolloutResult):
 
 
 def mean_score(results: Sequence[TrialResult]) -> float:
-    """Mean reward; rollouts that failed, timed out or have no reward count as 0."""
+    """Mean of the scores."""
     return statistics.fmean(result.score for result in results) if results else 0.0
 
 

@@ -14,6 +14,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
 from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.terminal import (
+    StoreCommand,
     json_option,
     json_or_text,
     print_json,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from agentlightning_plugins.commands.evaluation.variant import Variant
 
 
-@click.command("compare")
+@click.command("compare", cls=StoreCommand)
 @click.argument("sources", nargs=-1, required=True, metavar="{CONFIG [KEY=VALUE]... | CONTROL TREATMENT}")
 @click.option(
     "--algorithm",
@@ -84,7 +85,7 @@ def command(
 
     Without -a and -p, CONTROL and TREATMENT each select rollouts of a store by group name (`group` of the metadata), by
     other metadata, as in `variant=b`, or by resources: a snapshot or one version of it, as in `rs-1@3`. Failed rollouts
-    count as 0; rollouts without a reward are excluded.
+    count as 0, or as the lowest reward if that is negative; rollouts without a reward are excluded.
     """
     from agentlightning_plugins.commands.evaluation.comparison_report import check_regression
     from agentlightning_plugins.shared.configuration.document import read_with_overrides
@@ -217,6 +218,7 @@ def _compare_recorded(
 ) -> list[dict[str, Any]]:
     """Compares two groups of recorded rollouts, prints the result, and returns a row for each group."""
     from agentlightning_plugins.shared.statistics.comparison import compare_rollouts
+    from agentlightning_plugins.shared.statistics.score import FAILED
 
     sides = _read_group(control), _read_group(treatment)
     found = use_store(where, run, lambda store: compare_rollouts(store, *sides))
@@ -245,7 +247,7 @@ def _compare_recorded(
             how = f"{len(found.control.rewards)} against {len(found.treatment.rewards)} users"
         interval = "no interval" if low is None else f"95 % interval [{found.low:+.3f}, {found.high:+.3f}]"
         echo(f"\ndifference {found.difference:+.3f}  {interval}  p = {found.p_value:.2g}  ({how})")
-        echo("failed rollouts count as 0; rollouts without a reward are excluded")
+        echo(f"{FAILED}; rollouts without a reward are excluded")
     return [{}, {"label": found.treatment.name, "difference": found.difference, "p": found.p_value}]
 
 

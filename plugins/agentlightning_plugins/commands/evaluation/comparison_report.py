@@ -6,6 +6,7 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from agentlightning_plugins.shared.rendering.page import write_page
 from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.statistics.comparison import Difference, difference_over_seeds, interval_over_seeds
 from agentlightning_plugins.shared.statistics.interval import adjust_p_values
+from agentlightning_plugins.shared.statistics.score import FAILED, count_failed_alike
 
 _SIGNIFICANT: Final = 0.05
 """A p-value below this counts for ``--fail-if-worse``."""
@@ -29,11 +31,13 @@ _COLUMNS: Final = (
 )
 _ONE_SEED: Final = "one seed: intervals and p-values do not cover the variation between trainings; use --seeds"
 _ADJUSTED: Final = "p-values are adjusted for several comparisons (Holm); intervals are not"
-_FAILED: Final = "failed rollouts count as 0; rollouts without a reward (missing) are excluded"
+_FAILED: Final = f"{FAILED}; rollouts without a reward (missing) are excluded"
 
 
 def compare_variants(variants: Sequence[Variant]) -> list[dict[str, Any]]:
     """Returns a row for each variant with its difference to the first, None if no task has rewards of both."""
+    alike = iter(count_failed_alike([score for variant in variants for score in variant.scores]))
+    variants = [replace(variant, scores=[next(alike) for _ in variant.scores]) for variant in variants]
     first, *others = variants
     differences = [None, *(_difference(variant, first) for variant in others)]
     p_values = iter(adjust_p_values([found.p_value for found in differences if found is not None]))

@@ -15,7 +15,7 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning_plugins.shared.configuration.run_directory import learned_resources
 from agentlightning_plugins.shared.rendering.text import print_table
-from agentlightning_plugins.shared.statistics.score import POWER, SampleSizePlan, plan
+from agentlightning_plugins.shared.statistics.score import FAILED, POWER, SampleSizePlan, Score, plan
 from agentlightning_plugins.shared.terminal import json_option, print_json
 
 
@@ -39,6 +39,12 @@ from agentlightning_plugins.shared.terminal import json_option, print_json
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the rollouts in this directory.")
 @click.option("--fail-under", type=float, metavar="REWARD", help="Exit with 1 if the mean reward is lower.")
 @click.option(
+    "--confidence",
+    type=click.FloatRange(0.5, 0.999),
+    metavar="C",
+    help="With --fail-under: exit with 1 unless the whole interval of this confidence is above, as in 0.95.",
+)
+@click.option(
     "--plan",
     "difference",
     type=click.FloatRange(min=0, min_open=True),
@@ -58,13 +64,17 @@ def command(
     trust: bool,
     run_dir: Path | None,
     fail_under: float | None,
+    confidence: float | None,
     difference: float | None,
     as_json: bool,
 ) -> None:
     """Evaluate the agent of CONFIG: mean reward with its 95 % interval, pass@k, errors.
 
-    The exit code is 1 if no rollout succeeded or the mean reward is less than --fail-under, else 0.
+    The exit code is 1 if no rollout succeeded, or if the mean reward (with --confidence, the lower end of its interval)
+    is less than --fail-under, else 0.
     """
+    if confidence is not None and fail_under is None:
+        raise click.UsageError("--confidence belongs to --fail-under REWARD")
     from agentlightning_plugins.shared.configuration.assembly import load_parts
     from agentlightning_plugins.shared.configuration.config import read_config
     from agentlightning_plugins.shared.configuration.document import read_with_overrides
@@ -102,6 +112,8 @@ def command(
         raise click.ClickException(
             f"the mean reward {metrics['reward']:.3f} is less than {fail_under:g} (--fail-under)"
         )
+    if fail_under is not None and confidence is not None:
+        _check_interval(score, fail_under, confidence)
     if score.errors.total() == metrics["rollouts"]:
         raise SystemExit(1)
 
@@ -130,6 +142,18 @@ def failing_run() -> Iterator[None]:
         raise click.ClickException(str(error)) from error
 
 
+def _check_interval(score: Score, least: float, confidence: float) -> None:
+    """Raises ClickException if the interval of the mean reward is not above ``least``."""
+    interval, needed = score.interval(confidence), score.tasks_for(least, confidence)
+    if interval is not None and interval[0] >= least:
+        return
+    low = "there is no interval from these rewards"
+    if interval is not None:
+        low = f"the lower end {interval[0]:.3f} of the {confidence:.4g} interval is less than {least:g}"
+    more = "no number of tasks is enough" if needed is None else f"about {needed} tasks with these results are needed"
+    raise click.ClickException(f"{low} (--fail-under, --confidence); {more}")
+
+
 def _print_score(metrics: dict[str, float]) -> None:
     interval = "no interval from these rewards"
     if "reward_low" in metrics:
@@ -140,7 +164,7 @@ def _print_score(metrics: dict[str, float]) -> None:
     for name, value in metrics.items():
         if name.startswith("pass@"):
             echo(f"{name:<8} {value:.3f}")
-    echo(f"{metrics['tasks']:.0f} tasks, {metrics['rollouts']:.0f} rollouts; failed rollouts count as 0")
+    echo(f"{metrics['tasks']:.0f} tasks, {metrics['rollouts']:.0f} rollouts; {FAILED}")
     if "missing" in metrics:
         echo(f"{metrics['missing']:.0f} rollouts without a reward, excluded")
     for name, value in metrics.items():

@@ -26,7 +26,7 @@ from agentlightning_plugins.commands.evaluation.evaluate import evaluate, failin
 from agentlightning_plugins.shared.configuration.assembly import find_class, fit, load_parts, make_trainer
 from agentlightning_plugins.shared.configuration.config import read_config
 from agentlightning_plugins.shared.configuration.run_directory import saved_weights, served_model
-from agentlightning_plugins.shared.statistics.score import Score
+from agentlightning_plugins.shared.statistics.score import Score, count_failed_alike
 
 Spec = dict[str, Any]
 """An algorithm: its name and its settings."""
@@ -59,11 +59,12 @@ class Variant:
 
     def pooled(self) -> Score:
         """The score over all seeds."""
-        rewards = [
-            [reward for score in self.scores for reward in score.rewards[task]]
-            for task in range(len(self.scores[0].rewards))
+        scores = count_failed_alike(self.scores)
+        outcomes = [
+            [reward for score in scores for reward in score.outcomes[task]] for task in range(len(scores[0].outcomes))
         ]
-        return Score(rewards, missing=sum(score.missing for score in self.scores))
+        missing = sum(score.missing for score in scores)
+        return Score(outcomes, missing=missing, failed_reward=scores[0].failed_reward)
 
 
 @dataclasses.dataclass

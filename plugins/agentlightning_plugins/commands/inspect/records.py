@@ -16,6 +16,7 @@ from agentlightning_plugins.commands.inspect.export import export, export_path
 from agentlightning_plugins.shared.monitoring.runs import describe_run
 from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.shared.terminal import (
+    StoreGroup,
     found,
     limit_option,
     print_event,
@@ -33,7 +34,7 @@ _SCORES: Final = ("best_score", "val_reward", "reward")
 """Metrics that can be the score of a run; the first of them that the run has is its score."""
 
 
-@click.group("runs")
+@click.group("runs", cls=StoreGroup)
 def runs() -> None:
     """List and show the runs of a store."""
 
@@ -71,7 +72,7 @@ async def _run_row(store: LightningStore, run: Run) -> tuple[Any, ...]:
     return run.run_id, run.name, run.status, algorithm, show_time(run.created_at), rollouts.total, score
 
 
-@click.group("spans")
+@click.group("spans", cls=StoreGroup)
 def spans() -> None:
     """List, show, follow and export spans."""
 
@@ -135,7 +136,7 @@ async def export_spans(store: LightningStore, path: Path, rollout_id: str | None
     await export(every(store.query_spans, rollout_id), path, "spans", as_json)
 
 
-@click.group("resources")
+@click.group("resources", cls=StoreGroup)
 def resources() -> None:
     """List, show, follow, promote, roll back and export published resources."""
 
@@ -241,7 +242,7 @@ async def _find_resources(store: LightningStore, resources_id: str, version: int
     return found(await store.get_resources_by_id(latest.resources_id, version), "version", str(version))
 
 
-@click.group("workers")
+@click.group("workers", cls=StoreGroup)
 def workers() -> None:
     """List, show, follow, end and export workers."""
 

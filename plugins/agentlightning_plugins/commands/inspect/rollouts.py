@@ -20,6 +20,7 @@ from agentlightning_plugins.shared.chat_history import ChatHistory, read_convers
 from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.terminal import (
+    StoreGroup,
     found,
     limit_option,
     print_event,
@@ -36,7 +37,7 @@ from agentlightning_plugins.shared.terminal import (
 _STATUS = click.Choice(get_args(RolloutStatus))
 
 
-@click.group("rollouts")
+@click.group("rollouts", cls=StoreGroup)
 def rollouts() -> None:
     """List, show, follow, cancel, retry, delete and export rollouts."""
 

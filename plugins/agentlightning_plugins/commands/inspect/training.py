@@ -10,12 +10,12 @@ import click
 from agentlightning.cli import echo
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.shared.rendering.text import print_table
-from agentlightning_plugins.shared.terminal import found, print_json, with_store
+from agentlightning_plugins.shared.terminal import StoreCommand, found, print_json, with_store
 from agentlightning_plugins.shared.training_records.query import count_outcomes, read_ledger, read_rows
 from agentlightning_plugins.shared.training_records.record import Outcome
 
 
-@click.command("ledger")
+@click.command("ledger", cls=StoreCommand)
 @click.option("--step", type=click.IntRange(min=1), help="List the rollouts of one step; default: counts of all steps.")
 @with_store
 async def ledger(store: LightningStore, step: int | None, as_json: bool) -> None:
@@ -42,7 +42,7 @@ async def ledger(store: LightningStore, step: int | None, as_json: bool) -> None
         echo(f"{len(entries)} rollouts: {_describe(Counter(entry.outcome for entry in entries))}", err=True)
 
 
-@click.command("tokens")
+@click.command("tokens", cls=StoreCommand)
 @click.argument("rollout_id")
 @with_store
 async def tokens(store: LightningStore, rollout_id: str, as_json: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -13,7 +14,7 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.run.directory import inside, read_record
-from agentlightning_plugins.shared.terminal import json_option, print_json
+from agentlightning_plugins.shared.terminal import find_store, json_option, print_json
 
 if TYPE_CHECKING:
     from agentlightning.store.protocol import LightningStore
@@ -22,14 +23,18 @@ T = TypeVar("T")
 
 
 @click.command("report")
-@click.argument("directory", type=click.Path(path_type=Path), metavar="RUN_DIR")
+@click.argument("where", required=False, metavar="[RUN_DIR]")
 @click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write one web page instead.")
-@click.option("--store", "url", metavar="URL", help="The store of the run, if it is not in RUN_DIR.")
+@click.option("--store", "url", metavar="URL", help="The store of the run, if not in RUN_DIR. Default: AGL_STORE.")
 @json_option
-def command(directory: Path, page: Path | None, url: str | None, as_json: bool) -> None:
-    """Print the report of the run in RUN_DIR: rollouts, metrics, errors and learned resources."""
+def command(where: str | None, page: Path | None, url: str | None, as_json: bool) -> None:
+    """Print the report of the run in RUN_DIR: rollouts, metrics, errors and learned resources.
+
+    The default is the newest run under runs/.
+    """
     from agentlightning_plugins.commands.report.report import REPORT_NAME, read_report, write_html
 
+    directory = Path(find_store(where))
     if page is not None:
         if as_json:
             raise click.UsageError("--html writes a file and --json prints values; choose one of them")
@@ -76,7 +81,7 @@ def _open_store(directory: Path, url: str | None) -> LightningStore:
     """
     from agentlightning.store.factory import create_store
 
-    if url is None and not (directory / "store.db").is_file():
+    if url is None and not (directory / "store.db").is_file() and (url := os.environ.get("AGL_STORE")) is None:
         raise ConfigError(
             f"{directory} has no store; see {directory}/report.md, written when the run ended, or name the store: "
             f"agl report {directory} --store URL"

@@ -25,7 +25,7 @@ from agentlightning_plugins.shared.monitoring.evaluation import (
 from agentlightning_plugins.shared.monitoring.metrics import make_series
 from agentlightning_plugins.shared.monitoring.runs import count_rollouts, describe_run, read_result
 from agentlightning_plugins.shared.rendering.page import write_page
-from agentlightning_plugins.shared.rendering.text import to_markdown
+from agentlightning_plugins.shared.rendering.text import show_error, to_markdown
 from agentlightning_plugins.shared.statistics.interval import mean_interval
 from agentlightning_plugins.shared.training_records.query import count_outcomes, read_ledger
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN
@@ -101,7 +101,7 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
         status_in=["failed"], sort_by="start_time", sort_order="desc", limit=_MAX_FAILED
     )
     errors = Counter(
-        f"{rollout.attempt.error.type}: {rollout.attempt.error.message}".splitlines()[0][:300]
+        show_error(f"{rollout.attempt.error.type}: {rollout.attempt.error.message}")
         for rollout in failed
         if isinstance(rollout, AttemptedRollout) and rollout.attempt.error is not None
     )

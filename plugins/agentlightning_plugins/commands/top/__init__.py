@@ -10,20 +10,17 @@ from agentlightning.cli import printable
 from agentlightning.errors import StoreError
 from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.shared.terminal import json_option, open_store, print_json
+from agentlightning_plugins.shared.terminal import StoreCommand, json_option, open_store, print_json, store_option
 
 
-@click.command("top")
-@click.argument("where", metavar="[URL|RUN_DIR]", required=False)
+@click.command("top", cls=StoreCommand)
+@store_option
 @click.option("--run", "run_id", metavar="NAME", help="Name of the run; default is the newest in progress.")
 @click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.1), help="Seconds per update.")
 @click.option("--once", is_flag=True, help="Print the state once and exit, as without a terminal.")
 @json_option
 def command(where: str | None, run_id: str | None, interval: float, once: bool, as_json: bool) -> None:
-    """Show queue, workers, reward, throughput and errors of a store, until Ctrl-C.
-
-    The store is at URL, or in RUN_DIR; the default is AGL_STORE, else ./agl.db, else http://127.0.0.1:4747.
-    """
+    """Show queue, workers, reward, throughput and errors of a store, until Ctrl-C."""
     asyncio.run(_watch(open_store(where), run_id, interval, once=once, as_json=as_json))
 
 

@@ -87,7 +87,7 @@ async def _trace(url: str, run: str | None, arguments: list[str]) -> int:
     finally:
         writer.close()
         await store.close()
-    where = "" if url == "sqlite:///agl.db" else f" --store {hide_password(url)}"
+    where = f" --store {hide_password(url)}"
     where += "" if run is None else f" --run {run}"
     if lost:
         echo(f"{lost} spans were lost: the store did not accept them, or they were written incompletely", err=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import traceback
 from collections.abc import Iterator
@@ -106,7 +107,7 @@ def command(
             (directory / CONFIG_NAME).write_text(_dump(document.values), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{directory / CONFIG_NAME} cannot be written: {error.strerror or error}") from error
-    setup_logging()
+    setup_logging(min(logging.getLogger("agentlightning").level or logging.INFO, logging.INFO))
     if trainer.strategy.role == "algorithm":
         _show_runner_command(trainer, checked.store, config)
     _fit(trainer, parts, directory)

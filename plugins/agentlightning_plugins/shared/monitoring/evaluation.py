@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.resources import ResourcesUpdate
-from agentlightning.reward import find_final_reward
+from agentlightning.reward import count_failed, find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Metrics, Rollout
 from agentlightning_plugins.shared.rendering.conversation import read_conversations
@@ -128,8 +128,11 @@ async def compare_first_and_last(
 
 
 async def read_rewards(store: LightningStore, step: int, mode: str) -> dict[str, float]:
-    """Reads the rewards of an evaluation by task; failures count as 0."""
-    return {task: _reward(rollout) or 0.0 for task, rollout in (await _evaluated(store, mode, {"step": step})).items()}
+    """Reads the rewards of an evaluation by task; failures count as 0, or as the lowest reward if that is negative."""
+    rollouts = await _evaluated(store, mode, {"step": step})
+    rewards = {task: _reward(rollout) for task, rollout in rollouts.items()}
+    failed = count_failed(rewards.values())
+    return {task: failed if reward is None else reward for task, reward in rewards.items()}
 
 
 async def _compare_candidates(store: LightningStore, seed: Mapping[str, Any], best: Mapping[str, Any]) -> BeforeAfter:
@@ -157,7 +160,9 @@ async def _compare(
     store: LightningStore, what: str, first: Mapping[str, Rollout], last: Mapping[str, Rollout]
 ) -> BeforeAfter:
     common = [key for key in first if key in last]
-    before, after = ([_reward(rollouts[key]) or 0.0 for key in common] for rollouts in (first, last))
+    rewards = [[_reward(rollouts[key]) for key in common] for rollouts in (first, last)]
+    failed = count_failed(reward for side in rewards for reward in side)
+    before, after = ([failed if reward is None else reward for reward in side] for side in rewards)
     if not common:
         return BeforeAfter(what)
     best = common[max(range(len(common)), key=lambda place: after[place] - before[place])]

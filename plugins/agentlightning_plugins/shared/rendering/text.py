@@ -31,6 +31,13 @@ def show_line(value: Any, length: int = 160) -> str:
     return show_text(text if len(text) <= length else text[: length - 1] + "…")
 
 
+def show_error(error: str, length: int = 300) -> str:
+    """Returns an error as one line: its first one, and the end of the text that a colon there announces."""
+    first, *rest = [line.strip() for line in error.splitlines() if line.strip()] or [""]
+    end = " / ".join(rest)[-length:] if first.endswith(":") else ""
+    return f"{first[:length]} {end}".rstrip()
+
+
 def dump(value: Any) -> str:
     """Formats a value as indented JSON."""
     return json.dumps(value, indent=2, ensure_ascii=False, default=str)

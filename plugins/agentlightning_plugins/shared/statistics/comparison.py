@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.resources import split_version_id
-from agentlightning.reward import read_final_reward
+from agentlightning.reward import count_failed, read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Rollout
 from agentlightning_plugins.shared.paging import every
@@ -36,12 +36,13 @@ _TASK: Final = "task "
 
 @dataclass(frozen=True)
 class Group:
-    """The rewards of one group. Failed rollouts count as 0; cancelled and unrated rollouts are excluded."""
+    """The rewards of one group; cancelled and unrated rollouts are excluded."""
 
     name: str
     rewards: Mapping[str, Sequence[float]]
     """By user (``key_hash`` of the metadata), else task, else rollout; the rewards in one list are not independent."""
     failed: int = 0
+    """Number of rollouts that failed; they count as in ``Score``, with the rewards of both groups."""
     unrated: int = 0
     """Number of rollouts that succeeded and have no reward yet."""
     unfinished: int = 0
@@ -103,7 +104,12 @@ async def compare_rollouts(
         NotFoundError: a group has rewards of fewer than two users, tasks or rollouts.
         ConfigError: the description of a group is empty.
     """
-    groups = [await _read_group(store, which) for which in (control, treatment)]
+    read = [await _read_group(store, which) for which in (control, treatment)]
+    failed = count_failed(reward for _, units in read for rewards in units.values() for reward in rewards)
+    groups = [
+        replace(group, rewards={unit: [failed if r is None else r for r in own] for unit, own in units.items()})
+        for group, units in read
+    ]
     for group in groups:
         if len(group.rewards) < 2:
             raise NotFoundError(
@@ -131,7 +137,10 @@ def compare_groups(control: Group, treatment: Group) -> Comparison:
     return Comparison(before, after, found.mean, found.low, found.high, found.p_value, paired=True, dropped=dropped)
 
 
-async def _read_group(store: LightningStore, which: str | Mapping[str, Any]) -> Group:
+async def _read_group(
+    store: LightningStore, which: str | Mapping[str, Any]
+) -> tuple[Group, dict[str, list[float | None]]]:
+    """Returns a group without its rewards, and the rewards by unit, None for a rollout that failed."""
     name = which if isinstance(which, str) else ", ".join(f"{key}={value}" for key, value in which.items())
     if not which:
         raise ConfigError("the description of a group of rollouts is empty; give its name, metadata or resources_id")
@@ -140,7 +149,7 @@ async def _read_group(store: LightningStore, which: str | Mapping[str, Any]) -> 
         which = {RESOURCES_ID: which} if is_resources else {"group": which}
     metadata = {key: value for key, value in which.items() if key != RESOURCES_ID}
     resources_id = which.get(RESOURCES_ID)
-    rewards: dict[str, list[float]] = {}
+    rewards: dict[str, list[float | None]] = {}
     counts: Counter[str] = Counter()
     has_users = False
     async for rollout in every(store.query_rollouts, metadata=metadata or None):
@@ -148,14 +157,13 @@ async def _read_group(store: LightningStore, which: str | Mapping[str, Any]) -> 
             continue
         reward: float | None = None
         if rollout.status == "failed":
-            reward = 0.0
             counts["failed"] += 1
         elif rollout.status != "succeeded":
             counts["unfinished"] += 1
         else:
             reward = await read_final_reward(store, rollout)
             counts["unrated"] += reward is None
-        if reward is not None:
+        if reward is not None or rollout.status == "failed":
             found = rollout.metadata or {}
             unit = rollout.rollout_id
             if found.get(_KEY_HASH) is not None:
@@ -163,7 +171,7 @@ async def _read_group(store: LightningStore, which: str | Mapping[str, Any]) -> 
             elif found.get("task_id") is not None:
                 unit = f"{_TASK}{found['task_id']!r}"
             rewards.setdefault(unit, []).append(reward)
-    return Group(name, rewards, has_users=has_users, **counts)
+    return Group(name, {}, has_users=has_users, **counts), rewards
 
 
 def _ran_with(rollout: Rollout, resources_id: str) -> bool:

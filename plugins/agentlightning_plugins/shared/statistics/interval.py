@@ -20,7 +20,7 @@ _Z: Final = 1.959964
 _MAX_EXACT: Final = 13
 
 
-def mean_interval(values: Sequence[float]) -> Interval | None:
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | None:
     """Interval of the mean of one value per task.
 
     Uses Wilson's interval for values of 0 and 1, otherwise the bootstrap-t. Also uses Wilson's for values in [0, 1]
@@ -29,9 +29,9 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
     """
     if len(values) < 2:
         return None
-    found = None if set(values) <= {0, 1} else _bootstrap_t(values)
+    found = None if set(values) <= {0, 1} else _bootstrap_t(values, confidence=confidence)
     if found is None and min(values) >= 0 and max(values) <= 1:
-        found = wilson(statistics.fmean(values), len(values))
+        found = wilson(statistics.fmean(values), len(values), confidence)
     return found
 
 
@@ -60,15 +60,21 @@ def unpaired_interval(one: Sequence[float], other: Sequence[float]) -> Interval 
     return _newcombe(one, other) if found is None and min(pool) >= 0 and max(pool) <= 1 else found
 
 
-def wilson(mean: float, n: float) -> Interval:
+def wilson(mean: float, n: float, confidence: float = 0.95) -> Interval:
     """Wilson's score interval of a rate.
 
     Wilson 1927, JASA 22; recommended for small n by Brown, Cai and DasGupta 2001, Interval estimation for a binomial
     proportion, Statistical Science 16, section 4.2.1. For clustered observations, ``n`` is their effective number.
     """
-    center = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
-    half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
+    z = normal_quantile(confidence)
+    center = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
     return max(center - half, 0.0), min(center + half, 1.0)
+
+
+def normal_quantile(confidence: float) -> float:
+    """Returns how many standard deviations an interval of this confidence reaches to each side; 1.96 for .95."""
+    return statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
 
 
 def variance(values: Sequence[float]) -> float:
@@ -125,18 +131,19 @@ def _agresti_min(differences: Sequence[float]) -> Interval:
     return max(mean - half, -1.0), min(mean + half, 1.0)
 
 
-def _bootstrap_t(values: Sequence[float], minus: Sequence[float] = ()) -> Interval | None:
+def _bootstrap_t(values: Sequence[float], minus: Sequence[float] = (), confidence: float = 0.95) -> Interval | None:
     """The bootstrap-t interval: Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 12.5.
 
     Draws 2,000 resamples with a fixed seed from the sorted values, so that the order of the values has no effect. None
-    if more than 2.5 % of the resamples on a side have no variance, so that the interval would be infinite.
+    if too many of the resamples on a side have no variance (2.5 % for .95), so that the interval would be infinite.
     """
     samples = [sorted(sample) for sample in (values, minus) if sample]
     center, deviation = _estimate(samples)
     if deviation <= 1e-12:
         return None
     if sum(map(len, samples)) > _MAX_RESAMPLED:
-        return center - _Z * deviation, center + _Z * deviation
+        half = normal_quantile(confidence) * deviation
+        return center - half, center + half
     draw = random.Random(0)
     found = []
     for _ in range(_RESAMPLES):
@@ -144,7 +151,8 @@ def _bootstrap_t(values: Sequence[float], minus: Sequence[float] = ()) -> Interv
         apart = mean - center
         found.append(apart / error if error > 1e-12 else math.copysign(math.inf, apart) if apart else 0.0)
     found.sort()
-    low, high = found[round(0.025 * _RESAMPLES)], found[round(0.975 * _RESAMPLES) - 1]
+    tail = round((1 - confidence) / 2 * _RESAMPLES)
+    low, high = found[tail], found[_RESAMPLES - tail - 1]
     return (center - high * deviation, center - low * deviation) if math.isfinite(low + high) else None
 
 

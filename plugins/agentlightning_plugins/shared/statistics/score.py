@@ -6,25 +6,42 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final
 
 from agentlightning.errors import ConfigError, NotFoundError
-from agentlightning_plugins.shared.statistics.interval import Interval, mean_interval, t_quantile, variance, wilson
+from agentlightning.reward import count_failed
+from agentlightning_plugins.shared.statistics.interval import (
+    Interval,
+    mean_interval,
+    normal_quantile,
+    t_quantile,
+    variance,
+    wilson,
+)
 
 
 @dataclass(frozen=True)
 class Score:
-    """Rewards of an evaluation. A failed rollout counts as 0; ``missing`` counts the rollouts without a reward."""
+    """Rewards of an evaluation; ``missing`` counts the rollouts without a reward."""
 
-    rewards: Sequence[Sequence[float]]
-    """Rewards of each task, one per repetition; shorter where rewards are missing."""
+    outcomes: Sequence[Sequence[float | None]]
+    """Reward of each repetition of each task, None if it failed; shorter where rewards are missing."""
     success_threshold: float = 1.0
     """A reward of at least this is a success."""
     errors: Counter[str] = field(default_factory=Counter)
     """Number of failed rollouts by type of error."""
     missing: int = 0
     """Number of rollouts that succeeded without a reward; they are excluded from ``rewards``."""
+    failed_reward: float = 0.0
+    """Reward of a rollout that failed, unless the lowest reward of the evaluation is lower: then that one."""
+
+    @cached_property
+    def rewards(self) -> Sequence[Sequence[float]]:
+        """Rewards of each task, those of failed rollouts included."""
+        failed = count_failed((reward for task in self.outcomes for reward in task), self.failed_reward)
+        return [[failed if reward is None else reward for reward in task] for task in self.outcomes]
 
     @property
     def mean(self) -> float:
@@ -41,8 +58,8 @@ class Score:
             raise NotFoundError(f"none of {len(self.rewards)} tasks has a reward; the agent must return or emit one")
         return found
 
-    def interval(self) -> Interval | None:
-        """95 % confidence interval of the mean reward over similar tasks; None for one task.
+    def interval(self, confidence: float = 0.95) -> Interval | None:
+        """Confidence interval of the mean reward over similar tasks; None for one task.
 
         For rewards of 0 and 1, Wilson's interval with the effective number of independent rollouts, which lies between
         the numbers of tasks and of rollouts and is corrected for the degrees of freedom, the number of tasks minus one
@@ -51,13 +68,27 @@ class Score:
         means = self._rated()
         rollouts = [reward for task in self.rewards for reward in task]
         if len(means) < 2 or not set(rollouts) <= {0, 1}:
-            return mean_interval(means)
+            return mean_interval(means, confidence)
         rate, spread = statistics.fmean(means), variance(means)
         if rate in (0.0, 1.0):
-            return wilson(rate, len(means))
+            return wilson(rate, len(means), confidence)
         independent = rate * (1 - rate) / spread * len(means) if spread > 0 else math.inf
         independent = min(independent, len(rollouts)) * (1.96 / t_quantile(len(means) - 1)) ** 2
-        return wilson(rate, max(independent, len(means)))
+        return wilson(rate, max(independent, len(means)), confidence)
+
+    def tasks_for(self, least: float, confidence: float) -> int | None:
+        """Number of such tasks whose interval would be above ``least``; None if the mean is not above it.
+
+        Rewards of 0 and 1: by Wilson's interval, of independent rollouts; others: by their variance between tasks.
+        """
+        means = self._rated()
+        mean, z = statistics.fmean(means), normal_quantile(confidence)
+        if mean <= least:
+            return None
+        if {reward for task in self.rewards for reward in task} <= {0, 1}:
+            # Wilson's interval excludes a rate if it is z standard errors of that rate away.
+            return math.ceil(z**2 * max(least, 0.0) * (1 - least) / (mean - least) ** 2)
+        return math.ceil(z**2 * variance(means) / (mean - least) ** 2)
 
     def pass_at(self, k: int) -> float:
         """Probability that one of k repetitions succeeds, averaged over the tasks with at least k rewards.
@@ -67,11 +98,12 @@ class Score:
         Raises:
             ConfigError: k is less than 1, or no task has k rewards.
         """
-        known = [task for task in self.rewards if len(task) >= k >= 1]
+        known = [task for task in self.outcomes if len(task) >= k >= 1]
         if not known:
-            most = max(map(len, self.rewards), default=0)
+            most = max(map(len, self.outcomes), default=0)
             raise ConfigError(f"pass@{k} needs a k from 1 to {most}, the number of rewards of a task; add repetitions")
-        counts = [(len(task), sum(reward >= self.success_threshold for reward in task)) for task in known]
+        threshold = self.success_threshold
+        counts = [(len(task), sum(each is not None and each >= threshold for each in task)) for task in known]
         return statistics.fmean(1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts)
 
     def to_metrics(self) -> dict[str, float]:
@@ -88,6 +120,16 @@ class Score:
             **({"missing": float(self.missing)} if self.missing else {}),
             **{f"errors/{name}": float(count) for name, count in self.errors.items()},
         }
+
+
+FAILED: Final = "failed rollouts count as 0, or as the lowest reward if that is negative"
+
+
+def count_failed_alike(scores: Sequence[Score]) -> list[Score]:
+    """Returns scores to compare, in all of which a failed rollout counts as the same reward."""
+    rewards = (reward for score in scores for task in score.outcomes for reward in task)
+    failed_reward = count_failed(rewards, min(score.failed_reward for score in scores))
+    return [replace(score, failed_reward=failed_reward) for score in scores]
 
 
 POWER: Final = 0.8

@@ -16,7 +16,7 @@ from rich.text import Text
 from agentlightning.cli import printable
 from agentlightning.event import AttemptFinished, Event, ResourcesPublished, RolloutFinished, RunFinished, StepFinished
 from agentlightning.types import Run
-from agentlightning_plugins.shared.rendering.text import show_number, show_span
+from agentlightning_plugins.shared.rendering.text import show_error, show_number, show_span
 
 _SHOWN = ("reward", "val_reward", "success_rate", "tokens_per_s", "seconds")
 _MAX_ERRORS = 8
@@ -89,7 +89,7 @@ class ConsoleTracker:
 
     def _show_error(self, rollout_id: str, error: str) -> None:
         """Shows each distinct error once; the attempt contains its traceback."""
-        line = error.splitlines()[0][:300]
+        line = show_error(error)
         if line not in self._errors and len(self._errors) < _MAX_ERRORS:
             self._say(Text(f"rollout {rollout_id} failed: {line}"))
             self._errors[line] = 0
