@@ -19,6 +19,7 @@ from agentlightning.algorithm import RunContext as RunContext
 from agentlightning.algorithm import algo as algo
 from agentlightning.emitter import emit_annotation as emit_annotation
 from agentlightning.emitter import emit_exception as emit_exception
+from agentlightning.emitter import emit_feedback as emit_feedback
 from agentlightning.emitter import emit_message as emit_message
 from agentlightning.emitter import emit_object as emit_object
 from agentlightning.emitter import emit_reward as emit_reward

@@ -1,4 +1,4 @@
-"""Emitters: record rewards, messages, objects, exceptions, annotations and operations of an agent.
+"""Emitters: record rewards, feedback, messages, objects, exceptions, annotations and operations of an agent.
 
 Each emitter records a span in the caller's attempt and returns it. Outside a rollout it only returns the span, so that
 an agent also runs without Lightning.
@@ -224,6 +224,23 @@ def emit_reward(
         content[f"{semconv.REWARD}.{i}.name"] = name
         content[f"{semconv.REWARD}.{i}.value"] = value
     return _emit(semconv.SPAN_REWARD, content, attributes, propagate)
+
+
+def emit_feedback(text: str, *, prompt: str | None = None) -> Span:
+    """Records why a result is good or bad, for the models that improve the agent's prompts.
+
+    Args:
+        text: such as a test's output, or what the right answer is.
+        prompt: the name of the prompt that the feedback is about; None: all prompts of the agent.
+
+    Raises:
+        ConfigError: the text or the name is not a text, or is empty.
+    """
+    for name, value in {"text": text, "prompt": prompt}.items():
+        if not (isinstance(value, str) and value.strip()) and (name == "text" or value is not None):
+            raise ConfigError(f"emit_feedback: {name} = {value!r}: a text that is not empty is needed")
+    about = {} if prompt is None else {semconv.FEEDBACK_PROMPT: prompt}
+    return _emit(semconv.SPAN_FEEDBACK, {semconv.FEEDBACK_TEXT: text, **about}, None, True)
 
 
 def emit_message(text: str, *, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:

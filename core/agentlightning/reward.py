@@ -1,4 +1,4 @@
-"""Reads rewards from spans and attempts."""
+"""Reads rewards and feedback from spans and attempts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ class Reward(NamedTuple):
 
     name: str
     value: float
+
+
+class Feedback(NamedTuple):
+    """Why a result is good or bad."""
+
+    text: str
+    prompt: str | None
+    """The prompt that it is about; None: all prompts."""
 
 
 _PRIMARY: Final = f"{semconv.REWARD}.0.value"
@@ -80,6 +88,30 @@ def find_final_reward(spans: Iterable[Span], rollout: Rollout | None = None) -> 
         return rollout.attempt.reward
     rewards = find_reward_spans(spans)
     return get_reward_value(rewards[-1]) if rewards else None
+
+
+def find_feedback(spans: Iterable[Span]) -> list[Feedback]:
+    """Returns the feedback of an attempt in the given order: what was emitted as such, and errors of tools.
+
+    Tools are also operations, and exceptions that the agent handled and emitted. Spans that were written after the
+    attempt had ended do not count.
+    """
+    found = []
+    for span in spans:
+        if semconv.LATE in span.attributes:
+            continue
+        if span.name == semconv.SPAN_FEEDBACK:
+            prompt = span.attributes.get(semconv.FEEDBACK_PROMPT)
+            found.append(
+                Feedback(str(span.attributes.get(semconv.FEEDBACK_TEXT, "")), None if prompt is None else str(prompt))
+            )
+        elif span.status.status_code == "ERROR" and (
+            span.name in (semconv.SPAN_EXCEPTION, semconv.SPAN_OPERATION) or semconv.is_tool_call(span)
+        ):
+            tool = semconv.read_tool_name(span) or span.attributes.get(semconv.OPERATION_NAME)
+            reason = span.status.description or "it failed"
+            found.append(Feedback(reason if tool is None else f"{tool}: {reason}", None))
+    return found
 
 
 async def read_final_reward(store: LightningStore, rollout: Rollout) -> float | None:

@@ -24,6 +24,7 @@ logger = logging.getLogger("agentlightning")
 
 SPAN_ANNOTATION: Final = "agentlightning.annotation"
 SPAN_MESSAGE: Final = "agentlightning.message"
+SPAN_FEEDBACK: Final = "agentlightning.feedback"
 SPAN_OBJECT: Final = "agentlightning.object"
 SPAN_EXCEPTION: Final = "agentlightning.exception"
 SPAN_OPERATION: Final = "agentlightning.operation"
@@ -44,6 +45,8 @@ LINK: Final = "agentlightning.link"
 """``.{i}.key_match`` and ``.{i}.value_match``: refer to the span that has this attribute with this value."""
 TAG: Final = "agentlightning.tag"  # ``.{i}``
 MESSAGE_BODY: Final = "agentlightning.message.body"
+FEEDBACK_TEXT: Final = "agentlightning.feedback.text"
+FEEDBACK_PROMPT: Final = "agentlightning.feedback.prompt"  # the prompt that the feedback is about; else about all
 OBJECT_TYPE: Final = "agentlightning.object.type"
 OBJECT_LITERAL: Final = "agentlightning.object.literal"
 OBJECT_JSON: Final = "agentlightning.object.json"

@@ -47,10 +47,9 @@ def train(gepa: Any, agent: Any = agent, resources: Any = None, **settings: Any)
         algorithm=gepa,
         store=store,
         strategy="shm",
-        tracer="dummy",
         trackers=[],
         initial_resources=resources or {"prompt": SEED},
-        **settings,
+        **{"tracer": "dummy", **settings},
     )
     assert trainer.fit(agent, TRAIN, VAL).status == "succeeded"
     return store

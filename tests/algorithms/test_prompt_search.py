@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import agentlightning as agl
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
 from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, SearchBudget
 from agentlightning_algorithms.shared.prompt_search.candidate import Candidate, find_placeholders, fit, show_text
 from agentlightning_algorithms.shared.prompt_search.chat import CachedCall, CallCache
 from agentlightning_algorithms.shared.prompt_search.critique import read_prompt, shorten_middle
+from tests.algorithms import test_apo, test_gepa
+from tests.algorithms.prompt_lab import SEED, Server, critic_and_editor
 
 ORIGINAL = PromptTemplate("Answer {question} in {style}, {score:.1f}.")
 VALUES = {"question": "Q", "style": "S", "score": 0.25}
@@ -157,3 +161,28 @@ def test_a_candidate_is_unchanged_by_json_and_its_id_depends_on_its_prompts() ->
     assert child.parent_id == seed.candidate_id != child.candidate_id
     assert Candidate.of(dict(reversed(list(seed.prompts.items())))).candidate_id == seed.candidate_id
     assert child.diff(seed).splitlines()[-2:] == ["-two", "+three"]
+
+
+@pytest.mark.parametrize("name", ["apo", "gepa"])
+def test_feedback_reaches_the_reflection_on_its_prompt_only(name: str) -> None:
+    def two_prompts(task: Any, planner: agl.PromptTemplate, writer: agl.PromptTemplate) -> float:
+        agl.emit_feedback("a plan has three steps", prompt="planner")
+        return 0.25
+
+    def rate(task: Any, output: Any, rollout: agl.Rollout) -> tuple[float, str]:
+        agl.emit_feedback("write whole sentences", prompt="writer")
+        return 0.5, "the answer has no source"
+
+    lab: Any = test_apo if name == "apo" else test_gepa
+    with Server(critic_and_editor if name == "apo" else test_gepa.reflect) as server:
+        settings = {"beam_rounds": 2, "beam_width": 1, "branch_factor": 2} if name == "apo" else {"max_rollouts": 60}
+        texts = {"planner": f"Plan: {SEED}", "writer": f"Write: {SEED}"}
+        lab.train(lab.make(server, **settings), agl.wrap(two_prompts, rate), texts, tracer="otel")
+        asked = [request.body["messages"][0]["content"] for request in server.requests]
+        asked = [text for text in asked if "<critique>" not in text]
+    about = [(text.partition("Plan: ")[0].count("Write: ") == 0, text) for text in asked if "no source" in text]
+    assert len(about) == len(asked) > 1
+    assert {is_planner for is_planner, _ in about} == {True, False}
+    for is_planner, text in about:
+        assert ("a plan has three steps" in text) == is_planner
+        assert ("write whole sentences" in text) != is_planner

@@ -16,6 +16,7 @@ from agentlightning import emitter, semconv
 from agentlightning.emitter import (
     emit_annotation,
     emit_exception,
+    emit_feedback,
     emit_message,
     emit_object,
     emit_reward,
@@ -23,7 +24,9 @@ from agentlightning.emitter import (
 )
 from agentlightning.errors import ConfigError
 from agentlightning.reward import (
+    Feedback,
     Reward,
+    find_feedback,
     find_final_reward,
     find_reward_spans,
     get_reward_value,
@@ -219,6 +222,33 @@ async def test_an_exception_is_recorded_with_its_traceback(tracer: Tracer) -> No
     assert span.attributes["exception.type"] == "KeyError"
     assert span.attributes["exception.message"] == "'missing'"
     assert "test_an_exception_is_recorded" in span.attributes["exception.stacktrace"]
+
+
+async def test_feedback_is_what_was_emitted_and_the_errors_of_tools(tracer: Tracer) -> None:
+    async with tracer.trace_context() as trace:
+        emit_feedback("the year is missing", prompt="writer")
+        emit_message("half way")
+        with pytest.raises(KeyError), operation(name="search"):
+            raise KeyError("no such page")
+        emit_exception(ValueError("handled"))
+        emit_feedback("too long")
+    found = find_feedback(trace.spans)
+    assert found[0] == Feedback("the year is missing", "writer")
+    assert found[-1] == Feedback("too long", None)
+    assert found[1].text.startswith("search: ")
+    assert "no such page" in found[1].text
+    assert "handled" in found[2].text
+    assert len(found) == 4
+    late = Span.from_attributes(
+        name=semconv.SPAN_FEEDBACK, attributes={semconv.FEEDBACK_TEXT: "late", semconv.LATE: True}
+    )
+    assert find_feedback([late]) == []
+
+
+@pytest.mark.parametrize(("text", "prompt"), [("", None), ("  ", None), (3, None), ("good", ""), ("good", 1)])
+def test_feedback_without_a_text_is_refused(text: Any, prompt: Any) -> None:
+    with pytest.raises(ConfigError, match="emit_feedback: .*a text that is not empty is needed"):
+        emit_feedback(text, prompt=prompt)
 
 
 def test_objects_without_a_json_form_are_recorded_by_their_repr() -> None:

@@ -344,7 +344,7 @@ def test_an_unknown_reward_name_is_refused_with_the_installed_names() -> None:
         agl.wrap(lambda task: task, reward="exact_match")
 
 
-@pytest.mark.parametrize("value", ["good", [1.0], {"reward": 1.0}])
+@pytest.mark.parametrize("value", ["good", [1.0], {"reward": 1.0}, (1.0, 2.0), ("good", "text"), (1.0, "a", "b")])
 def test_the_error_about_a_reward_that_is_not_a_number_names_the_reward_function(value: Any) -> None:
     def judge(task: Any, output: Any, rollout: agl.Rollout) -> Any:
         return value

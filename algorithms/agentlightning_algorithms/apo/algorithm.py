@@ -127,7 +127,7 @@ class APO(PromptSearch):
             name=name,
             prompt=show_text(prompt.prompts[name]),
             other_prompts="\n".join(others),
-            rollouts=show_rollouts(rollout_results),
+            rollouts=show_rollouts(rollout_results, name),
         )
         return await self.chat.ask(
             call_place("gradient", prompt, name, rollout_results),

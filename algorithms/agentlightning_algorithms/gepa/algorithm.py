@@ -26,7 +26,12 @@ from agentlightning.resources import PromptTemplate
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset
 from agentlightning_algorithms.shared.prompt_search.candidate import Candidate, show_placeholders, show_text
-from agentlightning_algorithms.shared.prompt_search.critique import ROLLOUT_CHARS, shorten_middle, show_messages
+from agentlightning_algorithms.shared.prompt_search.critique import (
+    ROLLOUT_CHARS,
+    shorten_middle,
+    show_feedback,
+    show_messages,
+)
 from agentlightning_algorithms.shared.prompt_search.search import PromptSearch
 from agentlightning_algorithms.shared.prompt_search.trial import TrialResult, call_place, mean_score
 
@@ -122,7 +127,7 @@ class GEPA(PromptSearch):
         request = InstructionProposalSignature.prompt_renderer(
             {
                 "current_instruction_doc": show_text(original),
-                "dataset_with_feedback": [_to_record(result) for result in results],
+                "dataset_with_feedback": [_to_record(result, name) for result in results],
                 "prompt_template": self.reflection_prompt,
             }
         )
@@ -232,11 +237,13 @@ class _GEPAAdapter:
         return results
 
 
-def _to_record(result: TrialResult) -> dict[str, Any]:
+def _to_record(result: TrialResult, name: str) -> dict[str, Any]:
     reward = "none" if result.reward is None else f"{result.reward:g}"
     feedback = f"status {result.status}, reward {reward} (more is better)"
     if result.error is not None:
         feedback += f", error {result.error}"
+    if given := show_feedback(result, name):
+        feedback += f"\n{given}"
     return {
         "Inputs": shorten_middle(str(result.task), ROLLOUT_CHARS // 3),
         "Generated Outputs": shorten_middle(

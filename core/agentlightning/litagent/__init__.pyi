@@ -4,6 +4,7 @@ from agentlightning.litagent.agent import LitAgent as LitAgent
 from agentlightning.litagent.agent import RewardFunction as RewardFunction
 from agentlightning.litagent.agent import RewardSpec as RewardSpec
 from agentlightning.litagent.agent import check_result as check_result
+from agentlightning.litagent.agent import read_rating as read_rating
 from agentlightning.litagent.agent import running_in as running_in
 from agentlightning.litagent.agent import to_spans as to_spans
 from agentlightning.litagent.function import FunctionalLitAgent as FunctionalLitAgent

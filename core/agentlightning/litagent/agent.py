@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
+from agentlightning.emitter import emit_feedback
 from agentlightning.errors import ConfigError, RolloutError
 from agentlightning.frozen import to_number
 from agentlightning.records import AttemptedRollout, Rollout, RolloutRawResult, Span
@@ -20,8 +21,9 @@ T = TypeVar("T")
 _METHODS: Final = tuple(
     f"{mode}rollout{suffix}" for mode in ("", "training_", "validation_") for suffix in ("", "_async")
 )
-RewardFunction: TypeAlias = Callable[[Any, Any, Rollout], float | Awaitable[float]]
-"""``reward(task, output, rollout)``: rates the output of the agent."""
+Rating: TypeAlias = float | tuple[float, str]
+RewardFunction: TypeAlias = Callable[[Any, Any, Rollout], Rating | Awaitable[Rating]]
+"""``reward(task, output, rollout)``: rates the output of the agent; returns the reward, or it and feedback on it."""
 RewardSpec: TypeAlias = RewardFunction | str | Mapping[str, Any]
 """A reward function, or the name of a component of the kind ``reward``, alone or with settings."""
 
@@ -159,6 +161,28 @@ def check_result(result: Any) -> RolloutRawResult:
         f"the agent returned {str(result)[:200]!r} ({type(result).__name__}); return None, a number (the final reward) "
         "or a list of spans, or give a reward function: Trainer.fit(agent, ..., reward=...)"
     )
+
+
+def read_rating(rating: Any, function: Any) -> float | None:
+    """Returns the reward that a reward function returned, and emits its feedback; an error names the function."""
+    reward, feedback = rating if isinstance(rating, tuple) and len(rating) == 2 else (rating, "")
+    try:
+        result = check_result(reward)
+    except RolloutError:
+        result = []
+    if isinstance(result, Sequence) or not isinstance(feedback, str):
+        what = f"{str(rating)[:200]!r} ({type(rating).__name__})"
+        raise RolloutError(
+            f"the reward function {name_function(function)} returned {what}; return a number, or a number and a text"
+        )
+    if feedback.strip():
+        emit_feedback(feedback)
+    return result
+
+
+def name_function(function: Any) -> str:
+    """Returns the qualified name of a function, or the ``repr`` of a callable object."""
+    return getattr(function, "__qualname__", None) or repr(function)
 
 
 def to_spans(returned: Sequence[Any], rollout: AttemptedRollout) -> list[Span]:

@@ -7,12 +7,20 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, cast, get_args, get_type_hints, overload
 
-from agentlightning.errors import ConfigError, RolloutError
-from agentlightning.litagent.agent import LitAgent, RewardFunction, RewardSpec, check_agent, check_result
+from agentlightning.errors import ConfigError
+from agentlightning.litagent.agent import (
+    LitAgent,
+    Rating,
+    RewardFunction,
+    RewardSpec,
+    check_agent,
+    name_function,
+    read_rating,
+)
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.plugin.registry import get_manager
 from agentlightning.records import Rollout, RolloutRawResult
@@ -254,7 +262,7 @@ class RewardedAgent(LitAgent[Any]):
         if self._reward is None:
             return None if self.agent.returns_output else output
         reward = self._reward(task, output, rollout)
-        return self._rated(asyncio.run(_awaited(reward)) if inspect.isawaitable(reward) else reward)
+        return read_rating(asyncio.run(_awaited(reward)) if inspect.isawaitable(reward) else reward, self._reward)
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
         training = rollout.mode == "train"
@@ -263,28 +271,13 @@ class RewardedAgent(LitAgent[Any]):
         if self._reward is None:
             return None if self.agent.returns_output else output
         reward = self._reward(task, output, rollout)
-        return self._rated(await reward if inspect.isawaitable(reward) else reward)
+        return read_rating(await reward if inspect.isawaitable(reward) else reward, self._reward)
 
     def initial_prompts(self) -> Mapping[str, PromptTemplate]:
         return self.agent.initial_prompts()
 
-    def _rated(self, reward: Any) -> RolloutRawResult:
-        """Returns the reward as a number; an error names the reward function, not the agent."""
-        try:
-            result = check_result(reward)
-        except RolloutError:
-            result = []
-        if isinstance(result, Sequence):
-            what = f"{str(reward)[:200]!r} ({type(reward).__name__})"
-            raise RolloutError(f"the reward function {_name(self._reward)} returned {what}; return a number") from None
-        return result
-
     def _input(self, task: Any) -> Any:
         return task if self._task_to_input is None else self._task_to_input(task)
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
 
 
 def _check_reward_function(function: Any) -> None:
@@ -293,13 +286,13 @@ def _check_reward_function(function: Any) -> None:
     try:
         inspect.signature(function).bind("task", "output", "rollout")
     except TypeError as error:
-        where = f"{_name(function)}{inspect.signature(function)}"
+        where = f"{name_function(function)}{inspect.signature(function)}"
         raise ConfigError(f"the reward function {where} is called with (task, output, rollout): {error}") from None
     except ValueError:  # a builtin without a signature
         return
 
 
-async def _awaited(value: Awaitable[float]) -> float:
+async def _awaited(value: Awaitable[Rating]) -> Rating:
     return await value
 
 

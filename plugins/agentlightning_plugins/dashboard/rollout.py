@@ -11,7 +11,7 @@ from agentlightning import semconv
 from agentlightning.adapter.call import Node, build_tree
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.frozen import thaw
-from agentlightning.reward import find_reward_spans, get_rewards_from_span
+from agentlightning.reward import find_feedback, find_reward_spans, get_rewards_from_span
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import ENDED_ROLLOUT, Attempt, AttemptedRollout, Rollout, Span
 from agentlightning_plugins.dashboard.rollouts import LABEL, NOTE
@@ -86,6 +86,7 @@ def _summarize(spans: Sequence[Span], left_out: int) -> dict[str, Any]:
             {"time": span.start_time, "parts": [part._asdict() for part in get_rewards_from_span(span)]}
             for span in find_reward_spans(spans)
         ],
+        "feedback": [feedback._asdict() for feedback in find_feedback(spans)],
         "conversations": conversations[-_MAX_CONVERSATIONS:],
         "conversation_count": len(conversations),
         # The pages about training show its records.
@@ -193,7 +194,7 @@ def _path(visit: Visit) -> str:
 
 
 async def read_labelled(store: LightningStore) -> AsyncIterator[dict[str, Any]]:
-    """Yields the labelled rollouts of a run: input, label, note, reward and conversations."""
+    """Yields the labelled rollouts of a run: input, label, note, reward, feedback and conversations."""
     async for rollout in every(store.query_rollouts):
         if rollout.metadata and (LABEL in rollout.metadata or NOTE in rollout.metadata):
             yield await _describe(store, rollout)
@@ -209,6 +210,7 @@ async def _describe(store: LightningStore, rollout: Rollout) -> dict[str, Any]:
         "label": metadata.get(LABEL),
         "note": metadata.get(NOTE),
         "reward": None if attempt is None else attempt.reward,
+        "feedback": [feedback._asdict() for feedback in find_feedback(spans)],
         "input": thaw(rollout.input),
         "conversations": [thaw(dict(history)) for history in conversations],
         **({"spans_left_out": left_out} if left_out else {}),

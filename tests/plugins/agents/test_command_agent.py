@@ -19,6 +19,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning import semconv
+from agentlightning.reward import Feedback, find_feedback
 from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.agents.command.process import Tail, run_group
 from agentlightning_plugins.shared.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode
@@ -163,6 +164,22 @@ async def test_a_json_object_gives_several_rewards(store: agl.LightningStore) ->
     (reward,) = agl.find_reward_spans(spans)
     assert {item.name: item.value for item in agl.get_rewards_from_span(reward)} == {"reward": 0.5, "format": 0.1}
     assert agl.get_reward_value(reward) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("command", "reward"),
+    [
+        (python("import json; print(json.dumps({'reward': 0, 'feedback': 'test_sum failed'}))"), "stdout"),
+        (python("import sys; print('test_sum failed', file=sys.stderr); sys.exit(1)"), "exit_code"),
+        (python("print('test_sum failed')"), lambda task, output, rollout: (0.0, output.strip())),
+    ],
+)
+async def test_feedback_comes_from_the_reward_the_stderr_of_a_failed_test_or_a_function(
+    store: agl.LightningStore, command: list[str], reward: Any
+) -> None:
+    rollout, spans = await run(store, agl.CommandAgent(command, reward=reward))
+    assert rollout.attempt.reward == 0.0
+    assert find_feedback(spans) == [Feedback("test_sum failed", None)]
 
 
 async def test_the_trainers_reward_function_judges_the_output_of_a_command(store: agl.LightningStore) -> None:

@@ -121,13 +121,15 @@ def test_a_rollout_is_shown_with_its_conversation_and_reward(tmp_path: Path) -> 
             await store.add_span(Span.from_attributes(attributes=attributes, name="chat m", **where))
         reward = {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": 0.5}
         await store.add_span(Span.from_attributes(attributes=reward, name="agentlightning.annotation", **where))
+        feedback = {"agentlightning.feedback.text": "correct, but short", "agentlightning.feedback.prompt": "solver"}
+        await store.add_span(Span.from_attributes(attributes=feedback, name="agentlightning.feedback", **where))
         await store.update_attempt(rollout.rollout_id, "latest", status="succeeded")
         await store.close()
         return rollout.rollout_id
 
     rollout_id = asyncio.run(fill())
     shown = run(tmp_path, "rollouts", "show", rollout_id).stdout
-    assert "reward 0.5\n" in shown
+    assert "reward 0.5\nfeedback on solver: correct, but short\n" in shown
     assert shown.count("[user] 2 + 3?") == 1, "a conversation of several calls is printed once"
     assert '  calls add({"a": 2})\n[tool] 5\n[assistant] It is 5.\n' in shown
     (attempt,) = listed(tmp_path, "rollouts", "show", rollout_id)["attempts"]

@@ -268,6 +268,18 @@ def _spans(rollout_id: str, attempt_id: str, question: str, reward: float, answe
             start_time=start + 4.8,
             end_time=start + 4.81,
         ),
+        Span.from_attributes(
+            **common,
+            name="agentlightning.feedback",
+            attributes={
+                "agentlightning.feedback.text": f"expected 42, not {answer}",
+                "agentlightning.feedback.prompt": "solver",
+            },
+            span_id="e" * 16,
+            parent_id=root,
+            start_time=start + 4.9,
+            end_time=start + 4.9,
+        ),
     ]
 
 

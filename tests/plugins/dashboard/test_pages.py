@@ -255,7 +255,7 @@ def test_a_rollout_shows_conversation_tools_attempts_error_and_spans(page: Page)
     page.goto(f"/runs/{RUN}/rollouts/ro-step40-0-0")
     assert page.locator(".message .role").all_inner_texts() == ["system", "user", "assistant", "tool", "assistant"]
     assert '"expression": "17*250/100"' in page.locator(".call").inner_text()
-    assert page.locator(".span").count() == 5
+    assert page.locator(".span").count() == 6
     page.goto(f"/runs/{RUN}/rollouts/ro-failed")
     assert "share = total / count" in page.locator(".problem").inner_text()
     page.get_by_role("link", name="Attempt 1").click()
@@ -319,6 +319,8 @@ def test_rollouts_can_be_labelled_cancelled_and_retried_and_labelled_rollouts_ex
     page: Page, served: Served
 ) -> None:
     page.goto(f"/runs/{RUN}/rollouts/ro-step38-1-1")
+    shown = page.get_by_label("Feedback").inner_text().split()
+    assert shown[1:5] == ["solver", "expected", "42,", "not"]
     page.get_by_label("Note").fill("misread the question")
     page.get_by_role("button", name="Bad").click()
     page.locator(".heading .label-bad").wait_for()
@@ -331,6 +333,9 @@ def test_rollouts_can_be_labelled_cancelled_and_retried_and_labelled_rollouts_ex
     found = {record["rollout_id"]: record for record in map(json.loads, lines)}
     assert found["ro-step38-1-1"]["label"] == "bad"
     assert found["ro-step38-1-1"]["note"] == "misread the question"
+    (feedback,) = found["ro-step38-1-1"]["feedback"]
+    assert feedback["prompt"] == "solver"
+    assert feedback["text"].startswith("expected 42, not ")
     assert found["ro-step38-1-1"]["conversations"][0]["messages"][-1]["role"] == "assistant"
     page.goto(f"/runs/{RUN}/rollouts?label=bad")
     assert "ro-step38-1-1" in page.locator("[data-rows] td.id").all_inner_texts()[0]

@@ -12,6 +12,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning import semconv
+from agentlightning.reward import Feedback, find_feedback
 from agentlightning.testing.reward import RewardConformance
 from agentlightning_plugins.rewards.judge.judge import Judge
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, Script, ScriptedOpenAI
@@ -74,6 +75,7 @@ def test_the_score_of_the_judge_is_the_reward_and_its_reason_is_recorded(agent: 
         given = json.loads(span.attributes[semconv.OPERATION_INPUT])
         assert given == {"rubric": RUBRIC, "task": rollout.input, "output": rollout.input["said"]}
         assert "sk-judge-key" not in str(spans)
+        assert find_feedback(spans) == [Feedback("heard it", None)]
 
 
 def test_the_call_of_the_judge_is_not_a_model_call_of_the_agent() -> None:

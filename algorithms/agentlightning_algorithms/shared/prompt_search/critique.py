@@ -14,11 +14,13 @@ from agentlightning_plugins.shared.chat_history import ChatHistory, drop_prefixe
 
 ROLLOUT_CHARS: Final = 6000
 """Maximum number of characters of a rollout that a critic reads; longer texts are shortened in the middle."""
+FEEDBACK_CHARS: Final = 3000
+"""Maximum number of characters of the feedback on a rollout, which is not part of ``ROLLOUT_CHARS``."""
 
 GRADIENT_PROMPTS: Final = (
     PromptTemplate(
         """You review the prompt of an AI agent. Below are the prompt and what happened when the agent used it on some \
-tasks. The reward of a rollout says how well it went; more is better.
+tasks. The reward of a rollout says how well it went; more is better. Its feedback, if there is any, says why.
 
 <prompt name="{name}">
 {prompt}
@@ -33,7 +35,7 @@ weightiest first. Do not write the new prompt."""
     ),
     PromptTemplate(
         """The text below instructs an AI agent. The rollouts after it show how the agent did: its task, what was \
-said, whether it failed, and the reward it got, where more is better.
+said, whether it failed, the reward it got, where more is better, and feedback if there is any.
 
 <prompt name="{name}">
 {prompt}
@@ -86,9 +88,15 @@ def read_prompt(answer: str) -> str:
     return (answer if fenced is None else fenced[1]).strip()
 
 
-def show_rollouts(results: Sequence[TrialResult]) -> str:
-    """Formats rollouts for a critic."""
-    return "\n\n".join(_show_rollout(number, result) for number, result in enumerate(results, 1))
+def show_rollouts(results: Sequence[TrialResult], name: str) -> str:
+    """Formats rollouts for a critic of the prompt ``name``."""
+    return "\n\n".join(_show_rollout(number, result, name) for number, result in enumerate(results, 1))
+
+
+def show_feedback(result: TrialResult, name: str) -> str:
+    """Returns the feedback on a rollout that is about the prompt ``name`` or about all prompts; empty if none is."""
+    texts = [feedback.text for feedback in result.feedback if feedback.prompt in (None, name)]
+    return shorten_middle("\n".join(texts), FEEDBACK_CHARS)
 
 
 def show_messages(histories: Sequence[ChatHistory]) -> str:
@@ -104,7 +112,7 @@ def shorten_middle(text: str, length: int) -> str:
     return f"{text[:head]}\n[{len(text) - length} characters left out]\n{text[head - length :]}"
 
 
-def _show_rollout(number: int, result: TrialResult) -> str:
+def _show_rollout(number: int, result: TrialResult, name: str) -> str:
     reward = "none" if result.reward is None else f"{result.reward:g}"
     parts = [f"<task>{_to_text(result.task)}</task>"]
     if result.messages:
@@ -114,6 +122,8 @@ def _show_rollout(number: int, result: TrialResult) -> str:
     if result.error is not None:
         parts.append(f"<error>{result.error}</error>")
     body = shorten_middle("\n".join(parts), ROLLOUT_CHARS)
+    if feedback := show_feedback(result, name):
+        body += f"\n<feedback>\n{feedback}\n</feedback>"
     return f'<rollout number="{number}" status="{result.status}" reward="{reward}">\n{body}\n</rollout>'
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 from agentlightning import semconv
 from agentlightning.adapter.adapter import reading
 from agentlightning.errors import AdapterError
+from agentlightning.reward import Feedback, find_feedback
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
 from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, read_usage
@@ -61,6 +62,11 @@ class TrialResult(RolloutResult):
     def error(self) -> str | None:
         """The agent's exception, or why its spans cannot be read."""
         return self.adapter_error if self.failure is None else f"{self.failure.type}: {self.failure.message}"
+
+    @property
+    def feedback(self) -> list[Feedback]:
+        """Why the result is good or bad, from the agent, its reward function, a judge and failed tools."""
+        return find_feedback(self.spans)
 
     @property
     def output(self) -> str | None:

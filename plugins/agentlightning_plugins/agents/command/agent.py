@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from agentlightning import semconv
-from agentlightning.emitter import emit_reward
+from agentlightning.emitter import emit_feedback, emit_reward
 from agentlightning.errors import ConfigError, RolloutError
-from agentlightning.litagent import LitAgent, RewardFunction
+from agentlightning.litagent import LitAgent, RewardFunction, read_rating
 from agentlightning.resources import NamedResources
 from agentlightning.tracer.tracer import OpenSpan, get_active_trace, get_active_tracer, running
 from agentlightning.types import Rollout
@@ -68,8 +68,8 @@ class CommandAgent(LitAgent[Any]):
             reward: ``reward(task, output, rollout)``, where output is stdout; or the place where the command writes it:
                 ``stdout``, on the last line; ``file``, in the file named by ``AGL_REWARD_FILE``; ``exit_code``: exit
                 code 0 is a reward of 1, exit code 1 a reward of 0. The line or file holds a number, or a JSON object of
-                numbers whose key ``reward`` is the final reward. None: the command reports spans to the store, or the
-                trainer has a reward function.
+                numbers whose key ``reward`` is the final reward; its key ``feedback`` may be a text. None: the command
+                reports spans to the store, or the trainer has a reward function.
             task_via: how the task is passed: ``argument``, in place of ``{task}`` or at the end; ``stdin``; ``env``, in
                 ``AGL_TASK``. Text is passed as it is, anything else as JSON. Default: ``argument`` if the command has a
                 ``{task}``, else ``stdin``.
@@ -130,7 +130,8 @@ class CommandAgent(LitAgent[Any]):
             output, exit_code, secrets = await self._run(task, resources, rollout, Path(folder))
             if callable(self._reward):
                 reward = self._reward(task, output, rollout)
-                emit_reward(await reward if inspect.isawaitable(reward) else reward)
+                rating = read_rating(await reward if inspect.isawaitable(reward) else reward, self._reward)
+                emit_reward(rating)  # type: ignore[arg-type] # refuses None
             elif self._reward == "exit_code":
                 emit_reward(1.0 - exit_code)
             elif self._reward == "file":
@@ -177,6 +178,8 @@ class CommandAgent(LitAgent[Any]):
                     span.set_attributes(recorded)
             if exit_code not in ((0, 1) if self._reward == "exit_code" else (0,)):
                 raise RolloutError(self._explain(exit_code, _redact(stderr.text, secrets)))
+            if exit_code and (reason := _redact(stderr.text, secrets).strip()[-_SHOWN_CHARS:]):
+                emit_feedback(reason)
         return stdout.text, exit_code, secrets
 
     def _open_span(self, text: str) -> contextlib.AbstractContextManager[OpenSpan | None]:
@@ -197,11 +200,14 @@ class CommandAgent(LitAgent[Any]):
         return f"the command {self.name!r} {how}; its stderr " + (f"ends with:\n{end}" if end else "is empty")
 
     def _emit_reward(self, text: str, what: str, secrets: Collection[str]) -> None:
-        """Emits the reward in a text, which is a number or a JSON object of numbers."""
+        """Emits the reward in a text: a number, or a JSON object of numbers and perhaps a text ``feedback``."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
             value = None
+        feedback = value.pop("feedback", "") if isinstance(value, dict) else ""
+        if isinstance(feedback, str) and feedback.strip():
+            emit_feedback(_redact(feedback, secrets))
         if _is_number(value):
             emit_reward(value)
         elif isinstance(value, dict) and "reward" in value and all(map(_is_number, value.values())):

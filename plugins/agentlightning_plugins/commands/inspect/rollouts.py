@@ -12,11 +12,11 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import StoreError
-from agentlightning.reward import find_final_reward
+from agentlightning.reward import find_feedback, find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Attempt, AttemptedRollout, Rollout, RolloutStatus, Span
 from agentlightning_plugins.commands.inspect.export import export, export_path
-from agentlightning_plugins.shared.chat_history import ChatHistory, read_conversations
+from agentlightning_plugins.shared.chat_history import read_conversations
 from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.terminal import (
@@ -67,7 +67,7 @@ async def list_rollouts(
 @click.argument("rollout_id")
 @with_store
 async def show_rollout(store: LightningStore, rollout_id: str, as_json: bool) -> None:
-    """Show a rollout with its attempts: reward, error, conversations and spans."""
+    """Show a rollout with its attempts: reward, feedback, error, conversations and spans."""
     rollout = found(await store.get_rollout_by_id(rollout_id), "rollout", rollout_id)
     attempts = (await store.query_attempts(rollout_id)).items
     spans = (await store.query_spans(rollout_id)).items
@@ -75,7 +75,12 @@ async def show_rollout(store: LightningStore, rollout_id: str, as_json: bool) ->
         shown: dict[str, Any] = to_json(rollout)
         shown.update(
             attempts=[
-                {**to_json(attempt), "reward": _reward(attempt, spans), "conversations": _conversations(attempt, spans)}
+                {
+                    **to_json(attempt),
+                    "reward": _reward(attempt, spans),
+                    "feedback": [feedback._asdict() for feedback in find_feedback(_own(attempt, spans))],
+                    "conversations": read_conversations(_own(attempt, spans)),
+                }
                 for attempt in attempts
             ],
             spans=[to_json(span) for span in spans],
@@ -90,13 +95,14 @@ async def show_rollout(store: LightningStore, rollout_id: str, as_json: bool) ->
             echo(attempt.error.traceback.rstrip() or f"{attempt.error.type}: {attempt.error.message}")
         reward = _reward(attempt, spans)
         echo(f"reward {'none' if reward is None else f'{reward:g}'}")
-        for conversation in _conversations(attempt, spans):
+        for feedback in find_feedback(_own(attempt, spans)):
+            echo(f"feedback{'' if feedback.prompt is None else f' on {feedback.prompt}'}: {feedback.text}")
+        for conversation in read_conversations(_own(attempt, spans)):
             echo("\n" + "\n".join(map(_show_message, conversation["messages"])))
         echo()
         rows = [
             (s.sequence_id, s.name, s.status.status_code, _milliseconds(s), s.span_id, s.parent_id)
-            for s in spans
-            if s.attempt_id == attempt.attempt_id
+            for s in _own(attempt, spans)
         ]
         print_table(("", "span", "status", "ms", "id", "parent"), rows)
 
@@ -219,14 +225,12 @@ async def _each(action: Any, rollout_ids: tuple[str, ...], as_json: bool) -> Non
         raise SystemExit(1)
 
 
+def _own(attempt: Attempt, spans: Sequence[Span]) -> list[Span]:
+    return [span for span in spans if span.attempt_id == attempt.attempt_id]
+
+
 def _reward(attempt: Attempt, spans: Sequence[Span]) -> float | None:
-    own = [span for span in spans if span.attempt_id == attempt.attempt_id]
-    return attempt.reward if attempt.reward is not None else find_final_reward(own)
-
-
-def _conversations(attempt: Attempt, spans: Sequence[Span]) -> list[ChatHistory]:
-    own = [span for span in spans if span.attempt_id == attempt.attempt_id]
-    return read_conversations(own)
+    return attempt.reward if attempt.reward is not None else find_final_reward(_own(attempt, spans))
 
 
 def _show_message(message: Mapping[str, Any]) -> str:

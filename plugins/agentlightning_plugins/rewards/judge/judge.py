@@ -90,8 +90,8 @@ class Judge:
     def __repr__(self) -> str:
         return f"<Judge {self.model}>"
 
-    async def __call__(self, task: Any, output: Any, rollout: Rollout) -> float:
-        """Returns the rating.
+    async def __call__(self, task: Any, output: Any, rollout: Rollout) -> tuple[float, str]:
+        """Returns the rating and the reason, which is feedback for those who improve the prompts.
 
         Raises:
             RolloutError: no reply had one score.
@@ -105,7 +105,7 @@ class Judge:
             async with AsyncOpenAI(base_url=self.endpoint, api_key=self.api_key, timeout=self.timeout_s) as client:
                 verdict = await self._ask(client, self._messages(task, output))
             span.set_output({"model": self.model, **verdict})
-        return (float(verdict["score"]) - self.low) / (self.high - self.low)
+        return (float(verdict["score"]) - self.low) / (self.high - self.low), verdict["reason"]
 
     def _messages(self, task: Any, output: Any) -> list[dict[str, str]]:
         mark = secrets.token_hex(8)  # so that an answer cannot contain the line that ends it

@@ -1,0 +1,225 @@
+"""Quality of prompt searches by budget and noise: ``python tests/benchmarks/bench_prompts.py [--seeds 10] [--package]``.
+
+A synthetic world: seven kinds of tasks, each solved by one rule in the prompt; two rules conflict, three rules break a
+kind. A scripted model reads failed tasks and adds a rule for one of them, or a wrong one, or removes a rule. Rewards
+are 1 or 0; with noise a solved kind earns 1 less often, and an unsolved kind sometimes. The figure is the exact
+expected accuracy of the published prompt on new tasks, its mean over seeds with the standard error.
+
+Runners and the models' server are replaced, everything else is real, so that thousands of rollouts take a second.
+``--package`` runs the package ``gepa`` beside ours, with the same world, models and budgets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import re
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from unittest import mock
+
+from gepa.api import optimize
+from gepa.core.adapter import EvaluationBatch
+
+import agentlightning as agl
+from agentlightning_algorithms.shared.prompt_search import chat, search
+from agentlightning_algorithms.shared.prompt_search.chat import CachedCall
+from agentlightning_algorithms.shared.prompt_search.trial import TrialResult
+
+SHARES: Final = (0.22, 0.18, 0.16, 0.14, 0.12, 0.10, 0.08)
+"""Share of each kind among the tasks."""
+CONFLICT: Final = frozenset({1, 4})
+"""With both of these rules in the prompt, neither kind is solved."""
+HARM: Final = {7: 0, 8: 2, 9: 5}
+"""The kind that each harmful rule breaks."""
+FIRST: Final = "Answer: {question}"
+BUDGETS: Final = (150, 400, 1000)
+NOISES: Final = ((1.0, 0.0), (0.85, 0.25), (0.6, 0.4))
+"""Probabilities of a reward of 1 for a solved and for an unsolved kind."""
+
+
+class World:
+    """The tasks, the agent and the models of one seed."""
+
+    def __init__(self, seed: int, noise: tuple[float, float]) -> None:
+        self.noise = noise
+        self.calls = 0
+        self._random = random.Random(f"world {seed}")
+        self.train, self.val = self._draw_tasks("train"), self._draw_tasks("val")
+
+    def _draw_tasks(self, name: str) -> list[str]:
+        kinds = self._random.choices(range(len(SHARES)), SHARES, k=60)
+        return [f"{name} {number} of kind {kind}" for number, kind in enumerate(kinds)]
+
+    def rate(self, task: str, prompt: str) -> float:
+        """Runs the agent once."""
+        self.calls += 1
+        kind = int(task.rpartition(" ")[2])
+        return float(self._random.random() < self.noise[kind not in _solved(_rules(prompt))])
+
+    def reflect(self, request: str) -> str:
+        """Returns a changed prompt for a request that shows the prompt and rollouts with their tasks and rewards."""
+        text = re.search(r"Answer: \{question\}[^`<]*", request)
+        assert text is not None
+        rules = _rules(text[0])
+        shown = re.findall(r"of kind (\d).*?reward ([\d.]+)", request, re.DOTALL) or [
+            (kind, reward) for reward, kind in re.findall(r'reward="([\d.]+)">.*?of kind (\d)', request, re.DOTALL)
+        ]
+        assert shown
+        failed = [int(kind) for kind, reward in shown if float(reward) < 1]
+        missing = [kind for kind in failed if kind not in rules]
+        if rules and self._random.random() < 0.15:
+            rules.discard(self._random.choice(sorted(rules)))
+        elif missing and self._random.random() < 0.7:
+            rules.add(self._random.choice(missing))
+        else:
+            rules.add(self._random.choice([rule for rule in range(10) if rule not in rules] or [0]))
+        return FIRST + "".join(f"\nRULE-{rule}" for rule in sorted(rules))
+
+    def measure(self, prompt: str) -> float:
+        """Returns the expected accuracy of a prompt."""
+        solved = _solved(_rules(prompt))
+        return sum(share * self.noise[kind not in solved] for kind, share in enumerate(SHARES))
+
+
+def _rules(prompt: str) -> set[int]:
+    return set(map(int, re.findall(r"RULE-(\d)", prompt)))
+
+
+def _solved(rules: set[int]) -> set[int]:
+    solved = rules - {HARM[rule] for rule in rules if rule in HARM}
+    return solved - CONFLICT if rules >= CONFLICT else solved
+
+
+def run_ours(world: World, algorithm: Any, seed: int) -> str:
+    """Runs a search of ours and returns its prompt."""
+
+    async def run_rollouts(store: Any, requests: Sequence[Any], **settings: Any) -> list[agl.Rollout]:
+        return [
+            agl.Rollout(
+                rollout_id=request.rollout_id,
+                input=request.input,
+                start_time=0.0,
+                status="succeeded",
+                resources_id=request.resources_id,
+            )
+            for request in requests
+        ]
+
+    async def read_trial_result(store: Any, rollout: agl.Rollout, adapter: Any) -> TrialResult:
+        found = await store.get_resources_by_id(rollout.resources_id)
+        return TrialResult(rollout, [], world.rate(str(rollout.input), found.resources["prompt"].template))
+
+    async def call_model(self: Any, place: str, model: str, messages: Any, temperature: float) -> CachedCall:
+        request = messages[0]["content"]
+        if model == "editor":
+            answer = request.partition("<critique>\n")[2].partition("\n</critique>")[0]
+        else:
+            answer = world.reflect(request)
+        return CachedCall(place=place, model=model, answer=answer if model == "critic" else f"```\n{answer}\n```")
+
+    algorithm.context.initial_resources = {"prompt": agl.PromptTemplate(FIRST)}
+    algorithm.context.seed, algorithm.context.key = seed, str(seed)
+    algorithm.set_store(agl.InMemoryLightningStore())
+    with (
+        mock.patch.object(search, "run_rollouts", run_rollouts),
+        mock.patch.object(search, "read_trial_result", read_trial_result),
+        mock.patch.object(chat.CachedChat, "_call_model", call_model),
+    ):
+        asyncio.run(algorithm.run(world.train, world.val))
+    return str(algorithm.get_best_prompt().template)
+
+
+class _Adapter:
+    """The world as an adapter of the package ``gepa``."""
+
+    propose_new_texts = None
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def evaluate(self, batch: list[str], candidate: dict[str, str], capture_traces: bool = False) -> Any:
+        rewards = [self._world.rate(task, candidate["prompt"]) for task in batch]
+        shown = list(zip(batch, rewards, strict=True)) if capture_traces else None
+        return EvaluationBatch(outputs=rewards, scores=rewards, trajectories=shown)
+
+    def make_reflective_dataset(self, candidate: Any, batch: Any, names: list[str]) -> Mapping[str, Any]:
+        records = [{"Inputs": task, "Feedback": f"reward {reward:g}"} for task, reward in batch.trajectories]
+        return dict.fromkeys(names, records)
+
+
+def run_package(world: World, budget: int, seed: int) -> str:
+    """Runs the package ``gepa`` and returns its prompt."""
+    found = optimize(
+        {"prompt": FIRST},
+        world.train,
+        world.val,
+        adapter=_Adapter(world),
+        reflection_lm=lambda request: f"```\n{world.reflect(str(request))}\n```",
+        max_metric_calls=budget,
+        logger=mock.Mock(),
+        seed=seed,
+    )
+    return str(found.best_candidate["prompt"])
+
+
+def make(name: str, budget: int) -> Any:
+    """Returns a search that runs at most ``budget`` rollouts, with its other settings at their defaults."""
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url="http://127.0.0.1:1", api_key="any")
+    if name == "gepa":
+        return agl.GEPA(client, reflection_model="critic-and-editor", max_rollouts=budget)
+    width = 2 if name == "apo 2/2" else 4
+    rounds = (budget - 3 * 60) // (width**2 * 4 + (width**2 + width) * 16 + 60)
+    if rounds < 1:
+        raise agl.ConfigError("not a single round")
+    return agl.APO(
+        client,
+        gradient_model="critic",
+        apply_edit_model="editor",
+        beam_width=width,
+        branch_factor=width,
+        beam_rounds=rounds,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--package", action="store_true", help="also run the package gepa")
+    given = parser.parse_args()
+    names = ["gepa", "apo 4/4", "apo 2/2", *(["package gepa"] if given.package else [])]
+    print("| noise | budget | " + " | ".join(names) + " |\n|---|---|" + "---|" * len(names))
+    for noise in NOISES:
+        for budget in BUDGETS:
+            cells = [measure(name, noise, budget, given.seeds) for name in names]
+            print(f"| {noise[0]:g} or {noise[1]:g} | {budget:,} | " + " | ".join(cells) + " |", flush=True)
+
+
+def measure(name: str, noise: tuple[float, float], budget: int, seeds: int) -> str:
+    """Returns mean and standard error of the accuracy, and the largest number of rollouts."""
+    found, calls, why = [], [], Counter[str]()
+    for seed in range(seeds):
+        world = World(seed, noise)
+        try:
+            prompt = (
+                run_package(world, budget, seed)
+                if name.startswith("package")
+                else run_ours(world, make(name, budget), seed)
+            )
+        except agl.ConfigError as error:
+            why[str(error)[:40]] += 1
+            continue
+        found.append(world.measure(prompt))
+        calls.append(world.calls)
+    if why:
+        return "refused"
+    return f"{statistics.fmean(found):.3f} ± {statistics.stdev(found) / seeds**0.5:.3f} ({max(calls):,})"
+
+
+if __name__ == "__main__":
+    main()
