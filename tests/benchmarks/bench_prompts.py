@@ -1,4 +1,4 @@
-"""Quality of prompt searches by budget and noise: ``python tests/benchmarks/bench_prompts.py [--seeds 10] [--package]``.
+"""Quality of prompt searches: ``python tests/benchmarks/bench_prompts.py [--seeds 10] [--package]``.
 
 A synthetic world: seven kinds of tasks, each solved by one rule in the prompt; two rules conflict, three rules break a
 kind. A scripted model reads failed tasks and adds a rule for one of them, or a wrong one, or removes a rule. Rewards

@@ -97,7 +97,7 @@ _SHOWN = {"ok": "ok", "broken": "BROKEN", "unchecked": "-"}
 def _read_config(path: Path) -> dict[str, Any]:
     """Reads the fields of ``Request`` from a configuration."""
     from agentlightning.resources import resolve_secrets
-    from agentlightning_plugins.shared.configuration.assembly import find_class, load_data, load_resources
+    from agentlightning_plugins.shared.configuration.assembly import expand, find_class, load_data, load_resources
     from agentlightning_plugins.shared.configuration.config import read_config
     from agentlightning_plugins.shared.configuration.document import read_document
     from agentlightning_plugins.shared.token import find_token
