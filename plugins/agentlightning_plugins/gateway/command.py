@@ -9,23 +9,19 @@ import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 import click
 
 from agentlightning.cli import echo
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import ConfigError
+from agentlightning_plugins.gateway.operation import DEFAULT_PORT, ask_gateway, write_key
 from agentlightning_plugins.shared.rendering.text import print_table
-from agentlightning_plugins.shared.token import find_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DEFAULT_PORT: Final = 4000
 DEFAULT_STORE: Final = "http://127.0.0.1:4747"
-_ANSWER_S: Final = 10.0
 _FINISH_S: Final = 6.0
 """As `agl store`: with the time for the last events and spans, SIGTERM ends the process within 10 s."""
 
@@ -134,46 +130,6 @@ def resume_command(url: str, token: str | None, weight_version: int | None) -> N
     echo(f"serving, {_version(ask_gateway(url, token, 'resume', {'weight_version': weight_version}))}")
 
 
-def ask_gateway(url: str, token: str | None, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Sends a request to an endpoint for operators: a POST with ``body``, or a GET.
-
-    Raises:
-        ConfigError: ``url`` is not an http(s) URL.
-        StoreError: the gateway cannot be reached or answers with an error.
-    """
-    root = url.rstrip("/").removesuffix("/v1")
-    if not root.startswith(("http://", "https://")):
-        raise ConfigError(f"gateway {url!r} is not a URL; write http://127.0.0.1:{DEFAULT_PORT}")
-    if token is None:
-        token = find_token() or _find_key(root)
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    data = None if body is None else json.dumps(body).encode()
-    timeout_s = _ANSWER_S + (body or {}).get("timeout_s", 0.0)
-    try:
-        request = Request(f"{root}/{path}", data, headers)  # noqa: S310 # the scheme is checked above
-        with urlopen(request, timeout=timeout_s) as response:  # noqa: S310 # the request above
-            answer: dict[str, Any] = json.load(response)
-    except HTTPError as error:
-        with error:  # closes the connection
-            advice = "; set --token or AGL_TOKEN" if error.code in (401, 403) else ""
-        raise StoreError(f"the gateway at {root} refused /{path}: {error}{advice}") from error
-    except (URLError, OSError, ValueError) as error:
-        raise StoreError(f"no gateway answers at {root}: {error}") from error
-    return answer
-
-
-def _find_key(root: str) -> str | None:
-    """Returns the operator's key of a gateway on this machine that ``agl gateway`` serves."""
-    from agentlightning_plugins.shared.web.request import is_loopback
-
-    try:
-        parts = urlsplit(root)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        return read_key(port) if is_loopback(parts.hostname or "") else None
-    except ValueError:  # the port is not a number
-        return None
-
-
 def _print_status(status: dict[str, Any]) -> None:
     head = ("model", "backend", "served as", "provider", "weight", "in flight", "health")
     rows = []
@@ -255,26 +211,3 @@ def _model_list(settings: dict[str, Any], models: tuple[str, ...], key_env: str 
     if not entries:
         raise ConfigError("no model to serve: give --model NAME=URL, or --config FILE with a model_list")
     return entries
-
-
-def write_key(port: int, key: str) -> Path:
-    """Writes the key of the gateway at a port, and returns the file."""
-    path = _path(port)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(key)
-    return path
-
-
-def read_key(port: int) -> str | None:
-    """Reads the key of the gateway at a port of this machine; None if there is none."""
-    try:
-        return _path(port).read_text(encoding="utf-8")
-    except OSError:
-        return None
-
-
-def _path(port: int) -> Path:
-    directory = os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".cache"
-    return Path(directory) / "agentlightning" / f"gateway-{port}.key"

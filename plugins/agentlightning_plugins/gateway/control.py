@@ -22,7 +22,7 @@ from agentlightning_plugins.shared.web.metrics import CONTENT_TYPE, ScrapedMetri
 from agentlightning_plugins.shared.web.request import RequestRefused, parse_json, read_body
 
 PROBES: Final = ("health", "livez", "readyz")
-"""Paths for which nobody needs a key."""
+"""Paths that need no key."""
 CONTROL_PATHS: Final = (*PROBES, "metrics", "status", "pause", "drain", "resume")
 _CHANGES: Final = ("pause", "drain", "resume")
 _MAX_BODY: Final = 10_000

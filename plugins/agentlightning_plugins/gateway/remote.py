@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,10 +13,10 @@ from agentlightning.errors import ConfigError, suggest
 from agentlightning.resources import ATTEMPT_KEY, LLM, ProxyLLM
 from agentlightning.run import attempt_token
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.command import ask_gateway
+from agentlightning_plugins.gateway.operation import ask_gateway
 
 
-class ModelNames:
+class ModelNames(ABC):
     """The models of a gateway, as agents see them."""
 
     store: LightningStore | None
@@ -23,9 +24,9 @@ class ModelNames:
     _names: Sequence[str]
 
     @property
+    @abstractmethod
     def endpoint(self) -> str:
         """Base URL for calls that are not recorded."""
-        raise NotImplementedError
 
     @property
     def models(self) -> list[str]:

@@ -19,7 +19,8 @@ from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning_plugins.gateway.command import ask_gateway, command
+from agentlightning_plugins.gateway.command import command
+from agentlightning_plugins.gateway.operation import ask_gateway
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.http.server import LightningStoreServer

@@ -20,7 +20,7 @@ from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.trainer import Trainer
 from agentlightning.types import Span
-from agentlightning_plugins.gateway.command import ask_gateway
+from agentlightning_plugins.gateway.operation import ask_gateway
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
