@@ -6,7 +6,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
@@ -114,6 +114,8 @@ class ModelCall:
     """Whether the whole answer arrived."""
     gateway_version: int | None = None
     """The weight version that the gateway stated when the call was sent."""
+    left_out_tools: Sequence[str] = ()
+    """Types of the agent's tools that the backend did not get, because only the provider of their API can run them."""
     is_cached: bool = False
     """Whether the answer comes from an earlier call."""
     answer: bytearray = field(default_factory=bytearray)
@@ -151,6 +153,7 @@ class ModelCall:
                     f"{', '.join(sorted(spoken))}; set the entry's 'provider' if it does, or to 'litellm'"
                 )
             body = {name: value for name, value in translation.request().items() if name in CHAT_FIELDS}
+            self.left_out_tools = getattr(translation, "left_out_tools", ())
             dialect, path = CHAT, CHAT.path
         # The answers to calls that are not recorded pass unchanged.
         options = TokenOptions(True, True) if self.attempt is None else dialect.read_token_options(body)

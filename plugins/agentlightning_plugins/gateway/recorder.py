@@ -23,7 +23,7 @@ from aiohttp import web
 from agentlightning import semconv
 from agentlightning.frozen import FrozenList
 from agentlightning.store.protocol import LightningStore
-from agentlightning.store.span_writer import SpanWriter
+from agentlightning.store.span_writer import AttemptKey, SpanWriter
 from agentlightning.types import Span, TraceStatus
 from agentlightning_plugins.gateway.access import EndedAttempts
 from agentlightning_plugins.gateway.backends.answer_cache import CACHE_ANSWER, CACHE_KEY, AnswerCache
@@ -36,6 +36,7 @@ from agentlightning_plugins.gateway.limits import BACKEND, BUDGET_EXCEEDED, COST
 logger = logging.getLogger("agentlightning")
 _STORE_WAIT_S: Final = 1.0
 """How long an answer may wait until its call is stored."""
+_MAX_ATTEMPTS: Final = 1000
 _DISCONNECTED: Final = 499
 """As in nginx; for the metrics only."""
 
@@ -59,6 +60,8 @@ class CallRecorder:
         self._cache = cache
         self._ended = ended
         self._warned: set[str] = set()
+        self._without_tools: dict[AttemptKey, None] = {}
+        """Attempts whose tools were left out, which is logged once."""
 
     def finish(self, call: ModelCall, status: int, error: str | None = None) -> None:
         """Counts a finished call and passes it to the span writer, once.
@@ -78,6 +81,16 @@ class CallRecorder:
             tokens, price = used_tokens(call), call.backend.price
             self._usage.add(call.attempt, sum(tokens), price.cost(*tokens) if price is not None else 0.0)
         self._writer.put(call_to_span(call, is_late=self._ended.is_over(call.attempt)))
+        if call.left_out_tools and call.attempt not in self._without_tools:
+            self._without_tools[call.attempt] = None
+            if len(self._without_tools) > _MAX_ATTEMPTS:
+                del self._without_tools[next(iter(self._without_tools))]
+            logger.warning(
+                "attempt %s offers tools that only OpenAI runs: %s. Its model %r gets the other tools",
+                call.attempt[1],
+                ", ".join(sorted(set(call.left_out_tools))),
+                call.model,
+            )
         if call.is_complete and call.model not in self._warned:
             self._check_token_ids(call)
 
@@ -164,6 +177,8 @@ def call_to_span(call: ModelCall, *, is_late: bool = False) -> Span:
     if call.error is not None:
         attributes["error.type"] = str(call.http_status or "_OTHER")
         status = TraceStatus(status_code="ERROR", description=call.error[:_MAX_DESCRIPTION])
+    if call.left_out_tools:
+        attributes["agentlightning.gateway.left_out_tools"] = sorted(set(call.left_out_tools))
     _add_input(dialect, body, attributes)
     if body.get("echo"):
         _drop_echo(call)

@@ -192,7 +192,7 @@ async def test_helpers_of_the_client_parse_translated_answers() -> None:
     [
         ({"previous_response_id": "resp_1"}, "'previous_response_id' needs a server that keeps responses"),
         ({"background": True}, "background: true is not supported"),
-        ({"tools": [{"type": "web_search"}]}, "tools of type 'web_search' run at OpenAI"),
+        ({"tools": [{"type": "shell"}]}, "tools of type 'shell' have no form in Chat Completions"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "items of type 'item_reference'"),
         ({"input": 3}, "'input' is 3"),
     ],
@@ -501,11 +501,12 @@ async def test_every_kind_of_call_of_the_responses_api_is_recorded_as_a_tool_cal
     assert calls_of(semconv.read_output_messages(span)[0]) == CALLED
     assert semconv.read_finish_reasons(span) == ["tool_calls"]
     assert [message["role"] for message in sent] == ["user", "assistant", *["tool"] * 6]
-    assert calls_of(sent[1]) == CALLED
+    translated_calls = [CALLED[0], ("c1", "patch", '{"input":"*** Begin"}'), *CALLED[2:]]
+    assert calls_of(sent[1]) == translated_calls
     assert [message["content"] for message in sent[2:]] == expected
-    for each in spans:
+    for each, called in zip(spans, (CALLED, translated_calls), strict=True):
         read = semconv.read_input_messages(each)
-        assert calls_of(read[1]) == CALLED
+        assert calls_of(read[1]) == called
         assert [message["role"] for message in read] == [message["role"] for message in sent]
 
 
@@ -561,3 +562,43 @@ async def test_a_websocket_is_refused_with_the_status_that_makes_clients_use_htt
         with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
             await session.ws_connect(f"{client.base_url}responses")
     assert refused.value.status == 426
+
+
+PATCH = {"type": "custom", "name": "patch", "description": "Patches.", "format": {"type": "text"}}
+CRM = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [{"type": "function", "name": "find"}]}
+
+
+async def test_namespaces_custom_and_hosted_tools_of_the_responses_api_work_with_a_chat_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    more = {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "late"}]}
+    said = {"type": "agent_message", "author": "a", "recipient": "b", "content": [{"type": "input_text", "text": "Go"}]}
+    used = {"type": "function_call", "call_id": "c0", "namespace": "crm", "name": "find", "arguments": "{}"}
+    asked: dict[str, Any] = {"model": "m", "tools": [{"type": "web_search"}, PATCH, CRM], "parallel_tool_calls": True}
+    asked |= {"input": [said, more, used, {"type": "function_call_output", "call_id": "c0", "output": "x"}]}
+    asked |= {"tool_choice": {"type": "function", "namespace": "crm", "name": "find"}}
+    answer = Answer(tool_calls=[("patch", {"input": "*** Begin"}), ("crm__find", {"id": 1}), ("patch", "no JSON")])
+    async with ScriptedOpenAI([answer]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        whole: Any = await client.responses.create(**asked)
+        async with client.responses.stream(**{**asked, "tool_choice": "auto"}) as stream:
+            events: list[Any] = [event async for event in stream]
+            streamed: Any = await stream.get_final_response()
+        await client.responses.create(**{**asked, "input": "hi", "tools": [{"type": "web_search"}]})
+        sent = [request.body for request in server.requests]
+        spans = await case.spans(rollout)
+    assert [tool["function"]["name"] for tool in sent[0]["tools"]] == ["patch", "crm__find", "late"]
+    assert sent[0]["tools"][0]["function"]["parameters"]["required"] == ["input"]
+    assert sent[0]["tool_choice"] == {"type": "function", "function": {"name": "crm__find"}}
+    assert [message["role"] for message in sent[0]["messages"]] == ["user", "assistant", "tool"]
+    assert calls_of(sent[0]["messages"][1]) == [("c0", "crm__find", "{}")]
+    assert sent[2].keys().isdisjoint({"tools", "tool_choice", "parallel_tool_calls"})
+    for response in (whole, streamed):
+        first, second, third = response.output
+        assert (first.type, first.name, first.input) == ("custom_tool_call", "patch", "*** Begin")
+        assert (second.type, second.namespace, second.name) == ("function_call", "crm", "find")
+        assert (third.type, third.input) == ("custom_tool_call", "no JSON")
+    deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert deltas == ["*** Begin", "no JSON"]
+    assert [span.attributes["agentlightning.gateway.left_out_tools"] for span in spans] == [["web_search"]] * 3
+    assert caplog.text.count("offers tools that only OpenAI runs: web_search") == 1

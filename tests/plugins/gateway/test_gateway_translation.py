@@ -134,7 +134,7 @@ def test_translated_events_of_the_messages_api_add_up_to_the_translated_whole_an
     assert streamed.choices == read.choices
 
 
-def piece(call_id: str | None, name: str | None, arguments: str, **index: Any) -> dict[str, Any]:
+def piece(call_id: str | None, name: str | None, arguments: Any, **index: Any) -> dict[str, Any]:
     """Returns a piece of a tool call; without ``index``, the server states none."""
     given = {"id": call_id, "function": {"name": name, "arguments": arguments}}
     return {key: value for key, value in given.items() if value is not None} | index
@@ -173,7 +173,7 @@ PIECES: dict[str, list[Any]] = {
         piece(None, None, "}}", index=1),
     ],
     "with text between two pieces": [piece("a", "add", '{"x"', index=0), "Hm.", piece("a", None, ": 1}"), piece(*B)],
-    "with arguments as objects": [piece("a", "add", {"x": 1}), piece("b", "sub", {"y": {}})],  # type: ignore[arg-type]
+    "with arguments as objects": [piece("a", "add", {"x": 1}), piece("b", "sub", {"y": {}})],
 }
 
 

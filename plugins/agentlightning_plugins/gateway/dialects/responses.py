@@ -22,6 +22,12 @@ from agentlightning_plugins.gateway.dialects.dialect import (
 )
 from agentlightning_plugins.gateway.dialects.fields import RESPONSE_FIELDS
 from agentlightning_plugins.gateway.dialects.openai import CHAT, OpenAIDialect
+from agentlightning_plugins.gateway.dialects.response_tools import (
+    FunctionTools,
+    function_name,
+    to_known_item,
+    without_type,
+)
 from agentlightning_plugins.gateway.dialects.wire import dump_json, to_typed_event
 
 _DELTAS: Final = {
@@ -172,7 +178,7 @@ _DROPPED: Final = frozenset(
     "input instructions tools tool_choice text max_output_tokens reasoning include truncation store stream_options "
     "max_tool_calls context_management prompt_cache_options prompt_cache_retention moderation".split()
 ).union(_STATEFUL)
-_ITEMS: Final = frozenset({"message", "reasoning"}).union(_CALLS, _OUTPUTS)
+_ITEMS: Final = frozenset({"additional_tools", "agent_message", "message", "reasoning"}).union(_CALLS, _OUTPUTS)
 _REPEATED: Final[Mapping[str, Any]] = {
     "background": False,
     "instructions": None,
@@ -212,9 +218,11 @@ class ResponsesTranslation(PartTranslation):
         super().__init__(body)
         self._keeps_logprobs = _wants_logprobs(body)
         self._next_number = 0
+        self._tools = FunctionTools(body)
+        self.left_out_tools = self._tools.left_out
 
     def request(self) -> dict[str, Any]:
-        return _to_chat_request(self._body)
+        return _to_chat_request(self._body, self._tools)
 
     def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
         self._read_whole(answer)
@@ -244,6 +252,8 @@ class ResponsesTranslation(PartTranslation):
         return events
 
     def _add(self, part: Part, text: str, logprobs: Sequence[Any]) -> bytes:
+        if self._tools.is_custom(part):
+            return b""  # its input is text inside JSON, and is sent at its end
         extra = {"logprobs": logprobs} if part.kind == "text" else {}
         return self._event(f"{_EVENT[part.kind]}.delta", **self._position(part), delta=text, **extra)
 
@@ -252,8 +262,13 @@ class ResponsesTranslation(PartTranslation):
         done: dict[str, Any] = {_TEXT_KEY[part.kind]: part.text}
         if part.kind == "text":
             done["logprobs"] = part.logprobs
+        elif self._tools.is_custom(part):
+            kind = _STREAMED["custom_tool_call"]
+            events = self._event(f"{kind}.delta", **position, delta=item["input"])
+            events += self._event(f"{kind}.done", **position, input=item["input"])
+            return events + self._event("response.output_item.done", output_index=part.index, item=item)
         elif part.kind == "tool_call":
-            done["name"] = part.name
+            done["name"] = item["name"]
         events = self._event(f"{_EVENT[part.kind]}.done", **position, **done)
         if part.kind != "tool_call":
             events += self._event("response.content_part.done", **position, part=item["content"][0])
@@ -296,8 +311,7 @@ class ResponsesTranslation(PartTranslation):
         item: dict[str, Any] = {"id": self._item_id(part), "status": status}
         match part.kind:
             case "tool_call":
-                call = {"type": "function_call", "call_id": part.call_id, "name": part.name, "arguments": part.text}
-                return item | call
+                return item | self._tools.to_item(part)
             case "reasoning":
                 return item | {
                     "type": "reasoning",
@@ -327,13 +341,16 @@ def _wants_logprobs(body: Mapping[str, Any]) -> bool:
     return "message.output_text.logprobs" in (body.get("include") or ()) or bool(body.get("top_logprobs"))
 
 
-def _to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
+def _to_chat_request(body: Mapping[str, Any], tools: FunctionTools) -> dict[str, Any]:
     _check(body)
+    if isinstance(body["input"], list):
+        items = [to_known_item(item) for item in body["input"] if item.get("type") != "additional_tools"]
+        body = {**body, "input": items}
     text, reasoning = body.get("text") or {}, body.get("reasoning") or {}
     chat: dict[str, Any] = {key: value for key, value in body.items() if key not in _DROPPED}
     chat["messages"] = to_chat_messages(body)
-    if body.get("tools"):
-        chat["tools"] = to_chat_tools(body)
+    if tools.functions:
+        chat["tools"] = tools.functions
     chat |= take(
         max_completion_tokens=body.get("max_output_tokens"),
         tool_choice=_to_choice(body.get("tool_choice")),
@@ -345,8 +362,10 @@ def _to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
     )
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = {tool.get("name") for tool in choice.get("tools") or ()}
-        chat["tools"] = [tool for tool in chat.get("tools") or () if tool["function"]["name"] in allowed]
+        allowed = {function_name(tool.get("name"), tool.get("namespace")) for tool in choice.get("tools") or ()}
+        chat["tools"] = [tool for tool in tools.functions if tool["function"]["name"] in allowed]
+    if not chat.get("tools"):  # servers refuse these fields without tools
+        chat = {key: value for key, value in chat.items() if key not in ("tools", "tool_choice", "parallel_tool_calls")}
     return chat
 
 
@@ -366,7 +385,7 @@ def to_chat_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def to_chat_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Translates the tools; tools that are not functions stay unchanged."""
     return [
-        {"type": "function", "function": _without_type(tool)} if tool.get("type") == "function" else tool
+        {"type": "function", "function": without_type(tool)} if tool.get("type") == "function" else tool
         for tool in body.get("tools") or ()
     ]
 
@@ -377,12 +396,6 @@ def _check(body: Mapping[str, Any]) -> None:
             raise TranslationError(
                 f"{key!r} needs a server that keeps responses, and the model behind this gateway is served by Chat "
                 "Completions: send the whole input with each request"
-            )
-    for tool in body.get("tools") or ():
-        if tool.get("type") != "function":
-            raise TranslationError(
-                f"tools of type {tool.get('type')!r} run at OpenAI, and the model behind this gateway is served by "
-                "Chat Completions: give tools of type 'function'"
             )
     items = body.get("input")
     if not isinstance(items, (str, list)):
@@ -446,7 +459,7 @@ def _to_part(part: Mapping[str, Any]) -> dict[str, Any]:
         case "input_image":
             return {"type": "image_url", "image_url": take(url=part.get("image_url"), detail=part.get("detail"))}
         case "input_file":
-            return {"type": "file", "file": _without_type(part)}
+            return {"type": "file", "file": without_type(part)}
         case _:
             return dict(part)
 
@@ -456,14 +469,12 @@ def _to_choice(choice: Any) -> Any:
         return choice
     if choice.get("type") == "allowed_tools":
         return choice.get("mode") or "auto"
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") not in ("function", "custom"):
+        return None
+    return {"type": "function", "function": {"name": function_name(choice["name"], choice.get("namespace"))}}
 
 
 def _to_format(form: Any) -> Any:
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         return None if form is None or form.get("type") == "text" else form
-    return {"type": "json_schema", "json_schema": _without_type(form)}
-
-
-def _without_type(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key != "type"}
+    return {"type": "json_schema", "json_schema": without_type(form)}
