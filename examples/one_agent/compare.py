@@ -33,11 +33,8 @@ SAMPLING = {"temperature": 0.0, "max_tokens": 16}
 
 
 def apo(budget: int, n_val: int) -> dict[str, Any]:
-    """The settings of ``apo`` with as many rounds as the budget allows."""
-    settings = {"name": "apo", "beam_width": 2, "branch_factor": 2, "gradient_batch_size": 4, "val_batch_size": 16}
-    per_round = 4 * 4 + (2 + 4) * 16 + n_val  # critics read, candidates are compared, the best is validated
-    first_and_confirmation = 3 * n_val
-    return {**settings, "confirm_pairs": n_val, "beam_rounds": max((budget - first_and_confirmation) // per_round, 1)}
+    """The settings of ``apo``."""
+    return {"name": "apo", "max_rollouts": budget, "confirm_pairs": n_val}
 
 
 def grpo(budget: int, n_val: int) -> dict[str, Any]:

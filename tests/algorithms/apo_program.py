@@ -22,6 +22,7 @@ def search(directory: Path, endpoint: str) -> tuple[str, list[list[Any]]]:
         branch_factor=4,
         beam_rounds=3,
         val_batch_size=4,
+        perfect_score=None,
     )
     directory.parent.mkdir(exist_ok=True)
     trainer = agl.Trainer(

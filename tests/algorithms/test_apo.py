@@ -106,7 +106,7 @@ def test_apo_finds_the_best_prompt_and_publishes_it(server: ScriptedOpenAI) -> N
     assert set(latest(store)) == {"prompt", "llm"}, "other resources stay published"
     assert apo.get_best().full_score == 1.0
     assert set(apo.get_best().task_scores) == {1.0}
-    assert apo.stopped_because == "rounds"
+    assert apo.stopped_because == "perfect_score"
     added = {line[1:] for line in apo.diff().splitlines() if line.startswith("+") and not line.startswith("+++")}
     assert added == BEST
 
@@ -355,7 +355,7 @@ def test_a_budget_ends_the_search(server: ScriptedOpenAI, budget: dict[str, Any]
 
 
 def test_patience_ends_the_search(server: ScriptedOpenAI) -> None:
-    apo = make(server, beam_rounds=20, patience=2)
+    apo = make(server, beam_rounds=20, patience=2, perfect_score=None)
     train(apo)
     assert apo.stopped_because == "patience"
     assert phrases(apo.get_best_prompt().template) == BEST

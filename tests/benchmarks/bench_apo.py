@@ -60,6 +60,8 @@ def measure(endpoint: str, strategy: str, rounds: int) -> list[tuple[int, float]
         AsyncOpenAI(base_url=endpoint, api_key="any"),
         gradient_model="critic",
         apply_edit_model="editor",
+        beam_width=4,
+        branch_factor=4,
         beam_rounds=rounds,
     )
     agl.Trainer(

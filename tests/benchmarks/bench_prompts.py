@@ -173,18 +173,8 @@ def make(name: str, budget: int) -> Any:
     client = AsyncOpenAI(base_url="http://127.0.0.1:1", api_key="any")
     if name == "gepa":
         return agl.GEPA(client, reflection_model="critic-and-editor", max_rollouts=budget)
-    width = 2 if name == "apo 2/2" else 4
-    rounds = (budget - 3 * 60) // (width**2 * 4 + (width**2 + width) * 16 + 60)
-    if rounds < 1:
-        raise agl.ConfigError("not a single round")
-    return agl.APO(
-        client,
-        gradient_model="critic",
-        apply_edit_model="editor",
-        beam_width=width,
-        branch_factor=width,
-        beam_rounds=rounds,
-    )
+    settings: dict[str, Any] = {"beam_width": 4, "branch_factor": 4} if name == "apo 4/4" else {}
+    return agl.APO(client, gradient_model="critic", apply_edit_model="editor", max_rollouts=budget, **settings)
 
 
 def main() -> None:
@@ -192,7 +182,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--package", action="store_true", help="also run the package gepa")
     given = parser.parse_args()
-    names = ["gepa", "apo 4/4", "apo 2/2", *(["package gepa"] if given.package else [])]
+    names = ["gepa", "apo", "apo 4/4", *(["package gepa"] if given.package else [])]
     print("| noise | budget | " + " | ".join(names) + " |\n|---|---|" + "---|" * len(names))
     for noise in NOISES:
         for budget in BUDGETS:

@@ -7,10 +7,12 @@ Pryzant et al. 2023, Automatic Prompt Optimization with "Gradient Descent" and B
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from agentlightning.errors import LightningError
 from agentlightning.plugin.settings import require_least
@@ -34,6 +36,8 @@ from agentlightning_algorithms.shared.prompt_search.search import PromptSearch
 from agentlightning_algorithms.shared.prompt_search.trial import TrialResult, call_place, mean_score, read_trial_result
 
 logger = logging.getLogger("agentlightning")
+_ROUNDS: Final = 5
+"""Rounds of a search without a limit."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -58,12 +62,12 @@ class APO(PromptSearch):
     """Number of rollouts that the critic reads for one critique."""
     val_batch_size: int = 16
     """Number of validation tasks on which the candidates of a round are compared."""
-    beam_width: int = 4
+    beam_width: int = 2
     """Number of candidates that survive a round, and of parents in the next round."""
-    branch_factor: int = 4
+    branch_factor: int = 2
     """Number of children of each parent."""
-    beam_rounds: int = 3
-    """Maximum number of rounds."""
+    beam_rounds: int | None = None
+    """Maximum number of rounds. None: as many as ``max_rollouts`` allows, or 5 without that limit."""
     run_initial_validation: bool = True
     """Whether the seed is run on the whole validation set first."""
     patience: int | None = None
@@ -87,12 +91,17 @@ class APO(PromptSearch):
 
     async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
         """Runs the rounds."""
+        first_round = self._count_round(len(val), len(train))
+        self.require_rollouts(first_round + (len(val) if self.run_initial_validation else 0))
         if self.run_initial_validation:
             seed = await self._validate(0, seed, val)
             await self._finish_round(0, [seed], 0)
         beam, rounds_without_gain = [seed], 0
-        for number in range(1, self.beam_rounds + 1):
-            if self.has_reached_target() or self.is_spent():
+        for number in itertools.count(1):
+            if number > self.max_rounds or self.has_reached_target() or self.is_spent():
+                break
+            if self.left_for_search() < self._count_round(len(val), len(train)):
+                self.stopped_because = "rollouts"
                 break
             self.chat.start_round()
             beam, n_children = await self._expand(number, beam, train, val)
@@ -291,9 +300,30 @@ class APO(PromptSearch):
         scores = [candidate.score or 0.0 for candidate in beam]
         beam_scores = {"beam_score_max": max(scores), "beam_score_mean": sum(scores) / len(scores)}
         counts = {"children": float(n_children), "failed_model_calls": float(len(self.chat.failed))}
-        values = {**self.metrics(), **beam_scores, **counts, "progress": number / self.beam_rounds}
+        values = {**self.metrics(), **beam_scores, **counts, "progress": self._progress(number)}
         await self.get_store().add_metrics(number, values)
         logger.info("round %d: %d children, best score %s", number, n_children, self.get_best().score)
+
+    @property
+    def max_rounds(self) -> float:
+        """Maximum number of rounds; infinite if only ``max_rollouts`` ends the search."""
+        if self.beam_rounds is not None:
+            return self.beam_rounds
+        return _ROUNDS if self.max_rollouts is None else math.inf
+
+    @property
+    def _validates_first(self) -> bool:
+        return self.run_initial_validation
+
+    def _count_round(self, n_val: int, n_train: int) -> int:
+        """Largest number of rollouts of a round."""
+        children = self.beam_width * self.branch_factor
+        compared = (self.beam_width + children) * min(self.val_batch_size, n_val)
+        return children * min(self.gradient_batch_size, n_train) + compared + n_val
+
+    def _progress(self, number: int) -> float:
+        share = 0.0 if self.max_rollouts is None else self.n_rollouts / self.max_rollouts
+        return min(max(number / self.max_rounds, share), 1.0)
 
     def _draw_template(
         self, templates: Sequence[PromptTemplate], prompt: Candidate, name: str, results: Sequence[TrialResult]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,21 +49,18 @@ class GEPA(PromptSearch):
     """Sampling temperature of the reflection model."""
     minibatch_size: int = 3
     """Number of training rollouts that one reflection reads."""
-    max_rollouts: int = 500
-    """Limit of rollouts for training, validation and confirmation together. The confirmation runs each of its two
-    prompts ``confirm_pairs`` times, or once per validation task if that is more, but at most an eighth of this limit
-    (or 6, if that is more)."""
+    max_rollouts: int | None = 500
     candidate_selection: Literal["pareto", "current_best", "epsilon_greedy", "top_k_pareto"] = "pareto"
     """How the candidate to change next is selected."""
     use_merge: bool = False
     """Whether to combine candidates that tune different prompts."""
-    perfect_score: float | None = 1.0
-    """Reflection is skipped if every rollout of a minibatch has at least this reward; None: it is never skipped."""
     reflection_prompt: str | None = None
     """Replacement for gepa's reflection prompt, with ``<curr_param>`` and ``<side_info>``."""
 
     def __post_init__(self) -> None:
-        require_least(1, minibatch_size=self.minibatch_size, max_rollouts=self.max_rollouts)
+        require_least(1, minibatch_size=self.minibatch_size)
+        if self.max_rollouts is None:
+            raise ConfigError("max_rollouts = None: gepa ends when its rollouts are spent; give a number")
         super().__post_init__()
         try:
             InstructionProposalSignature.validate_prompt_template(self.reflection_prompt)
@@ -78,20 +74,8 @@ class GEPA(PromptSearch):
 
     async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
         """Runs gepa from the seed."""
-        reserved = 2 * self.count_confirmations(len(val))
-        if self.max_rollouts < len(val) + reserved:
-            raise ConfigError(
-                f"max_rollouts = {self.max_rollouts}: at least {len(val) + reserved} are needed, for {len(val)} "
-                f"validation tasks and {reserved} rollouts that confirm the result; raise it, or use fewer tasks"
-            )
-        limit = self.max_rollouts - reserved
-        enough = len(val) + 2 * (2 * self.minibatch_size + len(val))  # for the seed, and two proposals
-        if limit < enough:
-            logger.warning(
-                "max_rollouts = %d allows one proposal or none; the smallest useful value is %d",
-                self.max_rollouts,
-                next(n for n in itertools.count(enough) if n - 2 * self.count_confirmations(len(val), n) >= enough),
-            )
+        self.require_rollouts(2 * (len(val) + min(self.minibatch_size, len(train))))
+        limit = int(self.left_for_search())
         adapter = _GEPAAdapter(self, train, val, asyncio.get_running_loop(), limit)
 
         to_debug_log: Any = SimpleNamespace(log=logger.debug)
@@ -117,9 +101,6 @@ class GEPA(PromptSearch):
             await run_in_thread(run_gepa, name="gepa")
         await self.publish()
         self.stopped_because = self.stopped_because or "rollouts"
-
-    def count_confirmations(self, n_tasks: int, max_rollouts: int | None = None) -> int:
-        return min(super().count_confirmations(n_tasks), max((max_rollouts or self.max_rollouts) // 8, 6))
 
     async def reflect(self, parent: Candidate, name: str, results: Sequence[TrialResult]) -> Candidate | None:
         """Makes a child by rewriting the prompt ``name`` based on these rollouts; returns None if that failed."""
@@ -186,7 +167,7 @@ class _GEPAAdapter:
         search = self._search
         if not search.has_reached_target() and self._failed_proposals >= _MAX_FAILED_PROPOSALS:
             search.stopped_because = "model_calls_failed"
-        return search.is_spent() or search.stopped_because is not None
+        return search.is_spent() or search.has_reached_target() or search.stopped_because is not None
 
     def _propose(
         self,

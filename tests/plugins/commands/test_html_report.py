@@ -181,7 +181,7 @@ async def test_the_page_says_whether_fresh_rollouts_confirmed_the_best_candidate
     page = (await write_html(store, tmp_path)).read_text()
     assert ("<h2>Best prompt</h2>" in page) == is_confirmed
     assert ("<h2>Best candidate, not published</h2>" in page) != is_confirmed
-    assert "0.500 with the first prompt, 0.625 with this prompt (one-sided p = 0.25)" in page
+    assert "0.500 with the first prompt, 0.625 with this prompt (one-sided p = 0.25): not confirmed" in page
 
 
 async def test_of_candidates_with_the_same_score_the_page_shows_the_published_one(tmp_path: Path) -> None:

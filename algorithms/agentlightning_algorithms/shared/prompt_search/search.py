@@ -1,12 +1,14 @@
 """The base of prompt searches: candidates in the store, trials, model calls, a budget."""
 
 import asyncio
+import itertools
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from agentlightning.algorithm.algorithm import Algorithm, RunContext
 from agentlightning.errors import ConfigError, LightningError
@@ -69,13 +71,25 @@ class PromptSearch(Algorithm):
     """Budget in money; needs the prices of the search's models."""
     prices: Mapping[str, tuple[float, float]] | None = None
     """Price of a million prompt tokens and of a million answer tokens, by model."""
+    max_rollouts: int | None = None
+    """Limit of rollouts for training, validation and confirmation together; None: no limit."""
+    perfect_score: float | None = 1.0
+    """The reward of a solved task, if no reward is higher. The search ends when a prompt solves the whole validation
+    set; None: it does not."""
     confirm_pairs: int = 20
-    """Minimum number of fresh validation rollouts of the first and of the best prompt at the end; 0 skips them."""
+    """Minimum number of fresh validation rollouts of the best prompt at the end, to compare it with the first; 0 skips
+    them. They are at most an eighth of ``max_rollouts`` (or 6, if that is more)."""
+    confirm: Literal["fair", "strict"] = "fair"
+    """``fair`` publishes the best prompt if it earns more than the first did on the same tasks. ``strict`` runs both
+    again and publishes the best one only if it is unlikely to be better by chance (p at most .05)."""
 
     def __post_init__(self) -> None:
         if not self.rollout_batch_timeout > 0:
             raise ConfigError(f"rollout_batch_timeout = {self.rollout_batch_timeout}: seconds above 0 are needed")
         require_least(0, confirm_pairs=self.confirm_pairs)
+        require_least(1, max_rollouts=self.max_rollouts)
+        if self.confirm not in ("fair", "strict"):
+            raise ConfigError(f"confirm = {self.confirm!r}: give 'fair' or 'strict'")
         self.budget = SearchBudget(self.max_calls, self.max_tokens, self.max_cost, self.prices or {})
         self.budget.require_prices(*self.models)
         if isinstance(self.prompts, str):
@@ -92,7 +106,11 @@ class PromptSearch(Algorithm):
     def _reset(self) -> None:
         self.history.clear()
         self.stopped_because: str | None = None
-        """``rounds``, ``rollouts``, ``target_score``, ``patience``, ``budget`` or ``model_calls_failed``."""
+        """``rounds``, ``rollouts``, ``target_score``, ``perfect_score``, ``patience``, ``budget`` or
+        ``model_calls_failed``."""
+        self.n_rollouts = 0
+        """Number of rollouts so far."""
+        self._highest = -math.inf
         self.confirmation: Confirmation | None = None
         """The comparison of the first and the best prompt on fresh rollouts; None if they were not compared."""
         self._reserve: list[CallUsage] = []
@@ -173,7 +191,39 @@ class PromptSearch(Algorithm):
 
     def count_confirmations(self, n_tasks: int) -> int:
         """Number of fresh rollouts of each of two prompts at the end."""
-        return max(self.confirm_pairs, n_tasks) if self.confirm_pairs else 0
+        return self._count_pairs(n_tasks, self.max_rollouts)
+
+    def left_for_search(self) -> float:
+        """Number of rollouts that the search may still run: those of the confirmation are reserved."""
+        if self.max_rollouts is None:
+            return math.inf
+        return self.max_rollouts - self.n_rollouts - self._count_reserved(self.max_rollouts)
+
+    def require_rollouts(self, needed: int) -> None:
+        """Raises ConfigError if ``max_rollouts`` is too small for ``needed`` rollouts and their confirmation."""
+        if self.max_rollouts is None or self.max_rollouts >= needed + self._count_reserved(self.max_rollouts):
+            return
+        least = next(n for n in itertools.count(needed) if n >= needed + self._count_reserved(n))
+        raise ConfigError(
+            f"max_rollouts = {self.max_rollouts}: at least {least} are needed to try one new prompt: {needed} for the "
+            f"search with {self._n_val} validation tasks and {least - needed} to confirm the result; raise it, or use "
+            "fewer validation tasks"
+        )
+
+    def _count_reserved(self, limit: int) -> int:
+        """Number of rollouts of the confirmation, with ``max_rollouts = limit``."""
+        pairs = self._count_pairs(self._n_val, limit)
+        earlier = min(pairs, self._n_val) if self.confirm == "fair" and self._validates_first else 0
+        return 2 * pairs - earlier
+
+    def _count_pairs(self, n_tasks: int, limit: int | None) -> int:
+        wanted = max(self.confirm_pairs, n_tasks) if self.confirm_pairs else 0
+        return wanted if limit is None else min(wanted, max(limit // 8, 6))
+
+    @property
+    def _validates_first(self) -> bool:
+        """Whether the first prompt runs on the whole validation set before the search."""
+        return True
 
     async def begin(self) -> Candidate:
         """Finds the prompts to tune and publishes the seed. Called when a run begins or is resumed."""
@@ -244,6 +294,8 @@ class PromptSearch(Algorithm):
         results = await asyncio.gather(*(read_trial_result(store, rollout, adapter) for rollout in rollouts))
         trials = -(-2 * self.count_confirmations(self._n_val) // max(len(results), 1))  # for confirmation, rounded up
         self._reserve = trials * [usage for result in results for usage in result.usage]
+        self.n_rollouts += len(results)
+        self._highest = max((self._highest, *(result.score for result in results)))
         self.budget.spend(usage for result in results for usage in result.usage)
         self._reward_check.add(result.outcome for result in results)
         failed_reward = count_failed([self._reward_check.lowest])
@@ -325,11 +377,13 @@ class PromptSearch(Algorithm):
         return self.stopped_because == "budget"
 
     def has_reached_target(self) -> bool:
-        """Whether the best candidate reaches ``target_score``; sets ``stopped_because``."""
-        score = self.get_best().full_score
-        if self.target_score is not None and score is not None and score >= self.target_score:
+        """Whether the best candidate reaches ``target_score`` or solves every task; sets ``stopped_because``."""
+        best, perfect = self.get_best(), self.perfect_score
+        if self.target_score is not None and best.full_score is not None and best.full_score >= self.target_score:
             self.stopped_because = "target_score"
-        return self.stopped_because == "target_score"
+        elif perfect is not None and best.task_scores and min(best.task_scores) >= perfect >= self._highest:
+            self.stopped_because = "perfect_score"
+        return self.stopped_because in ("target_score", "perfect_score")
 
     def metrics(self) -> dict[str, float]:
         """The metrics of every round."""
@@ -348,18 +402,22 @@ class PromptSearch(Algorithm):
             return True
 
         async def score(candidate: Candidate, indices: Sequence[int], number: int) -> list[float]:
+            if self.confirm == "fair" and candidate is first and number == 0 and first.task_scores:
+                return [first.task_scores[index] for index in indices]
             results = await self.run_trial(candidate, val, indices, "val", "confirm", number)
             return [result.score for result in results]
 
         tasks = list(range(len(val)))
         self.random_for("confirm").shuffle(tasks)
         self.confirmation = found = await confirm(first, best, tasks, n_pairs, score)
+        is_published = found.is_better if self.confirm == "fair" else found.is_confirmed
         logger.info(
-            "fresh rollouts: %.3f -> %.3f in %d pairs, p = %.2g (the search found %s -> %s); %s",
-            found.first, found.best, n_pairs, found.p_value, first.score, best.score,
-            "the best prompt is published" if found.is_better else "no evidence of a gain, so the first prompt stays",
+            "fresh rollouts: %.3f -> %.3f in %d pairs, p = %.2g, %s; expect a gain of %.3f (search: %s -> %s); %s",
+            found.first, found.best, n_pairs, found.p_value, "confirmed" if found.is_confirmed else "not confirmed",
+            found.gain, first.score, best.score,
+            "the best prompt is published" if is_published else "the first prompt stays",
         )  # fmt: skip
-        return found.is_better
+        return is_published
 
     async def _log_end(self) -> None:
         """Adds the end of the search to the metrics of its last step."""
@@ -367,14 +425,18 @@ class PromptSearch(Algorithm):
         numbers = {"progress": 1.0}
         if found is not None:
             numbers |= {"confirmed_first": found.first, "confirmed_best": found.best, "confirmed_p": found.p_value}
+            numbers["confirmed_gain"] = found.gain
+            if found.interval is not None:
+                numbers |= dict(zip(("confirmed_gain_low", "confirmed_gain_high"), found.interval, strict=True))
         await self.get_store().add_metrics(steps[-1].step if steps else 0, numbers)
 
     def _report(self) -> None:
         """Logs the result, writes the diff to the run's directory, and raises when no model call succeeded."""
         name, diff = type(self).__name__, self.diff()
         logger.info(
-            "%s tried %d prompts and stopped (%s): %s -> %s; %s\n%s",
-            name, len(self.history), self.stopped_because, self.history[0].score, self.get_best().score,
+            "%s tried %d prompts in %d rollouts%s and stopped (%s): %s -> %s; %s\n%s",
+            name, len(self.history), self.n_rollouts, f" of {self.max_rollouts}" if self.max_rollouts else "",
+            self.stopped_because, self.history[0].score, self.get_best().score,
             ", ".join(f"{name} {value:g}" for name, value in self.budget.metrics().items()),
             diff or "no prompt was better than the first",
         )  # fmt: skip

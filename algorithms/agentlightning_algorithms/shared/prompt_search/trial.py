@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, rea
 from agentlightning_algorithms.shared.prompt_search.candidate import Candidate
 from agentlightning_algorithms.shared.rollout_result import RolloutResult, read_result
 from agentlightning_plugins.shared.chat_history import ChatHistory, TraceToMessages
-from agentlightning_plugins.shared.statistics.interval import paired_p_value
+from agentlightning_plugins.shared.statistics.interval import Interval, paired_interval, paired_p_value, variance
 
 LEVEL: Final = 0.05
 """Significance level of a confirmation."""
@@ -104,18 +105,37 @@ def call_place(stage: str, prompt: Candidate, name: str, results: Sequence[Trial
 
 @dataclass(frozen=True)
 class Confirmation:
-    """Mean rewards of the first and the best prompt, on rollouts that selected neither."""
+    """Mean rewards of the first and the best prompt on the same tasks, in rollouts that did not select the best."""
 
     first: float
     best: float
     p_value: float
     """One-sided p-value of the hypothesis that the best prompt is not better on these tasks."""
     pairs: int
+    interval: Interval | None = None
+    """95 % interval of the gain; None if the pairs do not determine one."""
+    error: float = 0.0
+    """Standard error of the gain."""
 
     @property
     def is_better(self) -> bool:
-        """Whether the best prompt may replace the first."""
-        return self.best > self.first and self.p_value <= LEVEL
+        """Whether the best prompt earned more than the first."""
+        return self.best > self.first
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether it is unlikely that the best prompt earned more by chance alone."""
+        return self.is_better and self.p_value <= LEVEL
+
+    @property
+    def gain(self) -> float:
+        """The gain to be expected, which is smaller than the difference of the means the less certain that is.
+
+        Prompts that are published because they earned more were lucky on average. This is the positive-part estimator
+        of James and Stein 1961.
+        """
+        difference = self.best - self.first
+        return difference * max(1 - (self.error / difference) ** 2, 0.0) if difference else 0.0
 
 
 async def confirm(
@@ -138,5 +158,8 @@ async def confirm(
         return [reward for rewards in found for reward in rewards]
 
     before, after = await asyncio.gather(score_all(first), score_all(best))
-    p_value = paired_p_value([new - old for new, old in zip(after, before, strict=True)]) / 2
-    return Confirmation(statistics.fmean(before), statistics.fmean(after), p_value, n_pairs)
+    gains = [new - old for new, old in zip(after, before, strict=True)]
+    error = math.sqrt(variance(gains) / n_pairs)
+    interval = paired_interval(gains)
+    p_value = paired_p_value(gains) / 2
+    return Confirmation(statistics.fmean(before), statistics.fmean(after), p_value, n_pairs, interval, error)
