@@ -65,6 +65,7 @@ def company_proxy(backend: str, asked: list[str]) -> Iterator[str]:
 
 
 def set_proxy(monkeypatch: pytest.MonkeyPatch, proxy: str, no_proxy: str | None) -> None:
+    monkeypatch.setattr("urllib.request._opener", None)  # it keeps the proxies of its first call
     for name in NAMES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
