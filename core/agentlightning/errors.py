@@ -106,6 +106,24 @@ def _is_library(filename: str) -> bool:
     return bool(installed) or filename.startswith(("<frozen", str(Path(os.__file__).parent)))
 
 
+def install_command(extra: str, distribution: str = "lightning") -> str:
+    """Returns the command that installs an extra from where the distribution came: a checkout, a file or an index."""
+    import importlib.metadata
+    import json
+
+    what = f"{distribution}[{extra}]"
+    try:
+        found = importlib.metadata.Distribution.from_name(distribution)
+        origin = json.loads(found.read_text("direct_url.json") or "{}")
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        origin = {}
+    url = str(origin.get("url", ""))
+    if url.startswith("file://") and "dir_info" in origin:
+        editable = "-e " if origin["dir_info"].get("editable") else ""
+        return f"pip install {editable}'{url.removeprefix('file://')}[{extra}]'"
+    return f"pip install '{what} @ {url}'" if url.startswith("file://") else f"pip install '{what}'"
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Returns " Did you mean 'x'?" if a known name is close to ``name``, else an empty string."""
     import difflib  # slow to import and rarely needed

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.cli import cli, main
-from agentlightning.errors import ConfigError, PluginError
+from agentlightning.errors import ConfigError, PluginError, install_command
 from agentlightning.plugin.hookspecs import Component, Kind, hookimpl
 from agentlightning.plugin.registry import PluginManager
 from agentlightning_plugins.commands import plugins as plugins_command
@@ -468,7 +469,7 @@ def test_a_missing_extra_is_found_without_importing(monkeypatch: pytest.MonkeyPa
     manager = PluginManager()
     monkeypatch.setattr(importlib.metadata, "distribution", distribution)
     assert manager.missing_requirements("algorithm", "grpo") == ["torch"]
-    with pytest.raises(PluginError, match=r"'grpo' needs torch\. Install with: pip install 'lightning\[grpo\]'"):
+    with pytest.raises(PluginError, match=re.escape(f"'grpo' needs torch. Install with: {install_command('grpo')}")):
         manager.get("algorithm", "grpo")
 
 
@@ -563,3 +564,24 @@ def test_agl_exits_with_the_exit_code_of_a_plugins_command_and_ignores_its_retur
     monkeypatch.setattr(cli, "commands", dict(cli.commands))
     cli.add_command(click.Command("mine", callback=lambda: eval(body)))
     assert run_agl(monkeypatch, "mine") == exit_code
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'lightning[grpo]'"),
+        (
+            '{"url": "file:///srv/own", "dir_info": {"editable": true}}',
+            "pip install -e '/srv/own[grpo]'",
+        ),
+        ('{"url": "file:///srv/own", "dir_info": {}}', "pip install '/srv/own[grpo]'"),
+        ('{"url": "file:///tmp/a.whl", "archive_info": {}}', "pip install 'lightning[grpo] @ file:///tmp/a.whl'"),
+    ],
+    ids=["index", "checkout", "folder", "wheel"],
+)
+def test_a_hint_installs_from_where_the_package_came(
+    monkeypatch: pytest.MonkeyPatch, origin: str | None, command: str
+) -> None:
+    found = Mock(read_text=lambda file: origin)
+    monkeypatch.setattr(importlib.metadata.Distribution, "from_name", lambda name: found)
+    assert install_command("grpo") == command

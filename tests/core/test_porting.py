@@ -14,7 +14,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning import semconv
-from agentlightning.errors import PluginImportError
+from agentlightning.errors import PluginImportError, install_command
 from agentlightning.store import LightningStoreServer
 from agentlightning.types import LLM, EnqueueRolloutRequest, Hook, PromptTemplate, ProxyLLM, Span
 from tests.source import run_python
@@ -291,11 +291,11 @@ def test_algorithms_can_be_imported_constructed_and_printed_without_their_packag
     errors = [line for line in output.splitlines() if line.startswith("ERROR")]
     for expected, error in zip(
         [
-            "Install with: pip install 'lightning[verl]'",
-            "the algorithm 'apo' needs openai. Install with: pip install 'lightning[apo]'",
+            f"Install with: {install_command('verl')}",
+            f"the algorithm 'apo' needs openai. Install with: {install_command('apo')}",
             "verl's data.train_files cannot be set",
             "train_batch_size = 33 is not a multiple",
-            "needs gepa, openai. Install with: pip install 'lightning[gepa]'",
+            f"needs gepa, openai. Install with: {install_command('gepa')}",
         ],
         errors,
         strict=True,

@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_jsonable_python
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, install_command
 from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import LLM, SECRET_NAME, Resource
 from agentlightning.run.directory import inside
@@ -187,7 +187,7 @@ def readable(checkpoint: Path, *, trust: bool = False) -> Iterator[Path]:
             lines = done.stderr.strip().splitlines()
             raise ConfigError(
                 f"verl could not merge the shards in {checkpoint}: {lines[-1] if lines else 'no message'}; merging "
-                "needs the environment of the training. Install with: pip install 'lightning[verl]'"
+                f"needs the environment of the training. Install with: {install_command('verl')}"
             )
         yield _join_adapters(merged)
 

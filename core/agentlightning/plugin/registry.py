@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 
 import pluggy
 
-from agentlightning.errors import PluginError, PluginImportError, suggest
+from agentlightning.errors import PluginError, PluginImportError, install_command, suggest
 from agentlightning.plugin import hookspecs
 from agentlightning.plugin.checks import (
     OURS,
@@ -227,7 +227,7 @@ class PluginManager:
     def install_command(self, kind: str, name: str) -> str:
         """Returns the command that installs what a component needs."""
         plugin, component = self._find(kind, name)[0]
-        return f"pip install '{plugin.owner}[{component.extra}]'"
+        return install_command(str(component.extra), plugin.owner)
 
     def get(self, kind: str, name: str) -> Any:
         """Imports a component by its name, or a class by its path: ``module:Class`` or ``package.module.Class``.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agentlightning import semconv
-from agentlightning.errors import PluginError
+from agentlightning.errors import PluginError, install_command
 from agentlightning.litagent import LitAgent
 from agentlightning.plugin.hookspecs import Component, WrapOptions, hookimpl
 from agentlightning_plugins.shared.instrumentation import OnImport
@@ -45,7 +45,7 @@ class Framework:
         except ImportError as error:
             raise PluginError(
                 f"{type(agent).__name__} needs packages that are missing or too old: {error}. "
-                f"Install with: pip install 'lightning[{self.extra}]'"
+                f"Install with: {install_command(self.extra)}"
             ) from error
         wrapped: LitAgent[Any] | None = module.wrap_agent(agent, options)
         return wrapped

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from agentlightning.cli import echo
-from agentlightning.errors import PluginError
+from agentlightning.errors import PluginError, install_command
 from agentlightning.plugin.hookspecs import hookimpl
 
 _NEEDED = ("torch", "transformers", "peft", "safetensors", "openai")
@@ -28,7 +28,7 @@ def command(seed: int, steps: int | None, run_dir: Path | None, resume: Path | N
         return
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise PluginError(f"the demo needs {', '.join(missing)}. Install with: pip install 'lightning[demo]'")
+        raise PluginError(f"the demo needs {', '.join(missing)}. Install with: {install_command('demo')}")
     if resume is not None and run_dir is not None:
         raise click.UsageError("--resume already names the directory; omit --run-dir")
     if resume is not None and not (resume / "checkpoint").is_dir():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from agentlightning.errors import install_command
 from agentlightning.plugin.hookspecs import INTERFACE
 from agentlightning_plugins.commands.new import PLUGIN_KINDS
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
@@ -146,8 +147,8 @@ def test_a_plugin_of_an_unknown_kind_is_refused_with_all_kinds(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("option", "command"),
     [
-        ("--apo", "pip install openai 'lightning[apo]'\n"),
-        ("--grpo", "pip install openai 'lightning[grpo]'\n"),
+        ("--apo", f"{install_command('apo')} openai\n"),
+        ("--grpo", f"{install_command('grpo')} openai\n"),
         ("--verl", "pip install -c constraints/verl.txt '.[verl]'    # in a checkout of Lightning\n"),
     ],
 )

@@ -13,8 +13,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.shared.policy.model import PEFT_PATTERNS
-from agentlightning_algorithms.shared.policy.settings import LoraSettings
+from agentlightning_algorithms.shared.policy.settings import PEFT_PATTERNS, LoraSettings
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

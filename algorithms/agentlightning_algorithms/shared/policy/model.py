@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.shared.policy.draw import filter_logits
+from agentlightning_algorithms.shared.policy.settings import PEFT_PATTERNS
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 
 _LOADING = threading.Lock()
@@ -345,10 +346,6 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
         whole = model(input_ids=tokens, use_cache=False).logits
         parts = head(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
     return bool(torch.equal(whole, parts))
-
-
-PEFT_PATTERNS = ".*_pattern keys did not match"
-"""A warning of peft about patterns that transformers adds for the experts of a mixture."""
 
 
 @contextmanager

@@ -20,6 +20,8 @@ Aggregation = Literal[
 KlEstimator = Literal["k2", "k3"]
 WeightLevel = Literal["token", "sequence"]
 MaskLevel = Literal["token", "sequence", "sequence-mean"]
+PEFT_PATTERNS = ".*_pattern keys did not match"
+"""A warning of peft about patterns that transformers adds for the experts of a mixture."""
 
 
 def check_part(kind: str, spec: str | Mapping[str, Any]) -> None:

@@ -26,7 +26,13 @@ from agentlightning_algorithms.shared.prompt_search.candidate import (
 )
 from agentlightning_algorithms.shared.prompt_search.chat import FILE_NAME, CachedChat, CallCache, copy_client
 from agentlightning_algorithms.shared.prompt_search.critique import REPAIR_PROMPT, read_prompt
-from agentlightning_algorithms.shared.prompt_search.trial import Confirmation, TrialResult, confirm, read_trial_result
+from agentlightning_algorithms.shared.prompt_search.trial import (
+    Confirmation,
+    TrialResult,
+    check_datasets,
+    confirm,
+    read_trial_result,
+)
 from agentlightning_algorithms.shared.rollout_result import RewardCheck, retry_lost, run_rollouts
 from agentlightning_plugins.shared.chat_history import TraceToMessages
 
@@ -493,14 +499,3 @@ class PromptSearch(Algorithm):
         self._published[candidate.candidate_id] = candidate
         if await store.get_resources_by_id(resources_id, version) is None:
             await store.update_resources(resources_id, {**self._base, **candidate.prompts, CANDIDATE_NAME: candidate})
-
-
-def check_datasets(
-    train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None
-) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Returns the training and the validation tasks; if one dataset is missing, the other is used for both."""
-    train = train_dataset if train_dataset is not None and len(train_dataset) else val_dataset
-    val = val_dataset if val_dataset is not None and len(val_dataset) else train_dataset
-    if train is None or val is None or not len(train):
-        raise ConfigError("a prompt search needs tasks: give a train_dataset, and a val_dataset to compare prompts on")
-    return train, val

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import reading
-from agentlightning.errors import AdapterError
+from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.reward import Feedback, find_feedback
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, Rollout
+from agentlightning.types import AttemptedRollout, Dataset, Rollout
 from agentlightning_algorithms.shared.prompt_search.budget import CallUsage, read_usage
 from agentlightning_algorithms.shared.prompt_search.candidate import Candidate
 from agentlightning_algorithms.shared.rollout_result import RolloutResult, read_result
@@ -163,3 +163,14 @@ async def confirm(
     interval = paired_interval(gains)
     p_value = paired_p_value(gains) / 2
     return Confirmation(statistics.fmean(before), statistics.fmean(after), p_value, n_pairs, interval, error)
+
+
+def check_datasets(
+    train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None
+) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Returns the training and the validation tasks; if one dataset is missing, the other is used for both."""
+    train = train_dataset if train_dataset is not None and len(train_dataset) else val_dataset
+    val = val_dataset if val_dataset is not None and len(val_dataset) else train_dataset
+    if train is None or val is None or not len(train):
+        raise ConfigError("a prompt search needs tasks: give a train_dataset, and a val_dataset to compare prompts on")
+    return train, val

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import click
 from pydantic import BaseModel
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, install_command
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.types import AttemptedRollout, Span, Worker
 from agentlightning_plugins.shared.terminal import print_result, to_json
@@ -63,7 +63,7 @@ async def _write_parquet(records: AsyncIterator[BaseModel], path: Path, kind: ty
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError as error:
-        raise ConfigError("writing Parquet needs pyarrow. Install with: pip install 'lightning[datasets]'") from error
+        raise ConfigError(f"writing Parquet needs pyarrow. Install with: {install_command('datasets')}") from error
     types = {name: "float64" if name.endswith(("_time", "_at")) else "string" for name in kind.model_fields}
     types |= {name: number for name, number in _NUMBERS.items() if name in types}
     schema = arrow.schema([(name, arrow.type_for_alias(alias)) for name, alias in types.items()])

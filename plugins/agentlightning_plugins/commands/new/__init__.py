@@ -13,7 +13,7 @@ import click
 
 from agentlightning import __version__
 from agentlightning.cli import echo
-from agentlightning.errors import suggest
+from agentlightning.errors import install_command, suggest
 from agentlightning.plugin.hookspecs import INTERFACE, hookimpl
 from agentlightning.plugin.registry import get_manager
 
@@ -152,7 +152,7 @@ def new_agent(name: str, into: Path | None, algorithm: str | None) -> None:
         where = ", in a separate environment (docs/verl.md)"
         install = "    pip install -c constraints/verl.txt '.[verl]'    # in a checkout of Lightning\n"
     elif algorithm is not None:
-        install = f"    pip install openai 'lightning[{algorithm}]'\n"
+        install = f"    {install_command(algorithm)} openai\n"
     echo(f"Created a working agent in {folder}. Next{where}:\n\n{install}    cd {folder}\n    agl train config.yaml")
 
 

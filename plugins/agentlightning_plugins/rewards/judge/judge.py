@@ -19,7 +19,7 @@ import yaml
 from opentelemetry.instrumentation.utils import suppress_instrumentation
 
 from agentlightning.emitter import operation
-from agentlightning.errors import ConfigError, PluginImportError, RolloutError
+from agentlightning.errors import ConfigError, PluginImportError, RolloutError, install_command
 from agentlightning.plugin.settings import require_least
 from agentlightning.run.proxies import find_proxy
 from agentlightning.types import Rollout
@@ -258,7 +258,7 @@ class RewardModel:
         if self.endpoint is None and importlib.util.find_spec("transformers") is None:
             raise PluginImportError(
                 f"reward model: {self.model!r} runs in this process, which needs torch and transformers. Install with: "
-                "pip install 'lightning[grpo]'; or give the endpoint of a server"
+                f"{install_command('grpo')}; or give the endpoint of a server"
             )
         try:
             text = self.template.format(task="", answer="answer")

@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 import cloudpickle
 
-from agentlightning.errors import ConfigError, suggest
+from agentlightning.errors import ConfigError, install_command, suggest
 from agentlightning.frozen import freeze_row, parse_lenient
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Dataset
@@ -223,7 +223,7 @@ def _read_parquet(path: Path) -> list[Any]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise ConfigError(f"{path}: Parquet needs pyarrow. Install with: pip install 'lightning[datasets]'") from error
+        raise ConfigError(f"{path}: Parquet needs pyarrow. Install with: {install_command('datasets')}") from error
     try:
         return list(parquet.read_table(path).to_pylist())
     except ValueError as error:  # pyarrow's own errors are ValueErrors
@@ -234,7 +234,7 @@ def _load_hugging_face(name: str, split: str) -> Dataset[Any]:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(f"hf:{name} needs datasets. Install with: pip install 'lightning[datasets]'") from error
+        raise ConfigError(f"hf:{name} needs datasets. Install with: {install_command('datasets')}") from error
     try:
         if Path(name).is_dir():
             loaded = datasets.load_from_disk(name)

@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace import Span as SdkSpan
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from agentlightning import semconv
-from agentlightning.errors import ConfigError, PluginError
+from agentlightning.errors import ConfigError, PluginError, install_command
 from agentlightning.plugin.registry import get_manager
 from agentlightning.tracer.tracer import Trace, get_active_trace
 from agentlightning.types import Span
@@ -67,7 +67,7 @@ def find_target(endpoint: str | None, headers: Mapping[str, str] | None) -> Targ
         if url.path in ("", "/"):
             endpoint = f"{endpoint.rstrip('/')}/v1/traces"
         if not _is_installed():
-            raise PluginError(f"otlp_endpoint needs {_DISTRIBUTION}. Install with: pip install 'lightning[otlp]'")
+            raise PluginError(f"otlp_endpoint needs {_DISTRIBUTION}. Install with: {install_command('otlp')}")
         return Target(endpoint, tuple(sorted((headers or {}).items())))
     if headers:
         raise ConfigError("headers are sent to otlp_endpoint: give otlp_endpoint too")
@@ -75,7 +75,7 @@ def find_target(endpoint: str | None, headers: Mapping[str, str] | None) -> Targ
     if endpoint is not None or variable is None:
         return None
     if not _is_installed():
-        logger.warning("%s is set, but spans are not exported: pip install 'lightning[otlp]'", variable)
+        logger.warning("%s is set, but spans are not exported: %s", variable, install_command("otlp"))
         return None
     return Target(None)
 
