@@ -19,7 +19,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("tests.integrations.team", "tests.core.tracer_semantics")
+pytest.register_assert_rewrite(
+    "tests.integrations.team",
+    "tests.core.tracer_semantics",
+    *(f"tests.plugins.stores.{name}" for name in ("actions", "queueing", "reading", "semantics", "waiting")),
+)
 # Hypothesis measures how long an example takes, and a machine with other work to do takes longer.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")

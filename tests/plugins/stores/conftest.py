@@ -12,9 +12,6 @@ import pytest
 
 from tests.postgresql import PostgresServer, running_server
 
-for module in ("actions", "queueing", "reading", "semantics", "waiting"):
-    pytest.register_assert_rewrite(f"tests.plugins.stores.{module}")
-
 _NEEDED_BYTES = 2**31
 
 

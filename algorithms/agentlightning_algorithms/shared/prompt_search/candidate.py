@@ -84,6 +84,13 @@ class Candidate(Resource):
         return "\n".join(changes)
 
 
+def has_caught_up(history: Sequence[Candidate], best: Candidate, earlier: Candidate) -> bool:
+    """Whether a resumed search has scored the earlier best candidate again, or found a better one."""
+    known = {each.candidate_id: each.full_score for each in history}
+    is_better = best.full_score is not None and (earlier.full_score is None or best.full_score > earlier.full_score)
+    return is_better or known.get(earlier.candidate_id) is not None
+
+
 def choose_prompts(
     resources: Mapping[str, Resource], wanted: Sequence[str] | None, *, skip_untunable: bool = False
 ) -> dict[str, PromptTemplate]:

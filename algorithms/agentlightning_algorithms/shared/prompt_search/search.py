@@ -22,6 +22,7 @@ from agentlightning_algorithms.shared.prompt_search.candidate import (
     Candidate,
     choose_prompts,
     fit,
+    has_caught_up,
     show_placeholders,
 )
 from agentlightning_algorithms.shared.prompt_search.chat import FILE_NAME, CachedChat, CallCache, copy_client
@@ -177,7 +178,7 @@ class PromptSearch(Algorithm):
             known = await self._count_rollouts()
             await self.search(seed, train, val)
             earlier = self._earlier
-            if earlier is not None and not self._has_caught_up(earlier):
+            if earlier is not None and not has_caught_up(self.history, self.get_best(), earlier):
                 self._best = earlier
                 self.history += [earlier] * (earlier.candidate_id not in {each.candidate_id for each in self.history})
             if self._was_confirmed and await self._count_rollouts() == known:
@@ -365,7 +366,7 @@ class PromptSearch(Algorithm):
         new = [each for each in self.history if self._published.get(each.candidate_id) != each]
         await asyncio.gather(*(self._store_version(candidate) for candidate in new))
         best, earlier = self.get_best(), self._earlier
-        if earlier is not None and (self._was_confirmed or not self._has_caught_up(earlier)):
+        if earlier is not None and (self._was_confirmed or not has_caught_up(self.history, self.get_best(), earlier)):
             best = earlier
         resources, latest = {**self._base, **best.prompts}, await store.get_latest_resources()
         if latest is None or dict(latest.resources) != resources:
@@ -481,13 +482,6 @@ class PromptSearch(Algorithm):
             candidate = kept.resources[CANDIDATE_NAME]
             assert isinstance(candidate, Candidate)
             self._earlier = candidate
-
-    def _has_caught_up(self, earlier: Candidate) -> bool:
-        """Whether the resumed search has scored the earlier best candidate again, or found a better one."""
-        known = {each.candidate_id: each.full_score for each in self.history}
-        best = self.get_best().full_score
-        is_better = best is not None and (earlier.full_score is None or best > earlier.full_score)
-        return is_better or known.get(earlier.candidate_id) is not None
 
     async def _count_rollouts(self) -> int:
         return (await self.get_store().query_rollouts(limit=1)).total
