@@ -99,16 +99,6 @@ def test_gepa_reserves_the_model_calls_that_the_confirmation_needs(server: Scrip
     assert 120 <= gepa.budget.metrics()["model_calls"] <= 120 + 7
 
 
-def test_a_budget_for_less_than_two_proposals_is_reported_before_the_first_call(
-    server: ScriptedOpenAI, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two proposals take 6 rollouts of the seed, 2 times 3 + 3 + 6, and 2 times 6 to confirm the best prompt."""
-    for max_rollouts, is_useful in ((41, False), (42, True)):
-        caplog.clear()
-        train(make(server, max_rollouts=max_rollouts))
-        assert ("the smallest useful value is 42" in caplog.text) is not is_useful
-
-
 def test_the_same_seed_gives_the_same_lineage(server: ScriptedOpenAI) -> None:
     def lineage(seed: int) -> list[Any]:
         gepa = make(server, seed=seed, max_rollouts=80)
