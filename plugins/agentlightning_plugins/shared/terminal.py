@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
@@ -45,13 +46,18 @@ class StoreCommand(click.Command):
             name for each in self.params if isinstance(each, click.Option) and not each.is_flag for name in each.opts
         }
         for place, text in enumerate(args):
-            if not (place and args[place - 1] in with_value) and ("://" in text or Path(text, "store.db").is_file()):
+            if not (place and args[place - 1] in with_value) and _is_store(text):
                 args = [*args[:place], *args[place + 1 :], "--store", text]
                 break
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[RUN_DIR|URL]"]
+
+
+def _is_store(text: str) -> bool:
+    """Whether an argument is a URL, or the directory of a run."""
+    return re.match(r"[a-z]\w*://", text) is not None or (len(text) < 1000 and Path(text, "store.db").is_file())
 
 
 class StoreGroup(click.Group):
