@@ -38,9 +38,12 @@ def apo(budget: int, n_val: int) -> dict[str, Any]:
 
 
 def grpo(budget: int, n_val: int) -> dict[str, Any]:
-    """The settings of ``grpo`` with as many steps as the budget allows."""
+    """The settings of ``grpo`` with as many steps as the budget allows; the learning rate rises as in train.yaml."""
     allowed = (n for n in range(budget // STEP, 1, -1) if n * STEP + (2 + (n - 1) // EVAL_EVERY) * n_val <= budget)
-    return {"name": "grpo", "steps": next(allowed, 1)}
+    steps = next(allowed, 1)
+    warmup = min(steps, 14)
+    update = {"lr": 4.375e-4 * warmup / 14, "betas": [0.9, 0.99], "warmup_updates": warmup, "minibatches": 8}
+    return {"name": "grpo", "steps": steps, "update": update}
 
 
 def algorithms(budget: int, n_val: int) -> dict[str, Any]:

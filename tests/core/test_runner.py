@@ -139,7 +139,9 @@ async def test_the_error_of_an_attempt_with_an_invalid_reward_names_the_reward_f
     assert rollout.attempt.error is not None
     message = rollout.attempt.error.message
     assert message.startswith("the reward function ")
-    assert message.endswith(f"exact_match returned {str(reward)!r} ({type(reward).__name__}); return a number")
+    assert message.endswith(
+        f"exact_match returned {str(reward)!r} ({type(reward).__name__}); return a number, or a number and a text"
+    )
 
 
 @pytest.mark.parametrize("nonsense", ["text", float("nan"), {"reward": 1}])

@@ -41,7 +41,7 @@ def read_runs(out: Path, example: str, said: str) -> dict[str, dict[int, list[ev
 def test_an_example_trains_and_with_a_learning_rate_of_zero_nothing_changes(
     example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = ("steps=2", "eval_every=0", "tasks_per_step=2", "rollouts_per_task=4")
+    few = ("steps=2", "eval_every=0", "tasks_per_step=2", "rollouts_per_task=4", "update.warmup_updates=0")
     gradient = (
         "experience.keep_flat_groups=true",
         "update.entropy_coefficient=0.01",

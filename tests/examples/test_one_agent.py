@@ -41,7 +41,6 @@ def test_prompt_and_weight_optimisers_are_compared_with_one_budget_on_the_test_s
     test, out = tmp_path / "test.jsonl", tmp_path / "out"
     test.write_text("".join(json.dumps(task) + "\n" for task in tickets.make_tickets("test", 40)))
     short = ("--only", "apo-grpo", "gepa", "none", "--budget", "320", "--val", "12", "--set", "strategy=shm")
-    short += ("algorithm.update.warmup_updates=0",)  # the budget allows one step
     monkeypatch.setattr("sys.argv", ["compare", "--out", str(out), "--json", *short, "--test", str(test)])
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=compare_here))
     with threads_for_servers():

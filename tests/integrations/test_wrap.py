@@ -237,9 +237,7 @@ def test_wrap_agent_returns_none_for_unknown_objects() -> None:
 
 def test_the_error_about_a_missing_dependency_of_a_framework_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "importlib", _Refuses(ImportError("No module named 'langchain_openai'")))
-    with pytest.raises(
-        agl.PluginError, match=r"No module named 'langchain_openai'.*pip install 'lightning\[langchain\]'"
-    ):
+    with pytest.raises(agl.PluginError, match=r"No module named 'langchain_openai'.*pip install .*\[langchain\]'"):
         agl.wrap(make_langchain_agent())
 
 

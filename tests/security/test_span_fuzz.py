@@ -182,7 +182,7 @@ async def test_adapters_and_algorithms_read_hostile_spans_or_leave_out_their_att
     await store.add_many_spans(records)
     assert len(records) == len(experience.rows) + len(episodes), "each attempt is in the ledger"
     _summarize(results)
-    show_rollouts(trials)
+    show_rollouts(trials, "prompt")
     assert [example async for example in select_examples(store)]
     assert [pair async for pair in select_pairs(store)]
     await compare_rollouts(store, "g0", "g1")

@@ -169,7 +169,7 @@ async def test_the_error_about_an_image_that_is_not_a_data_uri_names_rollout_and
     )  # fmt: skip
     named = rf"rollout {queued.rollout_id} sent the image 'https://images/cat.png' .* data URIs"
     with pytest.raises(agl.errors.ConfigError, match=named):
-        controller._to_episode("train", await read_result(store, rollout))
+        controller._to_episode("train", await read_result(store, rollout), 0.0)
     await store.close()
 
 

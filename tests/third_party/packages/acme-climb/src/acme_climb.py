@@ -51,7 +51,7 @@ class Climb(agl.Algorithm):
                 for index, task in enumerate(tasks)
             ]
             results = [await read_result(store, rollout) for rollout in await run_rollouts(store, requests)]
-            score = sum(result.score for result in results) / len(results)
+            score = sum(result.valid_reward or 0.0 for result in results) / len(results)
             self.trials.append((ending, score))
             self.context.log(number, {"val_reward": score, "progress": (number + 1) / len(tried)})
             self.checkpoint()
