@@ -95,6 +95,7 @@ class Server:
         self.clock = ServerClock(self.shown)
         self.away_since: float | None = None
         """Start of the current outage (``time.monotonic()``); None while the server can be reached."""
+        self._connected_at = 0.0
 
     async def connect(self) -> asyncpg.Connection:
         """Opens a connection.
@@ -135,18 +136,21 @@ class Server:
         deadline = time.monotonic() + self.reconnect_s
         pause_s = 0.02
         while True:
+            began = time.monotonic()
             try:
                 connection = await self.connect()
                 if adopt is not None:
                     await adopt(connection)
             except (*_AWAY, asyncpg.InterfaceError, asyncpg.ReadOnlySQLTransactionError) as error:
                 # InterfaceError: it was lost between two statements. ReadOnly...: a standby that may be promoted soon.
-                self._report_outage(error)
+                if began > self._connected_at:  # otherwise another call has connected since this one began
+                    self._report_outage(error)
                 if time.monotonic() + pause_s > deadline:
                     raise self.explain(error) from error
             except asyncpg.PostgresError as error:
                 raise self.explain(error) from error
             else:
+                self._connected_at = time.monotonic()
                 if self.away_since is not None:
                     logger.warning("%s is back after %.1f s", self.shown, time.monotonic() - self.away_since)
                     self.away_since = None
