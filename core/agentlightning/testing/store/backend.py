@@ -159,10 +159,13 @@ class BackendConformance(ReadingTests):
             time.sleep(BLOCKED_S)  # noqa: ASYNC251 # the mistake, to compare with
 
         limit = min([await longest_block(block) for _ in range(3)])
-        for name, call in (await calls_of(backend, 10)).items():
-            blocked = min([await longest_block(call) for _ in range(10)])
+        for name, call in (await calls_of(backend, 30)).items():
+            blocked = limit
+            for _ in range(30):  # until one does not block: another process may have stopped this one meanwhile
+                if blocked >= limit:
+                    blocked = min(blocked, await longest_block(call))
             assert blocked < limit, (
-                f"{name}: each of 10 calls blocked the event loop for {1000 * blocked:.0f} ms or more; a primitive "
+                f"{name}: each of 30 calls blocked the event loop for {1000 * limit:.0f} ms or more; a primitive "
                 "waits for a disk or a server in another thread (asyncio.to_thread), or awaits"
             )
 
