@@ -13,11 +13,7 @@ from tests.waiting import LIMIT_S, blocking_until
 
 
 def wait_for(
-    condition: Callable[[], bool],
-    process: subprocess.Popen[bytes],
-    log: Path,
-    *,
-    timeout_s: float = LIMIT_S,
+    condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, *, timeout_s: float = LIMIT_S
 ) -> None:
     """Waits until a condition holds; fails with the end of the log if the process ends first or the time is over."""
 

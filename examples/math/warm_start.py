@@ -20,11 +20,7 @@ from examples.tiny_model import Chat, imitate, make_model, make_tokenizer, save
 STEPS = 2000
 SEED = 1
 SYSTEM_MESSAGE = agent._system_messages[0].content
-FIXED = (
-    SYSTEM_MESSAGE,
-    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "',
-    '"}}\n</tool_call>',
-)
+FIXED = (SYSTEM_MESSAGE, '<tool_call>\n{"name": "calculator", "arguments": {"expression": "', '"}}\n</tool_call>')
 
 
 def vocabulary() -> list[str]:

@@ -23,10 +23,7 @@ async def agent(task: Ticket, prompt: agl.PromptTemplate, llm: agl.LLM) -> float
     own = client().with_options(base_url=llm.get_base_url(), api_key=llm.api_key or "unset")
     completion = await own.chat.completions.create(
         model=llm.model,
-        messages=[
-            {"role": "system", "content": prompt.format()},
-            {"role": "user", "content": task["text"]},
-        ],
+        messages=[{"role": "system", "content": prompt.format()}, {"role": "user", "content": task["text"]}],
         **llm.sampling_parameters,
     )
     return grade(task, completion.choices[0].message.content or "")

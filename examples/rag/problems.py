@@ -102,16 +102,8 @@ def row_stream(split: Split, seed: int) -> Iterator[dict[str, Any]]:
             "id": f"2hop__{split}_{seed}_{number}",
             "question": rng.choice(QUESTIONS).format(second=second, first=first, name=name),
             "question_decomposition": [
-                {
-                    "question": f"{name} >> {first}",
-                    "answer": middle,
-                    "paragraph_support_idx": support[0],
-                },
-                {
-                    "question": f"#1 >> {second}",
-                    "answer": answer,
-                    "paragraph_support_idx": support[1],
-                },
+                {"question": f"{name} >> {first}", "answer": middle, "paragraph_support_idx": support[0]},
+                {"question": f"#1 >> {second}", "answer": answer, "paragraph_support_idx": support[1]},
             ],
             "answer": answer,
             "answer_aliases": [],

@@ -13,15 +13,7 @@ from pathlib import Path
 
 import torch
 from examples.rag.agent import INSTRUCTIONS
-from examples.rag.problems import (
-    FACT,
-    FIRST_NAMES,
-    LAST_NAMES,
-    QUESTIONS,
-    RELATIONS,
-    people,
-    relation_pairs,
-)
+from examples.rag.problems import FACT, FIRST_NAMES, LAST_NAMES, QUESTIONS, RELATIONS, people, relation_pairs
 from examples.tiny_model import Chat, imitate, make_model, make_tokenizer, save
 
 STEPS = 700

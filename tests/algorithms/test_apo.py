@@ -40,9 +40,7 @@ from tests.waiting import LIMIT_S
 pytestmark = pytest.mark.environment("main", "newest")
 
 
-def test_a_prompt_that_makes_the_agent_crash_is_not_the_best_where_rewards_are_negative(
-    server: ScriptedOpenAI,
-) -> None:
+def test_a_prompt_that_makes_the_agent_crash_is_not_the_best_where_rewards_are_negative(server: ScriptedOpenAI) -> None:
     def costly(task: Mapping[str, Any], prompt: agl.PromptTemplate) -> float:
         if "TRAP" in prompt.template:
             raise RuntimeError("the prompt breaks the tool")
@@ -234,11 +232,7 @@ def test_the_critic_gets_rollouts_with_errors_and_messages_and_the_editor_gets_t
         apo = make(server, beam_rounds=1, beam_width=1, branch_factor=2, gradient_batch_size=40)
         store = agl.create_store("memory://")
         agl.Trainer(
-            algorithm=apo,
-            store=store,
-            strategy="shm",
-            trackers=[],
-            initial_resources={"prompt": SEED, "llm": llm},
+            algorithm=apo, store=store, strategy="shm", trackers=[], initial_resources={"prompt": SEED, "llm": llm}
         ).fit(talker, TRAIN[:10], VAL)
         critic = asked(server, "critic")[0]
         editor = asked(server, "editor")[0]

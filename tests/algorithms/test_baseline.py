@@ -127,9 +127,7 @@ class TestConformance(AlgorithmConformance):
         return agl.Baseline
 
 
-def test_the_baseline_warns_about_missing_rewards_instead_of_ending_the_run(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_baseline_warns_about_missing_rewards_instead_of_ending_the_run(caplog: pytest.LogCaptureFixture) -> None:
     run(agl.Baseline(), TASKS[:3], agent=lambda task: None)
     assert "none of the first 3 rollouts has a reward: return a number from the agent" in caplog.text
     caplog.clear()

@@ -22,17 +22,7 @@ from agentlightning_algorithms.shared.live_resources import (
     read_live_history,
     read_live_state,
 )
-from tests.algorithms.live_service import (
-    BEGIN,
-    GOLDEN,
-    GOOD,
-    WORSE,
-    Service,
-    answer,
-    run_checks,
-    running,
-    serving,
-)
+from tests.algorithms.live_service import BEGIN, GOLDEN, GOOD, WORSE, Service, answer, run_checks, running, serving
 from tests.waiting import LIMIT_S, until
 
 QUICK: dict[str, Any] = {

@@ -19,14 +19,7 @@ from collections.abc import Callable, Coroutine
 
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import (
-    Attempt,
-    EnqueueRolloutRequest,
-    Rollout,
-    Span,
-    new_attempt_id,
-    new_rollout_id,
-)
+from agentlightning.types import Attempt, EnqueueRolloutRequest, Rollout, Span, new_attempt_id, new_rollout_id
 
 RUNNERS = 16
 SPANS = 10

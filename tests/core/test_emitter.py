@@ -262,11 +262,7 @@ def test_objects_without_a_json_form_are_recorded_by_their_repr() -> None:
 
 def test_bytes_are_recorded_as_base64() -> None:
     span = emit_object(b"\xff\x00", attributes={"raw": b"ab"}, propagate=False)
-    assert span.attributes == {
-        "raw": "YWI=",
-        semconv.OBJECT_TYPE: "bytes",
-        semconv.OBJECT_LITERAL: "/wA=",
-    }
+    assert span.attributes == {"raw": "YWI=", semconv.OBJECT_TYPE: "bytes", semconv.OBJECT_LITERAL: "/wA="}
     nested = emit_object({"image": bytearray(b"ab")}, propagate=False)
     assert json.loads(nested.attributes[semconv.OBJECT_JSON]) == {"image": "YWI="}
 

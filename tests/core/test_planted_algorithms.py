@@ -149,11 +149,7 @@ class CannotLoad(Adding):
 
 PLANTED = [
     (ReportsNothing, "test_it_reports_its_progress_with_each_step", "no step was logged"),
-    (
-        CountsProgressInPercent,
-        "test_it_reports_its_progress_with_each_step",
-        "from 0 to 1; it was [50.0, 100.0]",
-    ),
+    (CountsProgressInPercent, "test_it_reports_its_progress_with_each_step", "from 0 to 1; it was [50.0, 100.0]"),
     (DropsOtherResources, "test_it_publishes_what_it_has_learned_and_keeps_other_resources", "without ['other']"),
     (PublishesTheLastRoundOnly, "test_it_publishes_what_it_has_learned_and_keeps_other_resources", "is in the store"),
     (NeedsRewards, "test_a_run_without_rewards_ends_with_the_reason", "it raised TypeError"),
@@ -163,11 +159,7 @@ PLANTED = [
     (NamesNoSetting, "test_wrong_settings_are_refused_before_the_first_rollout", "it says: at least 1 is needed"),
     (SavesOnlyTheRound, "test_a_killed_run_continues_and_ends_like_an_undisturbed_one", "all that the next step needs"),
     (RepeatsRollouts, "test_a_killed_run_continues_and_ends_like_an_undisturbed_one", "a resumed run repeats none"),
-    (
-        SavesBeforeTheStep,
-        "test_a_killed_run_continues_and_ends_like_an_undisturbed_one",
-        "checkpoint() is called",
-    ),
+    (SavesBeforeTheStep, "test_a_killed_run_continues_and_ends_like_an_undisturbed_one", "checkpoint() is called"),
     (CannotLoad, "test_a_killed_run_continues_and_ends_like_an_undisturbed_one", "load_state(directory) reads"),
 ]
 

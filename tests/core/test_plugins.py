@@ -570,10 +570,7 @@ def test_agl_exits_with_the_exit_code_of_a_plugins_command_and_ignores_its_retur
     ("origin", "command"),
     [
         (None, "pip install 'lightning[grpo]'"),
-        (
-            '{"url": "file:///srv/own", "dir_info": {"editable": true}}',
-            "pip install -e '/srv/own[grpo]'",
-        ),
+        ('{"url": "file:///srv/own", "dir_info": {"editable": true}}', "pip install -e '/srv/own[grpo]'"),
         ('{"url": "file:///srv/own", "dir_info": {}}', "pip install '/srv/own[grpo]'"),
         ('{"url": "file:///tmp/a.whl", "archive_info": {}}', "pip install 'lightning[grpo] @ file:///tmp/a.whl'"),
     ],

@@ -39,12 +39,7 @@ def server() -> Iterator[ScriptedOpenAI]:
 
 
 def start(folder: Path, server: ScriptedOpenAI, *command: str, store: str = "") -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        "OPENAI_API_KEY": "any",
-        "OPENAI_BASE_URL": server.endpoint,
-        "AGL_STORE": store,
-    }
+    environment = {**os.environ, "OPENAI_API_KEY": "any", "OPENAI_BASE_URL": server.endpoint, "AGL_STORE": store}
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,

@@ -53,9 +53,7 @@ def test_inner_spans_are_children_of_the_innermost_open_span(recording: Recordin
     assert dict(recording.spans["tool"].attributes or {}) == {"kept": 1, "result": "5"}
 
 
-def test_a_given_parent_takes_precedence_over_the_active_span_even_if_its_id_was_omitted(
-    recording: Recording,
-) -> None:
+def test_a_given_parent_takes_precedence_over_the_active_span_even_if_its_id_was_omitted(recording: Recording) -> None:
     recording.tree.begin("a", "agent", {})
     recording.tree.omit("s", "a")
     recording.tree.omit("deeper", "s")

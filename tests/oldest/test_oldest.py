@@ -52,10 +52,7 @@ async def test_a_run_records_calls_at_the_client_and_at_the_gateway(strategy: st
         await proxy.start()
         try:
             trainer = agl.Trainer(
-                store=store,
-                strategy=strategy,
-                trackers=[],
-                initial_resources={"llm": proxy.as_resource(model="m")},
+                store=store, strategy=strategy, trackers=[], initial_resources={"llm": proxy.as_resource(model="m")}
             )
             run = await asyncio.to_thread(trainer.dev, answering_agent, ["2 + 3?", "3 + 2?"])
             await proxy.flush()

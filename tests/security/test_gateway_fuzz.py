@@ -47,10 +47,7 @@ GATEWAY_BODIES: list[dict[str, Any]] = [
     {"timeout_s": 0},
 ]
 WANTED = {200, 400, 401, 404, 413, 415}
-DURATION = [
-    pytest.param(2.0, id="short"),
-    pytest.param(1200.0, id="long", marks=pytest.mark.soak),
-]
+DURATION = [pytest.param(2.0, id="short"), pytest.param(1200.0, id="long", marks=pytest.mark.soak)]
 
 
 async def answer(request: web.Request) -> web.Response:

@@ -21,12 +21,7 @@ from agentlightning.adapter import TraceToTriplet
 from agentlightning.reward import find_final_reward
 from agentlightning_plugins.legacy.v0_messages import RolloutLegacy, read_spans
 from agentlightning_plugins.shared.training_records.query import read_entry, read_rows
-from agentlightning_plugins.shared.training_records.record import (
-    LedgerEntry,
-    TrainedCall,
-    TrainedRow,
-    explain_unused,
-)
+from agentlightning_plugins.shared.training_records.record import LedgerEntry, TrainedCall, TrainedRow, explain_unused
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from tests.security.store_process import AGL, TOKEN, StoreProcess, running_store
 from tests.source import REPO

@@ -110,11 +110,7 @@ class VisionServer:
             "created": 0,
             "model": "policy",
             "choices": [choice],
-            "usage": {
-                "prompt_tokens": len(prompt),
-                "completion_tokens": len(sampled),
-                "total_tokens": len(ids),
-            },
+            "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(sampled), "total_tokens": len(ids)},
             "prompt_token_ids": self._collapse(prompt) if is_collapsed else prompt,
         }
 

@@ -128,10 +128,7 @@ class PolicySet:
             assert own.update is not None, "set by GRPOSettings"
             policy = base
             if own.lora is not None:
-                from agentlightning_algorithms.shared.policy.lora import (  # peft takes seconds
-                    add_lora,
-                    share_weights,
-                )
+                from agentlightning_algorithms.shared.policy.lora import add_lora, share_weights  # peft takes seconds
 
                 policy = Policy(share_weights(base.model), base.tokenizer) if name else base
                 torch.manual_seed(update.seed)

@@ -36,12 +36,7 @@ def create_store(
         PluginError: no installed plugin offers a store of this scheme.
     """
     if url and "://" not in url and (file := Path(url, "store.db")).is_file():
-        for suffix in (
-            "",
-            "-wal",
-            "-shm",
-            "-journal",
-        ):  # SQLite writes to them, and someone else may have made them
+        for suffix in ("", "-wal", "-shm", "-journal"):  # SQLite writes to them, and someone else may have made them
             inside(Path(url), file.with_name(file.name + suffix))
         url = f"sqlite:///{file}"
     scheme, separator, _ = url.partition("://")

@@ -32,14 +32,7 @@ from agentlightning.tracer.tracer import get_active_trace
 from agentlightning_integrations.shared.agent import FrameworkAgent, by_path, message_text, read_input
 from agentlightning_integrations.shared.object_copy import copy_except, register_reducer, walk
 from agentlightning_integrations.shared.openai_client import async_client
-from agentlightning_integrations.shared.span_tree import (
-    INPUT,
-    OPERATION,
-    OUTPUT,
-    TOOL_RESULT,
-    to_text,
-    tool_attributes,
-)
+from agentlightning_integrations.shared.span_tree import INPUT, OPERATION, OUTPUT, TOOL_RESULT, to_text, tool_attributes
 from agentlightning_plugins.shared.instrumentation import Patches
 
 Runnable: TypeAlias = ChatAgent | Team

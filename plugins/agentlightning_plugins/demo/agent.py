@@ -20,11 +20,7 @@ CALCULATOR: ChatCompletionFunctionToolParam = {
     "function": {
         "name": "calculator",
         "description": "Evaluate an arithmetic expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
 }
 MAX_TURNS = 4
@@ -41,10 +37,7 @@ CLIENT = OpenAI(api_key="unused", base_url="http://unused", max_retries=0)
 def calculator_agent(task: Mapping[str, Any], llm: agl.LLM) -> float:
     """Works on one word problem. The reward is 1 if the last answer is the right number, else 0."""
     client = CLIENT.with_options(base_url=llm.get_base_url(), api_key=llm.api_key or "unused")
-    messages: list[Any] = [
-        {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": task["question"]},
-    ]
+    messages: list[Any] = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": task["question"]}]
     for _ in range(MAX_TURNS):
         completion = client.chat.completions.create(
             model=llm.model, messages=messages, tools=[CALCULATOR], **llm.sampling_parameters

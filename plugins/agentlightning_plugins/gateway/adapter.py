@@ -19,10 +19,7 @@ class LlmProxyTraceToTriplet(TraceToTriplet):
     """
 
     def __init__(
-        self,
-        reward_match: RewardMatchPolicy = RewardMatchPolicy.FIRST_OCCURRENCE,
-        *,
-        credit: CreditSpec | None = None,
+        self, reward_match: RewardMatchPolicy = RewardMatchPolicy.FIRST_OCCURRENCE, *, credit: CreditSpec | None = None
     ) -> None:
         super().__init__(reward_match=reward_match, credit=credit)
 

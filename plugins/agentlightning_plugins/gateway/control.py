@@ -39,11 +39,7 @@ class GatewayMetrics(ScrapedMetrics):
     """The metrics of one gateway server."""
 
     def __init__(
-        self,
-        models: ModelTable,
-        admission: Admission,
-        writer: SpanWriter,
-        running: Iterable[ModelCall],
+        self, models: ModelTable, admission: Admission, writer: SpanWriter, running: Iterable[ModelCall]
     ) -> None:
         """Creates the metrics; the gauges are read from the arguments at each scrape."""
         super().__init__()

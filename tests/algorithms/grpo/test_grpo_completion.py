@@ -100,8 +100,7 @@ def test_an_unclosed_tool_call_stays_in_the_text() -> None:
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize(
-    "text",
-    [f"I add.\n{CALL}\n{CALL} so ", "<tool_call>no</tool_call>  <tool_call", f"a < b <tool {CALL}", " \n x \n"],
+    "text", [f"I add.\n{CALL}\n{CALL} so ", "<tool_call>no</tool_call>  <tool_call", f"a < b <tool {CALL}", " \n x \n"]
 )
 def test_tool_calls_are_found_however_the_text_is_split(completions: PolicyCompletions, text: str, step: int) -> None:
     reader, tokens = ReplyReader(completions.tokenizer, (), 8), generation(completions, text).token_ids

@@ -15,14 +15,7 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.advantage import AdvantageConformance
 from agentlightning.testing.policy_loss import PolicyLossConformance
 from agentlightning_algorithms.shared.advantage import Estimator, Scored, compute_advantages, flat_groups
-from agentlightning_algorithms.shared.policy.loss import (
-    aggregate,
-    cispo,
-    gspo,
-    kl_penalty,
-    loss_normalizer,
-    ppo,
-)
+from agentlightning_algorithms.shared.policy.loss import aggregate, cispo, gspo, kl_penalty, loss_normalizer, ppo
 from agentlightning_algorithms.shared.policy.prepared_row import importance_weights, trusted_tokens
 from agentlightning_algorithms.shared.policy.settings import (
     Aggregation,

@@ -188,11 +188,7 @@ def test_chat_template_kwargs_reach_the_chat_template(completions: PolicyComplet
     ],
 )
 def test_reasoning_effort_reaches_a_chat_template_that_reads_it(
-    completions: PolicyCompletions,
-    template: str,
-    effort: str | None,
-    arguments: dict[str, Any] | None,
-    rendered: str,
+    completions: PolicyCompletions, template: str, effort: str | None, arguments: dict[str, Any] | None, rendered: str
 ) -> None:
     plain = completions.prompt(chat()).text
     completions.tokenizer.chat_template += template
@@ -205,10 +201,7 @@ def test_an_error_of_a_chat_template_names_the_request_fields_passed_to_it(compl
     for fields, said in (
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"reasoning_effort": "low"}}, "chat_template_kwargs"),
-        (
-            {"chat_template_kwargs": {"a": 1}, "reasoning_effort": "low"},
-            "chat_template_kwargs and reasoning_effort",
-        ),
+        ({"chat_template_kwargs": {"a": 1}, "reasoning_effort": "low"}, "chat_template_kwargs and reasoning_effort"),
     ):
         with pytest.raises(
             CompletionError, match=f"the chat template refuses these messages and {said}: no "

@@ -207,9 +207,7 @@ steps = st.lists(st.tuples(st.booleans(), st.integers(0, 20), tokens, tokens), m
 
 @given(steps)
 @settings(max_examples=150, deadline=None)
-def test_ids_mask_and_logprobs_are_consistent(
-    steps: list[tuple[bool, int, list[int], list[int]]],
-) -> None:
+def test_ids_mask_and_logprobs_are_consistent(steps: list[tuple[bool, int, list[int], list[int]]]) -> None:
     calls: list[Triplet] = []
     for goes_on, which, added, response in steps:
         before: list[int] = []

@@ -259,10 +259,7 @@ def test_a_plugin_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("agent", "message"),
-    [
-        ("goood", "has no goood. Did you mean 'good'?"),
-        ("NOT_AN_AGENT", "3 is not an agent; give a function"),
-    ],
+    [("goood", "has no goood. Did you mean 'good'?"), ("NOT_AN_AGENT", "3 is not an agent; give a function")],
 )
 async def test_an_object_that_is_not_an_agent_is_reported(agents: str, agent: str, message: str) -> None:
     checks = await check(agents, agent)
@@ -520,10 +517,7 @@ async def test_an_agent_match_that_matches_no_agent_is_reported(
 
 @pytest.mark.parametrize(
     ("spoil", "kind"),
-    [
-        (lambda tokens: [7, 7, *tokens], "template"),
-        (lambda tokens: [*tokens[:3], 300, *tokens[5:]], "retokenisation"),
-    ],
+    [(lambda tokens: [7, 7, *tokens], "template"), (lambda tokens: [*tokens[:3], 300, *tokens[5:]], "retokenisation")],
     ids=["template", "retokenisation"],
 )
 async def test_a_history_that_is_tokenized_differently_is_reported(

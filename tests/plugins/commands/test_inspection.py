@@ -54,10 +54,7 @@ def place(tmp_path: Path) -> Path:
             await store.add_span(Span.from_attributes(attributes=reward, name="agentlightning.annotation", **where))
             error = agl.types.AttemptFailure(type="KeyError", message="'x'", traceback="Traceback: KeyError: 'x'")
             await store.update_attempt(
-                claimed.rollout_id,
-                "latest",
-                status=status,
-                error=error if status == "failed" else None,
+                claimed.rollout_id, "latest", status=status, error=error if status == "failed" else None
             )
         await store.close()
 

@@ -341,11 +341,7 @@ def test_a_run_writes_a_report_and_agl_report_prints_the_report_of_any_run(
     assert run_here(folder, "train", "config.yaml", "--run-dir", "r").code == 0
     written = (folder / "r" / "report.md").read_text()
     assert written.startswith("# r: succeeded\n")
-    for line in (
-        "- rollouts: 3 (1 failed, 2 succeeded)",
-        "- seed: 5",
-        "- 1 x ZeroDivisionError: float division by",
-    ):
+    for line in ("- rollouts: 3 (1 failed, 2 succeeded)", "- seed: 5", "- 1 x ZeroDivisionError: float division by"):
         assert line in written
     assert "| success_rate | 0.6667 | 0.6667 | 0.6667 | 0.6667 |" in written
     assert written.endswith("### prompt\n\n```\nSay {n}.\n```\n")
@@ -574,11 +570,7 @@ def test_a_dry_run_checks_endpoints_and_writes_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [
-        ("t.json", '[{"n": 1}, {"n": 2}]'),
-        ("t.csv", "n,text\n1,a\n2,b\n"),
-        ("t.jsonl", '{"n": 1}\n{"n": 2}\n'),
-    ],
+    [("t.json", '[{"n": 1}, {"n": 2}]'), ("t.csv", "n,text\n1,a\n2,b\n"), ("t.jsonl", '{"n": 1}\n{"n": 2}\n')],
 )
 def test_tasks_come_from_files(tmp_path: Path, name: str, content: str) -> None:
     from agentlightning_plugins.shared.configuration.sources import load_dataset

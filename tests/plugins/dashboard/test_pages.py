@@ -384,9 +384,7 @@ def test_an_open_page_shows_new_rollouts_without_a_reload(page: Page, served: Se
     other.goto(f"/runs/{RUN}")
     other.locator("#live:not([hidden])").wait_for()
     queued = page.request.post(
-        "/v1/agl/rollouts",
-        headers={"authorization": f"Bearer {TOKEN}", "agl-run": RUN},
-        data={"input": "seen at once"},
+        "/v1/agl/rollouts", headers={"authorization": f"Bearer {TOKEN}", "agl-run": RUN}, data={"input": "seen at once"}
     ).json()
     other.get_by_text(queued["rollout_id"]).wait_for()
     other.close()

@@ -186,11 +186,7 @@ async def test_without_a_token_only_programs_and_pages_of_this_machine_are_answe
         LightningStoreServer(store, port=0, pages=[Dashboard(store)]) as server,
         aiohttp.ClientSession() as client,
     ):
-        for headers, status in (
-            ({}, 200),
-            ({"host": "evil.example"}, 403),
-            ({"origin": "https://evil.example"}, 403),
-        ):
+        for headers, status in (({}, 200), ({"host": "evil.example"}, 403), ({"origin": "https://evil.example"}, 403)):
             async with client.get(server.endpoint, headers=headers) as answer:
                 assert answer.status == status
 

@@ -113,10 +113,7 @@ def use_openai_agents(url: str) -> list[Any]:
         said: list[Any] = []
         async with AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
             tool = agents.function_tool(add)
-            for model in (
-                agents.OpenAIResponsesModel("m", client),
-                agents.OpenAIChatCompletionsModel("m", client),
-            ):
+            for model in (agents.OpenAIResponsesModel("m", client), agents.OpenAIChatCompletionsModel("m", client)):
                 agent = agents.Agent(name="adder", instructions="Add.", model=model, tools=[tool])
                 said.append((await agents.Runner.run(agent, SUM)).final_output)
                 streamed = agents.Runner.run_streamed(agent, SUM)

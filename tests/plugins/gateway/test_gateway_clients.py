@@ -48,11 +48,7 @@ EXPECTED: dict[str, tuple[list[Any], list[str]]] = {
     ),
     "openai_agents": (["3, I think."] * 4, TOLD_TO_ADD * 4),
 }
-QUIET = {
-    "OTEL_SDK_DISABLED": "true",
-    "OPENAI_AGENTS_DISABLE_TRACING": "true",
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-}
+QUIET = {"OTEL_SDK_DISABLED": "true", "OPENAI_AGENTS_DISABLE_TRACING": "true", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 def answer(request: RecordedRequest) -> Answer:

@@ -29,10 +29,7 @@ from tests.plugins.gateway.gateway_setup import HELLO, gateway
 
 ADD: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 FULL = Answer("The sum is 3.", reasoning="Add them.", tool_calls=[("add", {"a": 1, "b": 2}), ("add", {})])
-FULL_TOKENS = [
-    *encode('Add them.The sum is 3.<tool_call>add{"a": 1, "b": 2}<tool_call>add{}'),
-    EOS,
-]
+FULL_TOKENS = [*encode('Add them.The sum is 3.<tool_call>add{"a": 1, "b": 2}<tool_call>add{}'), EOS]
 
 
 class Sum(BaseModel):

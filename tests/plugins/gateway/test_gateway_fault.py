@@ -124,21 +124,13 @@ NOT_STREAMED: dict[str, tuple[Misbehaviour, int, str]] = {
     "sends JSON of another kind": (sends(body(b"[1, 2]")), 502, "is invalid for"),
     "sends bytes that are not JSON": (sends(body(b"\xff\xfe\x00")), 502, "is invalid for"),
     "sends null": (sends(body(b"null")), 502, "is invalid for"),
-    "sends events as JSON": (
-        sends(body(EVENT + b"data: [DONE]\n\n")),
-        502,
-        "is invalid for",
-    ),
+    "sends events as JSON": (sends(body(EVENT + b"data: [DONE]\n\n")), 502, "is invalid for"),
     "sends invalid token ids": (
         sends(body(b'{"id": "x", "choices": [], "prompt_token_ids": 5}')),
         502,
         "is invalid for",
     ),
-    "quotes its key where an excerpt ends": (
-        sends(body(b"x" * 190 + PROVIDER_KEY.encode())),
-        502,
-        "is invalid for",
-    ),
+    "quotes its key where an excerpt ends": (sends(body(b"x" * 190 + PROVIDER_KEY.encode())), 502, "is invalid for"),
     "folds the line of a header": (
         sends(b"HTTP/1.1 200 OK\r\nX-Note: a\r\n b\r\nContent-Length: 2\r\n\r\n{}"),
         502,
@@ -180,10 +172,7 @@ STREAMED: dict[str, tuple[Misbehaviour, str]] = {
     "resets in a chunk": (sends(STREAM_HEAD + chunk(EVENT), b"ff\r\ndata: {"), "broke off"),
     "falls silent in a stream": (stalls_in_a_stream, "stalled"),
     "streams half a JSON": (sends(STREAM_HEAD + chunk(b'data: {"id": \n\n'), chunk(b"")), "streamed an invalid chunk"),
-    "ends a stream early": (
-        sends(STREAM_HEAD + chunk(EVENT) + chunk(b"")),
-        "ended its answer early",
-    ),
+    "ends a stream early": (sends(STREAM_HEAD + chunk(EVENT) + chunk(b"")), "ended its answer early"),
     "streams an error": (
         sends(STREAM_HEAD + chunk(EVENT + b'data: {"error": {"message": "out of memory"}}\n\n') + chunk(b"")),
         "out of memory",

@@ -242,10 +242,7 @@ async def acme(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     @hookimpl
     def components() -> list[Component]:
         here = "tests.plugins.gateway.test_gateway_providers"
-        return [
-            Component("dialect", "acme-shout", f"{here}:Shouting"),
-            Component("provider", "acme", f"{here}:Acme"),
-        ]
+        return [Component("dialect", "acme-shout", f"{here}:Shouting"), Component("provider", "acme", f"{here}:Acme")]
 
     get_manager.cache_clear()
     get_manager().register(SimpleNamespace(components=components), "acme")

@@ -127,9 +127,7 @@ async def test_an_old_algorithm_queues_tasks_and_gets_reports() -> None:
         assert (task["rollout_id"], task["input"], task["metadata"]) == (rollout_id, {"n": [1]}, {"k": 1})
         assert not (await ask(f"{server.endpoint}/task"))["is_available"]
         assert await server.poll_completed_rollout(rollout_id, timeout=0.01) is None
-        triplets = [
-            {"prompt": {"token_ids": [1, 2]}, "response": {"token_ids": [3]}, "reward": 0.5, "metadata": {}},
-        ]
+        triplets = [{"prompt": {"token_ids": [1, 2]}, "response": {"token_ids": [3]}, "reward": 0.5, "metadata": {}}]
         report = {"rollout_id": rollout_id, "triplets": triplets, "final_reward": 0.75, "trace": None, "logs": None}
         await ask(f"{server.endpoint}/rollout", report)
         completed = await server.poll_completed_rollout(rollout_id, timeout=LIMIT_S)

@@ -17,13 +17,7 @@ from agentlightning_plugins.stores.http.server import LightningStoreServer
 from tests.plugins.stores.served import ask, claim, serve
 
 LARGE = "x" * 10 * 2**20
-SPAN = {
-    "rollout_id": "ro-claimed",
-    "attempt_id": "at-0",
-    "trace_id": "1" * 32,
-    "span_id": "2" * 16,
-    "name": "call",
-}
+SPAN = {"rollout_id": "ro-claimed", "attempt_id": "at-0", "trace_id": "1" * 32, "span_id": "2" * 16, "name": "call"}
 
 
 class Request(NamedTuple):

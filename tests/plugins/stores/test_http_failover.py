@@ -73,9 +73,7 @@ async def test_claims_and_events_continue_when_a_server_is_killed(database: str)
         await client.close()
 
 
-async def test_clients_are_spread_over_the_servers_and_return_after_a_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_clients_are_spread_over_the_servers_and_return_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_RETURN_S", 0.01)
     store = InMemoryLightningStore()
     servers = [LightningStoreServer(store, port=0) for _ in range(2)]

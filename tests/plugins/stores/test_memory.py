@@ -78,10 +78,7 @@ async def enqueue_and_claim(store: InMemoryLightningStore) -> None:
     await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
 
 
-@pytest.mark.parametrize(
-    ("few", "many"),
-    [(100, 5_000), pytest.param(1_000, 1_000_000, marks=pytest.mark.soak)],
-)
+@pytest.mark.parametrize(("few", "many"), [(100, 5_000), pytest.param(1_000, 1_000_000, marks=pytest.mark.soak)])
 async def test_operations_cost_the_same_with_few_and_many_stored_rollouts(few: int, many: int) -> None:
     """Counts the instructions of Python that are executed, which do not depend on the load of the machine."""
     costs = []
@@ -221,9 +218,7 @@ async def test_events_of_several_threads_are_delivered_in_commit_order() -> None
     assert [getattr(event, "rollout_id", "") for event in seen] == [str(revision) for revision in range(1200)]
 
 
-async def test_a_failing_watcher_does_not_affect_the_writer_or_other_watchers(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_failing_watcher_does_not_affect_the_writer_or_other_watchers(caplog: pytest.LogCaptureFixture) -> None:
     backend = MemoryBackend()
     seen: list[Event] = []
 

@@ -19,15 +19,7 @@ from agentlightning.store import lifecycle
 from agentlightning.store.backend import KEYS, Backend, Claim, Delete, Guard, Listener, Page, Put, Query, Row, Write
 from agentlightning.store.engine import BackendStore
 from agentlightning.testing.store import DurableStoreConformance, StoreConformance, model, primitives
-from agentlightning.types import (
-    UNSET,
-    Attempt,
-    EnqueueRolloutRequest,
-    PaginatedResult,
-    Record,
-    Rollout,
-    Span,
-)
+from agentlightning.types import UNSET, Attempt, EnqueueRolloutRequest, PaginatedResult, Record, Rollout, Span
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
 from tests.plugins.stores.semantics import EngineSemantics
 

@@ -493,9 +493,7 @@ async def test_a_claim_does_not_overlook_a_rollout_that_is_locked_for_a_moment(d
     await store.close()
 
 
-async def test_each_operation_of_a_transaction_that_fails_is_done_once(
-    database: str,
-) -> None:
+async def test_each_operation_of_a_transaction_that_fails_is_done_once(database: str) -> None:
     store = PostgresLightningStore(database)
     backend = backend_of(store)
     one = Rollout(rollout_id="ro-1", input=1, start_time=0.0)
@@ -868,11 +866,7 @@ async def test_several_stores_can_set_up_a_new_database_at_the_same_time(databas
 HANDS_OUT_TWICE = "test_a_claimed_rollout_is_never_handed_out_twice"
 PLANTED = [
     ("CASE n.queue_position WHEN 0", "CASE 0 WHEN n.queue_position THEN 1 WHEN 0", HANDS_OUT_TWICE),
-    (
-        "ORDER BY r.queue_position",
-        "ORDER BY -r.position",
-        "test_rollouts_are_claimed_in_the_order_they_were_enqueued",
-    ),
+    ("ORDER BY r.queue_position", "ORDER BY -r.position", "test_rollouts_are_claimed_in_the_order_they_were_enqueued"),
     ("r.run_id = $1", "r.run_id <> $1 || ' '", "test_every_run_has_a_queue_of_its_own"),
     ("held.revision", "0 * held.revision", "test_concurrently_published_versions_are_kept"),
     ("s.span_id = n.id", "s.span_id = n.id || ' '", "test_a_span_that_is_stored_is_not_stored_again"),

@@ -56,10 +56,7 @@ async def act(client: AsyncOpenAI, number: int, *, stream: bool) -> None:
         (call,) = reply.tool_calls
         assert call.type == "function"
         arguments = json.loads(call.function.arguments)
-        messages += [
-            reply,
-            {"role": "tool", "tool_call_id": call.id, "content": str(arguments["a"] + arguments["b"])},
-        ]
+        messages += [reply, {"role": "tool", "tool_call_id": call.id, "content": str(arguments["a"] + arguments["b"])}]
         if stream:
             answer = await client.chat.completions.create(model="m", messages=messages, tools=[ADD], stream=True)
             assert [chunk async for chunk in answer]

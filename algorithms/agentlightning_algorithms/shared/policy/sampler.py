@@ -28,13 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentlightning_algorithms.shared.policy.draw import (
-    FinishReason,
-    Generation,
-    SamplingParams,
-    Token,
-    draw_tokens,
-)
+from agentlightning_algorithms.shared.policy.draw import FinishReason, Generation, SamplingParams, Token, draw_tokens
 from agentlightning_algorithms.shared.policy.kv_cache import (
     BLOCK,
     PrefixCache,

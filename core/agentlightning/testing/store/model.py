@@ -27,11 +27,7 @@ T = TypeVar("T")
 Reopen = Callable[[], Awaitable[LightningStore]]
 
 SEARCH: Final = settings(
-    max_examples=24,
-    stateful_step_count=30,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=24, stateful_step_count=30, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 """Settings of the search, which takes about two seconds for a store behind HTTP."""
 

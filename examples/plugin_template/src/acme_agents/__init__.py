@@ -28,10 +28,7 @@ class Assistant:
         """Runs the loop of model calls and tool calls until the model answers."""
         client = self.client or AsyncOpenAI()
         tools = {tool.__name__: tool for tool in self.tools}
-        messages: list[Any] = [
-            {"role": "system", "content": self.instructions},
-            {"role": "user", "content": question},
-        ]
+        messages: list[Any] = [{"role": "system", "content": self.instructions}, {"role": "user", "content": question}]
         while True:
             done = await client.chat.completions.create(
                 model=self.model, messages=messages, tools=[_describe(tool) for tool in self.tools], **self.settings

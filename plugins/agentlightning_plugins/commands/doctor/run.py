@@ -94,9 +94,7 @@ async def run_checks(request: Request) -> list[Check]:
         stack.push_async_callback(store.close)
         key = request.api_key if request.gateway_store is None else await _begin_attempt(request.gateway_store, stack)
         proxy = get_manager().get("gateway", "gateway")(
-            model_list=[{"model": model, "endpoint": endpoint, "api_key": key or "none"}],
-            store=store,
-            num_retries=0,
+            model_list=[{"model": model, "endpoint": endpoint, "api_key": key or "none"}], store=store, num_retries=0
         )
         await proxy.start()
         stack.push_async_callback(proxy.stop)

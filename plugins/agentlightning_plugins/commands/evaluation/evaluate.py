@@ -30,12 +30,7 @@ from agentlightning_plugins.shared.terminal import json_option, print_json
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Time limit of a rollout."
 )
-@click.option(
-    "--resources",
-    "learned",
-    metavar="RUN_DIR|URL",
-    help="Use the prompts and model that a run learned.",
-)
+@click.option("--resources", "learned", metavar="RUN_DIR|URL", help="Use the prompts and model that a run learned.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the rollouts in this directory.")
 @click.option("--fail-under", type=float, metavar="REWARD", help="Exit with 1 if the mean reward is lower.")
 @click.option(

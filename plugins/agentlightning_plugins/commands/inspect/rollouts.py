@@ -181,10 +181,7 @@ async def delete_rollouts(
 )
 @click.option("--min-reward", default=1.0, show_default=True, help="With openai-sft: minimum reward of a rollout.")
 @click.option(
-    "--best-of",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="With openai-sft: only the best N rollouts of each task.",
+    "--best-of", type=click.IntRange(min=1), metavar="N", help="With openai-sft: only the best N rollouts of each task."
 )
 @with_store
 async def export_rollouts(

@@ -175,12 +175,7 @@ def _describe(resource: Any) -> str:
 
 
 HTML_NAME: Final = "report.html"
-_COSTS: Final = {
-    "calls": "model calls",
-    "tokens": "tokens",
-    "sampled_tokens": "sampled tokens",
-    "cost": "cost",
-}
+_COSTS: Final = {"calls": "model calls", "tokens": "tokens", "sampled_tokens": "sampled tokens", "cost": "cost"}
 _CONFIRMATION: Final = ("confirmed_first", "confirmed_best", "confirmed_p")
 _MAX_INTERVALS: Final = 30
 """Maximum number of evaluations whose intervals are computed from their rollouts."""

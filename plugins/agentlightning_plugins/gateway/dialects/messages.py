@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from agentlightning_plugins.gateway.dialects.chat_part import (
-    Part,
-    PartTranslation,
-    take,
-    to_content,
-    to_tool_call,
-)
+from agentlightning_plugins.gateway.dialects.chat_part import Part, PartTranslation, take, to_content, to_tool_call
 from agentlightning_plugins.gateway.dialects.dialect import (
     Completion,
     CompletionChoice,
@@ -217,12 +211,7 @@ _DROPPED: Final = frozenset(
     "service_tier inference_geo diagnostics speed context_management mcp_servers".split()
 )
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
-_STOPS: Final = {
-    "stop": "end_turn",
-    "length": "max_tokens",
-    "tool_calls": "tool_use",
-    "content_filter": "refusal",
-}
+_STOPS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 _DELTAS: Final = {
     "text": ("text_delta", "text"),
     "refusal": ("text_delta", "text"),

@@ -6,13 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from agentlightning_plugins.gateway.dialects.chat_part import (
-    Part,
-    PartTranslation,
-    take,
-    to_content,
-    to_tool_call,
-)
+from agentlightning_plugins.gateway.dialects.chat_part import Part, PartTranslation, take, to_content, to_tool_call
 from agentlightning_plugins.gateway.dialects.dialect import (
     Completion,
     CompletionChoice,

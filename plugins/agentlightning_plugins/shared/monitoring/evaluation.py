@@ -34,9 +34,7 @@ def find_best(candidates: Sequence[Mapping[str, Any]], published: Mapping[str, s
     """
     scored = [each for each in candidates if each.get("full_score") is not None]
     return max(
-        scored,
-        key=lambda each: (float(each["full_score"]), is_published(each, published)),
-        default=candidates[0],
+        scored, key=lambda each: (float(each["full_score"]), is_published(each, published)), default=candidates[0]
     )
 
 

@@ -124,15 +124,7 @@ class _Pump(threading.Thread):
 
 def _start(role: str, name: str, read_fd: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "agentlightning_plugins.shared.processes.job_process",
-            role,
-            name,
-            str(read_fd),
-        ],
+        [sys.executable, "-P", "-m", "agentlightning_plugins.shared.processes.job_process", role, name, str(read_fd)],
         stdin=subprocess.DEVNULL,
         pass_fds=(read_fd,),
         stdout=subprocess.PIPE,

@@ -114,11 +114,7 @@ async def read_body(request: web.BaseRequest, limit: int, inflated_limit: int) -
 
 
 async def parse_json(
-    data: bytes,
-    *,
-    max_depth: int = MAX_DEPTH,
-    max_items: int = MAX_ITEMS,
-    loads: Callable[[bytes], Any] = orjson.loads,
+    data: bytes, *, max_depth: int = MAX_DEPTH, max_items: int = MAX_ITEMS, loads: Callable[[bytes], Any] = orjson.loads
 ) -> Any:
     """Parses JSON with limits, in a thread if it is large. The last value of a duplicate key counts.
 

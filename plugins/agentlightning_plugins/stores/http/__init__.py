@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @hookimpl
 def kinds() -> list[Kind]:
     return [
-        Kind("pages", "agentlightning_plugins.stores.http.server.application:Pages", "pages that agl store serves too"),
+        Kind("pages", "agentlightning_plugins.stores.http.server.application:Pages", "pages that agl store serves too")
     ]
 
 

@@ -49,11 +49,7 @@ class RemoteMethods(LightningStore):
     query_rollouts = _remote("POST", "/rollouts/search", _S.query_rollouts)
     delete_rollouts = _remote("POST", "/rollouts/delete", _S.delete_rollouts, result_key="deleted")
     get_rollout_by_id = _remote(
-        "GET",
-        "/rollouts/{rollout_id}",
-        _S.get_rollout_by_id,
-        missing="no rollout {rollout_id!r}",
-        for_attempts=True,
+        "GET", "/rollouts/{rollout_id}", _S.get_rollout_by_id, missing="no rollout {rollout_id!r}", for_attempts=True
     )
     update_rollout = _remote("POST", "/rollouts/{rollout_id}", _S.update_rollout)
     cancel_rollout = _remote("POST", "/rollouts/{rollout_id}/cancel", _S.cancel_rollout)

@@ -30,12 +30,7 @@ _TYPES: Final[dict[ColumnType, str]] = {
 }
 _REVISION: Final = {"position": "seen.position", "revision": "held.revision"}
 _STATE: Final[dict[type[Record], dict[str, str]]] = {
-    Rollout: {
-        **_REVISION,
-        "run_id": "seen.run_id",
-        "status": "held.status",
-        "queue_position": "held.queue_position",
-    },
+    Rollout: {**_REVISION, "run_id": "seen.run_id", "status": "held.status", "queue_position": "held.queue_position"},
     Attempt: {
         **_REVISION,
         "run_id": "r.run_id",

@@ -117,11 +117,7 @@ def open_file(path: Path, busy_timeout_s: float) -> None:
 def connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
     """Opens a connection without implicit transactions, for one thread at a time."""
     connection = sqlite3.connect(
-        path.absolute(),
-        timeout=busy_timeout_s,
-        isolation_level=None,
-        check_same_thread=False,
-        cached_statements=256,
+        path.absolute(), timeout=busy_timeout_s, isolation_level=None, check_same_thread=False, cached_statements=256
     )
     try:
         connection.execute("PRAGMA synchronous = FULL")  # a commit returns when it is on disk, not in a cache

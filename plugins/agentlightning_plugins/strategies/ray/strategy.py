@@ -176,11 +176,7 @@ class RunnerActors:
     """Runners as Ray actors."""
 
     def __init__(
-        self,
-        job: RunnerJob,
-        target: JobTarget,
-        resources: dict[str, Any],
-        runtime_env: dict[str, Any],
+        self, job: RunnerJob, target: JobTarget, resources: dict[str, Any], runtime_env: dict[str, Any]
     ) -> None:
         self._target = target
         self._job = ray.put(dump_job(job))  # stored once for all runners

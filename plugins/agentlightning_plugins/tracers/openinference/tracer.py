@@ -14,11 +14,7 @@ from agentlightning_plugins.shared.instrumentation import OnImport, Undo
 from agentlightning_plugins.tracers.shared.tracer import OtelTracer
 
 GROUP: Final = "openinference_instrumentor"
-_MODULES: Final = {
-    "langchain": "langchain_core",
-    "llama_index": "llama_index.core",
-    "openai_agents": "agents",
-}
+_MODULES: Final = {"langchain": "langchain_core", "llama_index": "llama_index.core", "openai_agents": "agents"}
 """The module that an instrumentor instruments, where the instrumentor has another name."""
 _MAX_IMAGE_CHARS: Final = 2**30
 """Practically no limit: OpenInference's default cuts images out of prompts, which then cannot be trained on."""

@@ -22,13 +22,7 @@ from yarl import URL
 from agentlightning.errors import ConfigError, LightningError, StoreError
 from agentlightning.store.url import hide_password
 from agentlightning_plugins.shared.token import StoreTokens
-from agentlightning_plugins.stores.http.message import (
-    ERRORS,
-    FEATURES_HEADER,
-    PREFIX,
-    RUN_HEADER,
-    TIME_HEADER,
-)
+from agentlightning_plugins.stores.http.message import ERRORS, FEATURES_HEADER, PREFIX, RUN_HEADER, TIME_HEADER
 from agentlightning_plugins.stores.shared.clock import ServerClock, since_boot
 
 logger = logging.getLogger("agentlightning")

@@ -22,13 +22,7 @@ from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.shared.web.metrics import CONTENT_TYPE
 from agentlightning_plugins.shared.web.server import WebServer, answer_expect
 from agentlightning_plugins.stores.http import log
-from agentlightning_plugins.stores.http.message import (
-    FEATURES_HEADER,
-    MAX_POLL_S,
-    PREFIX,
-    RUN_HEADER,
-    TIME_HEADER,
-)
+from agentlightning_plugins.stores.http.message import FEATURES_HEADER, MAX_POLL_S, PREFIX, RUN_HEADER, TIME_HEADER
 from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server import openapi, otlp
 from agentlightning_plugins.stores.http.server.access import (
@@ -47,13 +41,7 @@ from agentlightning_plugins.stores.http.server.answer import (
     error_response,
     json_response,
 )
-from agentlightning_plugins.stores.http.server.body import (
-    ATTEMPT_LIMITS,
-    STORE_LIMITS,
-    Limits,
-    make_reader,
-    read_query,
-)
+from agentlightning_plugins.stores.http.server.body import ATTEMPT_LIMITS, STORE_LIMITS, Limits, make_reader, read_query
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls

@@ -48,10 +48,7 @@ def describe(routes: Sequence[Route], others: Mapping[tuple[str, str], Operation
     paths: dict[str, dict[str, Operation]] = {}
     for route in routes:
         operation = _operation(
-            route,
-            schemas.get(((route, "message"), "validation")),
-            schemas[(route, "answer"), "serialization"],
-            named,
+            route, schemas.get(((route, "message"), "validation")), schemas[(route, "answer"), "serialization"], named
         )
         paths.setdefault(PREFIX + route.path, {})[route.method.lower()] = operation
     for (method, path), described in others.items():
@@ -63,10 +60,7 @@ def describe(routes: Sequence[Route], others: Mapping[tuple[str, str], Operation
         "info": {"title": "Lightning store", "version": __version__},
         "security": [{"token": []}],
         "paths": paths,
-        "components": {
-            "schemas": named,
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": named, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
     }
 
 

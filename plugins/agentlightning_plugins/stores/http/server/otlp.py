@@ -273,10 +273,7 @@ def _convert_span(span: OtlpSpan, resource: SpanResource, token: AttemptToken | 
         parent_id=parent_id,
         name=span.name,
         status=TraceStatus.model_validate(
-            {
-                "status_code": _STATUS_CODES.get(span.status.code, "UNSET"),
-                "description": span.status.message or None,
-            }
+            {"status_code": _STATUS_CODES.get(span.status.code, "UNSET"), "description": span.status.message or None}
         ),
         attributes=attributes,
         events=[_event(event) for event in span.events],
