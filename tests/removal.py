@@ -73,7 +73,7 @@ def _use_the_rest(points: list[importlib.metadata.EntryPoint]) -> Iterator[str]:
             except Exception:  # everything that fails is reported
                 yield f"{component.kind} {component.name}: {traceback.format_exc(limit=-3)}"
     cli.add_plugin_commands(manager)
-    calls = [["--help"], ["plugins"], ["plugins", "--json"], *([name, "--help"] for name in cli.cli.commands)]
+    calls = [["--help"], ["plugins", "--json"], *([name, "--help"] for name in cli.cli.commands)]
     for arguments in [call for call in calls if call[0] in ("--help", *cli.cli.commands)]:
         result = CliRunner().invoke(cli.cli, arguments)
         if result.exit_code != 0:

@@ -6,7 +6,7 @@ import importlib.metadata
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from agentlightning.plugin.checks import OURS, TARGET, has_module, normalize
+from agentlightning.plugin.checks import OURS, TARGET, has_module, normalize, read_metadata
 from agentlightning.plugin.hookspecs import Component, Kind
 
 
@@ -61,7 +61,7 @@ class Offer(NamedTuple):
         if not TARGET.fullmatch(component.target):
             return f"a target {component.target!r}; write 'module:attribute'"
         if plugin.distribution is not None and component.extra is not None:
-            extras = plugin.distribution.metadata.get_all("Provides-Extra") or ()
+            extras = read_metadata(plugin.distribution).get_all("Provides-Extra") or ()
             if normalize(component.extra) not in map(normalize, extras):
                 return f"an extra {component.extra!r}, which {plugin.origin} does not declare"
         module = component.target.partition(":")[0]
