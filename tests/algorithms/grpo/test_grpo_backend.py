@@ -15,6 +15,7 @@ import agentlightning as agl
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.registry import PluginManager
 from agentlightning.testing.policy_backend import PolicyBackendConformance
+from agentlightning_algorithms.grpo import transformers_backend
 from agentlightning_algorithms.grpo.transformers_backend import TransformersBackend
 from agentlightning_algorithms.grpo.vllm_backend import VLLMBackend
 from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup, publish_weights, serve_models
@@ -170,8 +171,9 @@ def test_every_test_of_the_kit_finds_a_mistake() -> None:
 
 
 async def test_a_policy_server_that_crashes_is_started_again_with_the_newest_weights(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(transformers_backend, "_MAX_RESTARTS", 2)
     backend = TransformersBackend(prefix_cache_mb=1)
     await backend.start(PolicySetup(model=str(tiny_model), model_name="mine", directory=tmp_path, threads=1))
     try:
@@ -179,7 +181,7 @@ async def test_a_policy_server_that_crashes_is_started_again_with_the_newest_wei
         await backend.load_weights(tiny_model, 5)
         assert (await backend.statistics())["swaps"] == 1
         async with aiohttp.ClientSession() as session:
-            for n_crashes in (1, 2, 3):
+            for n_crashes in (1, 2):
                 assert backend._process is not None
                 backend._process.kill()
                 await asyncio.to_thread(backend._process.wait)
