@@ -9,116 +9,37 @@ import pickle
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import agentlightning as agl
-from agentlightning import semconv
 from agentlightning.reward import Feedback, find_feedback
-from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.agents.command.process import Tail, run_group
 from agentlightning_plugins.shared.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer
+from tests.plugins.agents.command_lab import (
+    CALL_MODEL,
+    are_gone,
+    command_span,
+    printed,
+    processes_of,
+    python,
+    run,
+    run_all,
+    shell,
+    store,
+    tracer,
+)
 from tests.plugins.gateway.gateway_setup import gateway
 from tests.process import count_open_files
 from tests.waiting import LIMIT_S, until
 
-CALL_MODEL = """
-    import json, os, sys, urllib.request
-    def call(text):
-        body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": text}]}
-        headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
-            return json.load(answer)["choices"][0]["message"]["content"]
-"""
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[agl.LightningStore]:
-    store = agl.InMemoryLightningStore()
-    yield store
-    await store.close()
-
-
-@pytest.fixture
-def tracer() -> Iterator[agl.OtelTracer]:
-    tracer = agl.OtelTracer()
-    tracer.init()
-    yield tracer
-    tracer.teardown()
-
-
-def python(code: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(code), *arguments]
-
-
-def shell(code: str, *arguments: str) -> list[str]:
-    return ["sh", "-c", textwrap.dedent(code), "sh", *arguments]
-
-
-async def run(
-    store: agl.LightningStore,
-    agent: Any,
-    task: Any = "task",
-    *,
-    resources: Mapping[str, agl.Resource | str] | None = None,
-    timeout_s: float | None = None,
-) -> tuple[AttemptedRollout, list[Span]]:
-    """Runs one rollout to its end."""
-    (ended,) = await run_all(store, agent, [task], resources=resources, timeout_s=timeout_s)
-    return ended
-
-
-async def run_all(
-    store: agl.LightningStore,
-    agent: Any,
-    tasks: list[Any],
-    *,
-    resources: Mapping[str, agl.Resource | str] | None = None,
-    timeout_s: float | None = None,
-) -> list[tuple[AttemptedRollout, list[Span]]]:
-    if resources is not None:
-        await store.add_resources(resources)
-    config = agl.RolloutConfig(timeout_seconds=timeout_s)
-    ids = [(await store.enqueue_rollout(task, mode="train", config=config)).rollout_id for task in tasks]
-    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.OtelTracer(), max_rollouts=len(tasks))
-    with runner.run_context(agent=agl.wrap(agent), store=store):
-        await runner.iter()
-    ended = []
-    for rollout_id in ids:
-        rollout = await store.get_rollout_by_id(rollout_id)
-        assert isinstance(rollout, AttemptedRollout)
-        ended.append((rollout, list(await store.query_spans(rollout_id, "latest"))))
-    return ended
-
-
-def command_span(spans: list[Span]) -> Span:
-    (span,) = [span for span in spans if span.name.startswith("invoke_agent")]
-    return span
-
-
-def printed(spans: list[Span]) -> str:
-    return str(command_span(spans).attributes[semconv.OPERATION_OUTPUT])
-
-
-def is_alive(pid: int) -> bool:
-    """Returns whether a process runs; a zombie that its parent has not reaped yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between opening and reading
-        return False
-
-
-async def is_gone(pid: int) -> bool:
-    await until(lambda: not is_alive(pid))
-    return True
+__all__ = ["store", "tracer"]
 
 
 @pytest.mark.parametrize(
@@ -295,12 +216,12 @@ import agentlightning as agl
 spy = '''
 import os, pathlib
 pid = os.getppid()
-while pid != int(os.environ["LAST"]):
+while pid not in (0, int(os.environ["LAST"])):
     try:
         shown = pathlib.Path(f"/proc/{pid}/environ").read_text()
     except PermissionError:
         shown = "hidden"
-    print("STOLEN" if "hunter2" in shown else shown[:20])
+    print("STOLEN" if "hunter2" in shown else "own" if "AGL_ROLLOUT_ID" in shown else shown[:20])
     pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 '''
 seen = pathlib.Path("seen.txt")
@@ -312,9 +233,17 @@ agl.Trainer(algorithm="baseline", tracer="dummy", trackers=[], strategy=sys.argv
 """
 
 
-@pytest.mark.parametrize(("strategy", "n_processes"), [("cs", 2), ("shm", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "path", "seen"),
+    [
+        ("cs", os.environ["PATH"], "own\n"),
+        ("cs", "/there/is/no/unshare", "own\nhidden\nhidden\n"),
+        ("shm", "/there/is/no/unshare", "own\nhidden\n"),
+    ],
+    ids=["namespaces", "cs", "shm"],
+)
 def test_a_command_cannot_read_the_environment_of_its_runner_and_trainer(
-    tmp_path: Path, strategy: str, n_processes: int
+    tmp_path: Path, strategy: str, path: str, seen: str
 ) -> None:
     (tmp_path / "program.py").write_text(_SPYING_PROGRAM)
     # Root may read every process, so the program runs without these capabilities: SYS_PTRACE, SYS_ADMIN and PERFMON.
@@ -327,14 +256,14 @@ def test_a_command_cannot_read_the_environment_of_its_runner_and_trainer(
     done = subprocess.run(
         [sys.executable, "-c", drop, *command],
         cwd=tmp_path,
-        env={**os.environ, "PROVIDER_KEY": "hunter2"},
+        env={**os.environ, "PROVIDER_KEY": "hunter2", "PATH": path},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "seen.txt").read_text() == "hidden\n" * n_processes
+    assert (tmp_path / "seen.txt").read_text() == seen
 
 
 async def test_keys_in_the_output_of_a_command_are_redacted(store: agl.LightningStore) -> None:
@@ -408,8 +337,7 @@ async def test_the_error_for_a_task_too_long_for_an_argument_suggests_stdin(stor
 STUBBORN = """
     trap 'echo told to end' TERM
     (trap '' TERM; exec sleep 60) &
-    echo $$ $! > "$1.new"
-    mv "$1.new" "$1"
+    echo > "$1"
     while :; do sleep 0.05; done
 """
 
@@ -417,41 +345,41 @@ STUBBORN = """
 async def test_a_timeout_kills_the_whole_process_group_and_keeps_its_output(
     store: agl.LightningStore, tmp_path: Path
 ) -> None:
-    agent = agl.CommandAgent(shell(STUBBORN, str(tmp_path / "pids")), kill_after_s=0.3)
+    agent = agl.CommandAgent(shell(STUBBORN, str(tmp_path / "started")), kill_after_s=0.3)
     rollout, spans = await run(store, agent, timeout_s=1.5)
     assert rollout.attempt.status == "timeout"
     assert printed(spans) == "told to end\n"
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert [await is_gone(pid) for pid in pids] == [True, True]
+    assert (tmp_path / "started").exists()
+    assert await are_gone(rollout.rollout_id)
 
 
 async def test_cancelling_a_rollout_kills_the_whole_process_group(store: agl.LightningStore, tmp_path: Path) -> None:
-    path = tmp_path / "pids"
+    path = tmp_path / "started"
     agent = agl.CommandAgent(shell(STUBBORN, str(path)), kill_after_s=0.1)
     rollout = await store.enqueue_rollout("task")
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.OtelTracer(), max_rollouts=1)
     with runner.run_context(agent=agl.wrap(agent), store=store):
         running = asyncio.create_task(runner.iter())
         await until(path.exists)
+        assert len(processes_of(rollout.rollout_id)) >= 2
         await store.cancel_rollout(rollout.rollout_id)
         await running
-    pids = [int(pid) for pid in path.read_text().split()]
-    assert [await is_gone(pid) for pid in pids] == [True, True]
+    assert await are_gone(rollout.rollout_id)
 
 
 async def test_a_second_cancellation_leaves_no_process_running_and_no_pipe_open(tmp_path: Path) -> None:
-    path = tmp_path / "pids"
+    path = tmp_path / "started"
     agent = agl.CommandAgent(shell(STUBBORN, str(path)), kill_after_s=100_000)
     open_files = count_open_files()
-    work = asyncio.create_task(agent.rollout_async("", {}, agl.Rollout(rollout_id="ro-1", input="", start_time=0.0)))
+    rollout = agl.Rollout(rollout_id=f"ro-{uuid.uuid4().hex}", input="", start_time=0.0)
+    work = asyncio.create_task(agent.rollout_async("", {}, rollout))
     await until(path.exists)
     work.cancel()
     await asyncio.sleep(0.2)
     assert not work.done(), "the agent waits for the command to end by itself"
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
-    pids = [int(pid) for pid in path.read_text().split()]
-    assert [await is_gone(pid) for pid in pids] == [True, True]
+    assert await are_gone(rollout.rollout_id)
     assert count_open_files() <= open_files
 
 
@@ -497,12 +425,13 @@ async def test_a_command_that_ends_on_sigterm_is_not_killed(store: agl.Lightning
 async def test_processes_left_behind_are_killed_without_delay(store: agl.LightningStore) -> None:
     code = """
         import subprocess, sys
-        left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100_000)"])  # holds our stdout open
-        print(left.pid)
+        for in_session in (False, True):  # both hold our stdout open
+            command = [sys.executable, "-c", "import time; time.sleep(100_000)"]
+            subprocess.Popen(command, start_new_session=in_session)
     """
-    rollout, spans = await run(store, agl.CommandAgent(python(code)), timeout_s=LIMIT_S)
+    rollout, _ = await run(store, agl.CommandAgent(python(code)), timeout_s=LIMIT_S)
     assert rollout.status == "succeeded"
-    assert await is_gone(int(printed(spans)))
+    assert await are_gone(rollout.rollout_id)
 
 
 async def test_the_end_of_long_output_is_kept(store: agl.LightningStore) -> None:
@@ -603,13 +532,13 @@ def test_a_command_agent_travels_to_runner_processes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"command": "python agent.py"}, "give a list of strings"),
-        ({"command": []}, "give a list of strings"),
-        ({"command": ["a", Path("b")]}, "give a list of strings"),
-        ({"command": ["a"], "reward": "stdin"}, "stdout, exit_code, file"),
-        ({"command": ["a"], "task_via": "file"}, "argument, stdin, env"),
-        ({"command": ["a", "{task}"], "task_via": "stdin"}, "leave one of them out"),
-        ({"command": ["a"], "max_output_bytes": 0}, "too small"),
+        ({"argv": "python agent.py"}, "give a list of strings"),
+        ({"argv": []}, "give a list of strings"),
+        ({"argv": ["a", Path("b")]}, "give a list of strings"),
+        ({"argv": ["a"], "reward": "stdin"}, "stdout, exit_code, file"),
+        ({"argv": ["a"], "task_via": "files"}, "argument, stdin, env, file"),
+        ({"argv": ["a", "{task}"], "task_via": "stdin"}, "leave one of them out"),
+        ({"argv": ["a"], "max_output_bytes": 0}, "too small"),
     ],
 )
 def test_invalid_arguments_of_a_command_are_refused_immediately(arguments: dict[str, Any], message: str) -> None:

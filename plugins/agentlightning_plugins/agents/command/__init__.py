@@ -1,11 +1,20 @@
-"""Commands as agents."""
+"""Commands as agents, and the sandboxes that they run in."""
 
 from __future__ import annotations
 
-from agentlightning.plugin.hookspecs import Component, hookimpl
+from agentlightning.plugin.hookspecs import Component, Kind, hookimpl
+
+_PACKAGE = "agentlightning_plugins.agents.command"
+
+
+@hookimpl
+def kinds() -> list[Kind]:
+    return [Kind("sandbox", f"{_PACKAGE}.sandbox:Sandbox", "limits of the processes of an attempt")]
 
 
 @hookimpl
 def components() -> list[Component]:
-    target = "agentlightning_plugins.agents.command.agent:CommandAgent"
-    return [Component("agent", "command", target, summary="a command line in any language")]
+    return [
+        Component("agent", "command", f"{_PACKAGE}.agent:CommandAgent", summary="a command line in any language"),
+        Component("sandbox", "subprocess", f"{_PACKAGE}.sandbox:SubprocessSandbox", summary="limits of the system"),
+    ]

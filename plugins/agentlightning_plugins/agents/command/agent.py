@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeGuard, get_args
 
 from agentlightning import semconv
 from agentlightning.emitter import emit_feedback, emit_reward
 from agentlightning.errors import ConfigError, RolloutError
 from agentlightning.litagent import LitAgent, RewardFunction, read_rating
-from agentlightning.resources import NamedResources
+from agentlightning.plugin.registry import get_manager
+from agentlightning.resources import NamedResources, PromptTemplate
+from agentlightning.run.thread import run_in_thread
 from agentlightning.tracer.tracer import OpenSpan, get_active_trace, get_active_tracer, running
 from agentlightning.types import Rollout
 from agentlightning_plugins.agents.command.environment import build_environment
-from agentlightning_plugins.agents.command.process import Tail, hide_process, read_agent_file, run_group
+from agentlightning_plugins.agents.command.preset import load_preset
+from agentlightning_plugins.agents.command.process import Tail, hide_process, read_agent_file
+from agentlightning_plugins.agents.command.sandbox import Job, Sandbox
+from agentlightning_plugins.agents.command.workspace import State, Workspace, copy, restore
 
 RewardSource: TypeAlias = Literal["stdout", "exit_code", "file"]
-TaskVia: TypeAlias = Literal["argument", "stdin", "env"]
+TaskVia: TypeAlias = Literal["argument", "stdin", "env", "file"]
 
 _PLACEHOLDER: Final = "{task}"
 _SHOWN_CHARS: Final = 2000
@@ -34,77 +43,125 @@ _MIN_SECRET_CHARS: Final = 8
 
 
 class CommandAgent(LitAgent[Any]):
-    """A command line in any language as an agent, with one process group per attempt.
+    """A command line in any language as an agent, such as a coding agent, with one process group per attempt.
 
     The command finds its model in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL`` (and the same for
     Anthropic), prompts in ``AGL_PROMPT_<NAME>``, all resources in the JSON file ``AGL_RESOURCES_FILE``, and its attempt
     in ``AGL_ROLLOUT_ID``, ``AGL_ATTEMPT_ID`` and ``TRACEPARENT``. Apart from ``env``, it gets only the variables that
     programs need to run (``environment.INHERITED``) and those that ``inherit_env`` names, so that no key leaks.
 
-    The output is recorded on a span of the attempt, with the keys redacted. An exit code other than 0 fails the attempt
-    with the end of stderr. On a timeout or a cancellation the whole group is terminated, then killed.
+    The output is recorded on a span of the attempt, with the keys redacted, and the changes to the workspace as a diff.
+    An exit code other than 0 fails the attempt with the end of stderr. On a timeout or a cancellation the whole group
+    is terminated, then killed.
     """
 
     returns_output: ClassVar[bool] = True
 
     def __init__(
         self,
-        command: Sequence[str],
-        reward: RewardFunction | RewardSource | None = None,
+        argv: Sequence[str] | None = None,
+        reward: RewardFunction | RewardSource | Sequence[str] | None = None,
         *,
+        preset: str | None = None,
+        prompt: str | None = None,
+        workspace: str | os.PathLike[str] | None = None,
+        reset: Sequence[str] | None = None,
+        restore: Sequence[str] = (),
+        keep: str | os.PathLike[str] | None = None,
+        home: str | os.PathLike[str] = "fresh",
         task_via: TaskVia | None = None,
         env: Mapping[str, str] | None = None,
         inherit_env: Sequence[str] = (),
         cwd: str | os.PathLike[str] | None = None,
         llm: str | None = None,
         name: str | None = None,
+        sandbox: Sandbox | str | Mapping[str, Any] | None = None,
         kill_after_s: float = 5.0,
         max_output_bytes: int = 256 * 1024,
     ) -> None:
         """Describes the command.
 
         Args:
-            command: program and arguments, run without a shell. ``{task}`` in an argument is replaced by the task.
-            reward: ``reward(task, output, rollout)``, where output is stdout; or the place where the command writes it:
-                ``stdout``, on the last line; ``file``, in the file named by ``AGL_REWARD_FILE``; ``exit_code``: exit
-                code 0 is a reward of 1, exit code 1 a reward of 0. The line or file holds a number, or a JSON object of
-                numbers whose key ``reward`` is the final reward; its key ``feedback`` may be a text. None: the command
-                reports spans to the store, or the trainer has a reward function.
+            argv: program and arguments, run without a shell. ``{task}`` in an argument is replaced by the task, and
+                ``{task_file}`` by the path of a file with it. Default: the command of the preset.
+            reward: a function, a command, or a place. ``reward(task, output, rollout)`` gets stdout as the output, and
+                the path of the attempt's copy if it has a parameter ``workspace``. A command runs in the workspace when
+                the agent has ended, without the model's variables; it gives the number, or the JSON object of numbers,
+                on its last line if there is one, else 1 for exit code 0, and 0 for any other exit code. Places are
+                ``stdout``, the last line; ``file``, the file named by ``AGL_REWARD_FILE``; ``exit_code``, where 0 is a
+                reward of 1 and 1 a reward of 0. In an object, the key ``reward`` is the final reward, and the
+                key ``feedback`` may be a text. None: the command reports spans to the store, or the trainer has a
+                reward function.
+            preset: name of a known coding agent, such as ``codex``, or the path of a YAML file like those in
+                ``agents/command/presets``.
+            prompt: template of the text that the command gets as its task, with the fields of the task as variables (a
+                task that is a text is ``{task}``); it is the first version of the resource ``prompt``, which algorithms
+                tune.
+            workspace: each attempt works in its own copy of this folder, or of the commit ``git+URL@REF``. ``{name}``
+                is replaced by that field of the task.
+            reset: command that prepares each workspace before the agent starts, without the model's variables.
+            restore: patterns of files, such as ``tests/*``, that are put back before a reward command runs.
+            keep: folder that gets each attempt's workspace afterwards, named by the attempt.
+            home: ``fresh``: an empty home folder for each attempt; ``inherit``: the user's; or a folder to copy.
             task_via: how the task is passed: ``argument``, in place of ``{task}`` or at the end; ``stdin``; ``env``, in
-                ``AGL_TASK``. Text is passed as it is, anything else as JSON. Default: ``argument`` if the command has a
-                ``{task}``, else ``stdin``.
+                ``AGL_TASK``; ``file``, at the path in ``AGL_TASK_FILE``. Text is passed as it is, anything else as
+                JSON. Default: by the placeholder in the command, else ``stdin``.
             env: further variables; they take precedence.
             inherit_env: names or patterns (``AWS_*``) of variables to inherit; ``*`` inherits all.
-            cwd: working directory; default is the current one.
+            cwd: working directory, if there is no workspace; default is the current one.
             llm: name of the model among the resources; needed if there are several models and none is named ``llm``.
             name: name of the agent in traces; default is the last part of the program's path.
+            sandbox: the limits of an attempt: a component of the kind ``sandbox``, with settings. Default:
+                ``subprocess``.
             kill_after_s: seconds between SIGTERM and SIGKILL.
             max_output_bytes: how much of the end of stdout and of stderr is kept.
 
         Raises:
             ConfigError: an argument is invalid.
         """
-        if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
-            raise ConfigError(f"command = {command!r}: give a list of strings, as in ['python', 'my_agent.py']")
-        if reward is not None and not callable(reward) and reward not in get_args(RewardSource):
-            raise ConfigError(f"reward = {reward!r}: give a function or one of: {', '.join(get_args(RewardSource))}")
-        has_placeholder = any(_PLACEHOLDER in part for part in command)
-        task_via = task_via or ("argument" if has_placeholder else "stdin")
+        self._preset = None if preset is None else load_preset(preset)
+        command = argv if argv is not None or self._preset is None else self._preset.command
+        if not _is_command(command):
+            raise ConfigError(f"argv = {argv!r}: give a list of strings, as in ['python', 'my_agent.py'], or a preset")
+        if not (reward is None or callable(reward) or reward in get_args(RewardSource) or _is_command(reward)):
+            places = ", ".join(get_args(RewardSource))
+            raise ConfigError(
+                f"reward = {reward!r}: give a function, a command as a list of strings, or one of: {places}"
+            )
+        if reset is not None and not _is_command(reset):
+            raise ConfigError(f"reset = {reset!r}: give a list of strings, as in ['make', 'clean']")
+        needs = {"reset": reset, "restore": restore, "keep": keep, "a reward command": _is_command(reward)}
+        if workspace is None and (wrong := [what for what, value in needs.items() if value]):
+            raise ConfigError(f"{wrong[0]} needs a workspace")
+        if workspace is not None and cwd is not None:
+            raise ConfigError(f"cwd = {cwd!r}: the command works in its copy of the workspace; leave one of them out")
+        found = [via for via, mark in _MARKS.items() if any(mark in part for part in command)]
+        task_via = task_via or (found[0] if found else "stdin")
         if task_via not in get_args(TaskVia):
             raise ConfigError(f"task_via = {task_via!r}: give one of: {', '.join(get_args(TaskVia))}")
-        if has_placeholder and task_via != "argument":
-            raise ConfigError(f"task_via = {task_via!r}, but the command has a {{task}}; leave one of them out")
+        if wrong := [via for via in found if via != task_via]:
+            raise ConfigError(
+                f"task_via = {task_via!r}, but the command has a {_MARKS[wrong[0]]}; leave one of them out"
+            )
         if max_output_bytes < 1 or kill_after_s < 0:
             raise ConfigError(f"max_output_bytes = {max_output_bytes}, kill_after_s = {kill_after_s}: too small")
-        command = [*command, _PLACEHOLDER] if task_via == "argument" and not has_placeholder else list(command)
-        self.command = command
-        self.name = name or Path(command[0]).name
+        self.command = [*command, _PLACEHOLDER] if task_via == "argument" and not found else list(command)
+        self.name = name or (Path(command[0]).name if argv is not None or preset is None else Path(preset).stem)
         self._reward = reward
+        ignored = self._preset.ignore if self._preset else ()
+        self._workspace = None if workspace is None else Workspace(os.fspath(workspace), ignored)
+        self._prompt = None if prompt is None else PromptTemplate(template=prompt)
+        self._reset = reset
+        self._restore = tuple(restore)
+        self._keep = None if keep is None else Path(keep)
+        self._home = home if home in ("fresh", "inherit") else Path(home).expanduser()
         self._task_via = task_via
-        self._env = dict(env or {})
+        self._env = {**(self._preset.env if self._preset else {}), **(env or {})}
         self._inherit_env = tuple(inherit_env)
         self._cwd = None if cwd is None else os.fspath(cwd)
         self._llm = llm
+        sandbox = sandbox or "subprocess"
+        self._sandbox = get_manager().create("sandbox", sandbox) if isinstance(sandbox, (str, Mapping)) else sandbox
         self._kill_after_s = kill_after_s
         self._max_output_bytes = max_output_bytes
 
@@ -119,54 +176,85 @@ class CommandAgent(LitAgent[Any]):
     def is_async(self) -> bool:
         return True
 
+    def initial_prompts(self) -> Mapping[str, PromptTemplate]:
+        return {} if self._prompt is None else {"prompt": self._prompt}
+
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
         """Runs the command once, emits its reward if ``reward`` is set, and returns stdout.
 
         Raises:
-            RolloutError: the command cannot be started, fails, or gives no reward.
+            RolloutError: the command cannot be started, exceeds a limit, fails, or gives no reward.
         """
         hide_process()
-        with tempfile.TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as folder:
-            output, exit_code, secrets = await self._run(task, resources, rollout, Path(folder))
-            if callable(self._reward):
-                reward = self._reward(task, output, rollout)
-                rating = read_rating(await reward if inspect.isawaitable(reward) else reward, self._reward)
-                emit_reward(rating)  # type: ignore[arg-type] # refuses None
-            elif self._reward == "exit_code":
-                emit_reward(1.0 - exit_code)
-            elif self._reward == "file":
-                text = read_agent_file(Path(folder) / "reward")
-                self._emit_reward(text, "the file AGL_REWARD_FILE", secrets)
-            elif self._reward == "stdout":
-                self._emit_reward(output.rstrip().rpartition("\n")[2], "the last line of its stdout", secrets)
-        return output
+        temporary = tempfile.TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True)
+        try:
+            attempt = await self._prepare(task, resources, rollout, Path(temporary.name))
+            output, exit_code = await self._run(attempt)
+            await self._rate(attempt, output, exit_code, rollout)
+            if self._keep is not None and attempt.workspace is not None:
+                self._keep.mkdir(parents=True, exist_ok=True)
+                name = getattr(getattr(rollout, "attempt", None), "attempt_id", rollout.rollout_id)
+                await run_in_thread(functools.partial(shutil.move, attempt.workspace, self._keep / name), name="keep")
+            return output
+        finally:  # in a thread, which ends whatever happens to the caller: a workspace may have many files
+            await asyncio.shield(asyncio.to_thread(temporary.cleanup))
 
-    async def _run(
-        self, task: Any, resources: NamedResources, rollout: Rollout, folder: Path
-    ) -> tuple[str, int, Collection[str]]:
-        """Returns stdout, the exit code, and the keys that the command got."""
+    async def _prepare(self, task: Any, resources: NamedResources, rollout: Rollout, folder: Path) -> _Attempt:
+        """Makes what the command finds: its task, its environment, its home and its workspace."""
         text = task if isinstance(task, str) else json.dumps(task, ensure_ascii=False)
-        stdin = folder / "task"
-        stdin.write_text(text if self._task_via == "stdin" else "", encoding="utf-8")
+        if self._prompt is not None:
+            prompt = resources.get("prompt", self._prompt)
+            if not isinstance(prompt, PromptTemplate):
+                raise ConfigError(
+                    f"the resource 'prompt' is a {type(prompt).__name__}, and the command needs a template"
+                )
+            text = prompt.format(**(task if isinstance(task, Mapping) else {"task": text}))
+        (folder / "task").write_text(text, encoding="utf-8")
         trace = get_active_trace()
         store = None if trace is None else trace.store
         env = build_environment(resources, rollout, folder, inherit=self._inherit_env, llm=self._llm, store=store)
+        secrets = {env[name] for name in _SECRETS if len(env.get(name, "")) >= _MIN_SECRET_CHARS}
+        env |= {"AGL_TASK": text} if self._task_via == "env" else {}
+        env |= {"AGL_TASK_FILE": str(folder / "task")} if self._task_via == "file" else {}
+        preset = self._preset
+        fill = functools.partial(preset.fill, variables=dict(env)) if preset else str
+        temporary = folder / "tmp"
+        temporary.mkdir()
+        env["TMPDIR"] = str(temporary)  # attempts have the same process ids, which names of temporary files may contain
+        if self._home != "inherit":
+            home = folder / "home"
+            home.mkdir()
+            if isinstance(self._home, Path):
+                await run_in_thread(functools.partial(copy, self._home, home), name="copy-home")
+            for path, content in (preset.home if preset else {}).items():
+                (home / path).parent.mkdir(parents=True, exist_ok=True)
+                (home / path).write_text(fill(content), encoding="utf-8")
+            env["HOME"] = str(home)
+        attempt = _Attempt(task, text, folder, env, secrets)
+        if self._workspace is not None:
+            attempt.workspace = folder / "workspace"
+            attempt.workspace.mkdir()
+            make = functools.partial(self._workspace.make, task, attempt.workspace)
+            attempt.source, attempt.before = await run_in_thread(make, name="copy-workspace")
+            if self._reset is not None:
+                await self._run_own(attempt, self._reset, "the command reset")
+                attempt.before = self._workspace.read_state(attempt.workspace)
+        env |= {name: fill(value) for name, value in self._env.items()}
+        attempt.arguments = [
+            fill(part).replace("{task_file}", str(folder / "task")).replace(_PLACEHOLDER, text) for part in self.command
+        ]
+        return attempt
+
+    async def _run(self, attempt: _Attempt) -> tuple[str, int]:
+        """Returns stdout and the exit code."""
+        secrets = attempt.secrets
         stdout, stderr = Tail(self._max_output_bytes), Tail(self._max_output_bytes)
-        with self._open_span(text) as span:
-            env |= {"AGL_TASK": text} if self._task_via == "env" else {}
-            env |= {**_trace_context(), **self._env}
-            secrets = {env[name] for name in _SECRETS if len(env.get(name, "")) >= _MIN_SECRET_CHARS}
+        with self._open_span(attempt.text) as span:
             exit_code: int | None = None
             try:
-                exit_code = await run_group(
-                    [part.replace(_PLACEHOLDER, text) for part in self.command],
-                    env=env,
-                    cwd=self._cwd,
-                    stdin=stdin,
-                    stdout=stdout,
-                    stderr=stderr,
-                    kill_after_s=self._kill_after_s,
-                )
+                has_stdin = self._task_via == "stdin"
+                env = _trace_context() | attempt.env
+                exit_code = await self._execute(attempt, attempt.arguments, env, stdout, stderr, has_stdin=has_stdin)
             finally:  # the output of a command that was stopped may tell why
                 recorded = {
                     semconv.OPERATION_OUTPUT: _redact(stdout.text, secrets),
@@ -174,13 +262,74 @@ class CommandAgent(LitAgent[Any]):
                     "agentlightning.command.dropped_bytes": stdout.dropped + stderr.dropped,
                     **({} if exit_code is None else {"agentlightning.command.exit_code": exit_code}),
                 }
+                if self._workspace is not None and attempt.source and attempt.workspace and exit_code is not None:
+                    diff = functools.partial(self._workspace.diff, attempt.source, attempt.before, attempt.workspace)
+                    text = await run_in_thread(diff, name="diff-workspace")
+                    recorded["agentlightning.command.diff"] = _redact(text, secrets)
                 if span is not None:
                     span.set_attributes(recorded)
             if exit_code not in ((0, 1) if self._reward == "exit_code" else (0,)):
                 raise RolloutError(self._explain(exit_code, _redact(stderr.text, secrets)))
             if exit_code and (reason := _redact(stderr.text, secrets).strip()[-_SHOWN_CHARS:]):
                 emit_feedback(reason)
-        return stdout.text, exit_code, secrets
+        return stdout.text, exit_code
+
+    async def _execute(
+        self,
+        attempt: _Attempt,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        stdout: Tail,
+        stderr: Tail,
+        *,
+        has_stdin: bool = False,
+    ) -> int:
+        stdin = attempt.folder / "task" if has_stdin else Path(os.devnull)
+        cwd = self._cwd if attempt.workspace is None else str(attempt.workspace)
+        job = Job(arguments, env, cwd, attempt.folder, stdin, stdout, stderr, self._kill_after_s)
+        return await self._sandbox.run(job)
+
+    async def _run_own(self, attempt: _Attempt, arguments: Sequence[str], what: str) -> tuple[int, str]:
+        """Runs a command of the user in the workspace; returns its exit code and its output.
+
+        Raises:
+            RolloutError: it fails and is not the reward.
+        """
+        output = Tail(self._max_output_bytes)
+        env = {name: value for name, value in attempt.env.items() if not name.startswith(_MODEL_VARIABLES)}
+        stderr = Tail(self._max_output_bytes)
+        exit_code = await self._execute(attempt, arguments, env, output, stderr)
+        if exit_code and what != "the reward command":
+            end = _redact(stderr.text or output.text, attempt.secrets).strip()[-_SHOWN_CHARS:]
+            raise RolloutError(f"{what} exited with code {exit_code}: {end}")
+        return exit_code, (f"{output.text}\n{stderr.text}" if exit_code else output.text).strip()
+
+    async def _rate(self, attempt: _Attempt, output: str, exit_code: int, rollout: Rollout) -> None:
+        """Emits the reward."""
+        if callable(self._reward):
+            more = {"workspace": attempt.workspace} if "workspace" in inspect.signature(self._reward).parameters else {}
+            reward = self._reward(attempt.task, output, rollout, **more)
+            rating = read_rating(await reward if inspect.isawaitable(reward) else reward, self._reward)
+            emit_reward(rating)  # type: ignore[arg-type] # refuses None
+        elif self._reward == "exit_code":
+            emit_reward(1.0 - exit_code)
+        elif self._reward == "file":
+            self._emit_reward(read_agent_file(attempt.folder / "reward"), "the file AGL_REWARD_FILE", attempt.secrets)
+        elif self._reward == "stdout":
+            self._emit_reward(output.rstrip().rpartition("\n")[2], "the last line of its stdout", attempt.secrets)
+        elif _is_command(self._reward):
+            assert attempt.source is not None
+            assert attempt.workspace is not None
+            put_back = functools.partial(restore, attempt.source, attempt.workspace, self._restore)
+            await run_in_thread(put_back, name="restore-workspace")
+            code, said = await self._run_own(attempt, self._reward, "the reward command")
+            last = said.rpartition("\n")[2]
+            if code == 0 and _read_reward(last) is not None:
+                self._emit_reward(last, "the last line of the reward command", attempt.secrets)
+                return
+            emit_reward(float(code == 0))
+            if code:
+                emit_feedback(_redact(said, attempt.secrets)[-_SHOWN_CHARS:])
 
     def _open_span(self, text: str) -> contextlib.AbstractContextManager[OpenSpan | None]:
         """Opens the span of the command; yields None outside a rollout."""
@@ -201,23 +350,62 @@ class CommandAgent(LitAgent[Any]):
 
     def _emit_reward(self, text: str, what: str, secrets: Collection[str]) -> None:
         """Emits the reward in a text: a number, or a JSON object of numbers and perhaps a text ``feedback``."""
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = None
-        feedback = value.pop("feedback", "") if isinstance(value, dict) else ""
-        if isinstance(feedback, str) and feedback.strip():
-            emit_feedback(_redact(feedback, secrets))
-        if _is_number(value):
-            emit_reward(value)
-        elif isinstance(value, dict) and "reward" in value and all(map(_is_number, value.values())):
-            emit_reward(value, primary_key="reward")
-        else:
+        found = _read_reward(text)
+        if found is None:
             shown = _redact(text.strip(), secrets)[:200]
             raise RolloutError(
                 f"the command {self.name!r} gave no reward: {what} is {shown!r}, not a number and not a "
                 'JSON object of numbers such as {"reward": 1.0}'
             )
+        value, feedback = found
+        if feedback:
+            emit_feedback(_redact(feedback, secrets))
+        if isinstance(value, dict):
+            emit_reward(value, primary_key="reward")
+        else:
+            emit_reward(value)
+
+
+@dataclass
+class _Attempt:
+    """What one attempt works with."""
+
+    task: Any
+    text: str
+    """The task as the command gets it."""
+    folder: Path
+    env: dict[str, str]
+    secrets: Collection[str]
+    """The keys that the command got."""
+    arguments: Sequence[str] = ()
+    workspace: Path | None = None
+    source: Path | None = None
+    """The folder that the workspace is a copy of."""
+    before: State = field(default_factory=dict)
+    """The files of the workspace before the command ran."""
+
+
+_MODEL_VARIABLES: Final = ("OPENAI_", "ANTHROPIC_", "AGL_", "OTEL_", "TRACEPARENT")
+_MARKS: Final[dict[TaskVia, str]] = {"argument": _PLACEHOLDER, "file": "{task_file}"}
+
+
+def _is_command(value: object) -> TypeGuard[Sequence[str]]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        return False
+    return all(isinstance(part, str) for part in value)
+
+
+def _read_reward(text: str) -> tuple[float | dict[str, float], str] | None:
+    """Returns the reward, or rewards by name, in a text, and the feedback; None if there is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    feedback = value.pop("feedback", "") if isinstance(value, dict) else ""
+    feedback = feedback.strip() if isinstance(feedback, str) else ""
+    if isinstance(value, dict):
+        return (value, feedback) if "reward" in value and all(map(_is_number, value.values())) else None
+    return (value, feedback) if _is_number(value) else None
 
 
 def _redact(text: str, secrets: Collection[str]) -> str:

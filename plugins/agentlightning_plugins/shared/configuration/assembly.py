@@ -178,7 +178,7 @@ def load_agent(spec: str | AgentConfig | CommandConfig | NamedAgentConfig) -> Li
         made = get_manager().create("agent", {"name": spec.name, **expand(spec.model_extra or {})})
         return wrap(made, reward)
     if isinstance(spec, CommandConfig):
-        settings = {**expand(spec.model_extra or {}), "command": spec.command}
+        settings = {**expand(spec.model_extra or {}), "argv": spec.command}
         return agl.CommandAgent(**bind_settings(agl.CommandAgent, settings, "a command agent"), reward=reward)
     task_to_input = None if spec.task_to_input is None else load_attribute(spec.task_to_input)
     return wrap(load_attribute(spec.target), reward, task_to_input, spec.prompts)
