@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import click
 
@@ -53,6 +54,7 @@ def command(
     from agentlightning.store.factory import create_store
     from agentlightning.store.url import hide_password
     from agentlightning_plugins.shared.configuration.assembly import load_agent_argument
+    from agentlightning_plugins.shared.configuration.document import anchor
     from agentlightning_plugins.shared.processes.child_process import RunnerProcesses
     from agentlightning_plugins.shared.processes.job_process import JobTarget
     from agentlightning_plugins.shared.processes.stopping import until_sigterm
@@ -60,18 +62,19 @@ def command(
 
     if store.startswith("memory://"):
         raise click.UsageError("memory:// cannot be shared between processes; use another store")
+    url = anchor(Path.cwd(), store)  # the configuration's folder becomes the working directory
     litagent = load_agent_argument(agent, reward)
     get_manager().check("tracer", tracer)
     job = LitAgentRunnerJob(litagent, tracer, max_rollouts=max_rollouts, max_concurrency=max_concurrency)
 
     async def serve() -> None:
-        opened = create_store(store, run=run)
+        opened = create_store(url, run=run)
         try:
             whose = f"run {opened.run_id} of {hide_password(store)}"
             echo(f"Connecting to {whose}")
             await opened.statistics()  # fails here, before processes are started, if the store is unreachable
             echo(f"Running {agent} for {whose}: {n_runners} x {max_concurrency} concurrent rollouts.")
-            target = JobTarget.of_this_process(store, None, opened.run_id)  # the processes read AGL_TOKEN themselves
+            target = JobTarget.of_this_process(url, None, opened.run_id)  # the processes read AGL_TOKEN themselves
             await Supervisor(RunnerProcesses(job, target), opened, n_runners).run()
         finally:
             await opened.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -658,7 +659,7 @@ def test_the_schema_accepts_what_the_command_accepts(folder: Path) -> None:
 def test_runs_started_together_never_choose_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with ThreadPoolExecutor(8) as threads:
-        chosen = list(threads.map(lambda _: choose_directory(None, "demo"), range(24)))
+        chosen = list(threads.map(lambda _: choose_directory(None, "demo", str), range(24)))
     assert len(set(chosen)) == 24
 
 
@@ -723,6 +724,57 @@ def test_the_reward_of_a_command_is_read_from_the_source_in_the_configuration(fo
     said = run_here(folder, "train", "config.yaml", "--run-dir", "s")
     assert said.code == 2
     assert "config.yaml, line 1: reward = 'stdin': give a function or one of: stdout, exit_code, file" in said.stderr
+
+
+ELSEWHERE = """
+from pathlib import Path
+
+class Noted:
+    def __init__(self, path: str):
+        self.path = path
+    def start(self, run, directory):
+        Path(self.path).write_text(run.name)
+    def on_event(self, event):
+        pass
+    def close(self):
+        pass
+
+def score(task, output, rollout):
+    return float(Path("weight.txt").read_text()) if output == "ours\\n" else 0.0
+"""
+THEIRS = "def agent(task):\n    return 0.0\n\nscore = agent\nraise RuntimeError('a neighbour')\n"
+
+
+def test_paths_in_a_configuration_start_at_its_folder_and_those_of_the_command_line_do_not(folder: Path) -> None:
+    project, agl_here = folder / "project", functools.partial(run_here, folder, module="parts")
+    project.mkdir()
+    for name, text in (("parts.py", ELSEWHERE), ("weight.txt", "0.75"), ("say.sh", "echo ours"), ("own.py", "")):
+        (project / name).write_text(text)
+        (folder / name).write_text(THEIRS)
+    (project / "tasks.jsonl").write_text('{"n": 7}\n')
+    agent = {"command": ["sh", "say.sh"], "reward": "parts:score"}
+    changes = {"agent": agent, "plugins": ["own.py"], "trackers": ["jsonl", {"name": "parts.py:Noted", "path": "n"}]}
+    write(project, changes | {"store": "sqlite:///all.db", "data": {"train": "tasks.jsonl", "val": "tasks.jsonl"}})
+    done = agl_here("train", "project/config.yaml")
+    assert done.code == 0, done.stderr
+    assert metrics(folder / "runs" / "config")[0]["reward"] == 0.75
+    assert (project / "n").is_file()
+    assert (project / "all.db").is_file()
+    assert not (project / "runs").exists()
+    assert not (folder / "all.db").exists()
+
+    for file in ("project/config.yaml", "runs/config/config.yaml"):  # the copy belongs to the same folder
+        done = agl_here("eval", file, "--json", "store=null")
+        assert json.loads(done.stdout)["reward"] == 0.75, done.stderr
+    done = agl_here("eval", "project/config.yaml", "--data", "tasks.jsonl", "--run-dir", "kept", "--json", "store=null")
+    assert json.loads(done.stdout)["rollouts"] == 3
+    assert (folder / "kept" / "store.db").is_file()
+    (folder / "more.jsonl").write_text('{"n": 8}\n{"n": 9}\n')
+    done = agl_here("compare", "project/config.yaml", "-a", "[]", "--test", "more.jsonl", "--json", "store=null")
+    assert json.loads(done.stdout)[0]["reward"] == 0.75, done.stderr
+    assert (folder / "runs" / "compare" / "report.html").is_file()
+    done = agl_here("doctor", "project/config.yaml", "--tunes", "prompts", "--json")
+    assert [check["state"] for check in json.loads(done.stdout)["checks"] if check["name"] == "rollout"] == ["ok"]
 
 
 @pytest.mark.parametrize("what", ["missing", "empty"])

@@ -72,16 +72,17 @@ def command(
         raise click.UsageError("--confidence belongs to --fail-under REWARD")
     from agentlightning_plugins.shared.configuration.assembly import load_parts
     from agentlightning_plugins.shared.configuration.config import read_config
-    from agentlightning_plugins.shared.configuration.document import read_with_overrides
+    from agentlightning_plugins.shared.configuration.document import enter_folder, read_with_overrides
     from agentlightning_plugins.shared.configuration.sources import load_dataset
 
     document = read_with_overrides(config, overrides)
+    from_start = enter_folder(config)
     document.values.pop("algorithm", None)  # evaluation ignores the training algorithm
     checked = read_config(document)
     parts = load_parts(checked, document)
     chosen: Any
     if data not in (None, "val", "train"):
-        chosen = load_dataset(str(data))
+        chosen = load_dataset(from_start(str(data)))
     elif data == "train" or (data is None and parts.val is None):
         chosen = parts.train
     else:
@@ -91,10 +92,12 @@ def command(
     if difference is not None and len(chosen) < 2:
         raise click.UsageError(f"--plan needs at least two tasks, but there is {len(chosen)}")
     settings = {"repetitions": repetitions, "success_threshold": success, "rollout_timeout_s": timeout_s}
+    learned = learned and from_start(learned)
     with tempfile.TemporaryDirectory() as scratch, failing_run(), learned_resources(learned, trust=trust) as found:
+        directory = Path(scratch) / "eval" if run_dir is None else Path(from_start(str(run_dir)))
         resources = {**(parts.resources or {}), **found}
         own = dataclasses.replace(parts, resources=resources or None)
-        score = evaluate(checked, own, chosen, run_dir or Path(scratch) / "eval", settings, quiet=as_json)
+        score = evaluate(checked, own, chosen, directory, settings, quiet=as_json)
     metrics = score.to_metrics()
     plans = [] if difference is None else plan(score, difference)
     if as_json:

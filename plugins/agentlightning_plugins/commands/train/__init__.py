@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +60,7 @@ def command(
     """
     from agentlightning_plugins.shared.configuration.assembly import check_setup, load_parts, make_trainer
     from agentlightning_plugins.shared.configuration.config import read_config
-    from agentlightning_plugins.shared.configuration.document import read_with_overrides
+    from agentlightning_plugins.shared.configuration.document import enter_folder, read_with_overrides
     from agentlightning_plugins.shared.configuration.run_directory import CONFIG_NAME, choose_directory
 
     if resume is not None:
@@ -70,15 +69,16 @@ def command(
         overrides = (str(config), *overrides) if config is not None else overrides
         if config is not None and "=" not in str(config):
             raise click.UsageError(f"--resume uses the run's own configuration; remove {config}")
-        resume = _enter(resume)
         check_plugins(resume, read_record(resume))
         config = resume / CONFIG_NAME
     if config is None:
         raise click.UsageError("give a configuration file, or a run to continue: agl train --resume RUN_DIR")
     document = read_with_overrides(config, overrides)
+    from_start = enter_folder(config)
     checked = read_config(document)
     if checked.algorithm is None:
         raise ConfigError(f"{document.name}: algorithm is missing; set one, as in algorithm: baseline")
+    resume = None if resume is None else Path(from_start(str(resume)))
     if resume is not None and checked.store is None and not new_store:
         _check_store(resume)
     if print_config:
@@ -90,7 +90,8 @@ def command(
             raise SystemExit(2)
         return
     check_setup(checked, parts)  # before the directory is created
-    directory = resume or run_dir or choose_directory(checked.run_dir, checked.name or config.stem)
+    named = checked.run_dir if run_dir is None else str(run_dir)
+    directory = resume or choose_directory(named, checked.name or config.stem, from_start)
     if resume is None and (directory / RECORD_NAME).exists():
         raise ConfigError(f"{directory} already contains a run; continue it with: agl train --resume {directory}")
     try:
@@ -160,16 +161,6 @@ def _fit(trainer: Any, parts: Any, directory: Path) -> None:
         echo(f"failed: no rollout of {directory} succeeded; agl report {directory} lists the errors", err=True)
         raise SystemExit(1)
     echo(f"done: {directory}", err=True)
-
-
-def _enter(directory: Path) -> Path:
-    """Changes to the directory in which the run was started, because the configuration's paths are relative to it."""
-    record = read_record(directory)
-    directory = directory.resolve()
-    began_in = Path(record.get("working_directory", "."))
-    if began_in.is_dir():
-        os.chdir(began_in)
-    return directory
 
 
 def _check_store(directory: Path) -> None:

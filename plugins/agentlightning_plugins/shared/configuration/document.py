@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import click
 import yaml
 
 from agentlightning.errors import ConfigError
 from agentlightning.resources import SECRET_NAME
+from agentlightning.run.directory import RECORD_NAME, read_record
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys from the root of the document to a value, as in ``("data", "train")``."""
@@ -96,6 +101,33 @@ def read_document(path: Path) -> ConfigDocument:
     if (root := yaml.compose(text, Loader=_Loader)) is not None:
         _note_lines(root, (), document)
     return document
+
+
+def enter_folder(config: Path) -> Callable[[str], str]:
+    """Works in the folder of a configuration until the command ends, because the paths in the file start there.
+
+    The copy in the directory of a run belongs to the folder in which the run works. Modules are looked for in the
+    folder, then in the former working directory. Returns :func:`anchor` for paths of the command line, which start at
+    the former working directory.
+    """
+    folder, start = config.parent.resolve(), Path.cwd()
+    if (config.parent / RECORD_NAME).is_file():
+        began_in = Path(read_record(config.parent).get("working_directory", folder))
+        folder = began_in if began_in.is_dir() else folder
+    sys.path += [path for path in (str(folder), str(start)) if path not in sys.path]
+    click.get_current_context().with_resource(contextlib.chdir(folder))
+    return str if folder == start else functools.partial(anchor, start)
+
+
+def anchor(start: Path, text: str) -> str:
+    """Makes a path that starts at ``start`` absolute: a file, a folder, ``file.py:attribute`` or the URL of a file.
+
+    ``module:attribute``, ``hf:name`` and other URLs stay as they are.
+    """
+    scheme, separator, path = text.partition(":///" if text.startswith("sqlite:") else ":")
+    if not separator or scheme.endswith(".py"):
+        return str(start / text)
+    return f"{scheme}{separator}{start / path}" if scheme == "sqlite" else text
 
 
 def read_with_overrides(path: Path, overrides: Sequence[str]) -> ConfigDocument:
