@@ -104,7 +104,7 @@ def test_every_trained_seed_exceeds_both_controls_by_more_than_the_interval(exam
 
 def test_the_configuration_of_the_demo_equals_the_settings_of_agl_demo() -> None:
     algorithm = yaml.safe_load((REPO / "examples/demo/train.yaml").read_text())["algorithm"]
-    assert REPO / algorithm.pop("model") == CHECKPOINT
+    assert (REPO / "examples/demo" / algorithm.pop("model")).resolve() == CHECKPOINT
     assert algorithm.pop("target_reward") == TARGET_REWARD
     settings = {**GRPO_SETTINGS, "update": {**GRPO_SETTINGS["update"], "betas": [0.9, 0.99]}}
     assert algorithm == settings

@@ -180,6 +180,13 @@ def test_a_plugin_with_the_name_of_something_installed_is_refused(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_written_is_reported_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused = run_here(tmp_path, "new", "agent", "mine", "--into", "file/mine")
+    assert (refused.code, refused.stderr.count("\n")) == (2, 1)
+    assert "cannot be written: Not a directory; choose another directory with --into" in refused.stderr
+
+
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "agent.py").write_text("precious")

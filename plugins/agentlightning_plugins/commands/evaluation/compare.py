@@ -16,6 +16,7 @@ from agentlightning.resources import PromptTemplate
 from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.terminal import (
     StoreCommand,
+    failing_run,
     json_option,
     json_or_text,
     print_json,
@@ -180,7 +181,7 @@ def _run_prompts(
     quiet: bool,
 ) -> tuple[Path, list[Variant]]:
     """Evaluates the agent with each text, without training; returns the directory of the runs and the results."""
-    from agentlightning_plugins.commands.evaluation.evaluate import evaluate, failing_run
+    from agentlightning_plugins.commands.evaluation.evaluate import evaluate
     from agentlightning_plugins.commands.evaluation.variant import Variant, load
     from agentlightning_plugins.shared.configuration.run_directory import choose_directory
 

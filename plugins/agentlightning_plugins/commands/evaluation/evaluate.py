@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
 from agentlightning.cli import echo
-from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning_plugins.shared.configuration.run_directory import learned_resources
 from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.statistics.score import FAILED, POWER, SampleSizePlan, Score, plan
-from agentlightning_plugins.shared.terminal import json_option, print_json
+from agentlightning_plugins.shared.terminal import failing_run, json_option, print_json
 
 
 @click.command("eval")
@@ -127,17 +124,6 @@ def evaluate(config: Any, parts: Any, dataset: Any, directory: Path, settings: d
     own = dataclasses.replace(parts, train=None, val=dataset, components=components)
     fit(make_trainer(config, own, directory, resume=False), own)
     return algorithm.score
-
-
-@contextlib.contextmanager
-def failing_run() -> Iterator[None]:
-    """Makes the exit code of a failed run 1 instead of 2, which means that a setting is wrong."""
-    try:
-        yield
-    except (ConfigError, PluginError):
-        raise
-    except LightningError as error:
-        raise click.ClickException(str(error)) from error
 
 
 def _check_interval(score: Score, least: float, confidence: float) -> None:

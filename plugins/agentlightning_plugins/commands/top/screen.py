@@ -15,7 +15,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.shared.monitoring.fleet import read_activity, read_backends, read_queue, read_workers
 from agentlightning_plugins.shared.monitoring.metrics import estimate_left, judge, read_metrics
 from agentlightning_plugins.shared.monitoring.runs import describe_run, find_curve, find_newest_runs, find_run
-from agentlightning_plugins.shared.rendering.text import show_span
+from agentlightning_plugins.shared.rendering.text import show_error, show_span
 from agentlightning_plugins.shared.terminal import found
 
 _READ_WORKERS: Final = 50
@@ -163,8 +163,11 @@ def _worker_row(worker: Mapping[str, Any]) -> tuple[str | Text, ...]:
 
 
 def _error_row(error: Mapping[str, Any]) -> tuple[str | Text, ...]:
-    message = " ".join(error["message"][:1000].split())
-    return f"{error['count']:,}", Text(printable(error["type"]), style="red"), printable(message)[:160]
+    return (
+        f"{error['count']:,}",
+        Text(printable(error["type"]), style="red"),
+        printable(show_error(error["message"], 120)),
+    )
 
 
 def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> list[RenderableType]:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from agentlightning.cli import echo
-from agentlightning.errors import ConfigError, LightningError, PluginError
+from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.run.directory import RECORD_NAME, check_plugins, make_directory, read_record
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.shared.log_setup import setup_logging
-from agentlightning_plugins.shared.terminal import shorten
+from agentlightning_plugins.shared.terminal import failing_run, shorten
 
 if TYPE_CHECKING:
     from agentlightning_plugins.shared.configuration.assembly import Parts
@@ -148,15 +147,11 @@ def _fit(trainer: Any, parts: Any, directory: Path) -> None:
     from agentlightning_plugins.shared.configuration.assembly import fit
 
     try:
-        run = fit(trainer, parts)
+        with failing_run():
+            run = fit(trainer, parts)
     except (KeyboardInterrupt, SystemExit) as stop:
         echo(f"\nstopped; continue with:\n\n    agl train --resume {directory}\n", err=True)
         raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
-    except (ConfigError, PluginError):
-        raise
-    except LightningError as error:  # raised by a running algorithm: the configuration was valid
-        traceback.print_exc()
-        raise SystemExit(1) from error
     if run.status == "failed":
         echo(f"failed: no rollout of {directory} succeeded; agl report {directory} lists the errors", err=True)
         raise SystemExit(1)
