@@ -205,12 +205,16 @@ def print_page(
     columns: Sequence[str],
     rows: Iterable[Sequence[Any]],
     to_json: Callable[[M], Any] = to_json,
+    optional: Sequence[str] = (),
 ) -> None:
-    """Prints the result of a query, as JSON or as a table; stderr shows how many records the table omits."""
+    """Prints the result of a query, as JSON or as a table; stderr shows how many records the table omits.
+
+    ``optional``: as in ``print_table``.
+    """
     if as_json:
         print_json([to_json(record) for record in page])
         return
-    print_table(columns, rows)
+    print_table(columns, rows, optional)
     if page.total > len(page):
         echo(f"{len(page)} of {page.total}; --limit shows more", err=True)
 

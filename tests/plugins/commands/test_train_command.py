@@ -345,7 +345,7 @@ def test_a_run_writes_a_report_and_agl_report_prints_the_report_of_any_run(
     assert written.startswith("# r: succeeded\n")
     for line in ("- rollouts: 3 (1 failed, 2 succeeded)", "- seed: 5", "- 1 x ZeroDivisionError: float division by"):
         assert line in written
-    assert "| success_rate | 0.6667 | 0.6667 | 0.6667 | 0.6667 |" in written
+    assert "| failure_rate | 0.3333 | 0.3333 | 0.3333 | 0.3333 |" in written
     assert written.endswith("### prompt\n\n```\nSay {n}.\n```\n")
     assert run_here(folder, "report", "r").stdout == written
     said = json.loads(run_here(folder, "report", "r", "--json").stdout)

@@ -48,7 +48,7 @@ async def list_runs(store: LightningStore, limit: int, as_json: bool) -> None:
     scored = [await _with_scores(store, run) for run in page]
     rows = [] if as_json else [await _run_row(store, run) for run in scored]
     columns = ("run", "name", "status", "algorithm", "started", "rollouts", "score")
-    print_page(as_json, page.model_copy(update={"items": scored}), columns, rows)
+    print_page(as_json, page.model_copy(update={"items": scored}), columns, rows, optional=("name", "started"))
 
 
 @runs.command("show")
@@ -94,7 +94,7 @@ async def list_spans(
         (s.rollout_id, s.sequence_id, s.name, s.status.status_code, s.span_id, shorten(dict(s.attributes)))
         for s in page
     ]
-    print_page(as_json, page, ("rollout", "", "span", "status", "id", "attributes"), rows)
+    print_page(as_json, page, ("rollout", "", "span", "status", "id", "attributes"), rows, optional=("rollout", "id"))
 
 
 @spans.command("show")

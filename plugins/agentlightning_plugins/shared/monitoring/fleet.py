@@ -72,7 +72,10 @@ def _describe_worker(worker: Worker, now: float) -> dict[str, Any]:
         state = "ended"
     elif silent_s is not None and silent_s > _LOST_S:
         state = "lost" if worker.current_rollout_id else "ended"
-    return {**worker.model_dump(mode="json"), "state": state, "silent_s": silent_s}
+    described = {**worker.model_dump(mode="json"), "state": state, "silent_s": silent_s}
+    if state in ("ended", "lost"):  # what it did and reported last is over
+        described |= {"heartbeat_stats": None} if state == "lost" else {"heartbeat_stats": None, "attempt_ids": None}
+    return described
 
 
 _BACKEND: Final = "agentlightning.gateway.backend"
