@@ -13,6 +13,7 @@ from agentlightning.resources import LLM, ResourcesUpdate
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Run, Worker, WorkerStatus
 from agentlightning_plugins.commands.inspect.export import export, export_path
+from agentlightning_plugins.shared.monitoring.fleet import find_state
 from agentlightning_plugins.shared.monitoring.runs import describe_run
 from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.shared.terminal import (
@@ -263,8 +264,10 @@ async def list_workers(
         sort_order="desc",
         limit=limit,
     )
-    rows = [(w.worker_id, w.status, _ago(w.last_heartbeat_time, store.now()), _rollouts(w)) for w in page]
-    print_page(as_json, page, ("worker", "status", "last heartbeat", "rollouts"), rows)
+    rows = [
+        (w.worker_id, find_state(w, store.now()), _ago(w.last_heartbeat_time, store.now()), _rollouts(w)) for w in page
+    ]
+    print_page(as_json, page, ("worker", "state", "last heartbeat", "rollouts"), rows)
 
 
 @workers.command("show")
