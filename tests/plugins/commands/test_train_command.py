@@ -27,6 +27,8 @@ from agentlightning_plugins.shared.configuration import assembly
 from agentlightning_plugins.shared.configuration.config import read_config
 from agentlightning_plugins.shared.configuration.document import read_document
 from agentlightning_plugins.shared.configuration.run_directory import choose_directory
+from agentlightning_plugins.shared.scripted_model.server import Answer
+from tests.algorithms import prompt_lab
 from tests.plugins.commands.agl_here import run_here
 from tests.process import wait_for
 from tests.waiting import LIMIT_S
@@ -568,6 +570,72 @@ def test_a_dry_run_checks_endpoints_and_writes_nothing(folder: Path) -> None:
     assert run_here(folder, "train", "config.yaml", "--dry-run")[0] == 0
     assert not (folder / "runs").exists()
     assert not (folder / "ran.txt").exists()
+
+
+ASKING = """
+import agentlightning as agl
+
+@agl.rollout
+def asks(task, prompt: agl.PromptTemplate, llm: agl.LLM):
+    return 0.0
+
+def forgets(task):
+    async def later():
+        return 1.0
+    return later()
+"""
+
+
+def test_a_dry_run_finds_missing_resources_unlisted_models_and_doubtful_placeholders(folder: Path) -> None:
+    (folder / "my_agents.py").write_text(ASKING)
+    with prompt_lab.Server(Answer("hi")) as server:
+        llm = {"resource_type": "llm", "endpoint": server.endpoint, "model": "gpt-9"}
+        write(folder, {"agent": "my_agents:asks", "resources": {"llm": llm, "prompt": "Say {n} and {m}."}})
+        said = run_here(folder, "train", "config.yaml", "--dry-run")
+        assert (said.code, "no model 'gpt-9'; it has scripted" in said.stdout) == (2, True), said.stdout
+        assert "note  resources.prompt: the agent has to fill {m}: the tasks have only n" in said.stdout
+        fine = ("resources.llm.model=scripted", "resources.prompt=Say it.")
+        said = run_here(folder, "train", "config.yaml", *fine, "--dry-run")
+        assert (said.code, "note  resources.prompt: no placeholder, so" in said.stdout) == (0, True), said.stdout
+        said = run_here(folder, "train", "config.yaml", "resources={}", "--dry-run")
+        assert (said.code, "asks for 'prompt' but no resource has this name" in said.stdout) == (2, True)
+
+
+@pytest.mark.parametrize("text", ["{question} and 1", "{question}", "{a: 1} b", "12", "say: {x}"])
+def test_the_text_of_a_prompt_on_the_command_line_is_not_read_as_yaml(folder: Path, text: str) -> None:
+    write(folder)
+    for setting in (f"resources.prompt={text}", f"resources.prompt='{text}'", f"resources.prompt.template={text}"):
+        said = run_here(folder, "train", "config.yaml", setting, "--print-config")
+        found = yaml.safe_load(said.stdout)["resources"]["prompt"]
+        assert (found["template"] if isinstance(found, dict) else found) == text
+
+
+def test_a_coroutine_of_a_synchronous_agent_is_one_error_that_says_what_to_do(folder: Path) -> None:
+    (folder / "my_agents.py").write_text(ASKING)
+    write(folder, {"agent": "my_agents:forgets", "algorithm": "baseline"})
+    said = run_here(folder, "train", "config.yaml", "trackers=[console]")
+    assert "3 of 3 rollouts: RolloutError: <agent forgets> returned a coroutine: define the function" in said.stderr
+
+
+def test_a_runner_joins_the_run_and_the_store_that_the_configuration_names(folder: Path) -> None:
+    (folder / "project").mkdir()
+    (folder / "my_agents.py").rename(folder / "project" / "my_agents.py")
+    write(folder / "project", {"name": "joined", "store": "sqlite:///all.db"})
+
+    async def queue() -> agl.Rollout:
+        store = agl.create_store(f"sqlite:///{folder}/project/all.db", run="joined")
+        found = await store.query_rollouts()
+        rollout = found[0] if found else await store.enqueue_rollout({"n": 4}, mode="train")
+        await store.close()
+        return rollout
+
+    asyncio.run(queue())
+    command = [sys.executable, "-m", "agentlightning", "runner", "project/config.yaml", "--max-rollouts", "1"]
+    done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "run joined of sqlite:///all.db" in done.stdout
+    assert asyncio.run(queue()).status == "succeeded"
+    assert (folder / "project" / "ran.txt").read_text() == "4\n"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import html
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,7 @@ class Shown:
         self.figures = {name: value.strip() for name, value in re.findall(cells, self.html)}
         self.counts = {name: number(n) for n, name in re.findall(r"</span>([\d,]+) ([a-z]+)<", self.html)}
         self.points = re.findall(r"<title>(.*?)</title>", self.html)
-        self.metrics = {
-            name: value for name, value in re.findall(r'<figcaption>(\S+) <span class="faint">([^ <]*)', self.html)
-        }
+        self.metrics = dict(re.findall(r'<figcaption>(\S+) <span class="faint">([^ <]*)', self.html))
 
 
 def number(text: str) -> float:
@@ -95,8 +93,8 @@ def series(steps: Sequence[Metrics], name: str) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(params=["baseline", "apo", "grpo", "eval"])
-def opened(request: pytest.FixtureRequest, runs: dict[str, Path]) -> Iterator[tuple[str, Path]]:
-    yield request.param, runs[request.param]
+def opened(request: pytest.FixtureRequest, runs: dict[str, Path]) -> tuple[str, Path]:
+    return request.param, runs[request.param]
 
 
 async def test_every_page_and_report_shows_the_numbers_of_the_store(opened: tuple[str, Path]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +21,7 @@ from agentlightning_plugins.shared.log_setup import setup_logging
 from agentlightning_plugins.shared.terminal import failing_run, shorten
 
 if TYPE_CHECKING:
+    from agentlightning.resources import LLM
     from agentlightning_plugins.shared.configuration.assembly import Parts
     from agentlightning_plugins.shared.configuration.config import TrainConfig
 
@@ -155,7 +156,7 @@ def _fit(trainer: Any, parts: Any, directory: Path) -> None:
     if run.status == "failed":
         echo(f"failed: no rollout of {directory} succeeded; agl report {directory} lists the errors", err=True)
         raise SystemExit(1)
-    echo(f"done: {directory}", err=True)
+    echo(f"done: {directory}; next: agl report {directory}, agl dashboard {directory}", err=True)
 
 
 def _check_store(directory: Path) -> None:
@@ -183,6 +184,8 @@ def _check_run(config: TrainConfig, parts: Parts) -> bool:
         several = component if isinstance(component, list) else [component]
         echo(f"ok    {key:<13}{', '.join(type(each).__name__ for each in several)}")
     is_fine = True
+    for doubt in _find_doubts(parts):
+        echo(f"note  {doubt}")
     for what, problem in _problems(config, parts):
         is_fine &= problem is None
         echo(f"ok    {what}" if problem is None else f"WRONG {what}: {problem}")
@@ -199,17 +202,18 @@ def _problems(config: TrainConfig, parts: Parts) -> Iterator[tuple[str, str | No
         yield "store", _try_store(expand(config.store))
     if isinstance(config.gateway, str) and "://" in config.gateway:
         url = expand(config.gateway).rstrip("/").removesuffix("/v1")
-        yield f"gateway      {url}", _try_endpoint(f"{url}/v1", find_token())
+        yield f"gateway      {url}", _try_endpoint(LLM(endpoint=f"{url}/v1", model="", api_key=find_token()))
     for name, resource in resolve_secrets(parts.resources or {}).items():
         if isinstance(resource, LLM):
-            yield f"resources.{name:<13}{resource.endpoint}", _try_endpoint(resource.endpoint, resource.api_key)
+            yield f"resources.{name:<13}{resource.endpoint}", _try_endpoint(resource)
+    yield "resources", _try_agent(parts)
     try:
         called = check_setup(config, parts)
     except LightningError as error:
         yield "algorithm", str(error)
         return
-    for endpoint, key in dict.fromkeys((each.endpoint, each.api_key) for each in called):
-        yield f"algorithm    {endpoint}", _try_endpoint(endpoint, key)
+    for llm in {(each.endpoint, each.model): each for each in called}.values():
+        yield f"algorithm    {llm.model} at {llm.endpoint}", _try_endpoint(llm)
 
 
 def _try_store(url: str) -> str | None:
@@ -230,17 +234,58 @@ def _try_store(url: str) -> str | None:
     return None
 
 
-def _try_endpoint(endpoint: str, key: str | None) -> str | None:
+def _try_agent(parts: Parts) -> str | None:
+    """Fills the parameters of the agent's function. Returns the problem, or None if each has a resource."""
+    from agentlightning.litagent.function import FunctionalLitAgent
+    from agentlightning.trainer import first_resources
+
+    agent = getattr(parts.agent, "agent", parts.agent)  # without its reward function
+    if isinstance(agent, FunctionalLitAgent):
+        has_model = parts.components["algorithm"].default_adapter == "triplet"
+        try:
+            agent.check_resources(first_resources(parts.agent, parts.resources) or {}, has_model=has_model)
+        except ConfigError as error:
+            return str(error)
+    return None
+
+
+def _find_doubts(parts: Parts) -> Iterator[str]:
+    """Yields what is probably a mistake in a prompt, but may be what the agent needs."""
+    from agentlightning.resources import PromptTemplate
+    from agentlightning.trainer import first_resources
+    from agentlightning_algorithms.shared.prompt_search.candidate import find_placeholders
+
+    data = parts.train if parts.train is not None else parts.val
+    columns = list(data[0]) if data is not None and isinstance(data[0], Mapping) else []
+    for name, prompt in (first_resources(parts.agent, parts.resources) or {}).items():
+        if not isinstance(prompt, PromptTemplate) or prompt.engine == "poml":
+            continue
+        fields = find_placeholders(prompt)
+        if not fields:
+            yield f"resources.{name}: no placeholder, so the agent has to add the task to the text"
+        elif columns and (unknown := sorted(fields.difference(columns))):
+            shown = ", ".join(f"{{{field}}}" for field in unknown)
+            yield f"resources.{name}: the agent has to fill {shown}: the tasks have only {', '.join(columns)}"
+
+
+def _try_endpoint(llm: LLM) -> str | None:
     """Lists the models, a request that costs nothing. Returns the problem, or None if the server answers."""
     import http.client
     import urllib.request
 
-    request = urllib.request.Request(endpoint.rstrip("/") + "/models")  # noqa: S310 # the user's own endpoint
-    if key is not None:
-        request.add_header("Authorization", f"Bearer {key}")
+    request = urllib.request.Request(llm.endpoint.rstrip("/") + "/models")  # noqa: S310 # the user's own endpoint
+    if llm.api_key is not None:
+        request.add_header("Authorization", f"Bearer {llm.api_key}")
     try:
-        with urllib.request.urlopen(request, timeout=_ANSWER_S):  # noqa: S310 # as above
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:  # noqa: S310 # as above
+            listed = response.read(2**20)
+        try:
+            names = [str(each["id"]) for each in json.loads(listed)["data"]]
+        except (ValueError, LookupError, TypeError):  # not every server has a list
             return None
+        if llm.model and names and llm.model not in names:
+            return f"no model {llm.model!r}; it has {shorten(', '.join(names), 200)}"
+        return None
     except urllib.error.HTTPError as error:
         with error:
             return f"answers {error.code} {error.reason}" if error.code in (401, 403) or error.code >= 500 else None

@@ -58,7 +58,7 @@ class ConfigDocument:
         return self.name
 
     def override(self, arguments: Sequence[str]) -> None:
-        """Applies ``a.b=value`` arguments; values are read as YAML."""
+        """Applies ``a.b=value`` arguments; values are read as YAML, texts of prompts as they are unless quoted."""
         for argument in arguments:
             key, separator, text = argument.partition("=")
             if not separator or not key:
@@ -79,7 +79,8 @@ class ConfigDocument:
                     shown = ".".join(path[: depth + 1])
                     raise ConfigError(f"command line, {argument}: {shown} = {child!r} has no keys to set")
                 node = child
-            node[path[-1]] = _parse_yaml(text, f"command line, {argument}")
+            is_prompt = path[0] == "resources" and (len(path) == 2 or path[-1] == "template")
+            node[path[-1]] = _parse_prompt(text) if is_prompt else _parse_yaml(text, f"command line, {argument}")
             self.overridden[path] = argument
 
 
@@ -161,6 +162,16 @@ def _parse_yaml(text: str, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"{where}{line}: not YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+def _parse_prompt(text: str) -> Any:
+    """Returns a resource as a mapping with its type, a quoted text, or null; any other text is the prompt itself."""
+    try:
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506 # a SafeLoader
+    except yaml.YAMLError:
+        return text
+    is_resource = isinstance(value, dict) and "resource_type" in value
+    return value if is_resource or value is None or isinstance(value, str) else text
 
 
 def _note_lines(node: yaml.Node, path: KeyPath, document: ConfigDocument) -> None:
