@@ -162,7 +162,7 @@ def _run_algorithms(
             if spec is not None:
                 check_setup(checked, parts)
             hold_out(parts, tasks)
-    directory = choose_directory(run_dir and str(run_dir), "compare", from_start)
+    directory = choose_directory(None if run_dir is None else str(run_dir), "compare", from_start)
     for number, variant in enumerate(variants):
         for seed in chosen_seeds:
             place = directory / f"{number}-{variant.name}-{seed}"
@@ -190,7 +190,7 @@ def _run_prompts(
     if tasks is None:
         raise ConfigError("comparing needs test tasks: data.val in the configuration, or --test SOURCE")
     prompts = [_read_prompt(text, parts, from_start) for text in texts]
-    directory = choose_directory(run_dir and str(run_dir), "compare", from_start)
+    directory = choose_directory(None if run_dir is None else str(run_dir), "compare", from_start)
     variants = []
     for number, (label, name, prompt) in enumerate(prompts):
         place = directory / f"{number}-{name}"

@@ -82,9 +82,12 @@ def sum_phases(metrics: Sequence[Metrics]) -> list[dict[str, Any]]:
         if "wait_s" not in each.values:  # the user's own training loop waits while it samples
             sums["sampling"] += each.values.get("sample_s", 0.0)
     total = sum(sums.values())
-    phases = [{"name": name, "seconds": spent, "share": spent / total} for name, spent in sums.items() if spent > 0]
-    ends = [round(100 * share) for share in itertools.accumulate(phase["share"] for phase in phases)]
-    return [{**phase, "percent": end - before} for phase, before, end in zip(phases, [0, *ends], ends, strict=False)]
+    phases = {name: spent for name, spent in sums.items() if spent > 0}
+    ends = [round(100 * spent / total) for spent in itertools.accumulate(phases.values())]
+    return [
+        {"name": name, "seconds": spent, "share": spent / total, "percent": end - before}
+        for (name, spent), before, end in zip(phases.items(), [0, *ends], ends, strict=False)
+    ]
 
 
 def estimate_left(run: Run, metrics: Sequence[Metrics], now: float) -> dict[str, Any] | None:
