@@ -18,7 +18,7 @@ from agentlightning.types import Attempt, AttemptedRollout, Rollout, RolloutStat
 from agentlightning_plugins.commands.inspect.export import export, export_path
 from agentlightning_plugins.shared.chat_history import read_conversations
 from agentlightning_plugins.shared.paging import every
-from agentlightning_plugins.shared.rendering.text import print_table, show_number
+from agentlightning_plugins.shared.rendering.text import print_table, show_number, show_task
 from agentlightning_plugins.shared.terminal import (
     StoreGroup,
     found,
@@ -249,7 +249,16 @@ async def _row(store: LightningStore, rollout: Rollout) -> tuple[Any, ...]:
     number = None if attempt is None else attempt.sequence_id
     started = show_time(rollout.start_time)
     shown = None if reward is None else show_number(reward)
-    return rollout.rollout_id, rollout.status, rollout.mode, number, shown, started, seconds, shorten(rollout.input)
+    return (
+        rollout.rollout_id,
+        rollout.status,
+        rollout.mode,
+        number,
+        shown,
+        started,
+        seconds,
+        shorten(show_task(rollout.input)),
+    )
 
 
 def _milliseconds(span: Span) -> str:

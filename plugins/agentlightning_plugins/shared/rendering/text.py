@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.cli import printable
@@ -36,6 +36,16 @@ def show_error(error: str, length: int = 300) -> str:
     first, *rest = [line.strip() for line in error.splitlines() if line.strip()] or [""]
     end = " / ".join(rest)[-length:] if first.endswith(":") else ""
     return f"{first[:length]} {end}".rstrip()
+
+
+def show_task(task: Any) -> str:
+    """Returns a task as text: fields as ``name: value``, one field without its name, nested values as JSON."""
+    if isinstance(task, str):
+        return task
+    if not isinstance(task, Mapping) or not task:
+        return json.dumps(task, ensure_ascii=False, default=str)
+    fields = {name: show_task(value) for name, value in task.items()}
+    return next(iter(fields.values())) if len(fields) == 1 else ", ".join(f"{k}: {v}" for k, v in fields.items())
 
 
 def dump(value: Any) -> str:
