@@ -325,7 +325,7 @@ def test_what_an_algorithm_needs_is_checked_before_a_run_directory_is_created(
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     dry = run_here(folder, "train", "config.yaml", "--dry-run")
     assert dry.code == 2
-    assert "WRONG algorithm    http://127.0.0.1:9/v1/: cannot be reached" in dry.stdout
+    assert "WRONG algorithm    gpt-4.1-mini at http://127.0.0.1:9/v1/: cannot be reached" in dry.stdout
     assert not (folder / "runs").exists()
 
 
