@@ -25,7 +25,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +73,14 @@ def run(example: str, variant: str, seed: int, directory: Path, options: Sequenc
 
     A run that was interrupted is resumed; its ``seconds.json`` is empty, because the earlier time is unknown.
     """
-    folder = Path(__file__).parent / example
+    folder, directory = Path(__file__).parent / example, directory.absolute()
     overrides = (f"seed={seed}", "trackers=[jsonl]", *VARIANTS[variant], *options)
     document = read_with_overrides(folder / "train.yaml", overrides)
     config = read_config(document)
-    parts = load_parts(config, document)
-    parts.components["algorithm"].test_dataset = load_attribute(f"examples.{example}.problems:test")()[:tests]
     started, is_resumed = time.monotonic(), (directory / "run.json").exists()
-    with measured_cpu() as seconds:
+    with chdir(folder), measured_cpu() as seconds:  # the configuration's paths start there
+        parts = load_parts(config, document)
+        parts.components["algorithm"].test_dataset = load_attribute(f"examples.{example}.problems:test")()[:tests]
         fit(make_trainer(config, parts, directory, resume=is_resumed), parts)
     seconds = {} if is_resumed else {**seconds, "wall": time.monotonic() - started}
     (directory / "seconds.json").write_text(json.dumps(seconds), encoding="utf-8")

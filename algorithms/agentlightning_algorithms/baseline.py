@@ -143,7 +143,7 @@ def _summarize(results: list[RolloutResult]) -> dict[str, float]:
         "reward": statistics.fmean(scores) if scores else 0.0,
         "reward_median": statistics.median(scores) if scores else 0.0,
         **{f"{mode}_reward": statistics.fmean(values) for mode, values in by_mode.items() if values},
-        "success_rate": 1.0 - errors.total() / len(results) if results else 0.0,
+        "failure_rate": errors.total() / len(results) if results else 0.0,
         "rollouts": float(len(results)),
         "rollouts_without_reward": float(sum(result.reward is None for result in results)),
         **{f"errors/{name}": float(count) for name, count in sorted(errors.items())},

@@ -18,7 +18,28 @@ from agentlightning.plugin.registry import PluginManager, get_manager
 logger = logging.getLogger("agentlightning")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+_SECTIONS: Final = {
+    "Begin": "demo new doctor config plugins completion",
+    "Run agents": "train eval compare runner trace replay",
+    "Look at results": "report dashboard top runs rollouts spans resources workers ledger tokens",
+    "Serve": "store gateway serve export legacy",
+}
+"""The commands in the help, by section; those of other plugins come last."""
+
+
+class _Sections(click.Group):
+    """A group whose help lists the commands by section."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        left = {name: self.commands[name] for name in sorted(self.commands) if not self.commands[name].hidden}
+        for title, names in {**_SECTIONS, "Other plugins": " ".join(left)}.items():
+            found = {name: left.pop(name) for name in names.split() if name in left}
+            if found:
+                with formatter.section(title):
+                    formatter.write_dl([(name, each.get_short_help_str(62)) for name, each in found.items()])
+
+
+@click.group(cls=_Sections, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, package_name="lightning", prog_name="agl")
 @click.option("--debug", is_flag=True, help="Show tracebacks and details of what happens.")
 def cli(debug: bool) -> None:

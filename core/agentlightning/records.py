@@ -301,7 +301,10 @@ class SpanLink(SpanRecord):
     """A reference from one span to another."""
 
     context: SpanContext
-    attributes: Attributes = Field(default_factory=FrozenDict)
+    attributes: Annotated[Attributes, BeforeValidator(lambda value: {} if value is None else value)] = Field(
+        default_factory=FrozenDict
+    )
+    """None, as Agent Lightning 0.3 sends, is an empty mapping."""
 
 
 class SpanResource(SpanRecord):

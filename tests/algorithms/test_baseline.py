@@ -40,14 +40,14 @@ def metrics(store: agl.LightningStore) -> list[dict[str, float]]:
     return [dict(metrics.values) for metrics in asyncio.run(store.query_metrics()).items]
 
 
-def test_each_epoch_reports_mean_median_success_rate_and_errors_by_type() -> None:
+def test_each_epoch_reports_mean_median_failure_rate_and_errors_by_type() -> None:
     first, second = metrics(run(agl.Baseline(n_epochs=2), TASKS[:5], TASKS[5:]))
     assert first == {**second, "progress": 0.5}
     assert first["reward"] == pytest.approx(sum(range(7)) / 100), "failures count as 0, even if they emitted a reward"
     assert first["reward_median"] == pytest.approx(0.15)
     assert first["train_reward"] == pytest.approx(0.2)
     assert first["val_reward"] == pytest.approx(0.22)
-    assert first["success_rate"] == pytest.approx(0.8)
+    assert first["failure_rate"] == pytest.approx(0.2)
     assert first["rollouts"] == 10
     assert first["rollouts_without_reward"] == 2
     assert {name: count for name, count in first.items() if name.startswith("errors/")} == {
@@ -109,7 +109,7 @@ def test_span_verbosity_sets_how_much_of_a_span_is_logged(
     assert hidden not in caplog.text
     assert "KeyError: 'no such tool'" in caplog.text
     assert "epoch 1 of 1: reward 0.21, reward_median 0.15, " in caplog.text
-    assert "success_rate 0.8, rollouts 10, rollouts_without_reward 2, errors/KeyError 1" in caplog.text
+    assert "failure_rate 0.2, rollouts 10, rollouts_without_reward 2, errors/KeyError 1" in caplog.text
 
 
 def test_the_baseline_logs_that_it_waits_for_rollouts(caplog: pytest.LogCaptureFixture) -> None:

@@ -61,7 +61,7 @@ def test_an_example_trains_and_with_a_learning_rate_of_zero_nothing_changes(
     before, after = evidence.test_rewards(runs["frozen"][0])
     assert before == after
     start = yaml.safe_load((REPO / "examples" / example / "train.yaml").read_text())["algorithm"]["model"]
-    old = load_file(REPO / start / "model.safetensors")
+    old = load_file(REPO / "examples" / example / start / "model.safetensors")
     for variant, is_changed in (("trained", True), ("frozen", False)):
         new = load_file(tmp_path / example / f"{variant}-0/checkpoint/model.safetensors")
         assert any(bool((new[name] - old[name]).abs().max() > 1e-20) for name in old) is is_changed
@@ -104,7 +104,7 @@ def test_every_trained_seed_exceeds_both_controls_by_more_than_the_interval(exam
 
 def test_the_configuration_of_the_demo_equals_the_settings_of_agl_demo() -> None:
     algorithm = yaml.safe_load((REPO / "examples/demo/train.yaml").read_text())["algorithm"]
-    assert REPO / algorithm.pop("model") == CHECKPOINT
+    assert (REPO / "examples/demo" / algorithm.pop("model")).resolve() == CHECKPOINT
     assert algorithm.pop("target_reward") == TARGET_REWARD
     settings = {**GRPO_SETTINGS, "update": {**GRPO_SETTINGS["update"], "betas": [0.9, 0.99]}}
     assert algorithm == settings

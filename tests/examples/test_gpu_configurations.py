@@ -20,7 +20,7 @@ def test_the_configuration_for_a_gpu_trains_on_a_cpu(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = file.parent.name
-    here = (f"model=examples/{example}/checkpoint", "device=cpu", "dtype=float32", "sampling.max_tokens=24")
+    here = ("model=checkpoint", "device=cpu", "dtype=float32", "sampling.max_tokens=24")
     short = ("steps=1", "tasks_per_step=2", "rollouts_per_task=4", "eval_every=0", "update.warmup_updates=0")
     gradient = (
         "experience.keep_flat_groups=true",

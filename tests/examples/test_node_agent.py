@@ -58,7 +58,7 @@ def test_the_reward_of_the_node_agent_compares_the_last_line_with_the_right_numb
 def test_a_training_uses_the_tokens_of_the_node_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = ("steps=1", "tasks_per_step=2", "rollouts_per_task=4", "eval_every=0", "experience.keep_flat_groups=true")
     settings = [f"algorithm.{setting}" for setting in short]
-    settings += ["data.val={source: 'examples/node_agent/problems.py:val', limit: 2}", f"run_dir={tmp_path / 'run'}"]
+    settings += ["data.val={source: 'problems.py:val', limit: 2}", f"run_dir={tmp_path / 'run'}"]
     monkeypatch.chdir(REPO)
     with threads_for_servers():
         done = CliRunner().invoke(command, ["examples/node_agent/train.yaml", *settings])

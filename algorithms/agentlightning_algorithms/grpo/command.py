@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -127,6 +129,7 @@ def serve(
     MODEL is a directory or a name on the hub. In --command, {model}, {name}, {host} and {port} are replaced; {model}
     is the directory of a whole model, with LoRA adapters merged.
     """
+    _check_port(host, port)  # before the model is read
     if own is not None:
         values = {"name": name, "host": host, "port": str(port)}
         sys.exit(_serve_with_command(source, checkpoint, own, values, trust=trust))
@@ -147,6 +150,14 @@ def serve(
         echo(_describe(served))
         while not stopped.wait(_CHECK_S):
             served.backend.check()
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:  # the server reports other problems, such as a name that it does not know
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} of {host} is in use; choose another --port, or 0 for a free one") from None
 
 
 def _describe(served: ServedModel) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, cast, get_args, get_type_hints, overload
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, RolloutError
 from agentlightning.litagent.agent import (
     LitAgent,
     Rating,
@@ -70,11 +70,21 @@ class FunctionalLitAgent(LitAgent[Any]):
         return self._is_async
 
     def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
-        return cast(RolloutRawResult, self._function(task, **self._arguments(resources, rollout)))
+        result = self._function(task, **self._arguments(resources, rollout))
+        if inspect.iscoroutine(result):
+            result.close()
+            raise RolloutError(f"{self!r} returned a coroutine: define the function with `async def`, and await in it")
+        return cast(RolloutRawResult, result)
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
         result = self._function(task, **self._arguments(resources, rollout))
         return cast(RolloutRawResult, await result if inspect.isawaitable(result) else result)
+
+    def check_resources(self, resources: NamedResources, *, has_model: bool) -> None:
+        """Raises ConfigError for a parameter that nothing fills; ``has_model``: the algorithm adds an ``LLM``."""
+        for parameter in self._injected:
+            if parameter.name not in ("rollout", "resources") and not (has_model and LLM in parameter.resource_types):
+                _choose(parameter, resources, self)
 
     def _arguments(self, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
         scoped = scope_to_attempt(resources, rollout) if self._strip_proxy else dict(resources)

@@ -7,9 +7,31 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 _IMPORT = re.compile(r"^from ([\w.]+) import \(?\s*(\w+) as \2\b", re.MULTILINE)
+
+
+_OLD_NAMES: Final = (
+    "; if it is a name of Agent Lightning 0.3, write `import agentlightning_plugins.legacy.names` first, which "
+    "restores most of them, and see docs/migration.md for the others"
+)
+
+
+class _OldNameFinder:
+    """The last finder of modules: explains what to do about a module or name of 0.3 that none of ours has."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Raises ModuleNotFoundError for an unknown module of ours; ``from agentlightning import name`` asks too.
+
+        The error has no ``name``: Python would take one with the name for a missing submodule, and replace it.
+        """
+        if name.startswith("agentlightning."):
+            raise ModuleNotFoundError(f"there is no {name}{_OLD_NAMES}")
+
+
+sys.meta_path.append(_OldNameFinder)
 
 
 def lazy_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
@@ -24,7 +46,7 @@ def lazy_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any]
 
     def __getattr__(name: str) -> Any:
         if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{_OLD_NAMES}")
         module = modules[name]
         if module == package:
             value: Any = importlib.import_module(f"{module}.{name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import click
 
@@ -14,14 +15,13 @@ from agentlightning.plugin.hookspecs import hookimpl
 @click.argument("agent")
 @click.option(
     "--store",
-    default="http://127.0.0.1:4747",
     envvar="AGL_STORE",
-    show_default=True,
     show_envvar=True,
     metavar="URL",
-    help="URL of the store, or directory of a run; the token of a store is read from AGL_TOKEN.",
+    help="URL of the store, or directory of a run; default is the store of the configuration, else "
+    "http://127.0.0.1:4747. The token of a store is read from AGL_TOKEN.",
 )
-@click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
+@click.option("--run", metavar="NAME", help="The run; default is the name in the configuration, else `default`.")
 @click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent returns none.")
 @click.option("--n-runners", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
 @click.option(
@@ -35,7 +35,7 @@ from agentlightning.plugin.hookspecs import hookimpl
 @click.option("--tracer", default="otel", show_default=True, help="The tracer.")
 def command(
     agent: str,
-    store: str,
+    store: str | None,
     run: str | None,
     reward: str | None,
     n_runners: int,
@@ -52,26 +52,33 @@ def command(
     from agentlightning.run.job import LitAgentRunnerJob
     from agentlightning.store.factory import create_store
     from agentlightning.store.url import hide_password
-    from agentlightning_plugins.shared.configuration.assembly import load_agent_argument
+    from agentlightning_plugins.shared.configuration.assembly import expand, is_config_file, load_agent_argument
+    from agentlightning_plugins.shared.configuration.document import anchor, read_document
     from agentlightning_plugins.shared.processes.child_process import RunnerProcesses
     from agentlightning_plugins.shared.processes.job_process import JobTarget
     from agentlightning_plugins.shared.processes.stopping import until_sigterm
     from agentlightning_plugins.shared.processes.supervisor import Supervisor
 
+    start = Path.cwd()
+    if store is None and is_config_file(agent) and (configured := read_document(Path(agent)).values).get("store"):
+        start, store = Path(agent).resolve().parent, expand(configured["store"])
+        run = run or configured.get("name") or Path(agent).stem
+    store = store or "http://127.0.0.1:4747"
     if store.startswith("memory://"):
         raise click.UsageError("memory:// cannot be shared between processes; use another store")
+    url = anchor(start, store)  # the configuration's folder becomes the working directory
     litagent = load_agent_argument(agent, reward)
     get_manager().check("tracer", tracer)
     job = LitAgentRunnerJob(litagent, tracer, max_rollouts=max_rollouts, max_concurrency=max_concurrency)
 
     async def serve() -> None:
-        opened = create_store(store, run=run)
+        opened = create_store(url, run=run)
         try:
             whose = f"run {opened.run_id} of {hide_password(store)}"
             echo(f"Connecting to {whose}")
             await opened.statistics()  # fails here, before processes are started, if the store is unreachable
             echo(f"Running {agent} for {whose}: {n_runners} x {max_concurrency} concurrent rollouts.")
-            target = JobTarget.of_this_process(store, None, opened.run_id)  # the processes read AGL_TOKEN themselves
+            target = JobTarget.of_this_process(url, None, opened.run_id)  # the processes read AGL_TOKEN themselves
             await Supervisor(RunnerProcesses(job, target), opened, n_runners).run()
         finally:
             await opened.close()

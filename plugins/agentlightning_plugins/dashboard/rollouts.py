@@ -12,6 +12,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, RolloutMode, RolloutStatus
 from agentlightning_plugins.dashboard.visit import Visit
+from agentlightning_plugins.shared.rendering.text import show_task
 
 PAGE_SIZE: Final = 50
 _CHUNK: Final = 200
@@ -38,7 +39,7 @@ def describe_rollout(rollout: Rollout) -> dict[str, Any]:
         "error": None if attempt is None or attempt.error is None else attempt.error.type,
         "start_time": rollout.start_time,
         "seconds": None if attempt is None or ended is None else max(0.0, ended - attempt.start_time),
-        "input": _preview(rollout.input),
+        "input": show_task(rollout.input)[:400],
         **{key: metadata.get(key) for key in (*_INDEXED, LABEL)},
     }
 
@@ -183,8 +184,3 @@ async def _mentions(store: LightningStore, rollout: Rollout, query: Mapping[str,
     spans = await store.query_spans(rollout.rollout_id, "latest")
     texts = (str(value) for span in spans for value in span.attributes.values())
     return await asyncio.to_thread(lambda: any(wanted in text.casefold() for text in texts))
-
-
-def _preview(task: Any) -> str:
-    text = task if isinstance(task, str) else json.dumps(task, ensure_ascii=False, default=str)
-    return text[:400]

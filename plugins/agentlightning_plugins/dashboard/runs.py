@@ -13,9 +13,8 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Metrics, Rollout
 from agentlightning_plugins.dashboard.rollouts import describe_rollout
 from agentlightning_plugins.dashboard.visit import Visit
-from agentlightning_plugins.shared.monitoring import metrics as numbers
 from agentlightning_plugins.shared.monitoring.fleet import read_backends, read_queue, read_workers
-from agentlightning_plugins.shared.monitoring.metrics import read_metrics
+from agentlightning_plugins.shared.monitoring.metrics import make_series, read_metrics
 from agentlightning_plugins.shared.monitoring.runs import (
     count_rollouts,
     describe_run,
@@ -54,9 +53,7 @@ async def list_runs(visit: Visit) -> dict[str, Any]:
                 "total": sum(counts.values()),
                 "step": steps[-1].step if steps else None,
                 "reward": series[-1]["value"] if series else None,
-                "best_val": max(
-                    (each.values["val_reward"] for each in steps if "val_reward" in each.values), default=None
-                ),
+                "val_reward": next((point["value"] for point in make_series(steps, "val_reward")[-1:]), None),
                 "curve": [point["value"] for point in series],
             }
         )
@@ -112,13 +109,13 @@ async def compare(visit: Visit) -> dict[str, Any]:
     sides, recorded = [], []
     for run_id in chosen:
         view = store.with_run(run_id)
-        steps = await numbers.read_metrics(view)
+        steps = await read_metrics(view)
         recorded.append((view, steps))
         last: dict[str, float] = {}
         for each in steps:
             last |= each.values
         run = await find_run(view)
-        curves = {name: numbers.make_series(steps, name) for name in ("reward", "val_reward")}
+        curves = {name: make_series(steps, name) for name in ("reward", "val_reward")}
         described: dict[str, Any] = {
             "run_id": run_id,
             "name": run_id,

@@ -9,7 +9,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import agentlightning as agl
 from agentlightning import semconv
@@ -17,6 +17,7 @@ from agentlightning.errors import suggest
 
 _HERE: Final = "agentlightning_plugins.legacy.compat"
 _V0: Final = "agentlightning_plugins.legacy.v0"
+S = TypeVar("S")
 
 MODULES: Final[Mapping[str, str]] = {
     "adapter.base": "adapter",
@@ -185,15 +186,21 @@ def extract_links_from_attributes(attributes: Mapping[str, Any]) -> list[LinkPyd
     return [LinkPydanticModel(*link) for link in semconv.read_links(agl.Span.from_attributes(attributes=attributes))]
 
 
-def query_linked_spans(spans: Sequence[agl.Span], links: Iterable[LinkPydanticModel]) -> list[agl.Span]:
-    """Returns the spans that all links match; the keys ``trace_id`` and ``span_id`` mean the span's own ids."""
+def query_linked_spans(spans: Sequence[S], links: Iterable[LinkPydanticModel]) -> list[S]:
+    """Returns the spans that all links match; the keys ``trace_id`` and ``span_id`` mean the span's own ids.
+
+    The spans are ours or OpenTelemetry's.
+    """
     wanted = dict(links)
-    ids = ("trace_id", "span_id")
-    return [
-        span
-        for span in spans
-        if all((getattr(span, key) if key in ids else span.attributes.get(key)) == wanted[key] for key in wanted)
-    ]
+
+    def read(span: Any, key: str) -> Any:
+        if key not in ("trace_id", "span_id"):
+            return (span.attributes or {}).get(key)
+        if isinstance(span, agl.Span):
+            return getattr(span, key)
+        return format(getattr(span.get_span_context(), key), "032x" if key == "trace_id" else "016x")
+
+    return [span for span in spans if all(read(span, key) == value for key, value in wanted.items())]
 
 
 class _CallableBool(int):
@@ -227,6 +234,8 @@ def install() -> None:
         _extend_module(importlib.import_module(f"agentlightning{name}"))
     _wrap_constructor(agl.Trainer, _convert_trainer)
     _wrap_constructor(agl.LightningStoreClient, _convert_client)
+    for store in (agl.InMemoryLightningStore, agl.LightningStoreClient):
+        _rename_requests(store)
     setattr(agl.LitAgent, "__init__", _init_agent)  # noqa: B010 # a type checker refuses the assignment
     proxy: Any = agl.LLMProxy
     is_running = proxy.is_running.fget
@@ -322,6 +331,17 @@ def _convert_trainer(kwargs: dict[str, Any]) -> dict[str, Any]:
             value = {"name" if key == "type" else key: setting for key, setting in value.items()}
         result[renamed.get(name, name)] = value
     return result
+
+
+def _rename_requests(store: type[agl.LightningStore]) -> None:
+    original = store.enqueue_many_rollouts
+
+    async def enqueue_many_rollouts(self: Any, requests: Any = None, *, rollouts: Any = None) -> Sequence[agl.Rollout]:
+        if rollouts is not None:
+            _warn("enqueue_many_rollouts(rollouts=)", "enqueue_many_rollouts(requests)")
+        return await original(self, requests if rollouts is None else rollouts)
+
+    setattr(store, "enqueue_many_rollouts", enqueue_many_rollouts)  # noqa: B010 # as above
 
 
 def _convert_client(kwargs: dict[str, Any]) -> dict[str, Any]:

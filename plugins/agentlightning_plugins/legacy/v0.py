@@ -301,9 +301,29 @@ class AgentLightningClient:
         """Returns the resources of a task."""
         return agl.ResourcesUpdate.model_validate(await asyncio.to_thread(self._request, f"/resources/{resource_id}"))
 
+    async def get_latest_resources_async(self) -> agl.ResourcesUpdate:
+        """Returns the latest resources."""
+        return await self.get_resources_by_id_async("latest")
+
     async def post_rollout_async(self, rollout: RolloutLegacy) -> Any:
         """Reports the end of a task."""
         return await asyncio.to_thread(self._request, "/rollout", rollout.model_dump_json().encode())
+
+    def poll_next_task(self) -> Task:
+        """Waits for a task."""
+        return asyncio.run(self.poll_next_task_async())
+
+    def get_resources_by_id(self, resource_id: str) -> agl.ResourcesUpdate:
+        """Returns the resources of a task."""
+        return asyncio.run(self.get_resources_by_id_async(resource_id))
+
+    def get_latest_resources(self) -> agl.ResourcesUpdate:
+        """Returns the latest resources."""
+        return asyncio.run(self.get_latest_resources_async())
+
+    def post_rollout(self, rollout: RolloutLegacy) -> Any:
+        """Reports the end of a task."""
+        return asyncio.run(self.post_rollout_async(rollout))
 
     def _request(self, path: str, body: bytes | None = None) -> Any:
         request = urllib.request.Request(self.endpoint + path, body, {"content-type": "application/json"})  # noqa: S310 # see below

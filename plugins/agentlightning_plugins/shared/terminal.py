@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
+import logging
 import os
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -16,11 +18,12 @@ import click
 from pydantic import BaseModel
 
 from agentlightning.cli import echo
-from agentlightning.errors import NotFoundError
+from agentlightning.errors import ConfigError, LightningError, NotFoundError, PluginError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import PaginatedResult
 from agentlightning_plugins.shared.rendering.text import print_table
 
+logger = logging.getLogger("agentlightning")
 P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,6 +67,18 @@ class StoreGroup(click.Group):
     """A group of commands that read a store."""
 
     command_class = StoreCommand
+
+
+@contextlib.contextmanager
+def failing_run() -> Iterator[None]:
+    """Makes the exit code of a failed run 1, because 2 means that a setting is wrong; --debug shows the traceback."""
+    try:
+        yield
+    except (ConfigError, PluginError):
+        raise
+    except LightningError as error:
+        logger.debug("the run failed", exc_info=True)
+        raise click.ClickException(str(error)) from error
 
 
 def limit_option(default: int, help: str) -> Callable[[F], F]:
@@ -190,12 +205,16 @@ def print_page(
     columns: Sequence[str],
     rows: Iterable[Sequence[Any]],
     to_json: Callable[[M], Any] = to_json,
+    optional: Sequence[str] = (),
 ) -> None:
-    """Prints the result of a query, as JSON or as a table; stderr shows how many records the table omits."""
+    """Prints the result of a query, as JSON or as a table; stderr shows how many records the table omits.
+
+    ``optional``: as in ``print_table``.
+    """
     if as_json:
         print_json([to_json(record) for record in page])
         return
-    print_table(columns, rows)
+    print_table(columns, rows, optional)
     if page.total > len(page):
         echo(f"{len(page)} of {page.total}; --limit shows more", err=True)
 

@@ -6,6 +6,7 @@ import json
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -116,6 +117,16 @@ def serving_here(patch: pytest.MonkeyPatch, *arguments: str) -> Iterator[str]:
         finally:
             stopped.set()
         served.result()
+
+
+def test_a_used_port_is_refused_in_one_sentence_before_the_model_is_read(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        said = run_here(tmp_path, "serve", "no-such-model", "--port", port)
+        assert (said.code, said.stderr.count("\n")) == (2, 1)
+        assert f"port {port} of 127.0.0.1 is in use; choose another --port, or 0" in said.stderr
+        said = run_here(tmp_path, "serve", "no-such-model", "--port", port, "--command", "vllm serve {model}")
+        assert f"port {port} of 127.0.0.1 is in use" in said.stderr
 
 
 def test_agl_serve_serves_the_weights_of_a_step_to_the_openai_client(folder: Path) -> None:

@@ -202,6 +202,7 @@ async def test_a_command_inherits_only_the_variables_that_it_needs_and_no_keys(
     assert {name for name, value in env.items() if value == "ours"} == {"DATABASE_URL", "AWS_REGION"}
     assert env["PATH"] == os.environ["PATH"]
     assert (env["MODE"], env["OPENAI_MODEL"]) == ("fast", "mine")
+    assert (env["AGL_OPENAI_BASE_URL"], env["AGL_KEY"]) == (env["OPENAI_BASE_URL"], env["OPENAI_API_KEY"])  # of 1.0
     assert env["OPENAI_BASE_URL"] == "http://127.0.0.1:1/v1"
     assert env["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1"
     assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"] == "none"

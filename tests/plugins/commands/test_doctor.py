@@ -9,11 +9,13 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import pytest
 from aiohttp import web
 from click.testing import CliRunner
+from openai import OpenAI
 
 from agentlightning.adapter import TraceToTriplet
 from agentlightning.plugin.offer import Plugin
@@ -575,3 +577,27 @@ def test_the_scripted_server_calls_a_tool_with_arguments_that_match_its_schema()
     assert answer_request(request).tool_calls == [("t", {"a": 1, "b": 1.0, "c": "x", "d": {"e": []}})]
     body["messages"] = [{"role": "tool", "content": "1"}]
     assert answer_request(request).tool_calls == ()
+
+
+class Step(pydantic.BaseModel):
+    kind: Literal["read", "write"]
+    count: int
+
+
+class Plan(pydantic.BaseModel):
+    title: str
+    first: Step
+    steps: list[Step] = pydantic.Field(min_length=1)
+
+
+def test_the_scripted_server_answers_the_schema_that_it_is_asked_for() -> None:
+    messages: Any = [{"role": "user", "content": "Plan."}]
+    with ScriptedOpenAI(answer_request) as server, OpenAI(base_url=server.endpoint, api_key="any") as client:
+        parsed = client.chat.completions.parse(model="scripted", messages=messages, response_format=Plan)
+        assert parsed.choices[0].message.parsed == Plan(
+            title="1", first=Step(kind="read", count=1), steps=[Step(kind="read", count=1)]
+        )
+        made = client.chat.completions.create(
+            model="scripted", messages=messages, response_format={"type": "json_object"}
+        )
+        assert json.loads(made.choices[0].message.content or "") == {}

@@ -78,7 +78,7 @@ async def test_the_interval_of_the_reward_excludes_rollouts_without_a_reward(tmp
         values = {"reward": 0.5, "reward_std": 0.5, "rollouts": 104.0, "rollouts_left_out": 4.0}
         await store.add_metrics(step, values)
     page = (await write_html(store, tmp_path)).read_text()
-    assert "training reward, 1: 0.5 (0.402 to 0.598)" in page
+    assert "reward, 1: 0.5 (0.402 to 0.598)" in page
     assert [point["low"] for point in make_series((await store.query_metrics()).items, "reward")] == [0.402] * 2
 
 

@@ -20,6 +20,7 @@ from tests.algorithms import prompt_lab
 from tests.algorithms.tiny_model import save_tiny_model
 from tests.new_plugins import write_plugins
 from tests.plugins.commands.agl_here import run_here
+from tests.source import REPO
 from tests.waiting import LIMIT_S
 
 
@@ -178,6 +179,27 @@ def test_a_plugin_with_the_name_of_something_installed_is_refused(tmp_path: Path
     refused = run_here(tmp_path, "new", "plugin", name, "--kind", kind)
     assert (refused.code, f"there is a {kind} of this name already" in refused.stderr) == (2, True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_template_or_default_names_the_address_of_a_provider() -> None:
+    address = re.compile(
+        r"(api|gateway)\.(openai|anthropic|mistral|together|groq|deepseek)\b|openrouter\.ai|azure\.com"
+    )
+    roots = [REPO / name for name in ("core", "plugins", "integrations", "algorithms", "examples", "deploy")]
+    files = [
+        file for root in roots for file in root.rglob("*") if file.suffix in (".py", ".in", ".yaml", ".md", ".mjs")
+    ]
+    named = {str(file.relative_to(REPO)) for file in files if address.search(file.read_text(encoding="utf-8"))}
+    backends = "plugins/agentlightning_plugins/gateway/backends"
+    # The gateway knows the providers that a user names: `model: openai/...`, or an endpoint with the provider's host.
+    assert named == {f"{backends}/provider.py", f"{backends}/model_table.py"}
+
+
+def test_a_folder_that_cannot_be_written_is_reported_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused = run_here(tmp_path, "new", "agent", "mine", "--into", "file/mine")
+    assert (refused.code, refused.stderr.count("\n")) == (2, 1)
+    assert "cannot be written: Not a directory; choose another directory with --into" in refused.stderr
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:

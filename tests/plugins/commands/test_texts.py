@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 
 import agentlightning as agl
+from agentlightning.cli import cli
 from agentlightning_plugins.shared.configuration.document import read_with_overrides
 from tests.plugins.commands.agl_here import run_here
 
@@ -78,7 +80,7 @@ def test_texts_of_prompts_are_never_expanded_and_a_doubled_dollar_is_a_literal_e
 def test_records_are_printed_on_a_terminal_without_unicode(tmp_path: Path) -> None:
     async def fill() -> None:
         store = agl.create_store(f"sqlite:///{tmp_path}/store.db")
-        rollout = await store.enqueue_rollout({"question": "gr\u00fcn \u65e5\u672c"})
+        rollout = await store.enqueue_rollout({"question": "gr\u00fcn \u65e5\u672c", "n": 1})
         await store.close()
         names.append(rollout.rollout_id)
 
@@ -91,3 +93,14 @@ def test_records_are_printed_on_a_terminal_without_unicode(tmp_path: Path) -> No
         done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=100)
         assert (done.returncode, done.stderr) == (0, b"")
         assert b"question" in done.stdout
+
+
+def test_the_help_lists_the_commands_by_section_and_those_of_other_plugins_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = run_here(tmp_path, "--help").stdout
+    assert "Other plugins" not in said
+    places = [said.index(each) for each in ("Begin:", "\n  new ", "Run agents:", "\n  train ", "Look at", "Serve:")]
+    assert places == sorted(places)
+    monkeypatch.setitem(cli.commands, "acme", click.Command("acme", help="Does it."))
+    assert run_here(tmp_path, "--help").stdout.endswith("Other plugins:\n  acme  Does it.\n")

@@ -88,7 +88,8 @@ def test_a_pipe_gets_the_state_once_with_queue_workers_reward_throughput_and_err
         assert shown in said
     assert "2 of 4, 50%" in said
     assert "0.500  ▁█   validation 0.400" in said
-    assert "http://gpu/v1  failing  3      1       2.0 s" in said
+    assert "m              failing  3         2.0 s, 3.0 s   21/9" in said
+    assert "http://gpu/v1           1 failed" in said
     assert "21/9" in said
     assert "w-1" in said
     assert "2      KeyError" in said

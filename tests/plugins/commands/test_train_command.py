@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -26,6 +27,8 @@ from agentlightning_plugins.shared.configuration import assembly
 from agentlightning_plugins.shared.configuration.config import read_config
 from agentlightning_plugins.shared.configuration.document import read_document
 from agentlightning_plugins.shared.configuration.run_directory import choose_directory
+from agentlightning_plugins.shared.scripted_model.server import Answer
+from tests.algorithms import prompt_lab
 from tests.plugins.commands.agl_here import run_here
 from tests.process import wait_for
 from tests.waiting import LIMIT_S
@@ -224,7 +227,8 @@ def test_a_failed_run_and_a_refused_run_have_different_exit_codes(
     for error, code in ((StoreError("gone"), 1), (agl.ConfigError("taken"), 2)):
         monkeypatch.setattr(assembly, "fit", Mock(side_effect=error))
         said = run_here(folder, "train", "config.yaml")
-        assert (said.code, "Traceback" in said.stderr, str(error) in said.stderr) == (code, code == 1, True)
+        assert (said.code, "Traceback" in said.stderr, str(error) in said.stderr) == (code, False, True)
+        assert "Traceback" in run_here(folder, "--debug", "train", "config.yaml").stderr
 
 
 PARTS = """
@@ -321,7 +325,7 @@ def test_what_an_algorithm_needs_is_checked_before_a_run_directory_is_created(
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     dry = run_here(folder, "train", "config.yaml", "--dry-run")
     assert dry.code == 2
-    assert "WRONG algorithm    http://127.0.0.1:9/v1/: cannot be reached" in dry.stdout
+    assert "WRONG algorithm    gpt-4.1-mini at http://127.0.0.1:9/v1/: cannot be reached" in dry.stdout
     assert not (folder / "runs").exists()
 
 
@@ -343,7 +347,7 @@ def test_a_run_writes_a_report_and_agl_report_prints_the_report_of_any_run(
     assert written.startswith("# r: succeeded\n")
     for line in ("- rollouts: 3 (1 failed, 2 succeeded)", "- seed: 5", "- 1 x ZeroDivisionError: float division by"):
         assert line in written
-    assert "| success_rate | 0.6667 | 0.6667 | 0.6667 | 0.6667 |" in written
+    assert "| failure_rate | 0.3333 | 0.3333 | 0.3333 | 0.3333 |" in written
     assert written.endswith("### prompt\n\n```\nSay {n}.\n```\n")
     assert run_here(folder, "report", "r").stdout == written
     said = json.loads(run_here(folder, "report", "r", "--json").stdout)
@@ -568,6 +572,72 @@ def test_a_dry_run_checks_endpoints_and_writes_nothing(folder: Path) -> None:
     assert not (folder / "ran.txt").exists()
 
 
+ASKING = """
+import agentlightning as agl
+
+@agl.rollout
+def asks(task, prompt: agl.PromptTemplate, llm: agl.LLM):
+    return 0.0
+
+def forgets(task):
+    async def later():
+        return 1.0
+    return later()
+"""
+
+
+def test_a_dry_run_finds_missing_resources_unlisted_models_and_doubtful_placeholders(folder: Path) -> None:
+    (folder / "my_agents.py").write_text(ASKING)
+    with prompt_lab.Server(Answer("hi")) as server:
+        llm = {"resource_type": "llm", "endpoint": server.endpoint, "model": "gpt-9"}
+        write(folder, {"agent": "my_agents:asks", "resources": {"llm": llm, "prompt": "Say {n} and {m}."}})
+        said = run_here(folder, "train", "config.yaml", "--dry-run")
+        assert (said.code, "no model 'gpt-9'; it has scripted" in said.stdout) == (2, True), said.stdout
+        assert "note  resources.prompt: the agent has to fill {m}: the tasks have only n" in said.stdout
+        fine = ("resources.llm.model=scripted", "resources.prompt=Say it.")
+        said = run_here(folder, "train", "config.yaml", *fine, "--dry-run")
+        assert (said.code, "note  resources.prompt: no placeholder, so" in said.stdout) == (0, True), said.stdout
+        said = run_here(folder, "train", "config.yaml", "resources={}", "--dry-run")
+        assert (said.code, "asks for 'prompt' but no resource has this name" in said.stdout) == (2, True)
+
+
+@pytest.mark.parametrize("text", ["{question} and 1", "{question}", "{a: 1} b", "12", "say: {x}"])
+def test_the_text_of_a_prompt_on_the_command_line_is_not_read_as_yaml(folder: Path, text: str) -> None:
+    write(folder)
+    for setting in (f"resources.prompt={text}", f"resources.prompt='{text}'", f"resources.prompt.template={text}"):
+        said = run_here(folder, "train", "config.yaml", setting, "--print-config")
+        found = yaml.safe_load(said.stdout)["resources"]["prompt"]
+        assert (found["template"] if isinstance(found, dict) else found) == text
+
+
+def test_a_coroutine_of_a_synchronous_agent_is_one_error_that_says_what_to_do(folder: Path) -> None:
+    (folder / "my_agents.py").write_text(ASKING)
+    write(folder, {"agent": "my_agents:forgets", "algorithm": "baseline"})
+    said = run_here(folder, "train", "config.yaml", "trackers=[console]")
+    assert "3 of 3 rollouts: RolloutError: <agent forgets> returned a coroutine: define the function" in said.stderr
+
+
+def test_a_runner_joins_the_run_and_the_store_that_the_configuration_names(folder: Path) -> None:
+    (folder / "project").mkdir()
+    (folder / "my_agents.py").rename(folder / "project" / "my_agents.py")
+    write(folder / "project", {"name": "joined", "store": "sqlite:///all.db"})
+
+    async def queue() -> agl.Rollout:
+        store = agl.create_store(f"sqlite:///{folder}/project/all.db", run="joined")
+        found = await store.query_rollouts()
+        rollout = found[0] if found else await store.enqueue_rollout({"n": 4}, mode="train")
+        await store.close()
+        return rollout
+
+    asyncio.run(queue())
+    command = [sys.executable, "-m", "agentlightning", "runner", "project/config.yaml", "--max-rollouts", "1"]
+    done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "run joined of sqlite:///all.db" in done.stdout
+    assert asyncio.run(queue()).status == "succeeded"
+    assert (folder / "project" / "ran.txt").read_text() == "4\n"
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [("t.json", '[{"n": 1}, {"n": 2}]'), ("t.csv", "n,text\n1,a\n2,b\n"), ("t.jsonl", '{"n": 1}\n{"n": 2}\n')],
@@ -658,7 +728,7 @@ def test_the_schema_accepts_what_the_command_accepts(folder: Path) -> None:
 def test_runs_started_together_never_choose_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with ThreadPoolExecutor(8) as threads:
-        chosen = list(threads.map(lambda _: choose_directory(None, "demo"), range(24)))
+        chosen = list(threads.map(lambda _: choose_directory(None, "demo", str), range(24)))
     assert len(set(chosen)) == 24
 
 
@@ -725,6 +795,57 @@ def test_the_reward_of_a_command_is_read_from_the_source_in_the_configuration(fo
     assert "config.yaml, line 1: reward = 'stdin': give a function or one of: stdout, exit_code, file" in said.stderr
 
 
+ELSEWHERE = """
+from pathlib import Path
+
+class Noted:
+    def __init__(self, path: str):
+        self.path = path
+    def start(self, run, directory):
+        Path(self.path).write_text(run.name)
+    def on_event(self, event):
+        pass
+    def close(self):
+        pass
+
+def score(task, output, rollout):
+    return float(Path("weight.txt").read_text()) if output == "ours\\n" else 0.0
+"""
+THEIRS = "def agent(task):\n    return 0.0\n\nscore = agent\nraise RuntimeError('a neighbour')\n"
+
+
+def test_paths_in_a_configuration_start_at_its_folder_and_those_of_the_command_line_do_not(folder: Path) -> None:
+    project, agl_here = folder / "project", functools.partial(run_here, folder, module="parts")
+    project.mkdir()
+    for name, text in (("parts.py", ELSEWHERE), ("weight.txt", "0.75"), ("say.sh", "echo ours"), ("own.py", "")):
+        (project / name).write_text(text)
+        (folder / name).write_text(THEIRS)
+    (project / "tasks.jsonl").write_text('{"n": 7}\n')
+    agent = {"command": ["sh", "say.sh"], "reward": "parts:score"}
+    changes = {"agent": agent, "plugins": ["own.py"], "trackers": ["jsonl", {"name": "parts.py:Noted", "path": "n"}]}
+    write(project, changes | {"store": "sqlite:///all.db", "data": {"train": "tasks.jsonl", "val": "tasks.jsonl"}})
+    done = agl_here("train", "project/config.yaml")
+    assert done.code == 0, done.stderr
+    assert metrics(folder / "runs" / "config")[0]["reward"] == 0.75
+    assert (project / "n").is_file()
+    assert (project / "all.db").is_file()
+    assert not (project / "runs").exists()
+    assert not (folder / "all.db").exists()
+
+    for file in ("project/config.yaml", "runs/config/config.yaml"):  # the copy belongs to the same folder
+        done = agl_here("eval", file, "--json", "store=null")
+        assert json.loads(done.stdout)["reward"] == 0.75, done.stderr
+    done = agl_here("eval", "project/config.yaml", "--data", "tasks.jsonl", "--run-dir", "kept", "--json", "store=null")
+    assert json.loads(done.stdout)["rollouts"] == 3
+    assert (folder / "kept" / "store.db").is_file()
+    (folder / "more.jsonl").write_text('{"n": 8}\n{"n": 9}\n')
+    done = agl_here("compare", "project/config.yaml", "-a", "[]", "--test", "more.jsonl", "--json", "store=null")
+    assert json.loads(done.stdout)[0]["reward"] == 0.75, done.stderr
+    assert (folder / "runs" / "compare" / "report.html").is_file()
+    done = agl_here("doctor", "project/config.yaml", "--tunes", "prompts", "--json")
+    assert [check["state"] for check in json.loads(done.stdout)["checks"] if check["name"] == "rollout"] == ["ok"]
+
+
 @pytest.mark.parametrize("what", ["missing", "empty"])
 def test_resuming_without_the_runs_store_is_refused_unless_a_new_store_is_requested(folder: Path, what: str) -> None:
     write(folder)
@@ -779,6 +900,8 @@ def test_the_end_of_a_commands_stderr_is_shown_and_tracebacks_only_with_debug(fo
     end = "its stderr ends with: starting / KeyError: no such tool"
     assert end in said.stdout + said.stderr
     assert end in (folder / "failing" / "report.md").read_text()
+    assert end in run_here(folder, "doctor", "config.yaml", "--tunes", "prompts").stdout
+    assert end.removesuffix(" no such tool") in run_here(folder, "top", "failing", "--once").stdout
     assert "Traceback" not in said.stdout + said.stderr
     wrong = "train", "config.yaml", "algorithm=basline"
     assert "Traceback" not in run_here(folder, *wrong).stderr

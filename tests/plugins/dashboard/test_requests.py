@@ -26,7 +26,7 @@ from agentlightning.types import EnqueueRolloutRequest
 from agentlightning_plugins.dashboard.dashboard import Dashboard
 from agentlightning_plugins.dashboard.rollouts import select
 from agentlightning_plugins.dashboard.runs import compare_tasks
-from agentlightning_plugins.shared.rendering.text import find_difference
+from agentlightning_plugins.shared.rendering.text import find_difference, show_task
 from agentlightning_plugins.shared.training_records.record import TrainedCall, TrainedRow
 from tests.port import reserve_port
 from tests.process import wait_for
@@ -124,6 +124,12 @@ def test_texts_are_compared_by_word_and_longer_texts_by_line_or_as_a_whole() -> 
     lines = "a\n" * 2000
     assert find_difference(lines, f"{lines}b") == [("remove", lines), ("add", f"{lines}b")]
     assert find_difference(lines, lines) == [("same", lines)]
+
+
+def test_a_task_is_shown_as_text() -> None:
+    assert show_task("plain") == show_task({"question": "plain"}) == "plain"
+    assert show_task({"question": "1 + 1?", "n": 2, "tags": ["a"]}) == 'question: 1 + 1?, n: 2, tags: ["a"]'
+    assert [show_task(task) for task in ({}, [1], None)] == ["{}", "[1]", "null"]
 
 
 def test_what_takes_too_long_to_compare_counts_as_replaced() -> None:

@@ -7,6 +7,9 @@ import re
 import textwrap
 from typing import Any
 
+import httpx
+import pytest
+
 import agentlightning as agl
 from agentlightning_plugins.legacy.compat import MODULES, NAMES
 from tests.source import REPO, run_python
@@ -153,7 +156,7 @@ def test_the_error_for_an_unknown_name_refers_to_a_similar_name_and_the_migratio
     )
     first, second = printed.splitlines()
     assert "Did you mean 'InMemoryLightningStore'? See docs/migration.md" in first
-    assert second.startswith("cannot import name 'Nothing'")
+    assert second.startswith("there is no agentlightning.Nothing;")
 
 
 def test_spans_are_found_by_links_as_in_0_3() -> None:
@@ -183,3 +186,70 @@ def test_the_migration_page_lists_every_name() -> None:
     assert modules - listed == set()
     assert set(NAMES) - listed == set()
     assert set(agl.__all__) - listed == set(), "the page must state whether 0.3 had the name"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from agentlightning import DevTaskLoader", "from agentlightning.llm_proxy import LLMProxy",
+     "import agentlightning.store.memory", "import agentlightning as agl; agl.BaseTracer"],
+    ids=["name", "module", "submodule", "attribute"],
+)  # fmt: skip
+def test_an_old_name_without_the_line_that_restores_it_names_the_page(line: str) -> None:
+    program = f"""
+        try:
+            {line}
+        except (ImportError, AttributeError) as error:
+            print(error)
+        import agentlightning
+        print(hasattr(agentlightning, "no_such_name"))
+    """
+    said = run_python("-c", textwrap.dedent(program))
+    assert "import agentlightning_plugins.legacy.names" in said
+    assert "docs/migration.md" in said
+    assert said.endswith("False\n")
+
+
+async def test_links_without_attributes_are_stored_as_empty_ones() -> None:
+    store = agl.InMemoryLightningStore()
+    server = agl.LightningStoreServer(store, port=0)
+    await server.start()
+    rollout = await store.start_rollout("task")
+    ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+    span = agl.Span.from_attributes(**ids, sequence_id=1, attributes={}).model_dump(mode="json")
+    context = {"trace_id": span["trace_id"], "span_id": span["span_id"], "is_remote": False, "trace_state": {}}
+    span["links"] = [{"context": context, "attributes": None}]
+    async with httpx.AsyncClient() as client:
+        answer = await client.post(f"{server.endpoint}/v1/agl/spans", json=span)
+    assert answer.status_code in (200, 201), answer.text
+    (stored,) = await store.query_spans(rollout.rollout_id)
+    assert [dict(link.attributes) for link in stored.links] == [{}]
+    await server.stop()
+    await store.close()
+
+
+def test_linked_spans_are_found_among_spans_of_opentelemetry_and_requests_may_be_called_rollouts() -> None:
+    printed, warned = run_old_program(
+        """
+        import asyncio
+        from opentelemetry.sdk.trace import TracerProvider
+        from agentlightning.emitter import query_linked_spans
+        from agentlightning.utils.otel import LinkPydanticModel
+        from agentlightning.types import EnqueueRolloutRequest
+
+        span = TracerProvider().get_tracer("t").start_span("a", attributes={"id": "x"})
+        other = TracerProvider().get_tracer("t").start_span("b", attributes={"id": "x"})
+        trace_id = format(span.get_span_context().trace_id, "032x")
+        links = [LinkPydanticModel("id", "x"), LinkPydanticModel("trace_id", trace_id)]
+        assert query_linked_spans([other, span], links) == [span]
+
+        async def enqueue():
+            store = agl.InMemoryLightningStore()
+            queued = await store.enqueue_many_rollouts(rollouts=[EnqueueRolloutRequest(input=1)])
+            print(len(queued), (await store.query_rollouts(limit=0)).total)
+            await store.close()
+
+        asyncio.run(enqueue())
+        """
+    )
+    assert printed == "1 1\n"
+    assert any("enqueue_many_rollouts(requests)" in line for line in warned)

@@ -20,7 +20,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.errors import StoreError
 from agentlightning.run import attempt_token
-from agentlightning_plugins.legacy.v0 import AgentLightningServer, RolloutLegacy
+from agentlightning_plugins.legacy.v0 import AgentLightningClient, AgentLightningServer, RolloutLegacy
 from tests.waiting import LIMIT_S
 
 ALGORITHM = """
@@ -144,6 +144,26 @@ async def test_an_old_algorithm_queues_tasks_and_gets_reports() -> None:
         assert (call.prompt["token_ids"], call.response["token_ids"]) == ([], [])
         with pytest.raises(urllib.error.HTTPError):
             await ask(f"{server.endpoint}/rollout", report)  # a rollout ends once
+    finally:
+        await server.stop()
+        await server.store.close()
+
+
+async def test_the_synchronous_client_claims_a_task_reads_resources_and_reports() -> None:
+    server = AgentLightningServer(port=0)
+    await server.start()
+    try:
+        await server.update_resources({"prompt": agl.PromptTemplate("Say {n}.")})
+        rollout_id = await server.queue_task({"n": 1})
+        client = AgentLightningClient(server.endpoint)
+        task = await asyncio.to_thread(client.poll_next_task)
+        assert (task.rollout_id, task.resources_id is not None) == (rollout_id, True)
+        own = await asyncio.to_thread(client.get_resources_by_id, task.resources_id)
+        latest = await asyncio.to_thread(client.get_latest_resources)
+        assert own.resources["prompt"].template == latest.resources["prompt"].template == "Say {n}."
+        await asyncio.to_thread(client.post_rollout, RolloutLegacy(rollout_id=rollout_id, final_reward=0.5))
+        (ended,) = await server.store.wait_for_rollouts([rollout_id], timeout=LIMIT_S)
+        assert ended.status == "succeeded"
     finally:
         await server.stop()
         await server.store.close()

@@ -359,6 +359,36 @@ def test_a_notebook_shows_one_line_that_is_updated_in_place_with_the_time_left(m
     assert re.search(r"elapsed, about \d+ min \d\d s left", last)
 
 
+def screen(output: str) -> list[str]:
+    """The lines that a terminal shows at the end; the live line moves up and erases with the three codes below."""
+    lines, row = [""], 0
+    for text in re.split("(\x1b\\[1A|\x1b\\[2K|\x1b\\[[?0-9;]*[a-zA-Z]|\n|\r)", output):
+        if text == "\x1b[1A":
+            row -= 1
+        elif text in ("\r", "\x1b[2K"):
+            lines[row] = ""
+        elif text == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif not text.startswith("\x1b"):
+            lines[row] += text
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def test_the_lines_of_steps_stay_on_a_terminal_and_the_live_line_does_not() -> None:
+    output = io.StringIO()
+    tracker = console_tracker.ConsoleTracker(Console(file=output, width=80, force_terminal=True))
+    tracker.start(Run(run_id="run", name="a"), None)
+    for step in (1, 2):
+        tracker.on_event(StepFinished(run_id="run", step=step, values={"reward": step / 4}))
+    tracker.on_event(RunFinished(run_id="run", status="succeeded"))
+    assert "elapsed" in output.getvalue()
+    tracker.close()
+    assert screen(output.getvalue()) == [
+        "run a", "step    1  reward 0.25", "step    2  reward 0.5", "run succeeded"
+    ]  # fmt: skip
+
+
 def test_lines_are_not_wrapped_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"reward": 0.123456, "val_reward": 0.123456, "success_rate": 0.5, "tokens_per_s": 123456.0, "seconds": 1.5}
     events = [

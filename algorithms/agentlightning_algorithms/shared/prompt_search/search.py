@@ -427,9 +427,9 @@ class PromptSearch(Algorithm):
         return is_published
 
     async def _log_end(self) -> None:
-        """Adds the end of the search to the metrics of its last step."""
+        """Adds the end of the search, and what it and its confirmation cost, to the metrics of its last step."""
         steps, found = (await self.get_store().query_metrics()).items, self.confirmation
-        numbers = {"progress": 1.0}
+        numbers = {"progress": 1.0, **self.budget.metrics()}
         if found is not None:
             numbers |= {"confirmed_first": found.first, "confirmed_best": found.best, "confirmed_p": found.p_value}
             numbers["confirmed_gain"] = found.gain

@@ -84,6 +84,8 @@ def _describe_model(llm: LLM | None) -> dict[str, str]:
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_MODEL": llm.model,
         "AGL_MODEL": llm.model,
+        "AGL_OPENAI_BASE_URL": endpoint,  # the names of Agent Lightning 1.0
+        "AGL_KEY": key,
         "AGL_SAMPLING_PARAMETERS": json.dumps(llm.sampling_parameters),
     }
 

@@ -6,13 +6,16 @@ import asyncio
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from agentlightning.cli import echo
 from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning_plugins.shared.terminal import json_option, json_or_text, print_json
+
+if TYPE_CHECKING:
+    from agentlightning_plugins.shared.configuration.document import ConfigDocument
 
 
 @click.command("doctor")
@@ -61,9 +64,16 @@ def command(
     """
     from agentlightning_plugins.commands.doctor.run import Request, run_checks
     from agentlightning_plugins.shared.configuration.assembly import is_config_file
+    from agentlightning_plugins.shared.configuration.document import enter_folder, read_document
     from agentlightning_plugins.shared.configuration.run_directory import learned_resources
 
-    given: dict[str, Any] = _read_config(Path(agent)) if is_config_file(agent) else {"agent": agent}
+    given: dict[str, Any] = {"agent": agent}
+    if is_config_file(agent):
+        document = read_document(Path(agent))
+        from_start = enter_folder(Path(agent))
+        given = _read_config(document)
+        learned = learned and from_start(learned)
+        settings["reward"] = settings["reward"] and from_start(settings["reward"])
     with learned_resources(learned, trust=trust) as found:
         _add_resources(given, found)
         if endpoint is not None:
@@ -94,15 +104,14 @@ def command(
 _SHOWN = {"ok": "ok", "broken": "BROKEN", "unchecked": "-"}
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(document: ConfigDocument) -> dict[str, Any]:
     """Reads the fields of ``Request`` from a configuration."""
     from agentlightning.resources import resolve_secrets
     from agentlightning_plugins.shared.configuration.assembly import expand, find_class, load_data, load_resources
     from agentlightning_plugins.shared.configuration.config import read_config
-    from agentlightning_plugins.shared.configuration.document import read_document
     from agentlightning_plugins.shared.token import find_token
 
-    config = read_config(read_document(path))
+    config = read_config(document)
     resources = resolve_secrets(load_resources(config.resources or {}))
     given: dict[str, Any] = {"agent": config.agent}
     _add_resources(given, resources)

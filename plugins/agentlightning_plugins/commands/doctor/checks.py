@@ -15,6 +15,7 @@ from agentlightning.resources import PromptTemplate, Resource
 from agentlightning.reward import find_final_reward
 from agentlightning.types import AttemptedRollout, Span, Triplet
 from agentlightning_plugins.shared.chat_history import link_calls
+from agentlightning_plugins.shared.rendering.text import show_error
 from agentlightning_plugins.shared.terminal import shorten
 
 State: TypeAlias = Literal["ok", "broken", "unchecked"]
@@ -339,7 +340,7 @@ def describe_failure(rollout: AttemptedRollout) -> str:
         return f"the attempt ended as {rollout.attempt.status}"
     places = re.findall(r'File "([^"]+)", line (\d+)', error.traceback)
     where = f", at {places[-1][0]}:{places[-1][1]}" if places else ""
-    return f"{error.type}: {one_line(error.message)}{where}"
+    return f"{show_error(f'{error.type}: {error.message}')}{where}"
 
 
 def _agent_names(triplets: Sequence[Triplet]) -> list[str]:

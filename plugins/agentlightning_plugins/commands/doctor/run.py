@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import http.client
 import importlib.metadata
 import importlib.util
@@ -265,7 +266,10 @@ def _list_models(endpoint: str, api_key: str | None) -> list[str]:
 
 
 def answer_request(request: RecordedRequest) -> Answer:
-    """Answers as the scripted server: calls the first tool once, with valid arguments, then replies with text."""
+    """Answers as the scripted server: calls the first tool once, with valid arguments, then replies with text.
+
+    The text is JSON if the request asks for it, and follows the schema.
+    """
     from agentlightning_plugins.shared.scripted_model.server import Answer
 
     tools = request.body.get("tools") or ()
@@ -275,11 +279,20 @@ def answer_request(request: RecordedRequest) -> Answer:
     if functions and not has_called:
         function = functions[0]
         return Answer(tool_calls=[(function["name"], _example(function.get("parameters") or {}))])
-    return Answer("This is a scripted answer.")
+    form = request.body.get("response_format") or (request.body.get("text") or {}).get("format") or {}
+    if form.get("type") == "json_schema":
+        return Answer(json.dumps(_example(form.get("json_schema", form).get("schema") or {})))
+    return Answer("{}" if form.get("type") == "json_object" else "This is a scripted answer.")
 
 
-def _example(schema: Mapping[str, Any]) -> Any:
-    """Returns a value that is valid under a JSON schema; supports the keywords that tool parameters use."""
+def _example(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> Any:
+    """Returns a value that is valid under a JSON schema; supports the keywords that tool parameters use.
+
+    References are resolved in ``root``, by default the schema itself.
+    """
+    root = schema if root is None else root
+    if "$ref" in schema:
+        return _example(functools.reduce(lambda node, key: node[key], schema["$ref"].split("/")[1:], root), root)
     for key in ("default", "const"):
         if key in schema:
             return schema[key]
@@ -287,12 +300,15 @@ def _example(schema: Mapping[str, Any]) -> Any:
         return schema["enum"][0]
     options = schema.get("anyOf") or schema.get("oneOf")
     if options:
-        return _example(options[0])
+        return _example(options[0], root)
     kind = schema.get("type", "object" if "properties" in schema else "string")
     kind = kind[0] if isinstance(kind, list) else kind
     if kind == "object":
-        wanted = schema.get("required", list(schema.get("properties") or ()))
-        return {name: _example(value) for name, value in (schema.get("properties") or {}).items() if name in wanted}
+        properties = schema.get("properties") or {}
+        wanted = schema.get("required", properties)
+        return {name: _example(value, root) for name, value in properties.items() if name in wanted}
+    if kind == "array":
+        return [_example(schema.get("items") or {}, root)] * schema.get("minItems", 0)
     return _EXAMPLES.get(kind, "1")
 
 

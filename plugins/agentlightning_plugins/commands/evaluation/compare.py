@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from agentlightning.resources import PromptTemplate
 from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.terminal import (
     StoreCommand,
+    failing_run,
     json_option,
     json_or_text,
     print_json,
@@ -88,7 +90,7 @@ def command(
     count as 0, or as the lowest reward if that is negative; rollouts without a reward are excluded.
     """
     from agentlightning_plugins.commands.evaluation.comparison_report import check_regression
-    from agentlightning_plugins.shared.configuration.document import read_with_overrides
+    from agentlightning_plugins.shared.configuration.document import enter_folder, read_with_overrides
     from agentlightning_plugins.shared.configuration.sources import load_dataset
 
     if not algorithms and not prompts and len(sources) == 2 and not Path(sources[0]).is_file():
@@ -99,11 +101,14 @@ def command(
         )
     else:
         document = read_with_overrides(Path(sources[0]), sources[1:])
-        tasks = None if test is None else load_dataset(test)
+        from_start = enter_folder(Path(sources[0]))
+        tasks = None if test is None else load_dataset(from_start(test))
         directory, variants = (
-            _run_prompts(document, prompts, tasks, repetitions, run_dir, quiet=as_json)
+            _run_prompts(document, prompts, tasks, repetitions, run_dir, from_start, quiet=as_json)
             if prompts
-            else _run_algorithms(document, algorithms, seeds, tasks, repetitions, budget, run_dir, quiet=as_json)
+            else _run_algorithms(
+                document, algorithms, seeds, tasks, repetitions, budget, run_dir, from_start, quiet=as_json
+            )
         )
         rows = _show(directory, variants, as_json)
     if fail_if_worse:
@@ -136,6 +141,7 @@ def _run_algorithms(
     repetitions: int,
     budget: int | None,
     run_dir: Path | None,
+    from_start: Callable[[str], str],
     *,
     quiet: bool,
 ) -> tuple[Path, list[Variant]]:
@@ -156,7 +162,7 @@ def _run_algorithms(
             if spec is not None:
                 check_setup(checked, parts)
             hold_out(parts, tasks)
-    directory = run_dir or choose_directory(None, "compare")
+    directory = choose_directory(None if run_dir is None else str(run_dir), "compare", from_start)
     for number, variant in enumerate(variants):
         for seed in chosen_seeds:
             place = directory / f"{number}-{variant.name}-{seed}"
@@ -165,10 +171,17 @@ def _run_algorithms(
 
 
 def _run_prompts(
-    document: Any, texts: tuple[str, ...], tasks: Any, repetitions: int, run_dir: Path | None, *, quiet: bool
+    document: Any,
+    texts: tuple[str, ...],
+    tasks: Any,
+    repetitions: int,
+    run_dir: Path | None,
+    from_start: Callable[[str], str],
+    *,
+    quiet: bool,
 ) -> tuple[Path, list[Variant]]:
     """Evaluates the agent with each text, without training; returns the directory of the runs and the results."""
-    from agentlightning_plugins.commands.evaluation.evaluate import evaluate, failing_run
+    from agentlightning_plugins.commands.evaluation.evaluate import evaluate
     from agentlightning_plugins.commands.evaluation.variant import Variant, load
     from agentlightning_plugins.shared.configuration.run_directory import choose_directory
 
@@ -176,8 +189,8 @@ def _run_prompts(
     tasks = next((each for each in (tasks, parts.val, parts.train) if each is not None), None)
     if tasks is None:
         raise ConfigError("comparing needs test tasks: data.val in the configuration, or --test SOURCE")
-    prompts = [_read_prompt(text, parts) for text in texts]
-    directory = run_dir or choose_directory(None, "compare")
+    prompts = [_read_prompt(text, parts, from_start) for text in texts]
+    directory = choose_directory(None if run_dir is None else str(run_dir), "compare", from_start)
     variants = []
     for number, (label, name, prompt) in enumerate(prompts):
         place = directory / f"{number}-{name}"
@@ -190,7 +203,7 @@ def _run_prompts(
     return directory, variants
 
 
-def _read_prompt(text: str, parts: Any) -> tuple[str, str, PromptTemplate]:
+def _read_prompt(text: str, parts: Any, from_start: Callable[[str], str]) -> tuple[str, str, PromptTemplate]:
     """Returns the label of a ``--prompt``, the name of its resource, and the prompt, with the configured engine."""
     from agentlightning.trainer import first_resources
 
@@ -207,7 +220,7 @@ def _read_prompt(text: str, parts: Any) -> tuple[str, str, PromptTemplate]:
     label = value if len(value) <= 40 else f"{value[:39]}…"
     if value.startswith("@"):
         try:
-            value = Path(value[1:]).read_text(encoding="utf-8-sig")
+            value = Path(from_start(value[1:])).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--prompt {text}: the file cannot be read: {error}") from error
     return label, name, PromptTemplate(value, own[name].engine)

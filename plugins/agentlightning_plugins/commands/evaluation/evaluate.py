@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
 from agentlightning.cli import echo
-from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning_plugins.shared.configuration.run_directory import learned_resources
 from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.statistics.score import FAILED, POWER, SampleSizePlan, Score, plan
-from agentlightning_plugins.shared.terminal import json_option, print_json
+from agentlightning_plugins.shared.terminal import failing_run, json_option, print_json
 
 
 @click.command("eval")
@@ -72,16 +69,17 @@ def command(
         raise click.UsageError("--confidence belongs to --fail-under REWARD")
     from agentlightning_plugins.shared.configuration.assembly import load_parts
     from agentlightning_plugins.shared.configuration.config import read_config
-    from agentlightning_plugins.shared.configuration.document import read_with_overrides
+    from agentlightning_plugins.shared.configuration.document import enter_folder, read_with_overrides
     from agentlightning_plugins.shared.configuration.sources import load_dataset
 
     document = read_with_overrides(config, overrides)
+    from_start = enter_folder(config)
     document.values.pop("algorithm", None)  # evaluation ignores the training algorithm
     checked = read_config(document)
     parts = load_parts(checked, document)
     chosen: Any
     if data not in (None, "val", "train"):
-        chosen = load_dataset(str(data))
+        chosen = load_dataset(from_start(str(data)))
     elif data == "train" or (data is None and parts.val is None):
         chosen = parts.train
     else:
@@ -91,10 +89,12 @@ def command(
     if difference is not None and len(chosen) < 2:
         raise click.UsageError(f"--plan needs at least two tasks, but there is {len(chosen)}")
     settings = {"repetitions": repetitions, "success_threshold": success, "rollout_timeout_s": timeout_s}
+    learned = learned and from_start(learned)
     with tempfile.TemporaryDirectory() as scratch, failing_run(), learned_resources(learned, trust=trust) as found:
+        directory = Path(scratch) / "eval" if run_dir is None else Path(from_start(str(run_dir)))
         resources = {**(parts.resources or {}), **found}
         own = dataclasses.replace(parts, resources=resources or None)
-        score = evaluate(checked, own, chosen, run_dir or Path(scratch) / "eval", settings, quiet=as_json)
+        score = evaluate(checked, own, chosen, directory, settings, quiet=as_json)
     metrics = score.to_metrics()
     plans = [] if difference is None else plan(score, difference)
     if as_json:
@@ -124,17 +124,6 @@ def evaluate(config: Any, parts: Any, dataset: Any, directory: Path, settings: d
     own = dataclasses.replace(parts, train=None, val=dataset, components=components)
     fit(make_trainer(config, own, directory, resume=False), own)
     return algorithm.score
-
-
-@contextlib.contextmanager
-def failing_run() -> Iterator[None]:
-    """Makes the exit code of a failed run 1 instead of 2, which means that a setting is wrong."""
-    try:
-        yield
-    except (ConfigError, PluginError):
-        raise
-    except LightningError as error:
-        raise click.ClickException(str(error)) from error
 
 
 def _check_interval(score: Score, least: float, confidence: float) -> None:

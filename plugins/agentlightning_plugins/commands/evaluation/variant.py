@@ -22,11 +22,12 @@ from agentlightning.event import RolloutEnqueued
 from agentlightning.resources import LLM, PromptTemplate, Resource
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset
-from agentlightning_plugins.commands.evaluation.evaluate import evaluate, failing_run
+from agentlightning_plugins.commands.evaluation.evaluate import evaluate
 from agentlightning_plugins.shared.configuration.assembly import find_class, fit, load_parts, make_trainer
 from agentlightning_plugins.shared.configuration.config import read_config
 from agentlightning_plugins.shared.configuration.run_directory import saved_weights, served_model
 from agentlightning_plugins.shared.statistics.score import Score, count_failed_alike
+from agentlightning_plugins.shared.terminal import failing_run
 
 Spec = dict[str, Any]
 """An algorithm: its name and its settings."""

@@ -13,6 +13,7 @@ from agentlightning.resources import LLM, ResourcesUpdate
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Run, Worker, WorkerStatus
 from agentlightning_plugins.commands.inspect.export import export, export_path
+from agentlightning_plugins.shared.monitoring.fleet import find_state
 from agentlightning_plugins.shared.monitoring.runs import describe_run
 from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.shared.terminal import (
@@ -48,7 +49,7 @@ async def list_runs(store: LightningStore, limit: int, as_json: bool) -> None:
     scored = [await _with_scores(store, run) for run in page]
     rows = [] if as_json else [await _run_row(store, run) for run in scored]
     columns = ("run", "name", "status", "algorithm", "started", "rollouts", "score")
-    print_page(as_json, page.model_copy(update={"items": scored}), columns, rows)
+    print_page(as_json, page.model_copy(update={"items": scored}), columns, rows, optional=("name", "started"))
 
 
 @runs.command("show")
@@ -94,7 +95,7 @@ async def list_spans(
         (s.rollout_id, s.sequence_id, s.name, s.status.status_code, s.span_id, shorten(dict(s.attributes)))
         for s in page
     ]
-    print_page(as_json, page, ("rollout", "", "span", "status", "id", "attributes"), rows)
+    print_page(as_json, page, ("rollout", "", "span", "status", "id", "attributes"), rows, optional=("rollout", "id"))
 
 
 @spans.command("show")
@@ -263,8 +264,10 @@ async def list_workers(
         sort_order="desc",
         limit=limit,
     )
-    rows = [(w.worker_id, w.status, _ago(w.last_heartbeat_time, store.now()), _rollouts(w)) for w in page]
-    print_page(as_json, page, ("worker", "status", "last heartbeat", "rollouts"), rows)
+    rows = [
+        (w.worker_id, find_state(w, store.now()), _ago(w.last_heartbeat_time, store.now()), _rollouts(w)) for w in page
+    ]
+    print_page(as_json, page, ("worker", "state", "last heartbeat", "rollouts"), rows)
 
 
 @workers.command("show")

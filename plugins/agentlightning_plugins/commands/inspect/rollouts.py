@@ -18,7 +18,7 @@ from agentlightning.types import Attempt, AttemptedRollout, Rollout, RolloutStat
 from agentlightning_plugins.commands.inspect.export import export, export_path
 from agentlightning_plugins.shared.chat_history import read_conversations
 from agentlightning_plugins.shared.paging import every
-from agentlightning_plugins.shared.rendering.text import print_table
+from agentlightning_plugins.shared.rendering.text import print_table, show_number, show_task
 from agentlightning_plugins.shared.terminal import (
     StoreGroup,
     found,
@@ -60,7 +60,7 @@ async def list_rollouts(
     )
     rows = [] if as_json else [await _row(store, rollout) for rollout in page]
     columns = ("rollout", "status", "mode", "attempt", "reward", "started", "seconds", "input")
-    print_page(as_json, page, columns, rows)
+    print_page(as_json, page, columns, rows, optional=("mode", "attempt", "seconds"))
 
 
 @rollouts.command("show")
@@ -248,7 +248,17 @@ async def _row(store: LightningStore, rollout: Rollout) -> tuple[Any, ...]:
     seconds = None if rollout.end_time is None else f"{rollout.end_time - rollout.start_time:.1f}"
     number = None if attempt is None else attempt.sequence_id
     started = show_time(rollout.start_time)
-    return rollout.rollout_id, rollout.status, rollout.mode, number, reward, started, seconds, shorten(rollout.input)
+    shown = None if reward is None else show_number(reward)
+    return (
+        rollout.rollout_id,
+        rollout.status,
+        rollout.mode,
+        number,
+        shown,
+        started,
+        seconds,
+        shorten(show_task(rollout.input)),
+    )
 
 
 def _milliseconds(span: Span) -> str:

@@ -13,7 +13,7 @@ import click
 
 from agentlightning import __version__
 from agentlightning.cli import echo
-from agentlightning.errors import install_command, suggest
+from agentlightning.errors import ConfigError, install_command, suggest
 from agentlightning.plugin.hookspecs import INTERFACE, hookimpl
 from agentlightning.plugin.registry import get_manager
 
@@ -203,8 +203,12 @@ def _write(kind: str, name: str, into: Path | None, *layers: str, values: Mappin
         text = source.read_text(encoding="utf-8")
         for placeholder, value in {**(values or {}), "NAME": name, "MODULE": module}.items():
             text = text.replace(f"@{placeholder}@", value)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"{target} cannot be written: {reason}; choose another directory with --into") from error
     return folder
 
 

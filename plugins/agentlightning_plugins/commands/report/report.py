@@ -47,7 +47,8 @@ class Report(NamedTuple):
     """Number of rollouts by status."""
     errors: Mapping[str, int]
     """Number of failed rollouts by error."""
-    steps: int
+    step: int | None
+    """The last step that recorded metrics."""
     metrics: Mapping[str, Mapping[str, float]]
     """First, last, lowest and highest value of each metric."""
     learned: Mapping[str, str]
@@ -75,7 +76,7 @@ class Report(NamedTuple):
             f"- algorithm: {describe_run(self.run)['algorithm']}",
             f"- started: {started}" + f", resumed {'once' if resumed == 1 else f'{resumed} times'}" * bool(resumed),
             f"- rollouts: {total}" + f" ({counts})" * bool(counts),
-            f"- steps: {self.steps}",
+            f"- step: {'none' if self.step is None else self.step}",
             f"- seed: {self.record.get('seed', 0)}",
             f"- versions: {shown}; more in {RECORD_NAME}",
         ]
@@ -117,7 +118,7 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
         record=read_record(directory),
         rollouts=await count_rollouts(store),
         errors=dict(errors.most_common(_MAX_ERRORS)),
-        steps=len(metrics),
+        step=metrics[-1].step if metrics else None,
         metrics=_summarize(metrics),
         learned={} if latest is None else {name: _describe(value) for name, value in latest.resources.items()},
         cached_calls=cached.total,
@@ -175,7 +176,13 @@ def _describe(resource: Any) -> str:
 
 
 HTML_NAME: Final = "report.html"
-_COSTS: Final = {"calls": "model calls", "tokens": "tokens", "sampled_tokens": "sampled tokens", "cost": "cost"}
+_COSTS: Final = {
+    "calls": "model calls",
+    "model_calls": "model calls",
+    "tokens": "tokens",
+    "sampled_tokens": "sampled tokens",
+    "cost": "cost",
+}
 _CONFIRMATION: Final = ("confirmed_first", "confirmed_best", "confirmed_p")
 _MAX_INTERVALS: Final = 30
 """Maximum number of evaluations whose intervals are computed from their rollouts."""

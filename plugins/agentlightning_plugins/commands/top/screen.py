@@ -15,7 +15,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.shared.monitoring.fleet import read_activity, read_backends, read_queue, read_workers
 from agentlightning_plugins.shared.monitoring.metrics import estimate_left, judge, read_metrics
 from agentlightning_plugins.shared.monitoring.runs import describe_run, find_curve, find_newest_runs, find_run
-from agentlightning_plugins.shared.rendering.text import show_span
+from agentlightning_plugins.shared.rendering.text import show_error, show_span
 from agentlightning_plugins.shared.terminal import found
 
 _READ_WORKERS: Final = 50
@@ -66,8 +66,8 @@ _STYLES: Final = {
 _OPEN: Final = ("queuing", "requeuing", "preparing", "running")
 _ENDED: Final = ("succeeded", "failed", "cancelled")
 _SHOWN_WORKERS: Final = 12
-_BACKEND_COLUMNS: Final = ("model", "endpoint", "state", "calls", "failed", "latency", "95 %", "tokens in/out", "cost")
-_WORKER_COLUMNS: Final = ("worker", "state", "heartbeat", "works on", "reports")
+_BACKEND_COLUMNS: Final = ("backend", "state", "calls", "latency, 95 %", "tokens in/out", "cost")
+_WORKER_COLUMNS: Final = ("worker", "state", "heartbeat", "works on")
 
 
 def draw(snapshot: Mapping[str, Any]) -> Group:
@@ -138,33 +138,36 @@ def _figures(snapshot: Mapping[str, Any]) -> Table:
 
 def _backend_row(backend: Mapping[str, Any]) -> tuple[str | Text, ...]:
     return (
-        printable(backend["model"]),
-        printable(backend["endpoint"]),
+        printable(f"{backend['model']}\n{backend['endpoint']}"),
         Text(backend["state"], style=_STYLES[backend["state"]]),
-        f"{backend['calls']:,}",
-        f"{backend['failed']:,}",
-        show_span(backend["latency_s"]),
-        show_span(backend["latency_p95_s"]),
+        f"{backend['calls']:,}" + (f"\n{backend['failed']:,} failed" if backend["failed"] else ""),
+        f"{show_span(backend['latency_s'])}, {show_span(backend['latency_p95_s'])}",
         f"{backend['input_tokens']:,}/{backend['output_tokens']:,}",
         "–" if backend["cost"] is None else f"{backend['cost']:.4g}",
     )
 
 
 def _worker_row(worker: Mapping[str, Any]) -> tuple[str | Text, ...]:
-    stats = ", ".join(f"{name} {_number(value)}" for name, value in (worker["heartbeat_stats"] or {}).items())
-    work, others = worker["current_rollout_id"] or "", len(worker["attempt_ids"] or ()) - 1
+    silent_s, work, others = worker["silent_s"], worker["current_rollout_id"], len(worker["attempt_ids"] or ()) - 1
+    does = []
+    if worker["state"] == "busy" and work:
+        does.append(f"{work} and {others} more" if others > 0 else work)
+    if worker["heartbeat_stats"]:
+        does.append(", ".join(f"{name} {_number(value)}" for name, value in worker["heartbeat_stats"].items())[:60])
     return (
         printable(worker["worker_id"]),
         Text(worker["state"], style=_STYLES.get(worker["state"], "")),
-        "never" if worker["silent_s"] is None else f"{show_span(worker['silent_s'])} ago",
-        printable(work) + (f" and {others} more" if others > 0 else "") if worker["state"] == "busy" and work else "",
-        printable(stats)[:60],
+        "never" if silent_s is None else f"{show_span(int(silent_s))} ago",
+        printable("\n".join(does)),
     )
 
 
 def _error_row(error: Mapping[str, Any]) -> tuple[str | Text, ...]:
-    message = " ".join(error["message"][:1000].split())
-    return f"{error['count']:,}", Text(printable(error["type"]), style="red"), printable(message)[:160]
+    return (
+        f"{error['count']:,}",
+        Text(printable(error["type"]), style="red"),
+        printable(show_error(error["message"], 120)),
+    )
 
 
 def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> list[RenderableType]:
@@ -174,8 +177,8 @@ def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | T
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns))
-    for column in columns:
-        table.add_column(column, no_wrap=True, overflow="ellipsis")
+    for column in columns:  # a narrow terminal folds the first and the last one
+        table.add_column(column, no_wrap=column not in (columns[0], columns[-1]), overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -6,23 +6,22 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from agentlightning.cli import echo
-from agentlightning.errors import ConfigError, LightningError, PluginError
+from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.run.directory import RECORD_NAME, check_plugins, make_directory, read_record
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.shared.log_setup import setup_logging
-from agentlightning_plugins.shared.terminal import shorten
+from agentlightning_plugins.shared.terminal import failing_run, shorten
 
 if TYPE_CHECKING:
+    from agentlightning.resources import LLM
     from agentlightning_plugins.shared.configuration.assembly import Parts
     from agentlightning_plugins.shared.configuration.config import TrainConfig
 
@@ -61,7 +60,7 @@ def command(
     """
     from agentlightning_plugins.shared.configuration.assembly import check_setup, load_parts, make_trainer
     from agentlightning_plugins.shared.configuration.config import read_config
-    from agentlightning_plugins.shared.configuration.document import read_with_overrides
+    from agentlightning_plugins.shared.configuration.document import enter_folder, read_with_overrides
     from agentlightning_plugins.shared.configuration.run_directory import CONFIG_NAME, choose_directory
 
     if resume is not None:
@@ -70,15 +69,16 @@ def command(
         overrides = (str(config), *overrides) if config is not None else overrides
         if config is not None and "=" not in str(config):
             raise click.UsageError(f"--resume uses the run's own configuration; remove {config}")
-        resume = _enter(resume)
         check_plugins(resume, read_record(resume))
         config = resume / CONFIG_NAME
     if config is None:
         raise click.UsageError("give a configuration file, or a run to continue: agl train --resume RUN_DIR")
     document = read_with_overrides(config, overrides)
+    from_start = enter_folder(config)
     checked = read_config(document)
     if checked.algorithm is None:
         raise ConfigError(f"{document.name}: algorithm is missing; set one, as in algorithm: baseline")
+    resume = None if resume is None else Path(from_start(str(resume)))
     if resume is not None and checked.store is None and not new_store:
         _check_store(resume)
     if print_config:
@@ -90,7 +90,8 @@ def command(
             raise SystemExit(2)
         return
     check_setup(checked, parts)  # before the directory is created
-    directory = resume or run_dir or choose_directory(checked.run_dir, checked.name or config.stem)
+    named = checked.run_dir if run_dir is None else str(run_dir)
+    directory = resume or choose_directory(named, checked.name or config.stem, from_start)
     if resume is None and (directory / RECORD_NAME).exists():
         raise ConfigError(f"{directory} already contains a run; continue it with: agl train --resume {directory}")
     try:
@@ -147,29 +148,15 @@ def _fit(trainer: Any, parts: Any, directory: Path) -> None:
     from agentlightning_plugins.shared.configuration.assembly import fit
 
     try:
-        run = fit(trainer, parts)
+        with failing_run():
+            run = fit(trainer, parts)
     except (KeyboardInterrupt, SystemExit) as stop:
         echo(f"\nstopped; continue with:\n\n    agl train --resume {directory}\n", err=True)
         raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
-    except (ConfigError, PluginError):
-        raise
-    except LightningError as error:  # raised by a running algorithm: the configuration was valid
-        traceback.print_exc()
-        raise SystemExit(1) from error
     if run.status == "failed":
         echo(f"failed: no rollout of {directory} succeeded; agl report {directory} lists the errors", err=True)
         raise SystemExit(1)
-    echo(f"done: {directory}", err=True)
-
-
-def _enter(directory: Path) -> Path:
-    """Changes to the directory in which the run was started, because the configuration's paths are relative to it."""
-    record = read_record(directory)
-    directory = directory.resolve()
-    began_in = Path(record.get("working_directory", "."))
-    if began_in.is_dir():
-        os.chdir(began_in)
-    return directory
+    echo(f"done: {directory}; next: agl report {directory}, agl dashboard {directory}", err=True)
 
 
 def _check_store(directory: Path) -> None:
@@ -197,6 +184,8 @@ def _check_run(config: TrainConfig, parts: Parts) -> bool:
         several = component if isinstance(component, list) else [component]
         echo(f"ok    {key:<13}{', '.join(type(each).__name__ for each in several)}")
     is_fine = True
+    for doubt in _find_doubts(parts):
+        echo(f"note  {doubt}")
     for what, problem in _problems(config, parts):
         is_fine &= problem is None
         echo(f"ok    {what}" if problem is None else f"WRONG {what}: {problem}")
@@ -213,17 +202,18 @@ def _problems(config: TrainConfig, parts: Parts) -> Iterator[tuple[str, str | No
         yield "store", _try_store(expand(config.store))
     if isinstance(config.gateway, str) and "://" in config.gateway:
         url = expand(config.gateway).rstrip("/").removesuffix("/v1")
-        yield f"gateway      {url}", _try_endpoint(f"{url}/v1", find_token())
+        yield f"gateway      {url}", _try_endpoint(LLM(endpoint=f"{url}/v1", model="", api_key=find_token()))
     for name, resource in resolve_secrets(parts.resources or {}).items():
         if isinstance(resource, LLM):
-            yield f"resources.{name:<13}{resource.endpoint}", _try_endpoint(resource.endpoint, resource.api_key)
+            yield f"resources.{name:<13}{resource.endpoint}", _try_endpoint(resource)
+    yield "resources", _try_agent(parts)
     try:
         called = check_setup(config, parts)
     except LightningError as error:
         yield "algorithm", str(error)
         return
-    for endpoint, key in dict.fromkeys((each.endpoint, each.api_key) for each in called):
-        yield f"algorithm    {endpoint}", _try_endpoint(endpoint, key)
+    for llm in {(each.endpoint, each.model): each for each in called}.values():
+        yield f"algorithm    {llm.model} at {llm.endpoint}", _try_endpoint(llm)
 
 
 def _try_store(url: str) -> str | None:
@@ -244,17 +234,58 @@ def _try_store(url: str) -> str | None:
     return None
 
 
-def _try_endpoint(endpoint: str, key: str | None) -> str | None:
+def _try_agent(parts: Parts) -> str | None:
+    """Fills the parameters of the agent's function. Returns the problem, or None if each has a resource."""
+    from agentlightning.litagent.function import FunctionalLitAgent
+    from agentlightning.trainer import first_resources
+
+    agent = getattr(parts.agent, "agent", parts.agent)  # without its reward function
+    if isinstance(agent, FunctionalLitAgent):
+        has_model = parts.components["algorithm"].default_adapter == "triplet"
+        try:
+            agent.check_resources(first_resources(parts.agent, parts.resources) or {}, has_model=has_model)
+        except ConfigError as error:
+            return str(error)
+    return None
+
+
+def _find_doubts(parts: Parts) -> Iterator[str]:
+    """Yields what is probably a mistake in a prompt, but may be what the agent needs."""
+    from agentlightning.resources import PromptTemplate
+    from agentlightning.trainer import first_resources
+    from agentlightning_algorithms.shared.prompt_search.candidate import find_placeholders
+
+    data = parts.train if parts.train is not None else parts.val
+    columns = list(data[0]) if data is not None and isinstance(data[0], Mapping) else []
+    for name, prompt in (first_resources(parts.agent, parts.resources) or {}).items():
+        if not isinstance(prompt, PromptTemplate) or prompt.engine == "poml":
+            continue
+        fields = find_placeholders(prompt)
+        if not fields:
+            yield f"resources.{name}: no placeholder, so the agent has to add the task to the text"
+        elif columns and (unknown := sorted(fields.difference(columns))):
+            shown = ", ".join(f"{{{field}}}" for field in unknown)
+            yield f"resources.{name}: the agent has to fill {shown}: the tasks have only {', '.join(columns)}"
+
+
+def _try_endpoint(llm: LLM) -> str | None:
     """Lists the models, a request that costs nothing. Returns the problem, or None if the server answers."""
     import http.client
     import urllib.request
 
-    request = urllib.request.Request(endpoint.rstrip("/") + "/models")  # noqa: S310 # the user's own endpoint
-    if key is not None:
-        request.add_header("Authorization", f"Bearer {key}")
+    request = urllib.request.Request(llm.endpoint.rstrip("/") + "/models")  # noqa: S310 # the user's own endpoint
+    if llm.api_key is not None:
+        request.add_header("Authorization", f"Bearer {llm.api_key}")
     try:
-        with urllib.request.urlopen(request, timeout=_ANSWER_S):  # noqa: S310 # as above
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:  # noqa: S310 # as above
+            listed = response.read(2**20)
+        try:
+            names = [str(each["id"]) for each in json.loads(listed)["data"]]
+        except (ValueError, LookupError, TypeError):  # not every server has a list
             return None
+        if llm.model and names and llm.model not in names:
+            return f"no model {llm.model!r}; it has {shorten(', '.join(names), 200)}"
+        return None
     except urllib.error.HTTPError as error:
         with error:
             return f"answers {error.code} {error.reason}" if error.code in (401, 403) or error.code >= 500 else None

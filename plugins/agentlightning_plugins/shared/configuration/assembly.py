@@ -38,7 +38,7 @@ from agentlightning_plugins.shared.configuration.config import (
     TrainConfig,
     read_config,
 )
-from agentlightning_plugins.shared.configuration.document import ConfigDocument, KeyPath, read_document
+from agentlightning_plugins.shared.configuration.document import ConfigDocument, KeyPath, enter_folder, read_document
 from agentlightning_plugins.shared.configuration.sources import load_attribute, load_dataset
 
 T = TypeVar("T")
@@ -208,13 +208,15 @@ def load_agent_argument(argument: str, reward: str | None) -> LitAgent[Any]:
     """
     if not is_config_file(argument):
         return load_agent(AgentConfig(target=argument, reward=reward))
-    agent = read_config(read_document(Path(argument))).agent
+    document = read_document(Path(argument))
+    from_start = enter_folder(Path(argument))
+    agent = read_config(document).agent
     if isinstance(agent, str):
         agent = AgentConfig(target=agent)
     if reward is not None:
         if agent.reward is not None:
             raise ConfigError(f"agent.reward of {argument} defines the reward; remove --reward or agent.reward")
-        agent = agent.model_copy(update={"reward": reward})
+        agent = agent.model_copy(update={"reward": from_start(reward)})
     return load_agent(agent)
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import click
 import yaml
 
 from agentlightning.errors import ConfigError
 from agentlightning.resources import SECRET_NAME
+from agentlightning.run.directory import RECORD_NAME, read_record
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys from the root of the document to a value, as in ``("data", "train")``."""
@@ -53,7 +58,7 @@ class ConfigDocument:
         return self.name
 
     def override(self, arguments: Sequence[str]) -> None:
-        """Applies ``a.b=value`` arguments; values are read as YAML."""
+        """Applies ``a.b=value`` arguments; values are read as YAML, texts of prompts as they are unless quoted."""
         for argument in arguments:
             key, separator, text = argument.partition("=")
             if not separator or not key:
@@ -74,7 +79,8 @@ class ConfigDocument:
                     shown = ".".join(path[: depth + 1])
                     raise ConfigError(f"command line, {argument}: {shown} = {child!r} has no keys to set")
                 node = child
-            node[path[-1]] = _parse_yaml(text, f"command line, {argument}")
+            is_prompt = path[0] == "resources" and (len(path) == 2 or path[-1] == "template")
+            node[path[-1]] = _parse_prompt(text) if is_prompt else _parse_yaml(text, f"command line, {argument}")
             self.overridden[path] = argument
 
 
@@ -96,6 +102,33 @@ def read_document(path: Path) -> ConfigDocument:
     if (root := yaml.compose(text, Loader=_Loader)) is not None:
         _note_lines(root, (), document)
     return document
+
+
+def enter_folder(config: Path) -> Callable[[str], str]:
+    """Works in the folder of a configuration until the command ends, because the paths in the file start there.
+
+    The copy in the directory of a run belongs to the folder in which the run works. Modules are looked for in the
+    folder, then in the former working directory. Returns :func:`anchor` for paths of the command line, which start at
+    the former working directory.
+    """
+    folder, start = config.parent.resolve(), Path.cwd()
+    if (config.parent / RECORD_NAME).is_file():
+        began_in = Path(read_record(config.parent).get("working_directory", folder))
+        folder = began_in if began_in.is_dir() else folder
+    sys.path += [path for path in (str(folder), str(start)) if path not in sys.path]
+    click.get_current_context().with_resource(contextlib.chdir(folder))
+    return str if folder == start else functools.partial(anchor, start)
+
+
+def anchor(start: Path, text: str) -> str:
+    """Makes a path that starts at ``start`` absolute: a file, a folder, ``file.py:attribute`` or the URL of a file.
+
+    ``module:attribute``, ``hf:name`` and other URLs stay as they are.
+    """
+    scheme, separator, path = text.partition(":///" if text.startswith("sqlite:") else ":")
+    if not separator or scheme.endswith(".py"):
+        return str(start / text)
+    return f"{scheme}{separator}{start / path}" if scheme == "sqlite" else text
 
 
 def read_with_overrides(path: Path, overrides: Sequence[str]) -> ConfigDocument:
@@ -129,6 +162,16 @@ def _parse_yaml(text: str, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"{where}{line}: not YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+def _parse_prompt(text: str) -> Any:
+    """Returns a resource as a mapping with its type, a quoted text, or null; any other text is the prompt itself."""
+    try:
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506 # a SafeLoader
+    except yaml.YAMLError:
+        return text
+    is_resource = isinstance(value, dict) and "resource_type" in value
+    return value if is_resource or value is None or isinstance(value, str) else text
 
 
 def _note_lines(node: yaml.Node, path: KeyPath, document: ConfigDocument) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -18,11 +18,14 @@ CONFIG_NAME: Final = "config.yaml"
 """The file in a run's directory that contains the run's configuration."""
 
 
-def choose_directory(named: str | None, name: str) -> Path:
-    """Returns ``named``, or creates and returns the first of runs/name, runs/name-2, ... that does not exist."""
+def choose_directory(named: str | None, name: str, from_start: Callable[[str], str]) -> Path:
+    """Returns ``named``, or creates and returns the first of runs/name, runs/name-2, ... that does not exist.
+
+    ``from_start`` is that of ``enter_folder``: both start at the working directory of the command.
+    """
     if named is not None:
-        return Path(named)
-    root, number = Path("runs"), 1
+        return Path(from_start(named))
+    root, number = Path(from_start("runs")), 1
     # Created immediately, so that two runs that start together do not choose the same directory.
     while not make_directory(directory := root / (name if number == 1 else f"{name}-{number}")):
         number += 1

@@ -38,7 +38,7 @@ def load_attribute(target: str) -> Any:
     file = Path(name if name.endswith(".py") else f"{name}.py").resolve()
     if name.endswith(".py"):
         if not file.is_file():
-            raise ConfigError(f"{target!r}: {file} does not exist; paths start at the working directory")
+            raise ConfigError(f"{target!r}: {file} does not exist; in a configuration, paths start at its folder")
         name = file.stem
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
@@ -183,7 +183,9 @@ def _read_file(path: Path) -> Sequence[Any]:
             return _read_table(path)
         return _read_parquet(path)
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist (working directory: {Path.cwd()})") from None
+        raise ConfigError(
+            f"{path} does not exist (in {Path.cwd()}; in a configuration, paths start at its folder)"
+        ) from None
     except ConfigError:  # a ValueError too
         raise
     except (OSError, ValueError, csv.Error) as error:

@@ -14,7 +14,7 @@ from agentlightning.reward import count_failed, find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Metrics, Rollout
 from agentlightning_plugins.shared.rendering.conversation import read_conversations
-from agentlightning_plugins.shared.rendering.text import find_difference
+from agentlightning_plugins.shared.rendering.text import find_difference, show_task
 from agentlightning_plugins.shared.statistics.interval import Interval, mean_interval, paired_interval
 
 CANDIDATE: Final = "prompt_candidate"
@@ -177,7 +177,7 @@ async def _read_transcript(store: LightningStore, rollout: Rollout) -> Transcrip
     error = rollout.attempt.error if isinstance(rollout, AttemptedRollout) else None
     return Transcript(
         rollout.rollout_id,
-        _show(rollout.input),
+        show_task(rollout.input),
         find_final_reward(spans, rollout),
         conversations[-1]["messages"] if conversations else [],
         "" if error is None else f"{error.type}: {error.message}",

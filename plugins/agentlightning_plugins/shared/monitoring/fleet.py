@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
@@ -65,14 +64,22 @@ async def read_activity(view: LightningStore) -> dict[str, Any]:
     }
 
 
+def find_state(worker: Worker, now: float) -> str:
+    """Returns the state of a worker by the store's clock: its status, or ``lost`` or ``ended``."""
+    if worker.ended_at is not None or (worker.status == "unknown" and worker.last_heartbeat_time is not None):
+        return "ended"
+    if worker.last_heartbeat_time is not None and now - worker.last_heartbeat_time > _LOST_S:
+        return "lost" if worker.current_rollout_id else "ended"
+    return worker.status
+
+
 def _describe_worker(worker: Worker, now: float) -> dict[str, Any]:
     silent_s = None if worker.last_heartbeat_time is None else max(0.0, now - worker.last_heartbeat_time)
-    state: str = worker.status
-    if worker.ended_at is not None:
-        state = "ended"
-    elif silent_s is not None and silent_s > _LOST_S:
-        state = "lost" if worker.current_rollout_id else "ended"
-    return {**worker.model_dump(mode="json"), "state": state, "silent_s": silent_s}
+    state = find_state(worker, now)
+    described = {**worker.model_dump(mode="json"), "state": state, "silent_s": silent_s}
+    if state in ("ended", "lost"):
+        described["heartbeat_stats"] = None  # what it did last is over
+    return described
 
 
 _BACKEND: Final = "agentlightning.gateway.backend"
@@ -80,8 +87,9 @@ _COST: Final = "agentlightning.gateway.cost"
 """Attributes that only the gateway's spans have; the attributes of all model calls are in ``semconv``."""
 _CHUNK: Final = 100
 _MAX_SPANS: Final = 1000
-_BUDGET_S: Final = 0.08
-"""Time limit for reading spans, so that a page loads quickly even in a large run."""
+_MAX_CHARS: Final = 4_000_000
+"""Size of the newest spans that are read, so that a page loads quickly even in a large run. A limit of time would give
+other numbers at each reload."""
 _FAILING: Final = 0.1
 """The share of failed calls from which a backend counts as failing."""
 
@@ -95,10 +103,11 @@ async def read_backends(view: LightningStore) -> list[dict[str, Any]]:
     (the first call and the last one that were counted).
     """
     calls: dict[tuple[str, str], list[Span]] = {}
-    read, deadline = 0, time.monotonic() + _BUDGET_S
-    while read < _MAX_SPANS and (not read or time.monotonic() < deadline):
+    read = size = 0
+    while read < _MAX_SPANS and size < _MAX_CHARS:
         page = await view.query_spans(None, sort_order="desc", offset=read, limit=_CHUNK)
         for span in page:
+            size += sum(len(value) for value in span.attributes.values() if isinstance(value, str | list | tuple))
             backend = span.attributes.get(_BACKEND)
             if isinstance(backend, str) and semconv.GATEWAY_COMPLETE in span.attributes and span.end_time is not None:
                 key = (str(span.attributes.get(semconv.GEN_AI_REQUEST_MODEL, "")), backend)

@@ -30,8 +30,6 @@ _PHASES: Final = {
 _TOTAL_STEPS: Final = ("steps", "n_steps", "max_steps", "total_training_steps", "rounds", "beam_rounds")
 _PAUSE: Final = 20
 """A longer gap between two steps, in medians, counts as time when the run was stopped, unless phases explain it."""
-_BASE: Final = 3
-"""Number of first steps that later steps are compared with."""
 
 
 class Health(NamedTuple):
@@ -73,7 +71,10 @@ def _count_rewards(metrics: Metrics) -> float:
 
 
 def sum_phases(metrics: Sequence[Metrics]) -> list[dict[str, Any]]:
-    """Returns the time that each phase took in all steps, and its share of the total."""
+    """Returns the time that each phase took in all steps, its share of the total, and the share in whole percent.
+
+    The percentages add up to 100.
+    """
     sums = dict.fromkeys(_PHASES, 0.0)
     for each in metrics:
         for name, keys in _PHASES.items():
@@ -81,7 +82,12 @@ def sum_phases(metrics: Sequence[Metrics]) -> list[dict[str, Any]]:
         if "wait_s" not in each.values:  # the user's own training loop waits while it samples
             sums["sampling"] += each.values.get("sample_s", 0.0)
     total = sum(sums.values())
-    return [{"name": name, "seconds": spent, "share": spent / total} for name, spent in sums.items() if spent > 0]
+    phases = {name: spent for name, spent in sums.items() if spent > 0}
+    ends = [round(100 * spent / total) for spent in itertools.accumulate(phases.values())]
+    return [
+        {"name": name, "seconds": spent, "share": spent / total, "percent": end - before}
+        for (name, spent), before, end in zip(phases.items(), [0, *ends], ends, strict=False)
+    ]
 
 
 def estimate_left(run: Run, metrics: Sequence[Metrics], now: float) -> dict[str, Any] | None:
@@ -129,7 +135,7 @@ def _judge_policy(metrics: Sequence[Metrics], last: Mapping[str, float]) -> list
     found = []
     entropies = [each.values["entropy"] for each in metrics if "entropy" in each.values]
     if entropies:
-        now, first = entropies[-1], statistics.fmean(entropies[:_BASE])
+        now, first = entropies[-1], entropies[0]
         level = (
             "bad"
             if now < 0.1 * first
@@ -139,7 +145,7 @@ def _judge_policy(metrics: Sequence[Metrics], last: Mapping[str, float]) -> list
         )
         words = {
             "bad": "The policy has nearly stopped exploring; groups will have no spread.",
-            "watch": "It has changed a lot since the first steps.",
+            "watch": "It has changed a lot since the first step.",
             "good": "The policy still explores.",
         }[level]
         found.append(Health("Entropy", level, f"{now:.3g} nats per token, {first:.3g} at the start. {words}"))

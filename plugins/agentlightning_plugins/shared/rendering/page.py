@@ -16,7 +16,7 @@ from agentlightning_plugins.shared.rendering.bars import heat_strip, histogram
 from agentlightning_plugins.shared.rendering.line import Point, Series, line_chart
 
 _NAMES: Final = {
-    "reward": "training reward",
+    "reward": "reward",
     "train_reward": "training reward",
     "val_reward": "validation reward",
     "test_reward": "test reward",

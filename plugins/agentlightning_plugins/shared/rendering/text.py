@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.cli import printable
@@ -36,6 +36,16 @@ def show_error(error: str, length: int = 300) -> str:
     first, *rest = [line.strip() for line in error.splitlines() if line.strip()] or [""]
     end = " / ".join(rest)[-length:] if first.endswith(":") else ""
     return f"{first[:length]} {end}".rstrip()
+
+
+def show_task(task: Any) -> str:
+    """Returns a task as text: fields as ``name: value``, one field without its name, nested values as JSON."""
+    if isinstance(task, str):
+        return task
+    if not isinstance(task, Mapping) or not task:
+        return json.dumps(task, ensure_ascii=False, default=str)
+    fields = {name: show_task(value) for name, value in task.items()}
+    return next(iter(fields.values())) if len(fields) == 1 else ", ".join(f"{k}: {v}" for k, v in fields.items())
 
 
 def dump(value: Any) -> str:
@@ -135,24 +145,35 @@ def find_difference(before: str, after: str) -> list[tuple[str, str]]:
     return pieces
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Prints rows in columns. Wraps only the last column, and only on a terminal; never truncates text."""
+_LEAST_CHARS: Final = 20
+"""Least width of the last column of a table on a terminal."""
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], optional: Sequence[str] = ()) -> None:
+    """Prints rows in columns. Wraps only the last column, and only on a terminal; never truncates text.
+
+    A terminal that is too narrow shows no ``optional`` columns, the first of which are left out first.
+    """
     from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
 
     lines = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
-    *widths, last = (max(map(cell_len, cells)) for cells in zip(columns, *lines, strict=True))
-    left = sum(width + 2 for width in widths)
+    widths = [max(map(cell_len, cells)) for cells in zip(columns, *lines, strict=True)]
     console = Console(highlight=False, markup=False)
+    shown = list(range(len(columns)))
     if console.is_terminal:
-        last = min(last, max(24, console.width - left - 2))
-    console.width = left + last + 2  # rich before 14.2 pads the last column too
+        for column in optional:
+            if sum(widths[place] + 2 for place in shown[:-1]) + min(widths[-1], _LEAST_CHARS) > console.width:
+                shown.remove(columns.index(column))
+        left = sum(widths[place] + 2 for place in shown[:-1])
+        widths[-1] = min(widths[-1], max(_LEAST_CHARS, console.width - left))
+    console.width = sum(widths[place] + 2 for place in shown)  # rich before 14.2 pads the last column too
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for column, width in zip(columns, (*widths, last), strict=True):
-        table.add_column(column, overflow="fold", width=width)
+    for place in shown:
+        table.add_column(columns[place], overflow="fold", width=widths[place])
     for line in lines:
-        table.add_row(*line)
+        table.add_row(*(line[place] for place in shown))
     console.print(table)
 
 

@@ -44,7 +44,7 @@ class SqliteBackend(DurableBackend):
             StoreError: the file cannot be opened.
         """
         open_file(path, busy_timeout_s)
-        self._path = path
+        self._path = path = path.absolute()  # a command may change to the folder of its configuration
         self._busy_timeout_s = busy_timeout_s
         self._idle: deque[sqlite3.Connection] = deque()
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="agl-sqlite-reader")

@@ -1,4 +1,4 @@
-"""Tracker ``console``: a live line in a terminal or a notebook, else a line for each step."""
+"""Tracker ``console``: a line for each step; in a terminal also a live line, in a notebook only that one."""
 
 from __future__ import annotations
 
@@ -111,9 +111,11 @@ class ConsoleTracker:
                 text.append(f"  {name} ", style="dim").append(show_number(values[name]), style="bold")
         if values.get("progress", 0.0) > 0:
             self._left = self._estimate_left(values["progress"])
-        self._line = text
-        if self._live is None and not self._brief:
-            self._say(text.append(f"  {self._left}"))
+        if self._brief or self._console.is_jupyter:
+            self._line = text
+        else:
+            self._line = Text()
+            self._say(text if self._live is not None else text.append(f"  {self._left}"))
 
     def _estimate_left(self, progress: float) -> str:
         now = time.monotonic()
@@ -133,7 +135,8 @@ class ConsoleTracker:
         grid = Table.grid(padding=(0, 2))
         failed = f", {self._failed} failed" if self._failed else ""
         elapsed = show_span(time.monotonic() - self._started)
-        grid.add_row(self._line)
+        if self._line:
+            grid.add_row(self._line)
         counts = f"{self._finished} rollouts{failed}, {elapsed} elapsed, {self._left}".rstrip(", ")
         grid.add_row(Text(counts, style="dim"))
         return grid
