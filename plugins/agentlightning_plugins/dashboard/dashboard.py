@@ -175,7 +175,7 @@ class Dashboard:
         return Visit(self._store, request.match_info, request.query)
 
     async def _read(self, page: _Page, visit: Visit) -> dict[str, Any]:
-        """Returns the contents of a page; raises NotFoundError with a list of runs if the run in its path is unknown."""
+        """Returns the contents of a page; raises NotFoundError, with a list of runs, for an unknown run in its path."""
         if "run_id" in visit.names and visit.run_id != self._store.run_id and await find_run(visit.run_store) is None:
             known = ", ".join(run.run_id for run in await find_newest_runs(self._store)) or "none yet"
             raise NotFoundError(f"this store has no run {visit.run_id!r}; its newest runs: {known}")

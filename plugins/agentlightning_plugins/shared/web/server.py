@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from agentlightning.errors import ConfigError
+from agentlightning_plugins.shared.log_setup import REQUEST_ID_HEADER, begin_request
 
 logger = logging.getLogger("agentlightning")
 MAX_UNKNOWN: Final = 512
@@ -236,7 +237,7 @@ class WebServer:
         if isinstance(self._serves, web.Application):
             self._runner = web.AppRunner(self._serves, shutdown_timeout=self._finish_s, **settings)
         else:
-            self._runner = web.ServerRunner(web.Server(self._serves, **settings), shutdown_timeout=self._finish_s)
+            self._runner = web.ServerRunner(web.Server(self._identify, **settings), shutdown_timeout=self._finish_s)
         await self._runner.setup()
         assert self._runner.server is not None
         self._connections = ConnectionLimits(self._runner.server)
@@ -279,12 +280,15 @@ class WebServer:
         await runner.cleanup()
         timer.cancel()
 
+    async def _identify(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await _answer(request, cast(BaseHandler, self._serves))
+
     @web.middleware
     async def _watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Counts the requests in flight, and closes connections whose request is not read to its end."""
         self._in_flight += 1
         try:
-            response = await handler(request)
+            response = await _answer(request, handler)
         finally:
             self._in_flight -= 1
             if self.is_stopping and not self._in_flight:
@@ -343,6 +347,15 @@ def stop_on_signals() -> asyncio.Event:
     for number in numbers:
         loop.add_signal_handler(number, handle)
     return stop
+
+
+async def _answer(request: Any, handler: Callable[[Any], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    """Answers a request with its id, which is also in the log, in the header X-Request-Id."""
+    own_id = begin_request(request.headers.get(REQUEST_ID_HEADER))
+    response = await handler(request)
+    if not response.prepared:
+        response.headers.setdefault(REQUEST_ID_HEADER, own_id)
+    return response
 
 
 async def _close_after(request: web.Request, response: web.StreamResponse) -> None:
