@@ -113,7 +113,7 @@ async def serve_gateway(upstream: str, store_url: str = "memory://") -> AsyncIte
 
     relax_collector()  # as `agl gateway` and launch_mode="process" do
     store = create_store(store_url)
-    proxy = LLMProxy(model_list=[{"model": "m", "endpoint": upstream, "api_key": "k"}], store=store)
+    proxy = LLMProxy(model_list=[{"model": "m", "endpoint": upstream, "api_key": "k"}], store=store, require_keys=False)
     await proxy.start()
     rollout = await store.start_rollout(None)
     yield proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id).endpoint
