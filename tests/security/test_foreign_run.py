@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import sqlite3
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.shared.trained_model import find_checkpoint
+from agentlightning_algorithms.grpo.command import write_model_card
+from agentlightning_algorithms.shared.trained_model import TrainingRecord, find_checkpoint
+from agentlightning_plugins.commands.report.report import Report
 from agentlightning_plugins.shared.configuration.document import read_document
 from tests.plugins.commands.agl_here import run_here
 
@@ -65,6 +68,22 @@ def test_no_command_opens_a_database_through_a_link(run: Path, command: str, suf
     assert said.code == 2
     assert f"store.db{suffix} leads out of run, so it is not opened" in said.stderr
     assert (run.parent / "secret").read_text() == "the user's own"
+
+
+def test_texts_of_agents_and_of_the_directory_are_no_html_in_a_report_and_a_model_card(run: Path) -> None:
+    tag, fence = "<img src=x onerror=alert(1)>", "a\n```\n<script>x</script>\n```"
+    candidate = {"candidate_id": tag, "critique": tag}
+    report = Report(
+        agl.types.Run(name=tag), {}, {}, {f"ValueError: {tag}": 1}, 0, {}, {f"prompt {tag}": fence}, 0, [candidate]
+    )
+    settings = {"prompt": fence}
+    TrainingRecord(algorithm="grpo", base=tag, settings=settings).write(run)
+    (run / "run.json").write_text(json.dumps({"key": "k", "seed": tag, "versions": {tag: tag}}))
+    write_model_card(run, run, "best")
+    for text in (report.to_markdown(), (run / "README.md").read_text()):
+        outside = re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.DOTALL | re.MULTILINE)
+        head, _, rest = outside.partition("\n---\n")
+        assert "<" not in (rest or head)
 
 
 def _aliases(levels: int) -> str:

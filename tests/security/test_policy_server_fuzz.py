@@ -15,6 +15,13 @@ from tests.security.test_connections import PRLIMIT, check_idle_connections, pat
 from tests.security.test_gateway_fuzz import BODIES, DURATION, WANTED, check
 
 
+def make_grammar(model: Path, key: str, port: int) -> Grammar:
+    """Returns requests to a policy server that serves the model in a directory."""
+    paths = ["/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/statistics", "/weights", "/x"]
+    bodies = [*BODIES, {"path": str(model), "version": 1}, {"path": "/nowhere", "version": 2}]
+    return Grammar(paths, bodies, [f"Bearer {key}", "Bearer x"], port)
+
+
 @pytest.mark.parametrize("seconds", DURATION)
 async def test_a_policy_server_withstands_random_requests_and_idle_connections(seconds: float, tmp_path: Path) -> None:
     seed = secrets.randbits(32)
@@ -27,9 +34,7 @@ async def test_a_policy_server_withstands_random_requests_and_idle_connections(s
         port = await port_of(server, log, r'"port": (\d+)')
         found = re.search(r'"key": "([^"]+)"', text_of(log))
         assert found is not None
-        paths = ["/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/statistics", "/weights", "/x"]
-        bodies = [*BODIES, {"path": str(tmp_path / "model"), "version": 1}, {"path": "/nowhere", "version": 2}]
-        grammar = Grammar(paths, bodies, [f"Bearer {found[1]}", "Bearer x"], port)
+        grammar = make_grammar(tmp_path / "model", found[1], port)
         findings = await fuzz(grammar, server.pid, seconds, seed, wanted=WANTED, clients=4)
         assert server.returncode is None, text_of(log)
         assert "Traceback" not in text_of(log), text_of(log)[:4000]

@@ -133,7 +133,7 @@ def hostile_spans(chance: random.Random, rollout_id: str, attempt_id: str) -> li
     return spans
 
 
-def _adapters() -> list[TraceAdapter[Any]]:
+def make_adapters() -> list[TraceAdapter[Any]]:
     triplets = [TraceToTriplet(), TraceToTriplet(agent_match="a"), *(TraceToTriplet(credit=rule) for rule in _CREDIT)]
     others: list[TraceAdapter[Any]] = [TraceToMessages(), TraceToTransitions(), TraceToTrajectories()]
     return [*triplets, *others, agl.LlmProxyTraceToTriplet()]
@@ -161,7 +161,7 @@ async def _store(seeds: int) -> tuple[agl.LightningStore, list[Rollout]]:
 
 async def test_adapters_and_algorithms_read_hostile_spans_or_leave_out_their_attempt() -> None:
     store, rollouts = await _store(_SEEDS)
-    adapters, outcomes = _adapters(), {"read": 0, "refused": 0}
+    adapters, outcomes = make_adapters(), {"read": 0, "refused": 0}
     episodes, results, trials = [], [], []
     for rollout in rollouts:
         spans = (await store.query_spans(rollout.rollout_id, "latest")).items

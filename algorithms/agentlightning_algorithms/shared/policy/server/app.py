@@ -33,7 +33,7 @@ from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy_backend import digest_weights
 from agentlightning_plugins.shared.token import StoreTokens
 from agentlightning_plugins.shared.web.request import RequestRefused, check_local, is_among, parse_json, read_body
-from agentlightning_plugins.shared.web.server import WebServer, answer_expect
+from agentlightning_plugins.shared.web.server import WebServer
 
 logger = logging.getLogger("agentlightning")
 
@@ -123,7 +123,7 @@ class PolicyApp:
             raise web.HTTPMethodNotAllowed(request.method, allowed) if allowed else web.HTTPNotFound
 
         for method, path, handler in [*routes, ("*", "/{path:.*}", refuse)]:
-            app.router.add_route(method, path, handler, expect_handler=answer_expect)
+            app.router.add_route(method, path, handler)
         return app
 
     async def _complete(self, kind: type[ChatRequest | TextRequest], http: web.Request) -> web.StreamResponse:

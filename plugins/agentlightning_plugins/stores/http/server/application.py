@@ -21,7 +21,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.shared.log_setup import access_logger
 from agentlightning_plugins.shared.web.metrics import CONTENT_TYPE
-from agentlightning_plugins.shared.web.server import WebServer, answer_expect
+from agentlightning_plugins.shared.web.server import WebServer
 from agentlightning_plugins.stores.http.message import FEATURES_HEADER, MAX_POLL_S, PREFIX, RUN_HEADER, TIME_HEADER
 from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server import openapi, otlp
@@ -105,9 +105,9 @@ class StoreApplication:
         application = web.Application(middlewares=[guard])
         router = application.router
         for route in ROUTES:
-            router.add_route(route.method, PREFIX + route.path, self._handler(route), expect_handler=answer_expect)
+            router.add_route(route.method, PREFIX + route.path, self._handler(route))
         for (method, path), (handler, _) in self._others().items():
-            router.add_route(method, path, handler, expect_handler=answer_expect)
+            router.add_route(method, path, handler)
         self._pages = {route: each for each in pages for routed in each.routes() for route in routed.register(router)}
         self.server = WebServer(application, finish_s=_FINISH_S)
 
