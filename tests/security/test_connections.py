@@ -89,8 +89,8 @@ async def test_idle_connections_do_not_lock_out_clients_of_a_gateway(tmp_path: P
             await check_idle_connections(port, log, "/status", TOKEN)
 
 
-async def check_idle_connections(port: int, log: Path, path: str, key: str) -> None:
-    """Opens idle connections and checks that requests of other clients are answered."""
+async def check_idle_connections(port: int, log: Path, path: str, key: str, *, probe: str = "/health") -> None:
+    """Opens idle connections and checks that requests of other clients, for a path without a key, are answered."""
     size = len(text_of(log))
     headers = {"Authorization": f"Bearer {key}"}
     one = aiohttp.TCPConnector(limit=1)
@@ -104,7 +104,7 @@ async def check_idle_connections(port: int, log: Path, path: str, key: str) -> N
         with many_files():
             idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(IDLE)]
             for _ in range(10):
-                async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as other, other.get("/health") as answer:
+                async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as other, other.get(probe) as answer:
                     assert answer.status == 200
             assert not idle[-1][0].at_eof(), "it is open"
             for _, writer in idle:
