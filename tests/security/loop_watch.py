@@ -42,7 +42,7 @@ def print_stalls(limit_s: float) -> None:
         if cpu_s > limit_s:
             sys.stderr.write(f"STALL of {cpu_s:.3f} s in {str(handle)[:500]}\n")
 
-    asyncio.Handle._run = _measured(note)  # type: ignore[method-assign]
+    asyncio.Handle._run = _measured(note)
 
 
 def _measured(note: Callable[[asyncio.Handle, float], None]) -> Callable[[asyncio.Handle], None]:
