@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, Wit
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.frozen import FrozenDict, FrozenList
 from agentlightning.records import DEFAULT_RUN_ID, AttemptedRollout, JsonObject, Record, Rollout
+from agentlightning.store.url import hide_password
 
 ATTEMPT_KEY: Final = "agentlightning"
 """Placeholder ``api_key`` of a ProxyLLM, which the runner replaces with the attempt's key. It grants no access, but
@@ -295,3 +296,16 @@ def _resolve(value: Any, is_secret: bool, path: str) -> Any:
     if isinstance(value, FrozenList):
         return FrozenList([_resolve(child, is_secret, f"{path}[{number}]") for number, child in enumerate(value)])
     return value
+
+
+_SECRET_HEADER: Final = re.compile(r"(^|[-.])(authorization|api-key)$", re.IGNORECASE)
+
+
+def hide_secrets(value: Any) -> Any:
+    """Replaces secret settings, and passwords in URLs, by ``***``; ``value`` consists of JSON types."""
+    if isinstance(value, dict):
+        secret = {name for name in value if SECRET_NAME.search(name) or _SECRET_HEADER.search(name)}
+        return {name: "***" if child and name in secret else hide_secrets(child) for name, child in value.items()}
+    if isinstance(value, list):
+        return [hide_secrets(child) for child in value]
+    return hide_password(value) if isinstance(value, str) else value

@@ -81,7 +81,8 @@ async def test_a_decorated_agent_gives_exactly_the_expected_triplets(
     tracer: AgentOpsTracer, server: ScriptedOpenAI
 ) -> None:
     store = InMemoryLightningStore()
-    proxy = LLMProxy(model_list=[{"model": "m", "endpoint": server.endpoint, "api_key": "any"}], store=store)
+    models = [{"model": "m", "endpoint": server.endpoint, "api_key": "any"}]
+    proxy = LLMProxy(model_list=models, store=store, require_keys=False)
     await proxy.start()
 
     async def run(number: int) -> AttemptedRollout:

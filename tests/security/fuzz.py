@@ -36,6 +36,8 @@ class Grammar:
     port: int
     big: bool = True
     """Whether bodies of many MiB are also sent."""
+    health: str = "/health"
+    """A path that is answered with 200 at any time."""
 
 
 @dataclass
@@ -82,11 +84,12 @@ async def fuzz(
     async def watch() -> None:
         while not done.is_set():
             asked = time.monotonic()
-            status = await send(grammar.port, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+            head = f"GET {grammar.health} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+            status = await send(grammar.port, head.encode())
             findings.health_s.append(time.monotonic() - asked)
             findings.resident.append(resident_bytes(pid))
             if status != 200:
-                findings.bad.append(f"{status} for /health")
+                findings.bad.append(f"{status} for {grammar.health}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), 0.05)
 

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +15,11 @@ import aiohttp
 import pytest
 
 import agentlightning as agl
+from agentlightning_plugins.dashboard.dashboard import Dashboard
 from agentlightning_plugins.shared.web import server as web_server
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.security.fuzz import send
 from tests.security.gateway_process import port_of, process, text_of
 from tests.security.store_process import AGL, TOKEN, StoreProcess, running_store
 from tests.waiting import LIMIT_S
@@ -85,8 +89,8 @@ async def test_idle_connections_do_not_lock_out_clients_of_a_gateway(tmp_path: P
             await check_idle_connections(port, log, "/status", TOKEN)
 
 
-async def check_idle_connections(port: int, log: Path, path: str, key: str) -> None:
-    """Opens idle connections and checks that requests of other clients are answered."""
+async def check_idle_connections(port: int, log: Path, path: str, key: str, *, probe: str = "/health") -> None:
+    """Opens idle connections and checks that requests of other clients, for a path without a key, are answered."""
     size = len(text_of(log))
     headers = {"Authorization": f"Bearer {key}"}
     one = aiohttp.TCPConnector(limit=1)
@@ -100,7 +104,7 @@ async def check_idle_connections(port: int, log: Path, path: str, key: str) -> N
         with many_files():
             idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(IDLE)]
             for _ in range(10):
-                async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as other, other.get("/health") as answer:
+                async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as other, other.get(probe) as answer:
                     assert answer.status == 200
             assert not idle[-1][0].at_eof(), "it is open"
             for _, writer in idle:
@@ -154,3 +158,23 @@ async def test_every_server_may_open_as_many_files_as_the_system_allows_and_ends
         assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (1500, 1500)
         server.terminate()
         assert await server.wait() == 0, text_of(log)
+
+
+@pytest.mark.parametrize("command", ["store --backend memory://", "gateway --model m=http://127.0.0.1:9/v1"])
+def test_a_server_that_may_open_too_few_files_says_so(command: str) -> None:
+    limited = ["prlimit", "--nofile=24:24", sys.executable, "-m", "agentlightning", *command.split(), "--port", "0"]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "may open 24 files, and a server needs 64; raise ulimit -n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "line", ["GET /runs/default", "DELETE /v1/agl/health", "GET /nothing", "POST /v1/agl/rollouts"]
+)
+async def test_a_header_that_is_not_utf8_is_refused_on_every_path(line: str) -> None:
+    store = InMemoryLightningStore()
+    async with LightningStoreServer(store, port=0, pages=[Dashboard(store)]) as server:
+        head = f"{line} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nExpect: \xff\r\n\r\n"
+        assert await send(server.port, head.encode("latin-1")) == 417
+    await store.close()

@@ -80,6 +80,19 @@ def check(findings: Findings, seed: int, seconds: float) -> None:
     assert late < 0.2, f"{shown}: of {len(health_s)} answers of /health, 5 % took {late:.2f} to {health_s[-1]:.2f} s"
 
 
+def make_grammar(ids: tuple[str, str], port: int) -> Grammar:
+    """Returns requests to a gateway, of an attempt and of strangers."""
+    own = f"/rollout/{ids[0]}/attempt/{ids[1]}"
+    calls = ("chat/completions", "completions", "responses", "embeddings", "messages", "messages/count_tokens")
+    paths = [f"{prefix}/v1/{call}" for call in calls for prefix in ("", own, "/rollout/ro-x/attempt/at-x")]
+    paths += ["/anthropic/v1/messages", "/v1/models", "/v1/models/m", "/health", "/status", "/metrics"]
+    paths += ["/drain", "/resume", "/", "/nothing", f"{own}/", "/rollout//attempt//v1/chat/completions"]
+    secret = attempt_token.derive_secret(TOKEN)
+    tokens = [f"Bearer {attempt_token.mint(secret, *ids, 2e9)}"] * 4
+    tokens += [f"Bearer {attempt_token.mint(secret, *ids, 1.0)}", f"Bearer {TOKEN}", "Bearer agl-x.y", "Basic x"]
+    return Grammar(paths, GATEWAY_BODIES, tokens, port)
+
+
 @pytest.mark.parametrize("seconds", DURATION)
 async def test_the_gateway_withstands_random_requests(seconds: float, tmp_path: Path) -> None:
     seed = secrets.randbits(32)
@@ -94,28 +107,7 @@ async def test_the_gateway_withstands_random_requests(seconds: float, tmp_path: 
             async with process(log, "-m", "agentlightning", "gateway", *arguments) as gateway:
                 port = await port_of(gateway, log, r"Serving .* at http://127\.0\.0\.1:(\d+)")
                 rollout = await store.start_rollout({})
-                ids = rollout.rollout_id, rollout.attempt.attempt_id
-                own = f"/rollout/{ids[0]}/attempt/{ids[1]}"
-                calls = (
-                    "chat/completions",
-                    "completions",
-                    "responses",
-                    "embeddings",
-                    "messages",
-                    "messages/count_tokens",
-                )
-                paths = [f"{prefix}/v1/{call}" for call in calls for prefix in ("", own, "/rollout/ro-x/attempt/at-x")]
-                paths += ["/anthropic/v1/messages", "/v1/models", "/v1/models/m", "/health", "/status", "/metrics"]
-                paths += ["/drain", "/resume", "/", "/nothing", f"{own}/", "/rollout//attempt//v1/chat/completions"]
-                secret = attempt_token.derive_secret(TOKEN)
-                tokens = [f"Bearer {attempt_token.mint(secret, *ids, 2e9)}"] * 4
-                tokens += [
-                    f"Bearer {attempt_token.mint(secret, *ids, 1.0)}",
-                    f"Bearer {TOKEN}",
-                    "Bearer agl-x.y",
-                    "Basic x",
-                ]
-                grammar = Grammar(paths, GATEWAY_BODIES, tokens, port)
+                grammar = make_grammar((rollout.rollout_id, rollout.attempt.attempt_id), port)
                 findings = await fuzz(grammar, gateway.pid, seconds, seed, wanted={*WANTED, 403})
                 assert gateway.returncode is None, text_of(log)
                 assert "Traceback" not in text_of(log), text_of(log)[:4000]

@@ -1,18 +1,28 @@
-"""A policy server process under random requests."""
+"""Processes of the policy server, the dashboard and the server of agents of 0.1 under random requests."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import secrets
 from pathlib import Path
 
 import pytest
 
+import agentlightning as agl
 from tests.algorithms.tiny_model import save_tiny_model
 from tests.security.fuzz import Grammar, fuzz
 from tests.security.gateway_process import port_of, process, text_of
+from tests.security.store_process import TOKEN
 from tests.security.test_connections import PRLIMIT, check_idle_connections, patient
 from tests.security.test_gateway_fuzz import BODIES, DURATION, WANTED, check
+
+
+def make_grammar(model: Path, key: str, port: int) -> Grammar:
+    """Returns requests to a policy server that serves the model in a directory."""
+    paths = ["/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/statistics", "/weights", "/x"]
+    bodies = [*BODIES, {"path": str(model), "version": 1}, {"path": "/nowhere", "version": 2}]
+    return Grammar(paths, bodies, [f"Bearer {key}", "Bearer x"], port)
 
 
 @pytest.mark.parametrize("seconds", DURATION)
@@ -27,11 +37,57 @@ async def test_a_policy_server_withstands_random_requests_and_idle_connections(s
         port = await port_of(server, log, r'"port": (\d+)')
         found = re.search(r'"key": "([^"]+)"', text_of(log))
         assert found is not None
-        paths = ["/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/statistics", "/weights", "/x"]
-        bodies = [*BODIES, {"path": str(tmp_path / "model"), "version": 1}, {"path": "/nowhere", "version": 2}]
-        grammar = Grammar(paths, bodies, [f"Bearer {found[1]}", "Bearer x"], port)
+        grammar = make_grammar(tmp_path / "model", found[1], port)
         findings = await fuzz(grammar, server.pid, seconds, seed, wanted=WANTED, clients=4)
         assert server.returncode is None, text_of(log)
         assert "Traceback" not in text_of(log), text_of(log)[:4000]
         await check_idle_connections(port, log, "/statistics", found[1])
+    check(findings, seed, seconds)
+
+
+PAGES = Grammar(
+    """/ /index.json /runs/default /runs/default/rollouts.json /runs/x/group?name=1 /fleet /compare /login /logout /x
+    /runs/default/rollouts/ro-x /runs/default/rollouts/ro-x/label /static/x""".split(),
+    [{"label": "good", "form_token": "x"}, {"token": "x", "next": "//evil.example"}],
+    [f"Bearer {TOKEN}", "Bearer x", "Basic x"],
+    0,
+    health="/login",
+)
+TASKS = Grammar(
+    ["/task", "/resources/latest", "/resources/x", "/rollout", "/rollout", "/x"],
+    [
+        {"rollout_id": "ro-x", "final_reward": 0.5, "trace": [{"name": "x", "attributes": {"a": 1}}], "triplets": []},
+        {"rollout_id": "ro-x", "triplets": [{"prompt": {"token_ids": [1]}, "response": {"token_ids": [2]}}]},
+    ],
+    ["Bearer x"],
+    0,
+    health="/resources/latest",
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "grammar", "wanted"),
+    [(["dashboard"], PAGES, {200, 303, 401, 404}), (["legacy", "--store"], TASKS, {200, 400, 403, 404})],
+    ids=["dashboard", "legacy"],
+)
+@pytest.mark.parametrize("seconds", DURATION)
+async def test_the_dashboard_and_the_server_of_old_agents_withstand_random_requests_and_idle_connections(
+    seconds: float, command: list[str], grammar: Grammar, wanted: set[int], tmp_path: Path
+) -> None:
+    url, log, seed = f"sqlite:///{tmp_path}/store.db", tmp_path / "log", secrets.randbits(32)
+    store = agl.create_store(url)
+    await store.enqueue_rollout("task")
+    await store.add_resources({"prompt": "x"})
+    await store.close()
+    token = ["--token", TOKEN] if command == ["dashboard"] else []
+    arguments = [*command, url, *token, "--port", "0"]
+    async with process(log, *patient("agentlightning"), *arguments, wrapper=PRLIMIT) as server:
+        port = await port_of(server, log, r"http://127\.0\.0\.1:(\d+)")
+        findings = await fuzz(
+            dataclasses.replace(grammar, port=port), server.pid, seconds, seed, wanted=wanted, clients=4
+        )
+        assert server.returncode is None, text_of(log)
+        assert "Traceback" not in text_of(log), text_of(log)[:4000]
+        path = "/index.json" if command == ["dashboard"] else grammar.health
+        await check_idle_connections(port, log, path, TOKEN, probe=grammar.health)
     check(findings, seed, seconds)

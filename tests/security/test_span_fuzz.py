@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import time
@@ -36,7 +37,9 @@ from agentlightning_plugins.shared.training_records.record import RECORDS, Ledge
 from agentlightning_plugins.shared.trajectories import TraceToTrajectories
 from agentlightning_plugins.trackers.shared import make_row
 from tests.plugins.commands.agl_here import run_here
+from tests.process import cpu_unit_s
 from tests.security.fuzz import change
+from tests.security.loop_watch import Turn, watch_loop
 
 _SEEDS = 300
 _VOCABULARY = 50
@@ -130,7 +133,7 @@ def hostile_spans(chance: random.Random, rollout_id: str, attempt_id: str) -> li
     return spans
 
 
-def _adapters() -> list[TraceAdapter[Any]]:
+def make_adapters() -> list[TraceAdapter[Any]]:
     triplets = [TraceToTriplet(), TraceToTriplet(agent_match="a"), *(TraceToTriplet(credit=rule) for rule in _CREDIT)]
     others: list[TraceAdapter[Any]] = [TraceToMessages(), TraceToTransitions(), TraceToTrajectories()]
     return [*triplets, *others, agl.LlmProxyTraceToTriplet()]
@@ -158,7 +161,7 @@ async def _store(seeds: int) -> tuple[agl.LightningStore, list[Rollout]]:
 
 async def test_adapters_and_algorithms_read_hostile_spans_or_leave_out_their_attempt() -> None:
     store, rollouts = await _store(_SEEDS)
-    adapters, outcomes = _adapters(), {"read": 0, "refused": 0}
+    adapters, outcomes = make_adapters(), {"read": 0, "refused": 0}
     episodes, results, trials = [], [], []
     for rollout in rollouts:
         spans = (await store.query_spans(rollout.rollout_id, "latest")).items
@@ -256,28 +259,60 @@ async def _add_calls(store: agl.LightningStore, name: str, calls: int) -> str:
 
 
 @pytest.mark.serial
-async def test_pages_about_many_calls_take_linear_time_and_leave_the_loop_of_the_store_free() -> None:
+async def test_pages_about_many_calls_take_linear_time() -> None:
     store = agl.create_store("memory://")
     few, many = [await _add_calls(store, f"g{calls}", calls) for calls in (200, 800)]
     server = agl.LightningStoreServer(store, port=0, pages=[Dashboard(store)])
     await server.start()
     async with aiohttp.ClientSession(server.endpoint) as session:
 
-        async def measure(path: str) -> tuple[float, float]:
-            """Returns the CPU time of the process, and that of this thread, with the loop of store and client."""
-            began, loop_began = time.process_time(), time.thread_time()
+        async def measure(path: str) -> float:
+            began = time.process_time()
             async with session.get(f"/runs/default{path}") as answer:
                 assert answer.status == 200
                 await answer.read()
-            return time.process_time() - began, time.thread_time() - loop_began
+            return time.process_time() - began
 
         for path in ("/rollouts/{}.json", "/group?name=g{}"):
             costs = {}
             for calls, rollout_id in ((200, few), (800, many)):
                 page = path.format(rollout_id if "rollouts" in path else calls)
                 costs[calls] = min([await measure(page) for _ in range(2)])
-            assert costs[800][0] < 9 * costs[200][0], f"{path}: 4 times the calls; {costs}"
-            assert costs[800][1] < 0.4 * costs[800][0], f"{path}: most of the work is done in a thread; {costs}"
+            assert costs[800] < 9 * costs[200], f"{path}: 4 times the calls; {costs}"
+    await server.stop()
+    await store.close()
+
+
+@pytest.mark.serial
+async def test_no_page_holds_the_loop_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, rollouts = await _store(_SEEDS // 10)
+    large = await _add_calls(store, "large", 400)
+    ids = {"rollout_id": large, "attempt_id": (await store.query_attempts(large)).items[0].attempt_id}
+    for content in ("x" * 2**21, list(range(2**18)), [["x", 1]] * 50_000, {"a": [{"b": [1]}] * 30_000}):
+        message = json.dumps([{"role": "user", "content": [content]}])
+        attributes = {"gen_ai.operation.name": "chat", "gen_ai.input.messages": message, "other": content}
+        await store.add_span(Span.from_attributes(attributes=attributes, name="chat", **ids))
+    pages = ["", "/rollouts", "/rollouts?text=never&messages=1", "/ledger", "/ledger?step=1", "/labelled.jsonl"]
+    pages += ["/group?name=g0", "/group?name=large", "/resources"]
+    for rollout_id in (large, *(rollout.rollout_id for rollout in rollouts[:8])):
+        pages += [f"/rollouts/{rollout_id}", f"/rollouts/{rollout_id}.json", f"/rollouts/{rollout_id}/tokens"]
+    server = agl.LightningStoreServer(store, port=0, pages=[Dashboard(store)])
+    await server.start()
+    gc.disable()  # as in `agl store`, which collects rarely
+    with watch_loop(monkeypatch, "agl-store-server") as longest:
+        async with aiohttp.ClientSession(f"{server.endpoint}/runs/default/") as session:
+            for page in pages:
+                limit, turns = 0.05 / 0.06 * cpu_unit_s(), list[Turn]()
+                for _ in range(3):  # other processes of a busy machine make a turn longer, never shorter
+                    longest.clear()
+                    async with session.get(f"/runs/default{page}") as answer:
+                        assert answer.status == 200
+                        await answer.read()
+                    turns.append(longest[0])
+                    if longest[0].cpu_s < limit:
+                        break
+                assert min(turns).cpu_s < limit, (page, turns)
+    gc.enable()
     await server.stop()
     await store.close()
 

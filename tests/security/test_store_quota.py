@@ -24,6 +24,7 @@ from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI
 from agentlightning_plugins.shared.training_records.record import LedgerEntry
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from tests.security.store_process import AGL, TOKEN, StoreProcess, running_store
+from tests.waiting import LIMIT_S
 
 PROTOBUF = "content-type: application/x-protobuf\r\n"
 _numbers = itertools.count(1)
@@ -97,6 +98,23 @@ async def test_spans_above_a_quota_are_refused_and_counted_and_the_attempt_goes_
         await client.close()
 
 
+async def test_a_restarted_store_counts_the_spans_that_an_attempt_has_stored(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/store.db"
+    store = agl.create_store(url)
+    rollout = await store.start_rollout({})
+    ids = rollout.rollout_id, rollout.attempt.attempt_id
+    await store.add_many_spans([agl.Span.model_validate(span) for span in spans_of(ids, 45)])
+    await store.close()
+    store = agl.create_store(url)
+    with pytest.raises(QuotaError, match="has stored 45 spans, and 6 more"):
+        await store.add_many_spans([agl.Span.model_validate(span) for span in spans_of(ids, 6)])
+    for _ in range(5):
+        await store.add_many_spans([agl.Span.model_validate(span) for span in spans_of(ids, 1)])
+    with pytest.raises(QuotaError, match="has stored 50 spans"):
+        await store.add_many_spans([agl.Span.model_validate(span) for span in spans_of(ids, 1)])
+    await store.close()
+
+
 async def test_an_attempt_that_is_full_does_not_stop_the_records_of_the_trainer() -> None:
     store = agl.InMemoryLightningStore()
     rollout = await store.start_rollout({})
@@ -118,7 +136,7 @@ def test_an_export_has_at_most_2000_spans(tmp_path: Path) -> None:
 
 
 async def test_a_call_above_the_quota_is_answered_and_counted_as_lost() -> None:
-    store = agl.InMemoryLightningStore()
+    store = agl.InMemoryLightningStore(lease_s=LIMIT_S)
     long = Answer("x" * 2**21)
     async with ScriptedOpenAI([long]) as server:
         proxy = LLMProxy(model_list=[{"model": "m", "endpoint": server.endpoint}], store=store)

@@ -216,7 +216,8 @@ async def gateway(folder: Path) -> None:
         resource = proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id)
         async with aiohttp.ClientSession() as session:
             url = f"{resource.endpoint.removesuffix('/v1')}/v1/ask"
-            async with session.post(url, json={"model": "m", "question": "2+2?"}) as answer:
+            key = {"Authorization": f"Bearer {resource.api_key}"}
+            async with session.post(url, json={"model": "m", "question": "2+2?"}, headers=key) as answer:
                 assert (answer.status, await answer.json()) == (200, {"answer": "four"}), await answer.text()
         await proxy.stop()
         (span,) = (await store.query_spans(rollout.rollout_id)).items

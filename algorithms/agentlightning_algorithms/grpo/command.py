@@ -34,6 +34,7 @@ from agentlightning_algorithms.shared.trained_model import (
     readable,
     serve_model,
 )
+from agentlightning_plugins.shared.rendering.text import to_code_block, to_markdown, without_html
 
 _CHECK_S: Final = 1.0
 DIRECTORY = click.Path(path_type=Path)
@@ -237,16 +238,24 @@ def write_model_card(model: Path, run: Path, checkpoint: str) -> None:
     head = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["reinforcement-learning", algorithm]}
     if base != "unknown" and not Path(base).exists():  # the hub accepts names only
         head["base_model"] = base
-    lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {run.resolve().name}", ""]
+    lines = [
+        "---",
+        yaml.safe_dump(head, sort_keys=False).strip(),
+        "---",
+        "",
+        f"# {without_html(run.resolve().name)}",
+        "",
+    ]
     kind = "LoRA adapters" if library == "peft" else "weights"
     lines += [f"The {kind} of checkpoint `{checkpoint}`, trained with Lightning.", ""]
-    lines += ["| | |", "|---|---|", f"| base model | `{base}` |", f"| algorithm | `{algorithm}` |"]
+    rows = [("base model", f"`{base}`"), ("algorithm", f"`{algorithm}`")]
     if training is not None:
-        lines.append(f"| data | {training.train_tasks} training tasks, {training.val_tasks} validation tasks |")
+        rows.append(("data", f"{training.train_tasks} training tasks, {training.val_tasks} validation tasks"))
+    lines += to_markdown(("", ""), rows)
     lines += ["", *_curve(inside(run, run / "metrics.jsonl"))]
     if training is not None:
         settings = yaml.safe_dump(dict(training.settings), sort_keys=False).strip()
-        lines += ["## Settings", "", "```yaml", settings, "```", ""]
+        lines += ["## Settings", "", to_code_block(settings, "yaml"), ""]
     lines += _versions(inside(run, run / RECORD_NAME))
     (model / "README.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
@@ -278,5 +287,5 @@ def _versions(file: Path) -> list[str]:
     if not file.is_file():
         return []
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    versions = [f"| {name} | {version} |" for name, version in record.get("versions", {}).items()]
-    return ["## Versions", "", f"Seed {record.get('seed', 0)}.", "", "| | |", "|---|---|", *versions]
+    versions = to_markdown(("", ""), record.get("versions", {}).items())
+    return ["## Versions", "", without_html(f"Seed {record.get('seed', 0)}."), "", *versions]

@@ -18,6 +18,7 @@ from agentlightning.store.url import hide_password
 from agentlightning_algorithms.grpo.settings import TeacherSettings
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
+from agentlightning_plugins.shared.token import read_key
 
 logger = logging.getLogger("agentlightning")
 
@@ -131,7 +132,7 @@ class ServedTeacher:
             return await asyncio.gather(*map(ask, sequences))
 
     def _session(self) -> aiohttp.ClientSession:
-        key = self._settings.api_key
+        key = read_key(self._settings.api_key)
         timeout = aiohttp.ClientTimeout(total=self._settings.timeout_s)
         return aiohttp.ClientSession(timeout=timeout, headers={"Authorization": f"Bearer {key}"} if key else {})
 

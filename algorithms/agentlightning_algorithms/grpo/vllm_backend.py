@@ -26,6 +26,7 @@ import orjson
 
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning_algorithms.shared.policy_backend import PolicySetup
+from agentlightning_plugins.shared.token import read_key
 
 
 class VLLMBackend:
@@ -192,7 +193,8 @@ class VLLMBackend:
 
     async def _request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         url = self.endpoint.removesuffix("/v1") + path
-        headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        key = read_key(self._api_key)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=self._reload_timeout_s, connect=30)
         try:
             async with (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -20,9 +19,8 @@ from pydantic_core import to_jsonable_python
 
 from agentlightning.errors import ConfigError, install_command
 from agentlightning.plugin.registry import get_manager
-from agentlightning.resources import LLM, SECRET_NAME, Resource
+from agentlightning.resources import LLM, Resource, hide_secrets
 from agentlightning.run.directory import inside
-from agentlightning.store.url import hide_password
 from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup
 
 STEPS: Final = "steps"
@@ -30,7 +28,6 @@ STEPS: Final = "steps"
 _ADAPTER: Final = "adapter_config.json"
 _FILE: Final = "training.json"
 """The record of a training of weights, in the directory of its run."""
-_SECRET_HEADER: Final = re.compile(r"(^|[-.])(authorization|api-key)$", re.IGNORECASE)
 
 
 class TrainingRecord(BaseModel):
@@ -54,21 +51,11 @@ class TrainingRecord(BaseModel):
 
     def write(self, run: Path) -> None:
         """Writes the record of a run, without secrets; a resumed run replaces it."""
-        settings = _hide_secrets(to_jsonable_python(self.settings, fallback=str))
+        settings = hide_secrets(to_jsonable_python(self.settings, fallback=str))
         shown = self.model_copy(update={"settings": settings})
         draft = run / f".{_FILE}.draft"
         draft.write_text(shown.model_dump_json(indent=2, fallback=str), encoding="utf-8")
         draft.replace(run / _FILE)
-
-
-def _hide_secrets(value: Any) -> Any:
-    """Replaces secret settings, and passwords in URLs, by ``***``; ``value`` consists of JSON types."""
-    if isinstance(value, dict):
-        secret = {name for name in value if SECRET_NAME.search(name) or _SECRET_HEADER.search(name)}
-        return {name: "***" if child and name in secret else _hide_secrets(child) for name, child in value.items()}
-    if isinstance(value, list):
-        return [_hide_secrets(child) for child in value]
-    return hide_password(value) if isinstance(value, str) else value
 
 
 def read_training(run: Path) -> TrainingRecord | None:

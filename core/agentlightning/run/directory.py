@@ -82,10 +82,12 @@ def inside(directory: Path, path: Path) -> Path:
     """Returns the path of a file or folder of a run; another person may have made the run's directory.
 
     Raises:
-        ConfigError: the path, or a link in it, leads out of the directory.
+        ConfigError: the path, or a link in it, leads out of the directory, or to a pipe or a device.
     """
     if not path.resolve().is_relative_to(directory.resolve()):
         raise ConfigError(f"{path} leads out of {directory}, so it is not opened")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"{path} is a pipe or a device, so it is not opened")
     return path
 
 

@@ -27,7 +27,8 @@ _MAX_ATTEMPTS: Final = 100_000
 class SpanQuota:
     """Counts the spans that this process stores, by attempt and by run, and refuses those above a limit.
 
-    What was stored before the process started does not count. A run has one count in each process.
+    Of what was stored before the process started, ``recall`` counts the spans of attempts, but not their memory and
+    not those of runs.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,15 @@ class SpanQuota:
                 _check(f"run {run_id!r}", self._runs.get(run_id, (0, 0)), usage, self._run_limits, "RUN")
             self._add(taken, runs, 1)
         return sizes
+
+    def knows(self, attempt: tuple[str, str]) -> bool:
+        """Whether spans of an attempt were counted."""
+        return attempt in self._attempts
+
+    def recall(self, attempt: tuple[str, str], spans: int) -> None:
+        """Counts spans of an attempt that were stored before this process knew it."""
+        with self._lock:
+            self._attempts.setdefault(attempt, [spans, 0])
 
     def give_back(self, spans: Sequence[tuple[Span, int]], runs: Mapping[tuple[str, str], str]) -> None:
         """Undoes ``reserve`` for spans, with their sizes, that were not stored."""

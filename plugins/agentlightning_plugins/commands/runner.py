@@ -9,6 +9,7 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.plugin.hookspecs import hookimpl
+from agentlightning_plugins.shared.log_setup import log_options
 
 
 @click.command("runner")
@@ -33,6 +34,7 @@ from agentlightning.plugin.hookspecs import hookimpl
 )
 @click.option("--max-rollouts", type=click.IntRange(min=1), help="Number of rollouts after which a process stops.")
 @click.option("--tracer", default="otel", show_default=True, help="The tracer.")
+@log_options
 def command(
     agent: str,
     store: str | None,

@@ -13,6 +13,7 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.shared.log_setup import log_options
 from agentlightning_plugins.shared.terminal import find_store
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 @click.option("--port", default=4748, show_default=True, type=click.IntRange(0, 65535), help="0 selects a free port.")
 @click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="Token of the store, also for signing in.")
 @click.option("--read-only", is_flag=True, help="Disable the actions: cancel, retry, label, promote.")
+@log_options
 def command(where: str | None, host: str, port: int, token: str | None, read_only: bool) -> None:
     """Show the runs of a store in a browser; the store is in RUN_DIR or at URL, by default the newest run's."""
     from agentlightning_plugins.shared.token import StoreTokens

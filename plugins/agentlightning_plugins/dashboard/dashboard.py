@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from importlib.resources import files
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, quote
 
 from aiohttp import web
@@ -20,11 +20,13 @@ from agentlightning_plugins.dashboard import resources, rollout, rollouts, runs,
 from agentlightning_plugins.dashboard.access import Access, SignedIn
 from agentlightning_plugins.dashboard.live import LiveRuns
 from agentlightning_plugins.dashboard.visit import Visit
+from agentlightning_plugins.shared.loop_thread import LoopThread
 from agentlightning_plugins.shared.monitoring.runs import find_newest_runs, find_run
 from agentlightning_plugins.shared.rendering.page import make_environment, read_style
 from agentlightning_plugins.shared.web.request import RequestRefused, read_body
 
 logger = logging.getLogger("agentlightning")
+T = TypeVar("T")
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _MAX_FORM: Final = 64 * 1024
 _STATUSES = ((NotFoundError, 404), (ConflictError, 409), (ConfigError, 422), (ValueError, 422), (LightningError, 503))
@@ -87,6 +89,8 @@ class Dashboard:
         self._access = Access(tokens)
         self._read_only = read_only
         self._live = LiveRuns()
+        self._thread: LoopThread | None = None
+        """Reads the records of all pages, which agents can make large, so that the loop of the server stays free."""
 
     def routes(self) -> Iterable[web.RouteDef]:
         """Returns all routes."""
@@ -113,8 +117,15 @@ class Dashboard:
         self._access.replace_tokens(tokens)
 
     async def stop(self) -> None:
-        """Ends the streams of live pages."""
+        """Ends the streams of live pages, and the pages that are being made."""
         await self._live.stop()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await asyncio.to_thread(thread.close)
+
+    async def _in_thread(self, work: Coroutine[Any, Any, T]) -> T:
+        self._thread = self._thread or LoopThread("agl-pages")
+        return await asyncio.wrap_future(self._thread.submit(work))
 
     def _guarded(self, handler: _Handler, *, as_json: bool = False) -> _Handler:
         """Checks access, and turns errors into responses."""
@@ -163,23 +174,23 @@ class Dashboard:
     def _visit(self, request: web.Request) -> Visit:
         return Visit(self._store, request.match_info, request.query)
 
-    async def _open(self, request: web.Request) -> Visit:
-        """Returns the visit of a page; raises NotFoundError with a list of runs if the run in the path is unknown."""
-        visit = self._visit(request)
+    async def _read(self, page: _Page, visit: Visit) -> dict[str, Any]:
+        """Returns the contents of a page; raises NotFoundError, with a list of runs, for an unknown run in its path."""
         if "run_id" in visit.names and visit.run_id != self._store.run_id and await find_run(visit.run_store) is None:
             known = ", ".join(run.run_id for run in await find_newest_runs(self._store)) or "none yet"
             raise NotFoundError(f"this store has no run {visit.run_id!r}; its newest runs: {known}")
-        return visit
+        return await page.view(visit)
 
     def _json_handler(self, page: _Page) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
-            return await asyncio.to_thread(_json, await page.view(await self._open(request)))
+            data = await self._in_thread(self._read(page, self._visit(request)))
+            return await asyncio.to_thread(_json, data)
 
         return answer
 
     def _page_handler(self, page: _Page) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
-            data = await page.view(await self._open(request))
+            data = await self._in_thread(self._read(page, self._visit(request)))
             return await asyncio.to_thread(self._html, page.template, request, page, data=data)
 
         return answer
@@ -270,9 +281,15 @@ class Dashboard:
         )
         response.content_type = "application/x-ndjson"
         records = rollout.read_labelled(self._visit(request).run_store)
+
+        async def read_line() -> bytes:
+            async for record in records:
+                return await asyncio.to_thread(to_json, record, inf_nan_mode="null") + b"\n"
+            return b""
+
         await response.prepare(request)
-        async for record in records:
-            await response.write(await asyncio.to_thread(to_json, record, inf_nan_mode="null") + b"\n")
+        while line := await self._in_thread(read_line()):
+            await response.write(line)
         return response
 
     async def _answer_live(self, request: web.Request) -> web.StreamResponse:

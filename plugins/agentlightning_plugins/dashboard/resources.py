@@ -10,7 +10,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from agentlightning.errors import NotFoundError
-from agentlightning.resources import SECRET_NAME, PromptTemplate, ResourcesUpdate
+from agentlightning.resources import PromptTemplate, ResourcesUpdate, hide_secrets
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.dashboard.visit import Visit
 from agentlightning_plugins.shared.monitoring.evaluation import CANDIDATE, list_distributions, read_candidate
@@ -121,11 +121,10 @@ def _describe(update: ResourcesUpdate) -> dict[str, dict[str, str]]:
         kind = str(fields.pop("resource_type"))
         if name == CANDIDATE:
             fields.pop("prompts", None)  # the version has them as separate resources
-        shown = {key: "***" if value and SECRET_NAME.search(key) else value for key, value in fields.items()}
         text = (
             resource.template
             if isinstance(resource, PromptTemplate)
-            else json.dumps(shown, indent=2, ensure_ascii=False)
+            else json.dumps(hide_secrets(fields), indent=2, ensure_ascii=False)
         )
         described[name] = {"resource_type": kind, "text": text}
     return described

@@ -12,12 +12,15 @@ from agentlightning.errors import ConfigError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, RolloutMode, RolloutStatus
 from agentlightning_plugins.dashboard.visit import Visit
+from agentlightning_plugins.shared.paging import read_spans
 from agentlightning_plugins.shared.rendering.text import show_task
 
 PAGE_SIZE: Final = 50
 _CHUNK: Final = 200
 _BUDGET_S: Final = 0.12
 """Time limit for one page to count and search without an index of the store; the next page continues from there."""
+_MAX_SEARCHED: Final = 8 * 2**20
+"""About how many bytes of the messages of a rollout are searched."""
 _INDEXED: Final = ("step", "task_id", "group")
 FILTERS: Final = ("status", "mode", "label", *_INDEXED, "min", "max", "meta", "text", "messages")
 LABEL: Final = "label"
@@ -181,6 +184,6 @@ async def _mentions(store: LightningStore, rollout: Rollout, query: Mapping[str,
     wanted = query["text"].casefold()
     if wanted in _all_text(rollout):
         return True
-    spans = await store.query_spans(rollout.rollout_id, "latest")
+    spans, _ = await read_spans(store, rollout.rollout_id, "latest", max_bytes=_MAX_SEARCHED)
     texts = (str(value) for span in spans for value in span.attributes.values())
     return await asyncio.to_thread(lambda: any(wanted in text.casefold() for text in texts))

@@ -33,8 +33,13 @@ _MAX_KEYS: Final = 10_000
 class Authenticator:
     """Checks API keys: attempt tokens, signed with the token of the gateway's store."""
 
-    def __init__(self, store: LightningStore, *, is_required: bool, operator_key: str) -> None:
+    def __init__(
+        self, store: LightningStore, *, is_required: bool, operator_key: str, believes_urls: bool = False
+    ) -> None:
+        """Checks calls of attempts in a store; ``believes_urls`` attributes calls without a key by their URL alone."""
         self._is_required = is_required
+        self._believes_urls = believes_urls
+        self._has_warned = False
         self._operator_key = operator_key
         self._store = store
         self._tokens: Sequence[str] = ()
@@ -42,7 +47,7 @@ class Authenticator:
         self._known: dict[str, attempt_token.AttemptToken] = {}
 
     def authenticate(self, headers: Mapping[str, str], named: AttemptKey | None) -> AttemptKey | None:
-        """Returns the attempt of a call, by its key or its URL (``named``); None if neither names one.
+        """Returns the attempt of a call, by its key; without one None, or the attempt ``named`` if URLs are believed.
 
         Raises CallRefused if the key is for another attempt, forged or expired, or if a required key is missing. If the
         store has no token, keys that other processes issued cannot be verified; they must name the URL's attempt.
@@ -54,7 +59,16 @@ class Authenticator:
                 raise CallRefused(
                     401, f"this gateway requires the api_key of the attempt's LLM; {problem}", "wrong_key"
                 )
-            return named
+            if named is None or self._believes_urls:
+                return named
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "a call names attempt %s in its URL without the key of this attempt, so it is relayed and not "
+                    "recorded, like all such calls; give the client api_key=llm.api_key, or set require_keys=False",
+                    named[1],
+                )
+            return None
         try:
             claim = self._read(key, can_be_foreign=named is not None and not self._is_required)
         except ValueError as error:

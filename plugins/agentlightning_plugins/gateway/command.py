@@ -16,6 +16,7 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning_plugins.gateway.operation import DEFAULT_PORT, ask_gateway, write_key
+from agentlightning_plugins.shared.log_setup import log_options
 from agentlightning_plugins.shared.rendering.text import print_table
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ _FINISH_S: Final = 6.0
     "--host", help="Address to listen on, 127.0.0.1 by default; on any address except loopback, calls need keys."
 )
 @click.option("--port", type=click.IntRange(0, 65535), help=f"{DEFAULT_PORT} by default; 0 chooses a free port.")
+@log_options
 @click.pass_context
 def command(
     context: click.Context,

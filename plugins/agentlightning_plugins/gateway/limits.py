@@ -177,7 +177,12 @@ class UsageTracker:
         try:
             self._used.setdefault(attempt, await read_usage(store, attempt))
         except (StoreError, OSError, aiohttp.ClientError) as error:
-            logger.warning("the usage of attempt %s cannot be read, so only new calls count: %s", attempt[1], error)
+            logger.warning(
+                "the usage of attempt %s cannot be read, so only new calls count (%s: %s)",
+                attempt[1],
+                type(error).__name__,
+                error,
+            )
 
     @contextlib.asynccontextmanager
     async def reserve(

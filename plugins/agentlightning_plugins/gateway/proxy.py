@@ -31,8 +31,8 @@ class LLMProxy(ModelNames):
 
     The URL of a call names its attempt: ``/rollout/{rollout_id}/attempt/{attempt_id}/v1``. Agents get this URL from
     their ``ProxyLLM`` resource, with a key that is valid for this attempt only and also names it. Recorded calls have
-    the token ids and log-probabilities that training needs; the agent gets only what it requested. Calls to plain
-    ``/v1`` without such a key are relayed but not recorded, or refused if keys are required.
+    the token ids and log-probabilities that training needs; the agent gets only what it requested. Calls without such
+    a key are relayed but not recorded, or refused if keys are required.
 
     ``pause``, ``drain``, ``resume`` and ``status`` raise ConflictError if the gateway is not running.
     """
@@ -64,18 +64,20 @@ class LLMProxy(ModelNames):
             port: port to listen on; None chooses a free port.
             model_list: for each backend ``{"model_name": ..., "litellm_params": {"model": "hosted_vllm/<name>",
                 "api_base": ..., "api_key": ...}}`` or ``{"model": ..., "endpoint": ..., "api_key": ...}``. Entries with
-                the same name are backends of one model. ``api_key`` may be ``os.environ/NAME`` or ``${NAME}``. Each
-                may have ``sampling_parameters``, which replace those of every request; ``sampling_defaults``, for
-                requests without these parameters; ``seed_calls``, to give each call a seed derived from
-                ``metadata["seed"]`` of its rollout and the number of the call; ``weight``, its share of the calls;
-                ``price``, with ``input_per_million`` and ``output_per_million``; and ``provider``.
+                the same name are backends of one model. ``api_key`` may be ``os.environ/NAME``, ``${NAME}`` or
+                ``file:PATH``, whose file is read again when it changes. Each may have ``sampling_parameters``, which
+                replace those of every request; ``sampling_defaults``, for requests without these parameters;
+                ``seed_calls``, to give each call a seed derived from ``metadata["seed"]`` of its rollout and the number
+                of the call; ``weight``, its share of the calls; ``price``, with ``input_per_million`` and
+                ``output_per_million``; and ``provider``.
             store: store that records the calls.
             host: address to listen on; None means 127.0.0.1.
             num_retries: how many times a call tries all backends of its model again after connect errors and statuses
                 408, 409, 429, 500, 502, 503, 504 and 529.
             launch_mode: ``thread`` serves from a thread of this process, ``process`` from a separate process,
                 for which the store must be served.
-            require_keys: whether calls need the key of their attempt; None: on all addresses except loopback.
+            require_keys: True: calls need the key of their attempt. False: a call without a key belongs to the attempt
+                that its URL names. None: True, but on loopback, calls without a key are relayed and not recorded.
             admit_strangers: allows ``require_keys=False`` on an address that other machines reach.
             budget: limits of each attempt: any of ``calls``, ``tokens``, and ``cost`` by the models' prices.
             read_timeout_s: how long a backend may be silent.
@@ -106,6 +108,7 @@ class LLMProxy(ModelNames):
             port=port or 0,
             num_retries=num_retries,
             require_keys=not is_loopback(host) if require_keys is None else require_keys,
+            believe_urls=require_keys is False,
             limits=read_limits(budget),
             read_timeout_s=read_timeout_s,
             health_interval_s=health_interval_s,

@@ -41,6 +41,8 @@ class Settings:
     port: int
     num_retries: int
     require_keys: bool
+    believe_urls: bool
+    """Whether a call without a key belongs to the attempt in its URL."""
     limits: UsageLimits
     read_timeout_s: float
     health_interval_s: float
@@ -68,7 +70,10 @@ class GatewayServer:
         self._dialects = load_dialects()
         self._models = ModelTable(settings.model_list)
         self._authenticator = Authenticator(
-            store, is_required=settings.require_keys, operator_key=settings.operator_key
+            store,
+            is_required=settings.require_keys,
+            believes_urls=settings.believe_urls,
+            operator_key=settings.operator_key,
         )
         self._is_local = is_loopback(settings.host) and not settings.require_keys
         self._usage = UsageTracker(settings.limits)
@@ -109,7 +114,8 @@ class GatewayServer:
             self._writer.release()
             raise
         health = HealthCheck(self._models, settings.health_interval_s)
-        self._background = [asyncio.create_task(work) for work in (self._ended.follow(self._store), health.run())]
+        works = (self._ended.follow(self._store), health.run(), self._models.follow_keys())
+        self._background = [asyncio.create_task(work) for work in works]
         return bound
 
     async def stop(self) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import click
 
 from agentlightning.cli import echo
+from agentlightning_plugins.shared.log_setup import log_options
 
 
 @click.command("legacy")
@@ -22,6 +23,7 @@ from agentlightning.cli import echo
 @click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; the protocol has no token.")
 @click.option("--port", default=8000, show_default=True, help="Port to listen on.")
+@log_options
 def command(store: str, run: str | None, host: str, port: int) -> None:
     """Serve the rollouts of a store to agents of Agent Lightning 0.1."""
     from agentlightning.store.factory import create_store

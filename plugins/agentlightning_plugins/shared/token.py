@@ -13,6 +13,7 @@ from typing import Final
 from agentlightning.errors import ConfigError
 
 logger = logging.getLogger("agentlightning")
+_FILE: Final = "file:"
 READ_S: Final = 2.0
 """How often a file of tokens is read again."""
 
@@ -70,6 +71,11 @@ class StoreTokens:
         token, path = os.environ.get("AGL_TOKEN"), os.environ.get("AGL_TOKEN_FILE")
         return cls(token or None, Path(path) if path and not token else None)
 
+    @classmethod
+    def of_setting(cls, text: str) -> StoreTokens:
+        """Takes a key, or for ``file:PATH`` each line of the file, as settings ``api_key`` name them."""
+        return cls(None, Path(text.removeprefix(_FILE))) if text.startswith(_FILE) else cls(text, None)
+
     @property
     def current(self) -> tuple[str, ...]:
         """The tokens; reads the file if that was not done in the last two seconds."""
@@ -110,3 +116,17 @@ class StoreTokens:
 def find_token() -> str | None:
     """Returns the token in the environment: AGL_TOKEN if not empty, or the first in the file AGL_TOKEN_FILE."""
     return next(iter(StoreTokens.of_environment().current), None)
+
+
+def is_key_file(setting: object) -> bool:
+    """Whether a setting ``api_key`` names a file."""
+    return isinstance(setting, str) and setting.startswith(_FILE)
+
+
+def read_key(setting: str | None) -> str | None:
+    """Returns the key of a setting ``api_key``: for ``file:PATH`` the first line of the file, as it is now.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no key.
+    """
+    return StoreTokens.of_setting(setting).current[0] if setting is not None and is_key_file(setting) else setting

@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from agentlightning_algorithms.grpo import command
+from agentlightning_plugins.shared import token
 from tests.plugins.commands.agl_here import run_here
 from tests.waiting import LIMIT_S
 
@@ -142,12 +143,17 @@ def test_agl_serve_serves_the_weights_of_a_step_to_the_openai_client(folder: Pat
                 assert answer.choices[0].message.content == generate(folder / "runs/tiny/steps/2", task["text"])
 
 
-def test_beyond_loopback_the_served_model_needs_a_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_loopback_the_served_model_needs_a_key_which_a_file_may_replace(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ["serve", "runs/tiny", "--host", "0.0.0.0", "--port", "0"]
     said = run_here(folder, *arguments)
     assert said.code == 2
     assert "host = '0.0.0.0' lets other machines in; set an API key (--api-key, AGL_API_KEY)" in said.stderr
-    monkeypatch.setenv("AGL_API_KEY", "the-key")
+    keys = tmp_path / "keys"
+    keys.write_text("the-key\n")
+    monkeypatch.setenv("AGL_API_KEY", f"file:{keys}")
+    monkeypatch.setattr(token, "READ_S", 0.0)
     monkeypatch.chdir(folder)
     with serving_here(monkeypatch, *arguments[1:]) as line:
         found = re.search(r":(\d+)/v1 ", line)
@@ -166,6 +172,11 @@ def test_beyond_loopback_the_served_model_needs_a_key(folder: Path, monkeypatch:
         assert httpx.post(f"{address}/weights", json={}, headers=right).status_code == 401, (
             "only the trainer's key is accepted"
         )
+        accepted = {"the-new-key\nthe-key": (200, 200), "the-new-key": (401, 200)}
+        for text, statuses in accepted.items():  # a rotation
+            keys.write_text(text)
+            shown = [{"Authorization": f"Bearer {key}"} for key in ("the-key", "the-new-key")]
+            assert tuple(httpx.get(f"{address}/v1/models", headers=key).status_code for key in shown) == statuses
 
 
 def test_eval_and_doctor_start_a_server_for_the_trained_model(folder: Path) -> None:

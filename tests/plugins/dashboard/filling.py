@@ -382,6 +382,8 @@ async def _publish_prompts(run: LightningStore) -> None:
         "Solve the problem. Use the calculator for arithmetic.",
         "Solve the problem step by step. Use the calculator for all arithmetic.\nEnd with: The answer is <number>.",
     )
-    model = LLM(endpoint="http://127.0.0.1:8000/v1", model="qwen3-4b", api_key="sk-not-to-be-shown")
+    more = {"extra_body": {"tools": [{"auth_token": "sk-not-to-be-shown"}]}}
+    url = "http://127.0.0.1:8000/v1"
+    model = LLM(endpoint=url, model="qwen3-4b", api_key="sk-not-to-be-shown", sampling_parameters=more)
     for text in texts:
         await run.update_resources("rs-prompts", {"system": PromptTemplate(text), "model": model})

@@ -94,6 +94,7 @@ async def gateway(
     *servers: ScriptedOpenAI, model_list: list[Any] | None = None, provider: str | None = None, **settings: Any
 ) -> AsyncIterator[Case]:
     store = InMemoryLightningStore(lease_s=LIMIT_S)  # longer than any test, because no runner sends heartbeats
+    settings.setdefault("require_keys", False)  # the clients of ``Case.start`` have no keys of attempts
     more = {} if provider is None else {"provider": provider}
     models = [entry(server.endpoint, **more) for server in servers] if model_list is None else model_list
     proxy = LLMProxy(model_list=models, store=store, **settings)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -23,6 +24,7 @@ from agentlightning.runner import LitAgentRunner
 from agentlightning.tracer import DummyTracer
 from agentlightning.types import AttemptedRollout
 from agentlightning_plugins.gateway.access import Authenticator
+from agentlightning_plugins.gateway.backends import model_table
 from agentlightning_plugins.gateway.backends.provider import KeyRedactor
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
@@ -92,6 +94,23 @@ async def test_if_keys_are_required_only_the_key_of_the_attempt_is_accepted() ->
         assert len(await case.spans(rollout)) == 1
 
 
+async def test_on_loopback_a_call_without_a_key_is_relayed_and_recorded_in_no_attempt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with ScriptedOpenAI() as server, gateway(server, require_keys=None, budget={"calls": 1}) as case:
+        rollout, client = await case.start()
+        for _ in range(2):
+            await client.chat.completions.create(**BODY)  # another agent, which knows the ids
+        own = client.with_options(api_key=key_of(case, rollout))
+        completion = await own.chat.completions.create(**BODY)
+        (span,) = await case.spans(rollout)
+        assert span.attributes["gen_ai.response.id"] == completion.id
+        assert len(server.requests) == 3
+    (record,) = [record for record in caplog.records if "without the key" in record.message]
+    assert rollout.attempt.attempt_id in record.message
+    assert "api_key=llm.api_key" in record.message
+
+
 async def test_a_malformed_foreign_or_expired_key_is_refused_on_loopback_too() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         rollout, client = await case.start()
@@ -157,6 +176,31 @@ async def test_an_expired_key_is_refused_even_if_it_was_accepted_before(monkeypa
     monkeypatch.setattr(time, "time", lambda: now + 61)
     with pytest.raises(agl.LightningError, match="expired"):
         authenticator.authenticate(headers, None)
+
+
+async def test_an_idle_gateway_reads_the_key_of_a_provider_again_when_its_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_table, "READ_S", 0.01)
+    keys = tmp_path / "key"
+    keys.write_text("sk-the-old-provider-key\n")
+    async with ScriptedOpenAI() as server:
+        models = [{"model": "m", "endpoint": server.endpoint, "api_key": f"file:{keys}"}]
+        async with gateway(model_list=models) as case:
+
+            async def shows(key: str) -> bool:
+                await post(f"{case.proxy.endpoint}/chat/completions", {})
+                return server.requests[-1].headers["Authorization"] == f"Bearer {key}"
+
+            assert await shows("sk-the-old-provider-key")
+            keys.write_text("")
+            await until(lambda: "the keys stay as they were" in caplog.text)
+            assert await shows("sk-the-old-provider-key")
+            keys.write_text("sk-the-new-provider-key\n")
+            await until(lambda: shows("sk-the-new-provider-key"))
+    assert caplog.text.count("the keys stay as they were") == 1
+    with pytest.raises(agl.ConfigError, match=r"model_list\[0\]: api_key: the token file .*none cannot be read"):
+        agl.LLMProxy(model_list=[{**models[0], "api_key": f"file:{tmp_path}/none"}])
 
 
 async def test_beyond_loopback_keys_are_required_for_everything_except_health() -> None:

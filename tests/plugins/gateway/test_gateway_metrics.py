@@ -19,6 +19,7 @@ from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentlightning.errors import ConfigError, StoreError
+from agentlightning.run import attempt_token
 from agentlightning_plugins.gateway.command import command
 from agentlightning_plugins.gateway.operation import ask_gateway
 from agentlightning_plugins.gateway.proxy import LLMProxy
@@ -121,7 +122,8 @@ async def test_agl_gateway_serves_rereads_its_models_and_shows_its_status(tmp_pa
             assert found is not None, output.read_text()
             rollout = await store.start_rollout({})
             url = f"{found[0]}/rollout/{rollout.rollout_id}/attempt/{rollout.attempt.attempt_id}/v1"
-            async with AsyncOpenAI(base_url=url, api_key="agentlightning", max_retries=0) as client:
+            key = attempt_token.issue("a-secret", rollout.rollout_id, rollout.attempt.attempt_id, store.now())
+            async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
                 await client.chat.completions.create(model="m", messages=HELLO)
                 config.write_text(yaml.safe_dump({"model_list": [entry(second.endpoint)]}))
                 process.send_signal(signal.SIGHUP)

@@ -57,7 +57,8 @@ async def test_a_gateway_in_a_separate_process_can_be_paused_too() -> None:
     await served.start()
     reached = LightningStoreClient(served.endpoint, "a-secret")
     async with ScriptedOpenAI([Answer("old", delay_s=0.5), Answer("new")]) as server:
-        proxy = LLMProxy(model_list=[entry(server.endpoint)], store=reached, launch_mode="process")
+        models = [entry(server.endpoint)]
+        proxy = LLMProxy(model_list=models, store=reached, launch_mode="process", require_keys=False)
         await proxy.start()
         try:
             async with AsyncOpenAI(base_url="http://127.0.0.1:1", api_key="any", max_retries=0) as client:

@@ -39,7 +39,7 @@ async def test_a_gateway_process_records_into_a_served_store_and_its_death_is_re
             proxy.update_model_list([entry(server.endpoint)])
             rollout = await store.start_rollout({"task": 1})
             llm = proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id)
-            async with AsyncOpenAI(base_url=llm.endpoint, api_key="any", max_retries=0) as client:
+            async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0) as client:
                 await client.chat.completions.create(model="m", messages=HELLO)
                 await proxy.flush()
                 (span,) = await store.query_spans(rollout.rollout_id)
@@ -74,8 +74,9 @@ async def main(url, endpoint, body):
     proxy = agl.LLMProxy(store=store, model_list=[{"model": "m", "endpoint": endpoint, "api_key": "any"}])
     await proxy.start()
     rollout = await store.start_rollout({"task": 1})
-    base = proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id).endpoint
-    request = urllib.request.Request(base + "/chat/completions", body.encode(), {"content-type": "application/json"})
+    llm = proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id)
+    headers = {"content-type": "application/json", "authorization": f"Bearer {llm.api_key}"}
+    request = urllib.request.Request(llm.endpoint + "/chat/completions", body.encode(), headers)
 
     def call():
         with urllib.request.urlopen(request) as answer:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import sys
 from collections.abc import AsyncIterator, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import aiohttp
@@ -23,6 +25,8 @@ from agentlightning.types import Span
 from agentlightning_plugins.gateway.operation import ask_gateway
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from agentlightning_plugins.stores.http.client import LightningStoreClient
+from agentlightning_plugins.stores.http.server import LightningStoreServer
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
 from tests.waiting import LIMIT_S, until
 
@@ -69,6 +73,28 @@ async def fleet(
         ),
     ):
         yield store_url, gateway_url, process
+
+
+async def test_a_gateway_logs_json_lines_with_the_id_of_the_request_which_its_answer_has_too(tmp_path: Path) -> None:
+    store = LightningStoreServer(InMemoryLightningStore(), port=0)
+    await store.start()
+    arguments = ["--store", store.endpoint, "--model", "m=http://127.0.0.1:9/v1"]
+    log = tmp_path / "log"
+    async with (
+        service(log, "gateway", *arguments, AGL_LOG_FORMAT="json") as (_, url),
+        aiohttp.ClientSession() as session,
+    ):
+        body = {"model": "m", "messages": HELLO, "unheard_of": 1}
+        async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+            assert answer.status == 502
+            own_id = answer.headers["x-request-id"]
+        async with session.get(f"{url}/health", headers={"X-Request-Id": "mine-1"}) as answer:
+            assert answer.headers["x-request-id"] == "mine-1"
+    await store.stop()
+    records = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    (record,) = [record for record in records if "unheard_of" in record["message"]]
+    assert (record["level"], record["request_id"], record["logger"]) == ("WARNING", own_id, "agentlightning")
+    assert datetime.fromisoformat(record["time"]).tzinfo is not None
 
 
 async def post(url: str, key: str | None) -> int:

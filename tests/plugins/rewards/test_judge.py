@@ -166,6 +166,20 @@ def test_only_the_own_verdict_of_the_judge_is_a_reward_and_conflicting_ones_fail
     assert {rollout.status for rollout, _ in found if rollout.attempt.reward is None} == {"failed"}
 
 
+def test_a_key_in_a_file_is_read_for_each_call(tmp_path: Path) -> None:
+    keys = tmp_path / "key"
+    keys.write_text("sk-old-key\n")
+    shown: list[str | None] = []
+
+    def model(request: RecordedRequest) -> Answer:
+        shown.append(request.headers.get("Authorization"))
+        keys.write_text("sk-new-key\n")
+        return rate(request)
+
+    fit(model, say, [{"said": "moo"}, {"said": "moo"}], api_key=f"file:{keys}")
+    assert shown == ["Bearer sk-old-key", "Bearer sk-new-key"]
+
+
 def test_conflicting_verdicts_are_asked_again() -> None:
     ((rollout, _),) = fit([Answer(f'{{"score": 2}} {PLANT}'), Answer('{"score": 2}')], say, [{"said": "moo"}])
     assert rollout.attempt.reward == 0.2

@@ -201,23 +201,36 @@ async def test_a_changed_token_file_takes_effect_in_a_running_server_and_its_cli
     assert "1 are valid now" in log
 
 
-async def test_a_runner_with_a_token_file_uses_the_server_that_answers(tmp_path: Path) -> None:
+async def test_a_runner_with_a_token_file_uses_the_server_that_answers_and_logs_json(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("secret\n")
-    (tmp_path / "agent.py").write_text("def agent(task):\n    return 1.0\n")
+    warn = "logging.getLogger('agentlightning').warning('said by the runner')"
+    (tmp_path / "agent.py").write_text(f"import logging\ndef agent(task):\n    {warn}\n    return 1.0\n")
+    log = tmp_path / "log"
     async with serve("secret") as (server, store):
         queued = await store.enqueue_rollout("task")
-        runner = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "agentlightning", "runner", f"{tmp_path / 'agent.py'}:agent"),
-            *("--store", f"http://127.0.0.1:{reserve_port()},{server.endpoint}"),
-            env={**os.environ, "AGL_TOKEN_FILE": str(tmp_path / "tokens"), "AGL_TOKEN": ""},
-            stdout=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
+        with log.open("wb") as output:
+            runner = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "agentlightning", "runner", f"{tmp_path / 'agent.py'}:agent"),
+                *("--store", f"http://127.0.0.1:{reserve_port()},{server.endpoint}"),
+                env={
+                    **os.environ,
+                    "AGL_TOKEN_FILE": str(tmp_path / "tokens"),
+                    "AGL_TOKEN": "",
+                    "AGL_LOG_FORMAT": "json",
+                },
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=output,
+            )
         try:
             (ended,) = await store.wait_for_rollouts([queued.rollout_id], timeout=LIMIT_S)
             assert ended.status == "succeeded"
         finally:
             runner.terminate()
             await runner.wait()
+    records = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    (record,) = [record for record in records if record["message"] == "said by the runner"]
+    assert (record["level"], record["logger"]) == ("WARNING", "agentlightning")
+    assert record["time"].endswith("+00:00")
 
 
 async def test_logs_are_json_lines_with_the_request_id(tmp_path: Path) -> None:
@@ -228,8 +241,8 @@ async def test_logs_are_json_lines_with_the_request_id(tmp_path: Path) -> None:
         assert headers["x-request-id"] == "mine-1"
         status, _, headers = await service.get("/v1/agl/rollouts/none")
         assert (status, len(headers["x-request-id"])) == (404, 16)
-        _, _, wrong = await service.get("/v1/agl/health", x_request_id="a b")
-        assert "x-request-id" not in wrong
+        _, _, replaced = await service.get("/v1/agl/health", x_request_id="a b")
+        assert len(replaced["x-request-id"]) == 16
         status, text = await service.end()
     records = [json.loads(line) for line in text.splitlines()]
     first, second, *_ = records

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentlightning.errors import NotFoundError
 from agentlightning.records import LIVE_ATTEMPT, UNSET, Attempt, AttemptedRollout, AttemptStatus, Rollout, Span, Unset
-from agentlightning.store.backend import Put, Row
+from agentlightning.store.backend import Condition, Put, Query, Row
 from agentlightning.store.check import check_span
 from agentlightning.store.engine.change import Change
 from agentlightning.store.engine.database import Database, join
@@ -74,7 +74,10 @@ class Attempts:
         attempts = {(span.rollout_id, span.attempt_id) for span in spans}
         new = [attempt for attempt in attempts if not self._database.is_running(attempt)]
         backend = self._database.backend
+        unknown = [each for each in attempts if not self._database.is_cached(each) and not self._quota.knows(each)]
         runs = {attempt: await self._database.run_of(attempt) for attempt in attempts}
+        for attempt in unknown:
+            self._quota.recall(attempt, await self._count_spans(attempt))
         sized = list(zip(spans, self._quota.reserve(spans, runs), strict=True))
         unstored = sized
         try:
@@ -88,6 +91,10 @@ class Attempts:
         finally:
             self._quota.give_back(unstored, runs)
         return [span for span in stored if span is not None]
+
+    async def _count_spans(self, attempt: tuple[str, str]) -> int:
+        where = Condition("rollout_id", "eq", attempt[0]), Condition("attempt_id", "eq", attempt[1])
+        return (await self._database.backend.select(Query(Span, where, limit=0, count=True))).total or 0
 
     async def take_sequence_ids(self, pairs: Sequence[tuple[str, str]]) -> Sequence[int]:
         """Reserves a span number for each pair of rollout and attempt; the attempt may be "latest"."""

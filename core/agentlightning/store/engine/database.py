@@ -88,6 +88,10 @@ class Database:
                 with contextlib.suppress(KeyError):  # another thread removed it first
                     self._live.popitem(last=False)
 
+    def is_cached(self, attempt: tuple[str, str]) -> bool:
+        """Whether an attempt (rollout id, attempt id) is live and was claimed or changed in this process."""
+        return attempt in self._live
+
     def is_running(self, attempt: tuple[str, str]) -> bool:
         """Whether an attempt (rollout id, attempt id) is known to be running; an attempt never returns to preparing."""
         cached = self._live.get(attempt)

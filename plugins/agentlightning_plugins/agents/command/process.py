@@ -23,6 +23,7 @@ logger = logging.getLogger("agentlightning")
 _DRAIN_S: Final = 2.0
 """How long to read output after the whole group has ended: a process that left the group can keep the pipe open."""
 
+_MAX_SEARCHES: Final = 10
 _MAX_FILE_BYTES: Final = 2**20
 """Largest size of a file that is read from an agent."""
 
@@ -120,7 +121,8 @@ async def run_group(
     process = _start(arguments, env, cwd, stdin)
     assert process.stdout is not None
     assert process.stderr is not None
-    ended = asyncio.create_task(run_in_thread(functools.partial(_await_end, process), name=f"command-{process.pid}"))
+    wait = functools.partial(_await_end, process, env.get("AGL_ATTEMPT_ID"))
+    ended = asyncio.create_task(run_in_thread(wait, name=f"command-{process.pid}"))
     try:
         reading = asyncio.gather(
             loop.connect_read_pipe(lambda: stdout, process.stdout),
@@ -158,8 +160,10 @@ def _start(arguments: Sequence[str], env: Mapping[str, str], cwd: str | None, st
         raise RolloutError(f"the command {arguments[0]!r} cannot be started: {error}{hint}") from error
 
 
-def _await_end(process: subprocess.Popen[bytes]) -> int:
+def _await_end(process: subprocess.Popen[bytes], attempt_id: str | None) -> int:
     """Waits for the first process of the group, kills the others, and returns the first one's exit code.
+
+    On Linux, it also kills processes in other groups that have the attempt in their environment, such as daemons.
 
     The first process is reaped last, because until then the id of its group cannot be reused.
     """
@@ -168,7 +172,21 @@ def _await_end(process: subprocess.Popen[bytes]) -> int:
     else:
         process.wait()
     _signal(process, signal.SIGKILL)
+    for _ in range(_MAX_SEARCHES if attempt_id else 0):  # a process may start another one while it is looked for
+        if not _kill_marked(f"AGL_ATTEMPT_ID={attempt_id}".encode()):
+            break
     return process.wait()
+
+
+def _kill_marked(variable: bytes) -> bool:
+    """Kills the user's processes with a variable in their environment; returns whether there were any."""
+    is_found = False
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if variable in environment.read_bytes().split(b"\0"):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
+                is_found = True
+    return is_found
 
 
 async def _stop(process: subprocess.Popen[bytes], ended: asyncio.Task[int], kill_after_s: float) -> None:

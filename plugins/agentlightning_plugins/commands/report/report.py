@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections import Counter
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from agentlightning import semconv
-from agentlightning.resources import LLM, PromptTemplate
+from agentlightning.resources import LLM, PromptTemplate, hide_secrets
 from agentlightning.run.directory import RECORD_NAME, read_record
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Metrics, Run
@@ -25,7 +26,7 @@ from agentlightning_plugins.shared.monitoring.evaluation import (
 from agentlightning_plugins.shared.monitoring.metrics import make_series
 from agentlightning_plugins.shared.monitoring.runs import count_rollouts, describe_run, read_result
 from agentlightning_plugins.shared.rendering.page import write_page
-from agentlightning_plugins.shared.rendering.text import show_error, to_markdown
+from agentlightning_plugins.shared.rendering.text import show_error, to_code_block, to_markdown, without_html
 from agentlightning_plugins.shared.statistics.interval import mean_interval
 from agentlightning_plugins.shared.training_records.query import count_outcomes, read_ledger
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN
@@ -72,7 +73,7 @@ class Report(NamedTuple):
         versions = self.record.get("versions", {})
         shown = ", ".join(f"{name} {versions[name]}" for name in ("lightning", "python") if name in versions)
         lines = [
-            f"# {self.run.name}: {self.run.status}\n",
+            f"# {without_html(self.run.name)}: {self.run.status}\n",
             f"- algorithm: {describe_run(self.run)['algorithm']}",
             f"- started: {started}" + f", resumed {'once' if resumed == 1 else f'{resumed} times'}" * bool(resumed),
             f"- rollouts: {total}" + f" ({counts})" * bool(counts),
@@ -88,10 +89,10 @@ class Report(NamedTuple):
         if self.candidates:
             lines += ["\n## Candidates\n", *to_markdown(CANDIDATE_COLUMNS, map(candidate_row, self.candidates))]
         if self.errors:
-            lines += ["\n## Errors\n", *(f"- {count} x {error}" for error, count in self.errors.items())]
+            lines += ["\n## Errors\n", *(f"- {count} x {without_html(error)}" for error, count in self.errors.items())]
         if self.learned:
             lines += ["\n## Latest resources"]
-            lines += [f"\n### {name}\n\n```\n{text}\n```" for name, text in self.learned.items()]
+            lines += [f"\n### {without_html(name)}\n\n{to_code_block(text)}" for name, text in self.learned.items()]
         return "\n".join(lines) + "\n"
 
 
@@ -172,7 +173,7 @@ def _describe(resource: Any) -> str:
         return resource.template
     if isinstance(resource, LLM):
         return f"{resource.model} at {resource.endpoint}"
-    return str(resource.model_dump_json())
+    return json.dumps(hide_secrets(resource.model_dump(mode="json")))
 
 
 HTML_NAME: Final = "report.html"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 import math
 import os
 import random
@@ -19,7 +21,9 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.gateway.backends.provider import ModelBackend, Provider
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused
 from agentlightning_plugins.gateway.limits import read_price
+from agentlightning_plugins.shared.token import READ_S, is_key_file, read_key
 
+logger = logging.getLogger("agentlightning")
 _PREFIXES: Final = {
     "hosted_vllm": "vllm",
     "vllm": "vllm",
@@ -65,6 +69,7 @@ class ModelTable:
     def __init__(self, model_list: Sequence[Mapping[str, Any]]) -> None:
         """Reads a model list; raises ConfigError for an invalid entry."""
         self._backends: dict[str, list[ModelBackend]] = {}
+        self._entries: Sequence[Mapping[str, Any]] = ()
         self.update(model_list)
 
     def update(self, model_list: Sequence[Mapping[str, Any]]) -> None:
@@ -85,9 +90,23 @@ class ModelTable:
                 labels.append((same, backend.label))  # which contains the number of the entry in this list
                 backend = same
             updated.setdefault(backend.model, []).append(backend)
-        self._backends = updated
+        self._backends, self._entries = updated, model_list
         for same, label in labels:
             same.label = label
+
+    async def follow_keys(self) -> None:
+        """Reads the keys that are in files again, until cancelled; if one cannot be read, they stay as they were."""
+        problem = ""
+        while True:
+            await asyncio.sleep(READ_S)
+            if any(is_key_file(_source(entry).get("api_key")) for entry in self._entries):
+                try:
+                    self.update(self._entries)
+                    problem = ""
+                except ConfigError as error:
+                    if str(error) != problem:
+                        problem = str(error)
+                        logger.warning("%s; the keys stay as they were", problem)
 
     @property
     def names(self) -> list[str]:
@@ -116,6 +135,12 @@ class ModelTable:
             return backends
         order = _rank(backends, rollout_id or f"{random.getrandbits(64)}")
         return sorted(order, key=lambda backend: not backend.is_up or backend.retry_at > now)
+
+
+def _source(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the mapping that has the model, the endpoint and the key of a valid entry."""
+    source: Mapping[str, Any] = entry.get("litellm_params", entry)
+    return source
 
 
 def _distinguish(backend: ModelBackend, seen: Counter[bytes | tuple[str, str]]) -> None:
@@ -218,9 +243,13 @@ def _read_key(key: Any, where: str) -> str | None:
         return None
     if not isinstance(key, str):
         raise ConfigError(f"{where}: api_key is a {type(key).__name__}; give a string")
-    found = _FROM_ENVIRONMENT.fullmatch(key)
+    try:
+        secret = read_key(key) or ""
+    except ConfigError as error:
+        raise ConfigError(f"{where}: api_key: {error}") from error
+    found = _FROM_ENVIRONMENT.fullmatch(secret)
     if found is None:
-        return key
+        return secret
     name = found[1] or found[2]
     if name not in os.environ:
         raise ConfigError(f"{where}: api_key names the environment variable {name}, which is not set")

@@ -23,6 +23,7 @@ from agentlightning.errors import ConfigError, PluginImportError, RolloutError, 
 from agentlightning.plugin.settings import require_least
 from agentlightning.run.proxies import find_proxy
 from agentlightning.types import Rollout
+from agentlightning_plugins.shared.token import read_key
 
 _INSTRUCTIONS: Final = """\
 You rate the answer of an assistant to a task. Rate it by this rubric only:
@@ -66,7 +67,7 @@ class Judge:
     endpoint: str | None = None
     """The base URL of its API; None: ``OPENAI_BASE_URL``, else OpenAI's."""
     api_key: str | None = None
-    """Key of the API; None: the environment variable ``OPENAI_API_KEY``."""
+    """Key of the API, or ``file:PATH``; None: the environment variable ``OPENAI_API_KEY``."""
     low: float = 0.0
     """The score of the worst answer, which is a reward of 0."""
     high: float = 10.0
@@ -102,7 +103,8 @@ class Judge:
         with operation(name="judge") as span, suppress_instrumentation():
             span.set_input({"rubric": self.rubric, "task": task, "output": output})
             # A rollout may have its own event loop, and a client belongs to one loop.
-            async with AsyncOpenAI(base_url=self.endpoint, api_key=self.api_key, timeout=self.timeout_s) as client:
+            key = read_key(self.api_key)
+            async with AsyncOpenAI(base_url=self.endpoint, api_key=key, timeout=self.timeout_s) as client:
                 verdict = await self._ask(client, self._messages(task, output))
             span.set_output({"model": self.model, **verdict})
         return (float(verdict["score"]) - self.low) / (self.high - self.low), verdict["reason"]
@@ -315,7 +317,8 @@ class RewardModel:
             "predict": {"inputs": text, "truncate": True},
         }
         url = f"{(self.endpoint or '').rstrip('/')}/{self.api}"
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        key = read_key(self.api_key)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout_s), headers=headers) as session,

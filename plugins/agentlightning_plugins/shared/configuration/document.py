@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import yaml
 from agentlightning.errors import ConfigError
 from agentlightning.resources import SECRET_NAME
 from agentlightning.run.directory import RECORD_NAME, read_record
+from agentlightning_plugins.shared.token import is_key_file
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys from the root of the document to a value, as in ``("data", "train")``."""
@@ -28,8 +30,29 @@ the ``name`` of a component."""
 _REFERENCE: Final = re.compile(r"(?<!\$)\$\{\w+\}|os\.environ/\w+")
 
 
+_MAX_NODES: Final = 1_000_000
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, but ``1e-3`` is a number."""
+    """YAML 1.1, but ``1e-3`` is a number, and what aliases repeat is limited."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _count_nodes(node, {}) > _MAX_NODES:
+            raise yaml.composer.ComposerError(
+                problem=f"its aliases repeat more than {_MAX_NODES} values", problem_mark=node.start_mark
+            )
+        return node
+
+
+def _count_nodes(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
+    """Returns how many nodes there are if each alias is replaced; infinity if a node contains itself."""
+    if node not in known:
+        known[node] = math.inf
+        children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        nodes = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+        known[node] = 1 + sum(_count_nodes(each, known) for each in nodes)
+    return known[node]
 
 
 _Loader.add_implicit_resolver(
@@ -136,7 +159,7 @@ def read_with_overrides(path: Path, overrides: Sequence[str]) -> ConfigDocument:
     document = read_document(path)
     document.override(overrides)
     for key, value in _walk(document.values, ()):
-        if not isinstance(value, str) or _REFERENCE.search(value):
+        if not isinstance(value, str) or _REFERENCE.search(value) or is_key_file(value):
             continue
         is_key = bool(key) and isinstance(key[-1], str) and SECRET_NAME.search(key[-1])
         if (is_key and value not in _NO_SECRETS) or re.match(r"\w+://[^/@:]*:[^/@]+@", value):
@@ -158,6 +181,8 @@ def _walk(value: Any, path: KeyPath) -> list[tuple[KeyPath, Any]]:
 def _parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 # a SafeLoader
+    except RecursionError:
+        raise ConfigError(f"{where}: it is nested too deep to be read") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""

@@ -14,11 +14,11 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NamedTuple
 
 from agentlightning.run.thread import until_set
 from agentlightning_plugins.shared.garbage_collection import relax_collector
-from agentlightning_plugins.shared.log_setup import setup_logging
+from agentlightning_plugins.shared.log_setup import JsonFormatter, setup_server_log
 
 if TYPE_CHECKING:
     from agentlightning.execution import AlgorithmJob, RunnerJob
@@ -61,20 +61,23 @@ class JobTarget(NamedTuple):
     run_id: str
     log_level: int | None
     """Level of Lightning's logger; None if logging is not set up."""
+    log_style: Literal["text", "json"] = "text"
 
     @classmethod
     def of_this_process(cls, url: str, token: str | None, run_id: str) -> JobTarget:
         """Collects the settings of this process."""
         logger = logging.getLogger("agentlightning")
         log_level = logger.level if logger.handlers else None
-        return cls([path or str(Path.cwd()) for path in sys.path], url, token, run_id, log_level)
+        is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logger.handlers)
+        path = [path or str(Path.cwd()) for path in sys.path]
+        return cls(path, url, token, run_id, log_level, "json" if is_json else "text")
 
 
 def load_job(pickled: bytes, target: JobTarget) -> Any:
     """Unpickles a job from the parent process, and sets up logging as in the parent; importing may raise anything."""
     sys.path[:] = [*target.sys_path, *(path for path in sys.path if path not in target.sys_path)]
     if target.log_level is not None:
-        setup_logging(target.log_level)
+        setup_server_log(target.log_level, target.log_style)
     from agentlightning_plugins.shared.processes import pickling
 
     return pickling.load_job(pickled)

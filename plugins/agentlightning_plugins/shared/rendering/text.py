@@ -186,5 +186,17 @@ def to_markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]], max_lengt
 def _to_cell(value: Any, max_length: int) -> str:
     if value is None:
         return ""
-    text = f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split()).replace("|", "\\|")
-    return text if len(text) <= max_length else f"{text[:max_length]}…"
+    text = f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split())
+    text = text if len(text) <= max_length else f"{text[:max_length]}…"
+    return without_html(text).replace("|", "\\|")
+
+
+def without_html(text: str) -> str:
+    """Returns text of agents and models for Markdown, in which tags would be HTML."""
+    return text.replace("<", "&lt;")
+
+
+def to_code_block(text: str, language: str = "") -> str:
+    """Returns text as a block of code in Markdown, which the text itself cannot end."""
+    fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", text))])
+    return f"{fence}{language}\n{text}\n{fence}"

@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from agentlightning.errors import ConfigError
+from agentlightning_plugins.shared.log_setup import REQUEST_ID_HEADER, begin_request
 
 logger = logging.getLogger("agentlightning")
 MAX_UNKNOWN: Final = 512
@@ -32,6 +33,7 @@ _BUSY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: text/plain\r\nContent-Length: 26\r\n"
     b"Connection: close\r\n\r\nall connections are in use"
 )
+_LEAST_FILES: Final = 64
 _RESERVED_FILES: Final = 128
 """Number of file descriptors reserved for the database and other files."""
 
@@ -218,6 +220,14 @@ class WebServer:
         """Whether ``stop_listening`` or ``stop`` was called."""
         if isinstance(serves, web.Application):
             serves.middlewares.insert(0, self._watch)
+            resolve = serves.router.resolve
+
+            async def resolve_with_expect(request: web.Request) -> web.UrlMappingMatchInfo:
+                match = await resolve(request)
+                match.route._expect_handler = _answer_expect  # also of the routes that answer 404 and 405
+                return match
+
+            serves.router.resolve = resolve_with_expect  # type: ignore[method-assign] # has no hook for it
 
     async def start(self, host: str, port: int, *, backlog: int = 128) -> int:
         """Starts to listen and returns the port.
@@ -236,7 +246,7 @@ class WebServer:
         if isinstance(self._serves, web.Application):
             self._runner = web.AppRunner(self._serves, shutdown_timeout=self._finish_s, **settings)
         else:
-            self._runner = web.ServerRunner(web.Server(self._serves, **settings), shutdown_timeout=self._finish_s)
+            self._runner = web.ServerRunner(web.Server(self._identify, **settings), shutdown_timeout=self._finish_s)
         await self._runner.setup()
         assert self._runner.server is not None
         self._connections = ConnectionLimits(self._runner.server)
@@ -279,12 +289,15 @@ class WebServer:
         await runner.cleanup()
         timer.cancel()
 
+    async def _identify(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await _answer(request, cast(BaseHandler, self._serves))
+
     @web.middleware
     async def _watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Counts the requests in flight, and closes connections whose request is not read to its end."""
         self._in_flight += 1
         try:
-            response = await handler(request)
+            response = await _answer(request, handler)
         finally:
             self._in_flight -= 1
             if self.is_stopping and not self._in_flight:
@@ -312,8 +325,8 @@ class RequestLog(logging.Logger):
             super().handle(record)
 
 
-async def answer_expect(request: web.Request) -> None:
-    """The ``expect_handler`` of routes: unlike aiohttp's, it survives a header that is not UTF-8."""
+async def _answer_expect(request: web.Request) -> None:
+    """The ``expect_handler`` of all routes: unlike aiohttp's, it survives a header that is not UTF-8."""
     if request.headers.get("Expect", "").lower() != "100-continue":
         raise web.HTTPExpectationFailed(text="only 'Expect: 100-continue' is supported")
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -324,10 +337,16 @@ def raise_file_limit() -> None:
     """Raises the limit of open files, and so of connections, as far as the system allows without further rights.
 
     For processes that only serve; call it before ``WebServer.start``.
+
+    Raises:
+        ConfigError: the limit is too low for any server.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):  # macOS reports no limit, but refuses to set that
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= limit < _LEAST_FILES:  # negative: no limit
+        raise ConfigError(f"this process may open {limit} files, and a server needs {_LEAST_FILES}; raise ulimit -n")
 
 
 def stop_on_signals() -> asyncio.Event:
@@ -343,6 +362,15 @@ def stop_on_signals() -> asyncio.Event:
     for number in numbers:
         loop.add_signal_handler(number, handle)
     return stop
+
+
+async def _answer(request: Any, handler: Callable[[Any], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    """Answers a request with its id, which is also in the log, in the header X-Request-Id."""
+    own_id = begin_request(request.headers.get(REQUEST_ID_HEADER))
+    response = await handler(request)
+    if not response.prepared:
+        response.headers.setdefault(REQUEST_ID_HEADER, own_id)
+    return response
 
 
 async def _close_after(request: web.Request, response: web.StreamResponse) -> None:

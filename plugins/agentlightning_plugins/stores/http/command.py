@@ -6,12 +6,13 @@ import os
 import random
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
+from agentlightning_plugins.shared.log_setup import log_options
 
 if TYPE_CHECKING:
     from agentlightning.store.protocol import LightningStore
@@ -62,10 +63,9 @@ logger = logging.getLogger("agentlightning")
 @click.option("--keep-days", type=click.FloatRange(0, min_open=True), help="Days until ended rollouts are deleted.")
 @click.option("--keep-rollouts", type=click.IntRange(0), help="Delete the oldest ended rollouts above this number.")
 @click.option("--wait", "wait_s", default=0.0, type=click.FloatRange(0), help="Seconds to wait for the database.")
-@click.option("--log-level", default="warning", show_default=True, type=click.Choice(["debug", "info", "warning"]))
-@click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
 @click.option("--access-log", is_flag=True, help="Log each request.")
 @click.option("--read-only", is_flag=True, help="Serve the dashboard without its actions.")
+@log_options
 @click.pass_context
 def command(
     context: click.Context,
@@ -77,9 +77,6 @@ def command(
     keep_days: float | None,
     keep_rollouts: int | None,
     wait_s: float,
-    log_level: str,
-    log_format: Literal["text", "json"],
-    access_log: bool,
     read_only: bool,
 ) -> None:
     """Serve a store over HTTP.
@@ -92,10 +89,8 @@ def command(
     from agentlightning_plugins.shared.token import StoreTokens
     from agentlightning_plugins.shared.web.request import return_freed_memory
     from agentlightning_plugins.shared.web.server import raise_file_limit
-    from agentlightning_plugins.stores.http.log import setup_server_log
     from agentlightning_plugins.stores.shared.retention import Retention
 
-    setup_server_log(log_level, log_format, access=access_log)
     relax_collector()
     return_freed_memory()
     raise_file_limit()

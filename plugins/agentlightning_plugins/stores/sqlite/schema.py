@@ -162,7 +162,9 @@ def _read_version(connection: sqlite3.Connection, path: Path) -> int:
             connection.execute("BEGIN")  # reads all three in one snapshot: another process may be creating the tables
         ((application_id,),) = connection.execute("PRAGMA application_id").fetchall()
         ((version,),) = connection.execute("PRAGMA user_version").fetchall()
-        ((tables,),) = connection.execute("SELECT count(*) FROM sqlite_master").fetchall()
+        ((tables, foreign),) = connection.execute(
+            "SELECT count(*), coalesce(sum(type IN ('view', 'trigger') OR sql LIKE '%VIRTUAL%'), 0) FROM sqlite_master"
+        ).fetchall()
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorname", "") != "SQLITE_NOTADB":
             raise
@@ -170,6 +172,8 @@ def _read_version(connection: sqlite3.Connection, path: Path) -> int:
     finally:
         if reads_alone and connection.in_transaction:
             connection.execute("ROLLBACK")
+    if foreign:  # reading a view could run for ever, in a file that someone else made
+        raise ConfigError(f"{path} has {foreign} views or triggers, which no store has; it is not opened")
     if application_id == 0 and version == 0 and tables == 0:
         return 0
     if application_id != APPLICATION_ID:

@@ -8,7 +8,8 @@
 
 When it is ready, it prints one line of JSON, such as ``{"host": "127.0.0.1", "port": 41234, "key": "..."}``; everything
 else goes to stderr. ``/weights`` and ``/statistics`` require the key (``Authorization: Bearer``), which is new for each
-process. The environment variable AGL_POLICY_API_KEY, if set, is the key of all other paths except ``/health``.
+process. The environment variable AGL_POLICY_API_KEY, if set, is the key of all other paths except ``/health``; with
+``file:PATH``, each line of the file is a key, and the file is read again when it changes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from agentlightning_algorithms.shared.policy.sampler import Sampler
 from agentlightning_algorithms.shared.policy.server.app import PolicyApp
 from agentlightning_algorithms.shared.policy_backend import API_KEY_VARIABLE
 from agentlightning_plugins.shared.garbage_collection import relax_collector
+from agentlightning_plugins.shared.log_setup import setup_server_log
 from agentlightning_plugins.shared.web.request import is_loopback
 from agentlightning_plugins.shared.web.server import WebServer, raise_file_limit, stop_on_signals
 
@@ -44,7 +46,7 @@ def main() -> int:
     # Standard output is for the ready line only; output of libraries goes to the log.
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    setup_server_log("INFO", options.log_format)
     if options.threads:
         torch.set_num_threads(options.threads)
     key = secrets.token_urlsafe(32)
@@ -125,6 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, help="seed of requests without their own seed")
     add("--weight-version", type=int, default=0, help="version of the initial weights")
     add("--swap-in-flight", action="store_true", help="new weights do not wait for running answers, which mix versions")
+    add("--log-format", default=os.environ.get("AGL_LOG_FORMAT", "text"), choices=["text", "json"])
     add("--exit-with-parent", action="store_true", help="stop when standard input is closed")
     return parser
 

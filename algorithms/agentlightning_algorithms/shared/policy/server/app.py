@@ -31,8 +31,9 @@ from agentlightning_algorithms.shared.policy.server.request import (
 )
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy_backend import digest_weights
+from agentlightning_plugins.shared.token import StoreTokens
 from agentlightning_plugins.shared.web.request import RequestRefused, check_local, is_among, parse_json, read_body
-from agentlightning_plugins.shared.web.server import WebServer, answer_expect
+from agentlightning_plugins.shared.web.server import WebServer
 
 logger = logging.getLogger("agentlightning")
 
@@ -82,14 +83,14 @@ class PolicyApp:
         """Takes a policy, and a function that makes a sampler for it and for each adapter.
 
         ``key`` is required for ``/weights`` and ``/statistics``; ``api_key``, unless it is None, for all other paths
-        but ``/health``; ``max_length`` bounds the tokens of a prompt and its response together; with ``is_local``,
-        requests from web pages are refused.
+        but ``/health``: a key, or ``file:PATH`` for each line of a file, which may change. ``max_length`` bounds the
+        tokens of a prompt and its response together; with ``is_local``, requests from web pages are refused.
         """
         self._policy = policy
         self._make_sampler = make_sampler
         self._model_name = model_name
         self._key = f"Bearer {key}"
-        self._api_key = f"Bearer {api_key}" if api_key else None
+        self._api_keys = StoreTokens.of_setting(api_key) if api_key else None
         self._is_local = is_local
         self.server: WebServer | None = None
         """The server of this application; None until ``serve``."""
@@ -122,7 +123,7 @@ class PolicyApp:
             raise web.HTTPMethodNotAllowed(request.method, allowed) if allowed else web.HTTPNotFound
 
         for method, path, handler in [*routes, ("*", "/{path:.*}", refuse)]:
-            app.router.add_route(method, path, handler, expect_handler=answer_expect)
+            app.router.add_route(method, path, handler)
         return app
 
     async def _complete(self, kind: type[ChatRequest | TextRequest], http: web.Request) -> web.StreamResponse:
@@ -267,11 +268,15 @@ class PolicyApp:
         if request.path in _WITH_KEY:
             if not is_among(shown, [self._key]):
                 raise CompletionError(f"{request.path} requires the key that the server printed.", status=401)
-        elif self._api_key and request.path != "/health" and not is_among(shown, [self._api_key]):
+        elif request.path != "/health" and not self._is_user(shown):
             raise CompletionError("this server requires its API key: Authorization: Bearer KEY.", status=401)
         if self.server is not None and request.path != "/health":
             self.server.admit(request)
         return await handler(request)
+
+    def _is_user(self, shown: str) -> bool:
+        keys = self._api_keys
+        return keys is None or is_among(shown, [f"Bearer {key}" for key in keys.current])
 
 
 async def _send_stream(http: web.Request, stream: AsyncIterator[Json]) -> web.StreamResponse:

@@ -19,9 +19,9 @@ from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.check import RUN_ID, check_run_id
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
+from agentlightning_plugins.shared.log_setup import access_logger
 from agentlightning_plugins.shared.web.metrics import CONTENT_TYPE
-from agentlightning_plugins.shared.web.server import WebServer, answer_expect
-from agentlightning_plugins.stores.http import log
+from agentlightning_plugins.shared.web.server import WebServer
 from agentlightning_plugins.stores.http.message import FEATURES_HEADER, MAX_POLL_S, PREFIX, RUN_HEADER, TIME_HEADER
 from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server import openapi, otlp
@@ -105,9 +105,9 @@ class StoreApplication:
         application = web.Application(middlewares=[guard])
         router = application.router
         for route in ROUTES:
-            router.add_route(route.method, PREFIX + route.path, self._handler(route), expect_handler=answer_expect)
+            router.add_route(route.method, PREFIX + route.path, self._handler(route))
         for (method, path), (handler, _) in self._others().items():
-            router.add_route(method, path, handler, expect_handler=answer_expect)
+            router.add_route(method, path, handler)
         self._pages = {route: each for each in pages for routed in each.routes() for route in routed.register(router)}
         self.server = WebServer(application, finish_s=_FINISH_S)
 
@@ -232,9 +232,6 @@ class StoreApplication:
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             began = time.perf_counter()
-            given_id = log.read_request_id(request.headers.get(log.REQUEST_ID_HEADER))
-            if given_id:
-                log.request_id.set(given_id)
             try:
                 pages = self._pages.get(request.match_info.route)
                 token = self._access.admit(request) if pages is None else None
@@ -245,24 +242,19 @@ class StoreApplication:
                     request[_TOKEN] = token
                 response = await handler(request)
             except Exception as error:  # isolation point: a request may fail, the server may not
-                if not given_id:
-                    given_id = log.new_request_id()
-                    log.request_id.set(given_id)
                 if isinstance(error, StorageFullError):
                     self._note_full_disk(error)
                 response = _answer_error(request, error)
             if not response.prepared:
                 response.headers[FEATURES_HEADER] = features
                 response.headers[TIME_HEADER] = f"{self._store.now():.3f}"
-                if given_id:
-                    response.headers[log.REQUEST_ID_HEADER] = given_id
             resource = request.match_info.route.resource
             route = "" if resource is None else resource.canonical
             seconds = time.perf_counter() - began
             self._metrics.record(request.method, route, response.status, seconds)
-            if log.access_logger.isEnabledFor(logging.INFO):
+            if access_logger.isEnabledFor(logging.INFO):
                 fields = {"method": request.method, "path": request.path, "status": response.status, "seconds": seconds}
-                log.access_logger.info("%s %s %d %.3f s", *fields.values(), extra={"fields": fields})
+                access_logger.info("%s %s %d %.3f s", *fields.values(), extra={"fields": fields})
             return response
 
         return guard
