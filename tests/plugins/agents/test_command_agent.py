@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import pickle
@@ -353,24 +352,6 @@ async def test_a_timeout_kills_the_whole_process_group_and_keeps_its_output(
     assert printed(spans) == "told to end\n"
     assert (tmp_path / "started").exists()
     assert await are_gone(rollout.rollout_id)
-
-
-async def test_a_daemon_of_a_command_does_not_outlive_its_attempt(store: agl.LightningStore, tmp_path: Path) -> None:
-    code = (
-        "import pathlib, subprocess, sys; "
-        "child = subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=subprocess.DEVNULL, "
-        "stderr=subprocess.DEVNULL); "
-        "pathlib.Path(sys.argv[1]).write_text(str(child.pid))"
-    )
-    await run(store, agl.CommandAgent(python(code, str(tmp_path / "pid"))))
-    daemon = int((tmp_path / "pid").read_text())
-    await until(lambda: not Path(f"/proc/{daemon}").exists() or "Z" in _state_of(daemon))
-
-
-def _state_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "Z"
 
 
 async def test_cancelling_a_rollout_kills_the_whole_process_group(store: agl.LightningStore, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
@@ -109,8 +108,9 @@ async def test_where_namespaces_are_forbidden_the_rest_is_enforced_and_the_gap_i
         rollout, _ = await run(store, agl.CommandAgent(python(code), sandbox=limits))
         assert "Too many open files" in str(rollout.attempt.error)
     assert caplog.text.count("this machine allows no namespaces") == 1
-    rollout, spans = await run(store, agl.CommandAgent([sys.executable, "-c", "print(7)"]))
+    rollout, spans = await run(store, agl.CommandAgent(shell(f"{DAEMON}; echo 7")))
     assert printed(spans) == "7\n"
+    assert await are_gone(rollout.rollout_id)
 
 
 async def test_a_sandbox_of_others_runs_the_command(store: agl.LightningStore) -> None:

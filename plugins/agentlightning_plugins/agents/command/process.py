@@ -105,11 +105,13 @@ async def run_group(
     stdout: Tail,
     stderr: Tail,
     kill_after_s: float,
+    daemons_of: str | None = None,
 ) -> int:
     """Runs a command in its own process group until it exits; then kills the rest of the group.
 
     When the caller is cancelled, the group gets SIGTERM, and SIGKILL after ``kill_after_s``. ``stdout`` and ``stderr``
-    receive the output even if this raises.
+    receive the output even if this raises. With ``daemons_of``, processes outside the group that have this attempt in
+    their environment are killed too, on Linux.
 
     Returns:
         The exit code; -n if signal n ended the command.
@@ -121,7 +123,7 @@ async def run_group(
     process = _start(arguments, env, cwd, stdin)
     assert process.stdout is not None
     assert process.stderr is not None
-    wait = functools.partial(_await_end, process, env.get("AGL_ATTEMPT_ID"))
+    wait = functools.partial(_await_end, process, daemons_of)
     ended = asyncio.create_task(run_in_thread(wait, name=f"command-{process.pid}"))
     try:
         reading = asyncio.gather(

@@ -119,6 +119,7 @@ class SubprocessSandbox:
                 stdout=job.stdout,
                 stderr=job.stderr,
                 kill_after_s=job.kill_after_s,
+                daemons_of=None if namespaces else job.env.get("AGL_ATTEMPT_ID"),
             )
         if exceeded := read_agent_file(reason):
             raise RolloutError(f"the command {Path(job.arguments[0]).name!r} was ended: it used {exceeded}")
@@ -129,7 +130,7 @@ class SubprocessSandbox:
             raise ConfigError("network = 'gateway': this machine allows no namespaces (`unshare --user` fails)")
         _log_once(
             "this machine allows no namespaces: commands are limited in open files and the size of files, but neither "
-            "in processes nor in memory, and a process that leaves their process group is not ended"
+            "in processes nor in memory"
         )
 
     @asynccontextmanager

@@ -187,6 +187,8 @@ def load_agent(spec: str | AgentConfig | CommandConfig | NamedAgentConfig) -> Li
 def _load_reward(spec: AgentConfig | CommandConfig | NamedAgentConfig) -> Any:
     """Returns a function, a component, or the place where a command reports its reward, such as ``stdout``."""
     reward = spec.reward
+    if isinstance(reward, list):
+        return reward
     if isinstance(reward, str):
         if ":" in reward:
             return load_attribute(reward)

@@ -34,7 +34,7 @@ def _text_or_mapping(value: Any) -> str:
 
 def _agent_branch(value: Any) -> str:
     given = value if isinstance(value, Mapping) else {}
-    if "command" in given:
+    if "command" in given or "preset" in given:
         return _COMMAND.tag
     return _COMPONENT.tag if "name" in given and "target" not in given else _text_or_mapping(value)
 
@@ -73,15 +73,21 @@ class AgentConfig(_Section):
 
 
 class CommandConfig(_Section):
-    """An agent that is a command."""
+    """An agent that is a command, such as a coding agent."""
 
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
-    command: list[str]
-    """Program and arguments. All other keys are settings of ``agl.CommandAgent``."""
-    reward: ComponentSpec | None = None
-    """``module:attribute`` of ``reward(task, output, rollout) -> float``, a component such as ``judge``, or the place
-    where the command reports it: ``stdout``, ``file`` or ``exit_code``."""
+    command: list[str] | None = None
+    """Program and arguments; needed without a ``preset``. All other keys are settings of ``agl.CommandAgent``."""
+    reward: (
+        Annotated[
+            Annotated[list[str], _LIST] | Annotated[ComponentSpec, _TEXT],
+            Discriminator(lambda value: _LIST.tag if isinstance(value, list) else _TEXT.tag),
+        ]
+        | None
+    ) = None
+    """``module:attribute`` of ``reward(task, output, rollout) -> float``, a component such as ``judge``, the place
+    where the command reports it (``stdout``, ``file`` or ``exit_code``), or a command that rates the workspace."""
 
 
 class NamedAgentConfig(_Section):
