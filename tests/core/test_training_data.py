@@ -1,0 +1,149 @@
+"""What an agent leaves behind, and how it is built, changes no training data."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import openai
+import pytest
+
+import agentlightning as agl
+from agentlightning import semconv
+from agentlightning.testing.agent import Lab, ask
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
+from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
+
+
+async def run(agent: Any, tracer: Any = None) -> tuple[agl.AttemptedRollout, Sequence[agl.Span]]:
+    """Runs an agent once; returns the rollout, and its spans after late ones had time to arrive."""
+    store = agl.InMemoryLightningStore()
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(tracer or agl.OtelTracer())
+    with runner.run_context(agent=agl.wrap(agent), store=store):
+        rollout = await runner.step("task")
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+    spans = (await store.query_spans(rollout.rollout_id)).items
+    await store.close()
+    assert isinstance(rollout, agl.AttemptedRollout)
+    return rollout, spans
+
+
+def marks(spans: Sequence[agl.Span]) -> dict[str, list[str]]:
+    known = (semconv.UNFINISHED, semconv.LATE)
+    return {span.name: [mark for mark in known if mark in span.attributes] for span in spans}
+
+
+async def test_late_spans_are_stored_and_marked_and_open_spans_are_ended_with_their_attempt() -> None:
+    left: list[Any] = []
+
+    async def agent(task: str) -> float:
+        async def forgotten() -> None:
+            with agl.operation(name="open"):
+                await asyncio.sleep(0.05)
+            agl.emit_reward(0.0)
+
+        left.append(asyncio.create_task(forgotten()))
+        await asyncio.sleep(0)
+        return 1.0
+
+    for tracer in (agl.OtelTracer(), agl.DummyTracer()):
+        rollout, spans = await run(agent, tracer)
+        assert (rollout.status, rollout.attempt.spans_dropped) == ("succeeded", 0)
+        rewards = [span for span in spans if span.name == semconv.SPAN_REWARD]
+        assert [agl.get_reward_value(span) for span in rewards] == [1.0, 0.0]
+        assert [semconv.LATE in span.attributes for span in rewards] == [False, True]
+        assert agl.find_final_reward(spans) == rollout.attempt.reward == 1.0
+        others = marks([span for span in spans if span not in rewards])
+        assert others == {semconv.SPAN_OPERATION: [semconv.UNFINISHED], semconv.SPAN_ROLLOUT: []}
+        assert len(spans) == 4, "the end of the operation after the attempt stores it no second time"
+        assert agl.TraceToTriplet().adapt_attempt(rollout.attempt, spans) == []
+
+
+@pytest.mark.environment("main")
+async def test_a_stream_that_an_agent_stops_reading_leaves_the_attempt_in_the_training_data() -> None:
+    streams: list[Any] = []
+
+    async def agent(task: str, llm: agl.LLM) -> float:
+        client = openai.AsyncOpenAI(base_url=llm.get_base_url(), api_key=llm.api_key, max_retries=0)
+        messages: Any = [{"role": "user", "content": task}]
+        stream = await client.chat.completions.create(model=llm.model, messages=messages, stream=True)
+        await anext(aiter(stream))
+        streams.append((client, stream))
+        return 1.0
+
+    async with Lab(agent, reward=lambda task, output, rollout: output) as lab:
+        (rollout,) = await lab.run(ask(2, 3))
+        for client, stream in streams:
+            await stream.close()
+            await client.close()
+        spans = await lab.spans(rollout)
+    assert (rollout.status, rollout.attempt.spans_dropped) == ("succeeded", 0)
+    assert any(semconv.is_llm_call(span) for span in spans)
+    assert agl.TraceToTriplet().adapt_attempt(rollout.attempt, spans) is not None
+
+
+@pytest.mark.parametrize("start", [threading.Thread, lambda target: threading.Timer(0.01, target)])
+async def test_a_thread_that_an_agent_starts_carries_the_context_of_its_attempt(start: Any) -> None:
+    def work() -> None:
+        with agl.operation(name="in the thread"):
+            agl.emit_reward(0.5)
+
+    def synchronous(task: str) -> None:
+        thread = start(target=work)
+        thread.start()
+        thread.join()
+
+    async def asynchronous(task: str) -> None:
+        await asyncio.to_thread(synchronous, task)
+
+    for agent in (synchronous, asynchronous):
+        rollout, spans = await run(agent)
+        assert rollout.attempt.reward == 0.5
+        by_name = {span.name: span for span in spans}
+        root, operation = by_name[semconv.SPAN_ROLLOUT], by_name[semconv.SPAN_OPERATION]
+        assert (operation.trace_id, operation.parent_id) == (root.trace_id, root.span_id)
+
+
+async def test_a_thread_of_a_pool_serves_every_attempt_and_carries_the_context_of_none() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    seen: list[Any] = []
+    with ThreadPoolExecutor(1) as pool:
+
+        def agent(task: str) -> None:
+            pool.submit(agl.emit_reward, 0.5).result()
+
+        rollout, _ = await run(agent)
+        assert rollout.attempt.reward == 0.5
+        pool.submit(lambda: seen.append(agl.tracer.tracer.get_active_tracer())).result()
+    assert seen == [None]
+
+
+async def test_the_seed_of_a_call_follows_the_turn_whatever_failed_or_timed_out_before() -> None:
+    async def seeds(*, disturbed: bool) -> list[Any]:
+        hang = asyncio.Event()
+        script = [Answer(until=hang), Answer(), Answer(status=400), Answer()] if disturbed else [Answer(), Answer()]
+        async with (
+            ScriptedOpenAI(script) as server,
+            gateway(model_list=[entry(server.endpoint, seed_calls=True)]) as case,
+        ):
+            rollout, client = await case.start(metadata={"seed": 7})
+            second = [*HELLO, {"role": "assistant", "content": "Hello."}, *HELLO]
+            if disturbed:
+                with pytest.raises(openai.APITimeoutError):
+                    await client.chat.completions.create(model="m", messages=HELLO, timeout=0.5)
+                await case.eventual_span(rollout)  # the gateway has noticed it
+            await client.chat.completions.create(model="m", messages=HELLO)
+            if disturbed:
+                with pytest.raises(openai.BadRequestError):
+                    await client.chat.completions.create(model="m", messages=second)
+            await client.chat.completions.create(model="m", messages=second)
+            hang.set()
+            return [request.body["seed"] for request in server.requests]
+
+    first, second = await seeds(disturbed=False)
+    assert first != second
+    assert await seeds(disturbed=True) == [first, first, second, second]
