@@ -1,4 +1,4 @@
-"""Whatever exits below an agent fails its attempt, and no other attempt and no run; a user's Ctrl-C still works."""
+"""No exit below an agent, and no move of the clock, ends another attempt or a run; a user's Ctrl-C still works."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, Final
 
+import openai
+import opentelemetry.sdk.trace
 import pytest
 
 import agentlightning as agl
+from agentlightning import semconv
+from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.agent import Lab, ask
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.integrations import framework_agent
 from tests.integrations.framework_agent import AGENTS
 from tests.waiting import LIMIT_S, until
@@ -223,3 +230,49 @@ async def test_the_second_ctrl_c_of_a_user_ends_a_run_whose_agent_blocks_the_mai
         if process.returncode is None:
             process.kill()
     assert output.read_bytes().rstrip().endswith(b"KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("shift_s", [3600.0, -3600.0])
+@pytest.mark.parametrize("tracer", ["otel", "dummy"])
+async def test_a_move_of_the_wall_clock_ends_no_attempt_and_no_span_before_its_start(
+    tracer: str, shift_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clocks of stores have tests of their own, so this store checks no deadlines."""
+    store = InMemoryLightningStore(lease_s=1e6, watchdog_interval_s=1e6)
+    now, now_ns = time.time, time.time_ns
+
+    async def agent(task: str, llm: agl.LLM) -> float:
+        client = openai.AsyncOpenAI(base_url=llm.get_base_url(), api_key=llm.api_key)
+        with agl.operation(name="work"):
+            answer = asyncio.create_task(client.responses.with_raw_response.create(model=llm.model, input=task))
+            await asyncio.wait_for(asked.wait(), LIMIT_S)
+            monkeypatch.setattr(time, "time", lambda: now() + shift_s)
+            monkeypatch.setattr(opentelemetry.sdk.trace, "time_ns", lambda: now_ns() + int(shift_s * 1e9))
+            go_on.set()
+            await answer
+        await client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": task}])
+        await client.close()
+        return 1.0
+
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    def script(request: RecordedRequest) -> Answer:
+        asked.set()
+        return Answer(until=go_on)
+
+    async with ScriptedOpenAI(script) as server:
+        models = [{"model": "m", "endpoint": server.endpoint, "api_key": "any"}]
+        proxy = agl.LLMProxy(model_list=models, store=store, budget={"calls": 2})
+        await proxy.start()
+        runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(get_manager().create("tracer", tracer))
+        with runner.run_context(agent=agl.wrap(agent), store=store):
+            rollout = await runner.step("task", {"llm": proxy.as_resource(model="m")})
+        await proxy.stop()
+    spans = (await store.query_spans(rollout.rollout_id)).items
+    await store.close()
+    assert rollout.status == "succeeded", rollout
+    assert len(spans) >= 5
+    for span in spans:
+        assert span.start_time is not None
+        assert span.end_time is not None
+        assert 0 <= span.end_time - span.start_time <= LIMIT_S or (shift_s > 0 and not semconv.is_gateway_call(span))

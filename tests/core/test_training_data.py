@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -13,6 +14,9 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.testing.agent import Lab, ask
+from agentlightning_algorithms.grpo.episode import Episode, describe_episodes, read_episode
+from agentlightning_algorithms.grpo.experience import build_experience
+from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
 
@@ -147,3 +151,45 @@ async def test_the_seed_of_a_call_follows_the_turn_whatever_failed_or_timed_out_
     first, second = await seeds(disturbed=False)
     assert first != second
     assert await seeds(disturbed=True) == [first, first, second, second]
+
+
+def episode(number: int, reward: float | None, *, status: str = "succeeded", dropped: int = 0) -> Episode:
+    attempt = agl.Attempt(
+        rollout_id=f"ro-{number}", attempt_id="at", sequence_id=1, start_time=0.0, reward=reward, spans_dropped=dropped
+    )
+    rollout = agl.AttemptedRollout(
+        rollout_id=f"ro-{number}", input={}, metadata={"group": "a"}, status=status, attempt=attempt, start_time=0.0
+    )
+    return Episode(rollout, reward, [call(f"c{number}")])
+
+
+def call(response_id: str) -> agl.Triplet:
+    answer = {"token_ids": [3, 4], "logprobs": [-1.0, -1.0]}
+    return agl.Triplet(prompt={"token_ids": [1, 2]}, response=answer, metadata={"response_id": response_id})
+
+
+@pytest.mark.parametrize("loss", ["no calls", "no tokens", "unreadable", "dropped"])
+def test_a_rollout_counts_in_its_group_with_its_reward_whatever_became_of_its_spans(loss: str) -> None:
+    first, *others = (episode(number, reward) for number, reward in enumerate([100.0, 1.0, 0.0]))
+    if loss in ("no calls", "no tokens"):
+        triplets = [] if loss == "no calls" else [agl.Triplet(prompt={}, response={}, metadata={})]
+        first = Episode(first.rollout, 100.0, triplets)
+    else:
+        rollout = episode(0, 100.0, dropped=2 if loss == "dropped" else 0).rollout
+        broken = agl.Span.from_attributes(name="chat", attributes={"gen_ai.operation.name": "chat", "logprobs": "x"})
+        spans = [broken.model_copy(update={"rollout_id": f"ro-{number}", "attempt_id": "at"}) for number in (0, 1)]
+        first = read_episode(rollout, spans, agl.TraceToTriplet())
+        assert (first.reward, first.error) == (100.0, "SpansDropped" if loss == "dropped" else "AdapterError")
+    experience = build_experience([first, *others], ExperienceSettings(estimator="dr_grpo"), max_length=50)
+    assert [row.advantage for row in experience.rows] == pytest.approx([1 - 101 / 3, -101 / 3])
+
+
+def test_all_reward_metrics_are_means_over_the_same_rollouts() -> None:
+    won, failed = episode(0, 1.0), episode(1, None, status="failed")
+    batch = [replace(won, rewards={"win": 1.0}), replace(failed, rewards={"win": 1.0})]
+    described = describe_episodes(batch)
+    assert (described["reward"], described["rewards/win"], described["success_rate"]) == (0.5, 0.5, 0.5)
+    described = describe_episodes(batch, failed_reward=None)
+    assert (described["reward"], described["rewards/win"]) == (1.0, 1.0)
+    described = describe_episodes([replace(won, rewards={"cost": -2.0}), failed], failed_reward=0.0)
+    assert described["rewards/cost"] == -2.0, "no failure is better than a success"

@@ -91,7 +91,7 @@ class _DummySpan(OpenSpan):
             attributes=freeze_attributes(self._attributes),
             events=self._events,
             start_time=self._start_time,
-            end_time=time.time() if end_time is None else end_time,
+            end_time=max(self._start_time, time.time()) if end_time is None else end_time,
         )
         if trace is not None:
             trace.add(self._ended)
