@@ -39,6 +39,9 @@ class Unusual(BaseException):
 
 
 ERRORS: Final = {error.__name__: error for error in (SystemExit, KeyboardInterrupt, GeneratorExit, Unusual)}
+SIGNALS: Final = dict(
+    zip(ERRORS.values(), (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGHUP), strict=True)
+)
 PLACES: Final = (
     *("agent", "child", "group", "gather", "callback", "timer callback", "executor", "default executor"),
     *("thread", "timer", "finaliser", "generator", "signal handler", "stray task", "SIGINT"),
@@ -121,8 +124,9 @@ class Exits:
     async def signal_handler(self, error: type[BaseException], stack: contextlib.ExitStack) -> None:
         if threading.current_thread() is not threading.main_thread():
             self.fail(error)
-        stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, lambda *_: self.fail(error)))
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        number = SIGNALS[error]  # each its own, because handlers belong to the process
+        stack.callback(signal.signal, number, signal.signal(number, lambda *_: self.fail(error)))
+        await asyncio.to_thread(os.kill, os.getpid(), number)  # the main thread may run any attempt then
         await asyncio.sleep(LIMIT_S)
 
     async def stray_task(self, error: type[BaseException], stack: contextlib.ExitStack) -> None:

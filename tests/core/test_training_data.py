@@ -1,8 +1,10 @@
-"""What an agent leaves behind, and how it is built, changes no training data."""
+"""An agent's late and open spans, threads, timeouts and lost evidence change no training data of others."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +17,11 @@ import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.testing.agent import Lab, ask
 from agentlightning_algorithms.grpo.episode import Episode, describe_episodes, read_episode
-from agentlightning_algorithms.grpo.experience import build_experience
+from agentlightning_algorithms.grpo.experience import build_experience, training_spans
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry
+from tests.core.trace_recorder import Recorder
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
 
 
@@ -193,3 +197,58 @@ def test_all_reward_metrics_are_means_over_the_same_rollouts() -> None:
     assert (described["reward"], described["rewards/win"]) == (1.0, 1.0)
     described = describe_episodes([replace(won, rewards={"cost": -2.0}), failed], failed_reward=0.0)
     assert described["rewards/cost"] == -2.0, "no failure is better than a success"
+
+
+def test_a_call_of_the_gateway_counts_once_if_spans_of_another_process_name_neither_response_nor_parent() -> None:
+    trace = Recorder()
+    answer = [{"role": "assistant", "parts": [{"type": "text", "content": "sampled"}]}]
+    attributes = {"gen_ai.operation.name": "chat", "gen_ai.output.messages": json.dumps(answer)}
+    for number in range(2):  # with the same answer
+        agent = trace.add("agent", {"agent.name": f"solver {number}"}, at=(1000 + 10 * number, 1009 + 10 * number))
+        trace.add("chat", attributes, parent=agent, at=(1001 + 10 * number, 1003 + 10 * number))
+        trace.gateway(f"r{number}", at=(500 + 10 * number, 502 + 10 * number))  # its clock is another machine's
+    other = [{"role": "assistant", "parts": [{"type": "text", "content": "not through the gateway"}]}]
+    trace.add("chat", {**attributes, "gen_ai.output.messages": json.dumps(other)}, at=(1021, 1022))
+    first, second, third = trace.adapt()
+    assert [each.metadata["agent_name"] for each in (first, second, third)] == ["solver 0", "solver 1", None]
+    assert [each.metadata["response_id"] for each in (first, second, third)] == ["r0", "r1", None]
+    assert [each.response["token_ids"] for each in (first, second, third)] == [[7, 8], [7, 8], []]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logprobs": [None, -0.5]},
+        {"logprobs": [math.nan, -0.5]},
+        {"logprobs": [0.5, -0.5]},
+        {"logprobs": [-1e30, -0.5]},
+        {"logprobs": ["x", -0.5]},
+        {"logprobs": [-0.5]},
+        {"response_token_ids": [-1, 3]},
+        {"response_token_ids": [1.5, 3]},
+        {"response_token_ids": ["1", 3]},
+        {"prompt_token_ids": [1, -2]},
+        {"response_token_ids": [2**40, 3]},
+    ],
+    ids=str,
+)
+def test_odd_evidence_of_a_model_server_costs_the_rollout_and_not_the_run(change: dict[str, Any]) -> None:
+    """Evidence is checked once, where it enters the adapter; what is beyond a vocabulary only the trainer knows."""
+    evidence = {"prompt_token_ids": [1, 2], "response_token_ids": [3, 4], "logprobs": [-0.5, -0.5]}
+    read = []
+    for number in range(3):
+        attributes = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.response.id": f"c{number}",
+            "agentlightning.gateway.complete": True,
+            **evidence,
+            **(change if number == 0 else {}),
+        }
+        ids = {"rollout_id": f"ro-{number}", "attempt_id": "at"}
+        span = agl.Span.from_attributes(name="chat", attributes=attributes, **ids)
+        read.append(read_episode(episode(number, float(number == 1)).rollout, [span], agl.TraceToTriplet()))
+    experience = build_experience(read, ExperienceSettings(), max_length=50, vocabulary=100)
+    assert [row.rollout for row in experience.rows] == ["ro-1", "ro-2"]
+    spans = training_spans(experience, 1, episodes=read)
+    ledger = {span.rollout_id: LedgerEntry.from_span(span) for span in spans if span.name == LEDGER_SPAN}
+    assert ledger["ro-0"].outcome == "unreadable_spans"

@@ -1,7 +1,8 @@
 """Calls an agent for one attempt, so that whatever exits below the agent fails this attempt and nothing else.
 
 asyncio ends the event loop, and with it every rollout of a runner, when SystemExit or KeyboardInterrupt leaves a task
-or callback. Threads, finalisers and signal handlers raise into nobody's code, or into that of another attempt.
+or callback. Threads and finalisers raise where no code can handle it, and signal handlers in
+the code of any attempt.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class AgentCall:
                 self._task.get_loop().call_soon_threadsafe(self._cancel)
 
     def end(self) -> BaseException | None:
-        """Ends the call; returns the error that failed it, unless somebody else has cancelled it."""
+        """Ends the call; returns the error that failed it, unless others have cancelled it."""
         if self._is_cancelled and not self._is_over:
             self._task.uncancel()
         self._is_over = True
@@ -204,58 +205,44 @@ def _find_call(error: BaseException) -> AgentCall | None:
     return None
 
 
-class _Guards:
-    """Replaces functions of this process while any runner is in use."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self.is_collecting = False
-        """Whether the garbage collector runs."""
-
-    def enter(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users > 1:
-                return
-            for owner, name, wrap in _WRAPPERS:
-                original = getattr(owner, name)
-                self._replaced.append((owner, name, original, wrap(original)))
-                setattr(owner, name, self._replaced[-1][-1])
-            gc.callbacks.append(self._watch_collector)
-
-    def exit(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-            for owner, name, original, wrapper in self._replaced:
-                if getattr(owner, name) is wrapper:  # not wrapped by other code since
-                    setattr(owner, name, original)
-            self._replaced.clear()
-            gc.callbacks.remove(self._watch_collector)
-
-    def _watch_collector(self, phase: str, _: object) -> None:
-        self.is_collecting = phase == "start"
+_lock: Final = threading.Lock()
+_users: Final[list[None]] = []  # one for each runner in use
+_replaced: Final[list[tuple[Any, str, Any, Any]]] = []
+_phases: Final = ["stop"]
+"""The last phase of the garbage collector."""
 
 
-_guards: Final = _Guards()
+def _watch_collector(phase: str, _: object) -> None:
+    _phases[0] = phase
 
 
 @contextlib.contextmanager
 def guarded_process() -> Iterator[None]:
     """Makes threads carry the context of the agent that starts them, and guards threads, signals and finalisers."""
-    _guards.enter()
+    with _lock:
+        _users.append(None)
+        if len(_users) == 1:
+            gc.callbacks.append(_watch_collector)
+            for owner, name, wrap in _WRAPPERS:
+                original = getattr(owner, name)
+                _replaced.append((owner, name, original, wrap(original)))
+                setattr(owner, name, _replaced[-1][-1])
     try:
         yield
     finally:
-        _guards.exit()
+        with _lock:
+            _users.pop()
+            if not _users:
+                gc.callbacks.remove(_watch_collector)
+                while _replaced:
+                    owner, name, original, wrapper = _replaced.pop()
+                    if getattr(owner, name) is wrapper:  # not wrapped by other code since
+                        setattr(owner, name, original)
 
 
 def _find_finaliser() -> AgentCall | None:
     """Returns the call whose code finalises an object; None if the collector runs, which may run in any call."""
-    return None if _guards.is_collecting else _current.get()
+    return None if _phases[0] == "start" else _current.get()
 
 
 def _wrap_start(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
@@ -264,7 +251,8 @@ def _wrap_start(start: Callable[[threading.Thread], None]) -> Callable[[threadin
         is_of_pool = getattr(thread, "_target", None) is concurrent.futures.thread._worker
         call = _current.get()
         if call is not None and not is_of_pool:  # a pool's thread serves all who submit to it
-            thread.run = functools.partial(contextvars.copy_context().run, _run, call, thread.run)  # type: ignore[method-assign]
+            run = functools.partial(contextvars.copy_context().run, _run, call, thread.run)
+            vars(thread)["run"] = run
         start(thread)
 
     return start_in_context

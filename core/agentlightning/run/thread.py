@@ -45,7 +45,7 @@ class SecondInterrupt(KeyboardInterrupt):
 
 
 def _fits_no_future(error: BaseException) -> bool:
-    """Whether a future cannot hold an error, so that nobody who waits for it would wake."""
+    """Whether a future cannot hold an error, so that its waiters would not wake."""
     return isinstance(error, StopIteration)
 
 
@@ -263,7 +263,8 @@ def _try_to_raise_in(thread: threading.Thread, error: type[BaseException]) -> bo
     return True
 
 
-_OF_LOOPS: Final = {asyncio.Runner._lazy_init.__code__, asyncio.Runner.close.__code__}  # type: ignore[attr-defined]
+_RUNNER: Final[Any] = asyncio.Runner
+_OF_LOOPS: Final = {_RUNNER._lazy_init.__code__, _RUNNER.close.__code__}
 """The functions that make and close the event loop of ``asyncio.run``."""
 
 
