@@ -399,7 +399,10 @@ class Span(SpanRecord):
     def from_opentelemetry(
         cls, readable_span: ReadableSpan, rollout_id: str, attempt_id: str, sequence_id: int = 0
     ) -> "Span":
-        """Converts a finished OpenTelemetry SDK span (nanoseconds become seconds)."""
+        """Converts a finished OpenTelemetry SDK span (nanoseconds become seconds).
+
+        The end is not before the start, as it is in a span during which the clock was set back.
+        """
         span: Any = readable_span
         code = span.status.status_code.name
         return cls.model_construct(
@@ -424,7 +427,7 @@ class Span(SpanRecord):
             ]
             or _NOTHING,
             start_time=None if span.start_time is None else span.start_time / 1e9,
-            end_time=None if span.end_time is None else span.end_time / 1e9,
+            end_time=None if span.end_time is None else max(span.start_time or 0, span.end_time) / 1e9,
             context=_context(span.context),
             parent=None if span.parent is None else _context(span.parent),
             resource=_resource(span.resource),

@@ -19,7 +19,6 @@ from agentlightning.errors import ConfigError, ConflictError, NotFoundError, Sto
 from agentlightning.event import AttemptRevoked
 from agentlightning.frozen import thaw
 from agentlightning.litagent import LitAgent, check_result, running_in, to_spans, wrap
-from agentlightning.litagent.agent import call_agent
 from agentlightning.plugin.settings import require_least
 from agentlightning.records import (
     UNSET,
@@ -33,6 +32,7 @@ from agentlightning.records import (
 )
 from agentlightning.resources import Resource, resolve_secrets, with_attempt_key
 from agentlightning.reward import find_final_reward
+from agentlightning.run.agent_call import call_agent, guard_loop, guarded_process
 from agentlightning.run.heartbeat import Heartbeats
 from agentlightning.run.proxies import bypass_proxies
 from agentlightning.run.thread import STOP_CHECK_S, EscapedError, StopEvent, install_group_executor, until_set
@@ -161,6 +161,7 @@ class LitAgentRunner(Runner[T]):
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget_given)
+            stack.enter_context(guarded_process())
             self.tracer.init()
             stack.callback(self.tracer.teardown)
             self.tracer.init_worker(self.worker_id, store)
@@ -343,6 +344,7 @@ class LitAgentRunner(Runner[T]):
             return
         self._stop_background_tasks()
         install_group_executor()
+        guard_loop()
         self._heartbeats = Heartbeats(functools.partial(self._beat, loop), self.heartbeat_interval, self.worker_id)
         self._watch = loop.create_task(self._watch_revocations())
         self._watch.add_done_callback(_report_failure)

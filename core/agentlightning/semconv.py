@@ -79,14 +79,12 @@ WEIGHT_VERSIONS: Final = "agentlightning.weight_versions"  # one per token, if t
 GATEWAY_COMPLETE: Final = "agentlightning.gateway.complete"
 """Set by the gateway: whether the whole answer passed through it. Incomplete answers must not be trained on."""
 CACHED_SUFFIX: Final = " (cached)"  # ends the name of the gateway's span if its cache answered the call
-LATE: Final = "agentlightning.late"
-"""Set by the store on a span that an agent wrote after its attempt had ended; rewards in it do not count."""
+LATE: Final = "agentlightning.late"  # set on a span that ended after its attempt; rewards in it do not count
+UNFINISHED: Final = "agentlightning.unfinished"  # set by the tracer on a span that the end of its attempt has ended
 UNTRUSTED: Final = "agentlightning.untrusted"
 """Set by the store on a span that came with the token of an attempt: the names of what was removed from the span."""
-TRAINING: Final = "agentlightning.training"
-"""Begins the names of the spans of training records, and of their attributes."""
-TRAINING_ID: Final = "training-"
-"""Begins the ids of the spans of training records, so that no other span can take their ids."""
+TRAINING: Final = "agentlightning.training"  # begins the names of the spans of training records and their attributes
+TRAINING_ID: Final = "training-"  # begins the ids of these spans, so that no other span can take their ids
 
 GEN_AI_AGENT_NAME: Final = "gen_ai.agent.name"
 GEN_AI_TOOL_NAME: Final = "gen_ai.tool.name"
@@ -103,7 +101,7 @@ _PROTECTED: Final = frozenset(
 _PROTECTED_PREFIXES: Final = (f"{CHOICE}.", "agentlightning.gateway.", f"{TRAINING}.")
 GENERATING: Final = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
 """Operations that generate an answer; those of embedding models, token counters, agents and tools do not."""
-_MAX_TOKEN_ID: Final = 2**31 - 1
+_MAX_TOKEN_ID, _MIN_LOGPROB, _ROUNDING = 2**31 - 1, -1000.0, 1e-4  # a sampler that rounds may report more than 0
 _FINISH_REASONS: Final = {"tool_call": "tool_calls"}
 Message = dict[str, Any]
 
@@ -272,6 +270,8 @@ def _to_token_data(prompt: Any, response: Any, logprobs: Any) -> TokenData:
             raise ValueError(f"token ids reach from {min(ids)} to {max(ids)}; they are from 0 to 2**31 - 1")
     if logprobs is not None and not (isinstance(logprobs, list) and set(map(type, logprobs)) <= {int, float}):
         raise ValueError(f"log-probabilities = {logprobs!r:.100} are not a list of numbers")
+    if logprobs and not (min(logprobs) >= _MIN_LOGPROB and max(logprobs) <= _ROUNDING):
+        raise ValueError(f"log-probabilities reach from {min(logprobs)} to {max(logprobs)}; they are from -1000 to 0")
     return TokenData(list(prompt), list(response), None if logprobs is None else list(logprobs))
 
 

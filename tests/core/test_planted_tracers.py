@@ -171,7 +171,7 @@ PLANTED: list[tuple[type[Tracer], str, str]] = [
     (SwallowsErrors, "test_an_error_of_an_agent_is_recorded_on_its_spans_and_raised", "that an error ends has"),
     (LivesInTheNow, "test_a_span_has_the_given_time_and_status", "starts and ends at its timestamp"),
     (NoTimeAtAll, "test_a_span_lasts_from_its_start_to_its_end", "lasts as long as its block"),
-    (LosesLateSpans, "test_a_span_that_ends_after_its_attempt_is_stored_with_it", "is stored, too"),
+    (LosesLateSpans, "test_an_open_span_is_ended_with_its_attempt_and_a_late_span_is_stored_with_it", "and later ones"),
     (MixesAttempts, "test_64_rollouts_traced_at_once_never_mix[tasks]", "a span belongs to the attempt"),
     (MixesAttempts, "test_64_rollouts_traced_at_once_never_mix[threads]", "a span belongs to the attempt"),
     (WritesAtOnce, "test_a_stalling_store_neither_slows_an_agent_nor_loses_any_of_its_1000_spans", "the agent waited"),

@@ -21,9 +21,6 @@ pytestmark = [
     pytest.mark.environment("main"),  # needs openai 2
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # crewai reads its own deprecated fields
-    # A rollout that is stopped while a flow makes an event loop leaves the loop to the garbage collector.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore:coroutine 'Flow:RuntimeWarning"),
 ]
 
 

@@ -133,10 +133,10 @@ def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[
             calls = [span for span in spans if semconv.is_gateway_call(span)]
             distributions = _read_distributions(calls)
     except AdapterError as adapter_error:
-        logger.warning("rollout %s is left out: %s", rollout.rollout_id, adapter_error)
+        logger.warning("rollout %s has nothing to train on: %s", rollout.rollout_id, adapter_error)
         return Episode(rollout, reward, error="AdapterError")
     if triplets is None:
-        return Episode(rollout, None, error="SpansDropped")
+        return Episode(rollout, reward, error="SpansDropped")
     rewards = {name: value for name, value in named if name != "primary"}
     seconds = [call.end_time - call.start_time for call in calls if call.start_time and call.end_time]
     return Episode(rollout, reward, triplets, error, distributions, rewards, seconds)
@@ -182,7 +182,7 @@ def describe_episodes(
 
     A rollout without a reward is never a success, and counts as ``failed_reward`` or, if that is lower, as the lowest
     reward of the batch. If ``failed_reward`` is None, the reward metrics exclude it, and are absent if no rollout has a
-    reward.
+    reward. Named rewards are means over the same rollouts: one that lacks a name counts like one without a reward.
     """
     failed = None if failed_reward is None else count_failed((episode.reward for episode in episodes), failed_reward)
     rewards = [failed if episode.reward is None else episode.reward for episode in episodes]
@@ -196,9 +196,10 @@ def describe_episodes(
         if episode.source is not None:
             sources.setdefault(episode.source, []).append(reward)
     named: dict[str, list[float]] = {}
-    for episode in episodes:
-        for name, value in episode.rewards.items():
-            named.setdefault(name, []).append(value)
+    for name in {name for episode in episodes for name in episode.rewards}:
+        own = [None if episode.reward is None else episode.rewards.get(name) for episode, _ in counted]
+        lowest = count_failed(own, failed_reward or 0.0)
+        named[name] = [lowest if value is None else value for value in own]
     return {
         **({"reward": _mean(rewards_R), "reward_std": statistics.pstdev(rewards_R)} if rewards_R else {}),
         "success_rate": _mean([float(e.reward is not None and e.reward >= success_threshold) for e in episodes]),
@@ -210,7 +211,7 @@ def describe_episodes(
         **_spread("rollout_s", seconds),
         "queue_wait_s": _mean(waits),
         "queue_wait_max_s": max(waits, default=0.0),
-        **{f"rewards/{name}": _mean(values) for name, values in sorted(named.items())},
+        **{f"rewards/{name}": _mean(values) for name, values in sorted(named.items()) if values},
         **{f"reward/{source}": _mean(values) for source, values in sorted(sources.items())},
         **{f"errors/{name}": float(count) for name, count in errors.items()},
     }

@@ -33,7 +33,6 @@ from agentlightning_plugins.shared.training_records.record import (
 )
 from agentlightning_plugins.shared.trajectories import Decode, Turn, build_trajectories
 
-_UNUSABLE = frozenset({"SpansDropped", "AdapterError"})
 _COUNTS = (
     "calls", "calls_without_tokens", "calls_repeated", "calls_too_long", "calls_cut_off", "calls_stale",
     "calls_of_other_sampling",
@@ -130,9 +129,8 @@ def build_experience(
 
 
 def score_episodes(episodes: Sequence[Episode], failed_reward: float | None) -> list[tuple[Episode, float]]:
-    """Returns the episodes that count in their groups, with their rewards."""
-    usable = [episode for episode in episodes if episode.error not in _UNUSABLE]
-    filled = zip(usable, fill_rewards(usable, failed_reward), strict=True)
+    """Returns the episodes that count in their groups, with their rewards, also those whose spans cannot be used."""
+    filled = zip(episodes, fill_rewards(episodes, failed_reward), strict=True)
     return [(episode, float(reward)) for episode, reward in filled if reward is not None]
 
 

@@ -200,7 +200,7 @@ class RolloutController:
                 "triplets: leave the trainer's adapter out"
             )
         if triplets is None:
-            error, reward, triplets = error or "SpansDropped", None, []
+            error, triplets = error or "SpansDropped", []
         # An adapter may not report which model the agent requested.
         own = {None, *MODEL_NAMES.values()}
         triplets = [triplet for triplet in triplets if triplet.metadata.get("requested_model") in own]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import json
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -203,8 +204,9 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[T
 
     The spans of one call are: a client's span and its descendants that do not name another response; spans that name
     the same response and overlap or have the same messages, unless the gateway received a request for each; the
-    gateway's span whose parent is a client's span or that names its response. A framework's span without response id
-    and answer belongs to the only call that it encloses in time, if that call is misplaced in the tree.
+    gateway's span whose parent is a client's span, that names its response, or that has its answer, if the client's
+    span (of another process) has neither response id nor request at the gateway. A framework's span without response
+    id and answer belongs to the only call that it encloses in time, if that call is misplaced in the tree.
 
     Args:
         nodes: parents before their children.
@@ -213,6 +215,7 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[T
     calls, of_client, by_response = _find_client_calls(nodes, is_call)
     gateways = [node for node in nodes if semconv.is_gateway_call(node.span)]
     gateways.sort(key=lambda node: (not node.span.attributes[semconv.GATEWAY_COMPLETE], node.start))  # complete first
+    unnamed = _find_unnamed(calls, gateways)
     for node in gateways:
         response_id = semconv.read_response_id(node.span)
         parent = of_client.get(node.span.parent_id or "")
@@ -220,6 +223,10 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[T
         if parent is not None and _agree(parent.response_id, response_id):
             candidates = (parent, *candidates)
         call = next((call for call in candidates if call.gateway is None), None)
+        alike = unnamed.get(_read_answer(node), []) if call is None and parent is None else []
+        while alike and call is None:
+            found = alike.pop()
+            call = found if found.gateway is None else None
         if call is None:
             if parent is not None or not is_call(node.span):  # retried by the client, or rejected by is_call
                 continue
@@ -230,6 +237,24 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[T
         call.response_id = call.response_id or response_id
         call.is_complete = bool(node.span.attributes[semconv.GATEWAY_COMPLETE])
     return _join_frames(sorted(calls, key=lambda call: (call.anchor.start, call.anchor.span.sequence_id)))
+
+
+def _find_unnamed(calls: Sequence[TracedCall], gateways: Sequence[Node]) -> dict[str, list[TracedCall]]:
+    """Returns the calls without response id and request at the gateway by their answer, the last call first."""
+    requested = {node.span.parent_id for node in gateways}
+    unnamed: dict[str, list[TracedCall]] = {}
+    for call in sorted(calls if gateways else [], key=lambda call: call.anchor.start, reverse=True):
+        if call.response_id is None and not any(node.span.span_id in requested for node in call.nodes):
+            answer = next(filter(None, map(_read_answer, call.nodes)), "")
+            if answer:
+                unnamed.setdefault(answer, []).append(call)
+    return unnamed
+
+
+def _read_answer(node: Node) -> str:
+    """Returns a text that is equal for spans with the same answer; empty if the span has none."""
+    answers = semconv.read_output_messages(node.span)
+    return json.dumps(answers, sort_keys=True) if answers else ""
 
 
 def _join_frames(calls: list[TracedCall]) -> list[TracedCall]:

@@ -1,11 +1,9 @@
-"""``LitAgent``: the base class of all agents, and the call of an agent on one rollout."""
+"""``LitAgent``: the base class of all agents."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
@@ -15,7 +13,6 @@ from agentlightning.errors import ConfigError, RolloutError
 from agentlightning.frozen import to_number
 from agentlightning.records import AttemptedRollout, Rollout, RolloutRawResult, Span
 from agentlightning.resources import NamedResources, PromptTemplate
-from agentlightning.run.thread import EscapedError, ThreadStopped, run_in_thread, thread_group
 
 T = TypeVar("T")
 _METHODS: Final = tuple(
@@ -194,50 +191,3 @@ def to_spans(returned: Sequence[Any], rollout: AttemptedRollout) -> list[Span]:
         else Span.from_opentelemetry(span, rollout_id, attempt_id)
         for span in returned
     ]
-
-
-async def call_agent(
-    agent: LitAgent[Any],
-    task: Any,
-    resources: NamedResources,
-    rollout: AttemptedRollout,
-    abandoned: list[threading.Thread],
-) -> Any:
-    """Returns the agent's result. Threads that do not stop when the call is cancelled are added to ``abandoned``.
-
-    Raises EscapedError if the agent raises an error that is no ``Exception``, or CancelledError by itself.
-    """
-    training = rollout.mode == "train"
-    own = asyncio.current_task()
-    if agent.is_async():
-        method = agent.training_rollout_async if training else agent.validation_rollout_async
-        with thread_group(on_abandoned=abandoned.extend):  # for synchronous tools and graph nodes
-            try:
-                return await method(task, resources, rollout)
-            except Exception:
-                raise
-            except BaseException as error:  # isolation point: the error would end the event loop, or not be recorded
-                if _must_pass(error, own):
-                    raise
-                raise EscapedError(error) from error
-    function = agent.training_rollout if training else agent.validation_rollout
-    try:
-        return await run_in_thread(
-            lambda: function(task, resources, rollout),
-            name=f"agent-{rollout.attempt.attempt_id}",
-            on_abandoned=abandoned.append,
-        )
-    except ThreadStopped as error:
-        raise asyncio.CancelledError from error
-
-
-def _must_pass(error: BaseException, own: asyncio.Task[Any] | None) -> bool:
-    """Whether an error is not the agent's: a cancellation, a Ctrl-C, or the end of a task that its loop abandoned."""
-    if isinstance(error, KeyboardInterrupt):
-        return threading.current_thread() is threading.main_thread()
-    if isinstance(error, asyncio.CancelledError):
-        return own is None or own.cancelling() > 0
-    try:
-        return isinstance(error, GeneratorExit) and asyncio.current_task() is not own
-    except RuntimeError:  # no loop runs
-        return True

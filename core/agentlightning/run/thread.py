@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import asyncio.runners
 import concurrent.futures
 import contextlib
 import contextvars
@@ -12,6 +13,7 @@ import linecache
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final, Protocol, TypeVar
@@ -23,8 +25,11 @@ T = TypeVar("T")
 _MAX_THREADS: Final = 32  # per group; the maximum of a default executor of the standard library
 
 
-class ThreadStopped(BaseException):
-    """Raised in a thread whose caller was cancelled; a BaseException, so that agents do not swallow it."""
+class ThreadStopped(KeyboardInterrupt):
+    """Raised in a thread whose caller was cancelled.
+
+    It is of the kind that agents do not swallow, and that ends an event loop even if it is raised in a callback.
+    """
 
 
 class EscapedError(RuntimeError):
@@ -35,9 +40,13 @@ class EscapedError(RuntimeError):
         self.original = original
 
 
-def _breaks_loop(error: BaseException) -> bool:
-    """Whether raising the error in a task of an event loop would end the loop, or wake no waiter."""
-    return isinstance(error, (StopIteration, KeyboardInterrupt, SystemExit))
+class SecondInterrupt(KeyboardInterrupt):
+    """The second Ctrl-C of a user, in the thread of ``run_beside_loop``."""
+
+
+def _fits_no_future(error: BaseException) -> bool:
+    """Whether a future cannot hold an error, so that its waiters would not wake."""
+    return isinstance(error, StopIteration)
 
 
 def _is_unusual(error: BaseException) -> bool:
@@ -52,7 +61,7 @@ class ThreadGroup:
     most frameworks run synchronous tools and graph nodes. A call that hangs occupies a thread of its own caller only.
     """
 
-    def __init__(self, name: str = "agent-call", escapes: Callable[[BaseException], bool] = _breaks_loop) -> None:
+    def __init__(self, name: str = "agent-call", escapes: Callable[[BaseException], bool] = _fits_no_future) -> None:
         """Makes a group without threads; an error for which ``escapes`` is true reaches the caller as EscapedError."""
         self._name = name
         self._escapes = escapes
@@ -200,13 +209,13 @@ def run_beside_loop(function: Callable[[], T]) -> T:
     except KeyboardInterrupt:
         try:
             if not interruption:
-                _raise_in(thread, KeyboardInterrupt)
+                _raise_in(thread, SecondInterrupt)
             else:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     interruption[-1]()
             thread.join()
         except KeyboardInterrupt:
-            _raise_in(thread, KeyboardInterrupt)
+            _raise_in(thread, SecondInterrupt)
             thread.join()
         raise
 
@@ -228,7 +237,7 @@ def _set_outcome(
 
 
 def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
-    """Raises an error in a thread, as soon as the thread neither takes nor releases a lock.
+    """Raises an error in a thread, as soon as the thread neither takes nor releases a lock or an event loop.
 
     Python raises it at the thread's next bytecode. Between the bytecode that takes a lock and the one that enters its
     ``with`` statement, it would leave the lock taken for ever, and block every thread that shares, say, an HTTP client.
@@ -245,24 +254,34 @@ def _raise_soon_in(thread: threading.Thread, error: type[BaseException]) -> None
 
 
 def _try_to_raise_in(thread: threading.Thread, error: type[BaseException]) -> bool:
-    if _is_at_lock(thread):  # this may read a file, while which other threads run
+    if _holds_unguarded(thread):  # this may read a file, while which other threads run
         return False
     time.sleep(0)  # this thread is then not interrupted for some milliseconds (sys.getswitchinterval)
-    if thread.ident is None or _is_at_lock(thread):
+    if thread.ident is None or _holds_unguarded(thread):
         return False
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))
     return True
 
 
-def _is_at_lock(thread: threading.Thread) -> bool:
-    """Whether a thread takes or releases a lock; waiting for a condition is safe, because it takes its lock again."""
+_RUNNER: Final[Any] = asyncio.Runner
+_OF_LOOPS: Final = {_RUNNER._lazy_init.__code__, _RUNNER.close.__code__}
+"""The functions that make and close the event loop of ``asyncio.run``."""
+
+
+def _holds_unguarded(thread: threading.Thread) -> bool:
+    """Whether a thread takes or releases a lock or an event loop.
+
+    Waiting for a condition is safe, because it takes its lock again.
+    """
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:  # it begins or ends
         return True
-    function = frame.f_code.co_name
-    if function in ("__enter__", "__exit__", "acquire", "release"):
+    function, file = frame.f_code.co_name, frame.f_code.co_filename
+    if function in ("__enter__", "__exit__", "acquire", "release") or file == asyncio.runners.__file__:
         return True
-    return function != "wait" and "acquire(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    if function != "wait" and "acquire(" in linecache.getline(file, frame.f_lineno):
+        return True
+    return any(caller.f_code in _OF_LOOPS for caller, _ in traceback.walk_stack(frame))
 
 
 STOP_CHECK_S: Final = 0.1  # polling interval for stop events, which may belong to another thread

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import pickle
 import re
 import time
@@ -255,19 +256,30 @@ class TracerConformance:
         assert [span.span_id for span in trace.spans] == [span.span_id for span in spans], "trace.spans has all spans"
         assert trace.dropped == 0, f"trace.dropped counts lost spans, and none was: {trace.dropped}"
 
-    async def test_a_span_that_ends_after_its_attempt_is_stored_with_it(self, tracer: Tracer) -> None:
+    async def test_an_open_span_is_ended_with_its_attempt_and_a_late_span_is_stored_with_it(
+        self, tracer: Tracer
+    ) -> None:
         async with memory_store() as store, working(tracer, store):
             rollout = await store.start_rollout(0)
             async with tracer.trace_context(**ids_of(rollout)) as trace:
-                late = tracer.start_span("late")
-            late.end()
+                context, unfinished = contextvars.copy_context(), tracer.start_span("open")
+            unfinished.end()
+            context.run(tracer.create_span, "late")
             writer = SpanWriter.shared(store)
             assert await writer.flush(timeout_s=60), "a late span goes to the store's span writer"
             writer.release()
-            names = set(await by_name(store, rollout))
-        assert names == {"late", semconv.SPAN_ROLLOUT}, f"a span that ends after trace_context is stored, too: {names}"
+            spans = await stored(store, rollout)
+        marks = {
+            span.name: [mark for mark in (semconv.UNFINISHED, semconv.LATE) if mark in span.attributes]
+            for span in spans
+        }
+        assert marks == {"open": [semconv.UNFINISHED], semconv.SPAN_ROLLOUT: [], "late": [semconv.LATE]}, (
+            f"the tracer marks spans that the attempt's end has ended, and later ones: {marks}"
+        )
+        assert len(spans) == 3, "a span is stored once, although its owner ends it after the attempt"
         inside = [span.name for span in trace.spans]
-        assert inside == [semconv.SPAN_ROLLOUT], f"trace.spans has only spans that ended before the trace: {inside}"
+        assert inside == ["open", semconv.SPAN_ROLLOUT], f"trace.spans has no late spans: {inside}"
+        assert trace.dropped == 0, "open and late spans are not lost"
 
     async def test_a_stalling_store_neither_slows_an_agent_nor_loses_any_of_its_1000_spans(
         self, tracer: Tracer

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, PluginError, format_error
+from agentlightning.frozen import freeze_attributes
 from agentlightning.records import Span, TraceStatus
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
@@ -30,6 +31,8 @@ class Trace:
         self.tracer: Tracer | None = None
         self._writer = writer
         self._spans: list[Span] = []
+        self._started: dict[str, Callable[[], object]] = {}
+        """For each span that is still open, by its id, the function that ends it."""
         self._is_open = True
         self._undelivered = 0
 
@@ -45,15 +48,30 @@ class Trace:
 
     @property
     def dropped(self) -> int:
-        """Number of spans that did not reach the store; final once the trace is closed."""
+        """Number of spans that did not reach the store, without late ones; final once the trace is delivered."""
         if self._writer is None or not self._is_open:
             return self._undelivered
         return self._writer.dropped(self.rollout_id, self.attempt_id)
 
+    def start(self, span_id: str, end: Callable[[], object]) -> None:
+        """Notes a started span, from any thread; ``end_started`` calls ``end`` unless the span is added before."""
+        if self._is_open:
+            self._started[span_id] = end
+
+    def end_started(self) -> None:
+        """Ends the spans that are still open, the last one first; their ``end`` marks them as ``UNFINISHED``."""
+        while self._started:
+            with contextlib.suppress(KeyError):  # another thread has just ended the last one
+                self._started.popitem()[1]()
+
     def add(self, span: Span) -> None:
-        """Adds an ended span, from any thread, without waiting. A closed trace passes it only to the store."""
+        """Adds an ended span, from any thread, without waiting. A closed trace passes it only to the store, as late."""
+        self._started.pop(span.span_id, None)
+        is_open = self._is_open
+        if not is_open:
+            span = span.model_copy(update={"attributes": freeze_attributes({**span.attributes, semconv.LATE: True})})
         is_taken = self._writer is None or self._writer.put(span)
-        if is_taken and self._is_open:
+        if is_taken and is_open:
             self._spans.append(span)
 
     def for_late_spans(self) -> Trace:
@@ -63,11 +81,12 @@ class Trace:
         return late
 
     async def deliver(self, timeout_s: float) -> None:
-        """Waits until the spans of the trace are stored, or the time is up, and closes the trace."""
-        if self._writer is not None:
-            await self._writer.flush(self.rollout_id, self.attempt_id, timeout_s=timeout_s)
-            self._undelivered = self._writer.undelivered(self.rollout_id, self.attempt_id)
+        """Closes the trace, and waits until its spans are stored, or the time is up."""
         self._is_open = False
+        if self._writer is not None:
+            ids = self.rollout_id, self.attempt_id
+            is_done = await self._writer.flush(*ids, timeout_s=timeout_s)
+            self._undelivered = self._writer.dropped(*ids) if is_done else self._writer.undelivered(*ids)
 
 
 class OpenSpan(ABC):
@@ -154,9 +173,9 @@ class Tracer(ABC):
     ) -> AsyncIterator[Trace]:
         """Opens the trace of one attempt; everything inside belongs to it, including tasks and threads.
 
-        Leaving it ends the root span, which is called ``name``, with the exception if there is one, and waits until the
-        spans are in ``store``, by default the store of ``init_worker``. Without ids the spans stay in the trace; a
-        single id raises ConfigError.
+        Leaving it ends the spans that are still open and the root span, which is called ``name``, with the exception if
+        there is one, and waits until they are in ``store``, by default the store of ``init_worker``. Without ids the
+        spans stay in the trace; a single id raises ConfigError.
         """
         if bool(rollout_id) != bool(attempt_id):
             raise ConfigError(f"give rollout_id and attempt_id together, got {rollout_id!r} and {attempt_id!r}")
@@ -169,7 +188,10 @@ class Tracer(ABC):
             _last_trace.set(trace)
             try:
                 with activate(trace), self.root_context(trace, name or semconv.SPAN_ROLLOUT):
-                    yield trace
+                    try:
+                        yield trace
+                    finally:
+                        trace.end_started()
             finally:
                 await trace.deliver(self.delivery_timeout_s)
 
@@ -221,7 +243,8 @@ class Tracer(ABC):
     ) -> OpenSpan:
         """Starts a span under the caller's active span, or (``is_root``) as the root of a new trace.
 
-        Its ``end`` must pass the span to ``Trace.add`` of the trace in which it was started.
+        It must be passed to ``Trace.start`` of the active trace, unless it is the root, and its ``end`` must pass it to
+        ``Trace.add`` of the same trace. A second ``end`` changes nothing.
         """
 
     @property

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import itertools
+import heapq
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import aiohttp
 
@@ -296,21 +297,43 @@ def attempt_over(attempt: AttemptKey | None) -> CallRefused:
 
 
 class CallSeeds:
-    """Numbers the calls of each attempt, and reads the rollouts' seeds (``metadata["seed"]``) from the store."""
+    """Seeds the calls of each attempt by the rollouts' seeds (``metadata["seed"]``), which it reads from the store."""
 
     def __init__(self, store: LightningStore) -> None:
         self._store = store
-        self._known: dict[AttemptKey, tuple[object, Iterator[int]]] = {}
-        """For each attempt, the seed of its rollout and the numbers of its next calls."""
+        self._known: dict[AttemptKey, tuple[object, defaultdict[int, list[int]]]] = {}
+        """For each attempt, the seed of its rollout, and for each turn a heap of the free numbers of its calls."""
 
-    async def next(self, attempt: AttemptKey | None, backends: Iterable[ModelBackend]) -> int | None:
-        """Returns the seed of the next call of an attempt; None if its rollout has no seed, or no backend seeds calls.
+    @contextlib.asynccontextmanager
+    async def seeded(self, call: ModelCall, backends: Iterable[ModelBackend]) -> AsyncIterator[None]:
+        """Gives a call its seed during the block, if its rollout has one and a backend seeds calls.
 
-        Calls are numbered from 0 in order of arrival, separately for each attempt, so a repeated attempt gets the same
-        seeds. Seeds are 53-bit integers, which JSON represents exactly.
+        The seed follows the turn: it depends on the length of the conversation and on the number of the call among the
+        completed calls of this length, in order of arrival. A call that fails, or that the agent abandons, gives its
+        number back, so that a repeated call, and all later ones, get the seeds that they would have had without it.
         """
-        if attempt is None or not any(backend.seed_calls for backend in backends):
-            return None
+        seed, turns = await self._find(call, backends)
+        if seed is None:
+            yield
+            return
+        length = count_messages(call.body)
+        free = turns[length]
+        number = heapq.heappop(free)
+        if not free:
+            free.append(number + 1)
+        call.seed = derive_seed(seed, length, number)
+        try:
+            yield
+        finally:
+            if not call.is_complete:
+                heapq.heappush(free, number)
+
+    async def _find(
+        self, call: ModelCall, backends: Iterable[ModelBackend]
+    ) -> tuple[object, defaultdict[int, list[int]]]:
+        attempt, none = call.attempt, (None, defaultdict[int, list[int]](lambda: [0]))
+        if attempt is None or not call.generates or not any(backend.seed_calls for backend in backends):
+            return none
         if attempt not in self._known:
             try:
                 rollout = await self._store.get_rollout_by_id(attempt[0])
@@ -320,16 +343,28 @@ class CallSeeds:
                     attempt[0],
                     describe_error(error),
                 )
-                return None
+                return none
             seed = None if rollout is None else (rollout.metadata or {}).get("seed")
-            self._known.setdefault(attempt, (seed, itertools.count()))  # another call may have read it meanwhile
+            self._known.setdefault(attempt, (seed, none[1]))  # another call may have read it meanwhile
             if len(self._known) > _MAX_REMEMBERED:
                 del self._known[next(iter(self._known))]
-        seed, numbers = self._known[attempt] = self._known.pop(attempt)  # now the newest entry
-        return None if seed is None else derive_seed(seed, next(numbers))
+        found = self._known[attempt] = self._known.pop(attempt)  # now the newest entry
+        return found
 
 
-def derive_seed(seed: object, number: int) -> int:
-    """Returns the seed of a call, given its rollout's seed and the number of the call."""
-    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+def count_messages(body: Mapping[str, Any]) -> int:
+    """Returns the length of the conversation of a request in any dialect; 0 if it is a plain text."""
+    messages = body.get("messages", body.get("input"))
+    return len(messages) if isinstance(messages, list) else 0
+
+
+def derive_seed(seed: object, length: int, number: int) -> int:
+    """Returns the seed of a call, a 53-bit integer, which JSON represents exactly.
+
+    Args:
+        seed: the seed of its rollout.
+        length: the number of messages of its conversation.
+        number: its number among the calls of this length, from 0.
+    """
+    digest = hashlib.blake2b(f"{seed}/{length}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 11

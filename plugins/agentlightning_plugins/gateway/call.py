@@ -102,6 +102,8 @@ class ModelCall:
     seed: int | None = None
     """Seed derived from the rollout's seed, for backends that seed calls."""
     start_time: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.monotonic)
+    """The same, by the monotonic clock."""
     first_time: float = 0.0
     """Time at which the first bytes of a stream arrived."""
     end_time: float = 0.0
@@ -129,6 +131,10 @@ class ModelCall:
     """Code of the error, if the gateway refused the call."""
     is_streaming: bool = False
     """Whether the status and headers of an answer have been sent to the agent."""
+
+    def now(self) -> float:
+        """Returns the Unix time, without moves of the clock since the start."""
+        return self.start_time + time.monotonic() - self.began
 
     @property
     def generates(self) -> bool:

@@ -67,8 +67,8 @@ class LLMProxy(ModelNames):
                 the same name are backends of one model. ``api_key`` may be ``os.environ/NAME``, ``${NAME}`` or
                 ``file:PATH``, whose file is read again when it changes. Each may have ``sampling_parameters``, which
                 replace those of every request; ``sampling_defaults``, for requests without these parameters;
-                ``seed_calls``, to give each call a seed derived from ``metadata["seed"]`` of its rollout and the number
-                of the call; ``weight``, its share of the calls; ``price``, with ``input_per_million`` and
+                ``seed_calls``, to give each call a seed derived from ``metadata["seed"]`` of its rollout and the turn;
+                ``weight``, its share of the calls; ``price``, with ``input_per_million`` and
                 ``output_per_million``; and ``provider``.
             store: store that records the calls.
             host: address to listen on; None means 127.0.0.1.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -70,7 +69,7 @@ class CallRecorder:
         """
         if call.end_time:
             return
-        call.end_time = time.time()
+        call.end_time = call.now()
         call.error = call.error or error
         if self._cache is not None:
             self._cache.keep(call)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -53,7 +52,7 @@ class StreamReader:
     def feed(self, piece: bytes) -> bytes:
         """Returns the events that this piece completes, in the agent's dialect."""
         if not self._call.first_time:
-            self._call.first_time = time.time()
+            self._call.first_time = self._call.now()
         self._size += len(piece)
         if self._size > MAX_ANSWER_BYTES:
             return self._refuse_size(f"the answer is larger than {MAX_ANSWER_BYTES} bytes")

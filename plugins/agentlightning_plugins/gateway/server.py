@@ -212,9 +212,9 @@ class GatewayServer:
             await self._admission.enter()
             try:
                 estimate = self._estimate(call, backends[0])
-                async with self._usage.reserve(call.attempt, *estimate, generates=call.generates):
+                reserved = self._usage.reserve(call.attempt, *estimate, generates=call.generates)
+                async with reserved, self._seeds.seeded(call, backends):
                     call.gateway_version = self._admission.weight_version
-                    call.seed = await self._seeds.next(call.attempt, backends) if call.generates else None
                     answer = self._cache.find(call, backends) if self._cache is not None else None
                     answer = answer or await self._upstream.send(call, backends, request.headers)
                     return await self._relay.relay(in_flight, answer, request)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from agentlightning import semconv
 from agentlightning.frozen import freeze_attributes
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.tracer.tracer import OpenSpan, Trace, Tracer, exception_attributes, get_active_trace
@@ -29,7 +30,11 @@ class DummyTracer(Tracer):
         is_root: bool = False,
     ) -> OpenSpan:
         parent = None if is_root else _parent.get()
-        return _DummySpan(name, dict(attributes or {}), start_time, parent, get_active_trace())
+        trace = get_active_trace()
+        span = _DummySpan(name, dict(attributes or {}), start_time, parent, trace)
+        if trace is not None and not is_root:
+            trace.start(span.span_id, span.end_unfinished)
+        return span
 
 
 class _DummySpan(OpenSpan):
@@ -50,6 +55,7 @@ class _DummySpan(OpenSpan):
         self._trace = trace
         self._events: list[SpanEvent] = []
         self._status: TraceStatus | None = None
+        self._ended: Span | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -66,9 +72,15 @@ class _DummySpan(OpenSpan):
         self._events.append(SpanEvent(name="exception", attributes=exception_attributes(error), timestamp=time.time()))
         self._status = TraceStatus(status_code="ERROR", description=f"{type(error).__name__}: {error}")
 
+    def end_unfinished(self) -> None:
+        self._attributes[semconv.UNFINISHED] = True
+        self.end()
+
     def end(self, status: TraceStatus | None = None, end_time: float | None = None) -> Span:
+        if self._ended is not None:
+            return self._ended
         trace = self._trace
-        span = Span(
+        self._ended = Span(
             rollout_id="" if trace is None else trace.rollout_id,
             attempt_id="" if trace is None else trace.attempt_id,
             trace_id=self.trace_id,
@@ -79,11 +91,11 @@ class _DummySpan(OpenSpan):
             attributes=freeze_attributes(self._attributes),
             events=self._events,
             start_time=self._start_time,
-            end_time=time.time() if end_time is None else end_time,
+            end_time=max(self._start_time, time.time()) if end_time is None else end_time,
         )
         if trace is not None:
-            trace.add(span)
-        return span
+            trace.add(self._ended)
+        return self._ended
 
 
 @hookimpl

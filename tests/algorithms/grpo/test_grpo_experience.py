@@ -326,7 +326,7 @@ def test_named_rewards_and_the_age_of_weights_are_reported_as_metrics() -> None:
     named = read_episode(rollout("g", 0), spans, cast(Any, NoCalls()))
     assert dict(named.rewards) == {"win": 1.0, "fast": 0.2}
     found = describe_episodes([named, Episode(rollout("g", 1), 0.5, rewards={"win": 0.0})])
-    assert (found["rewards/win"], found["rewards/fast"]) == (0.5, 0.2)
+    assert (found["rewards/win"], found["rewards/fast"]) == (0.5, 0.1), "over the same rollouts"
     calls = [triplet().model_copy(update={"metadata": {"weight_version": version}}) for version in (3, 3, 2)]
     assert count_staleness([Episode(rollout("g", 0), 1.0, calls)], 3) == {"staleness/0": 2.0, "staleness/1": 1.0}
 

@@ -542,3 +542,29 @@ async def test_memory_stays_flat_over_hundreds_of_broken_calls() -> None:
                 gc.collect()
                 levels.append(resident_mib())
     assert levels[-1] - levels[1] < 10, f"MiB after each 100 calls, of 100 kB each, that broke: {levels}"
+
+
+async def test_a_connection_that_the_backend_closed_while_it_was_idle_gets_one_free_try() -> None:
+    """A request on such a connection was never read, unlike one that fails on a new connection."""
+    answer = json.dumps({"id": "x", "model": "m", "choices": [{"index": 0, "message": {"content": "ok"}}]}).encode()
+    served: set[asyncio.StreamWriter] = set()
+    dies = False
+
+    async def answers_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if writer in served or dies:
+            writer.transport.abort()
+            return
+        served.add(writer)
+        writer.write(JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(answer) + answer)
+
+    async with raw_server(answers_once) as server:
+        settings: dict[str, Any] = {"num_retries": 0, "health_interval_s": 3600.0}
+        async with gateway(model_list=[entry(server.endpoint)], **settings) as case:
+            _, client = await case.start()
+            for _ in range(3):
+                assert await ask(client, False) == "ok"
+            assert (len(served), server.requests) == (3, 5), "each later call first meets the connection of the last"
+            dies = True
+            with pytest.raises(openai.InternalServerError):
+                await ask(client, False)
+            assert server.requests == 7, "one on the closed connection, and one on a new connection, which is the last"

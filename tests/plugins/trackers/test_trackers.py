@@ -294,6 +294,27 @@ def test_a_slow_tracker_does_not_delay_training_and_is_awaited_at_the_end(tmp_pa
     assert len((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()) == 5
 
 
+def test_metrics_jsonl_holds_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    run, path = Run(name="r"), tmp_path / "metrics.jsonl"
+
+    def write(steps: dict[int, float], *, is_killed: bool = False) -> None:
+        tracker = JsonlTracker()
+        tracker.start(run, tmp_path)
+        for step, reward in steps.items():
+            tracker.on_event(StepFinished(run_id="r", step=step, values={"reward": reward}))
+        if not is_killed:
+            tracker.on_event(RunFinished(run_id="r", status="succeeded"))
+        tracker.close()
+
+    write({0: 0.0, 1: 0.1, 2: 0.2, 3: 0.3}, is_killed=True)
+    with path.open("ab") as file:
+        file.write(b'{"step":4,"rew')  # killed while it wrote
+    write({2: 0.5, 3: 0.6, 4: 0.7})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["reward"]) for line in lines[:-1]] == [(0, 0.0), (1, 0.1), (2, 0.5), (3, 0.6), (4, 0.7)]
+    assert lines[-1]["status"] == "succeeded"
+
+
 @pytest.mark.parametrize("name", ["tensorboard", "jsonl"])
 def test_a_tracker_without_a_path_is_dropped_with_the_reason(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert track([name], None).status == "succeeded"

@@ -225,7 +225,9 @@ class RolloutChecks:
             return broken("spans", said, "end the tracer's trace_context before the attempt ends")
         clients = [s for s in self.spans if semconv.is_llm_call(s) and not semconv.is_gateway_call(s)]
         seen = "" if clients else "; no library of the agent is instrumented, so agents have no names"
-        return ok("spans", f"{_count(self.spans, 'span')} arrived, none lost{seen}")
+        late = sum(semconv.LATE in span.attributes for span in self.spans)
+        after = f", {late} of them after the end of the attempt" if late else ""
+        return ok("spans", f"{_count(self.spans, 'span')} arrived{after}, none lost{seen}")
 
     def _token_ids(self) -> Check:
         missing = self._not_needed("token ids")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from email.utils import parsedate_to_datetime
 from typing import Any, Final, NamedTuple
 
@@ -67,6 +69,14 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _RELAYED_PREFIXES: Final = ("anthropic-ratelimit-", "x-ratelimit-")
 
 
+_is_reused: ContextVar[bool] = ContextVar("agentlightning_is_reused")
+"""Whether the connection of the current request has served an earlier one."""
+
+
+async def _note_reuse(session: object, context: object, parameters: object) -> None:
+    _is_reused.set(True)
+
+
 class Reply(NamedTuple):
     """A whole answer for the agent, without an error."""
 
@@ -82,7 +92,10 @@ class Upstream:
         """Opens the session; must be called on the event loop that uses it."""
         self._num_retries = num_retries  # further rounds over a model's backends
         self._read_timeout_s = read_timeout_s
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(_note_reuse)
         self._session = aiohttp.ClientSession(
+            trace_configs=[trace],
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -99,6 +112,7 @@ class Upstream:
         After a connect error or one of ``RETRIED_STATUS`` the next backend is tried immediately. After all backends
         have been tried, a new round begins after a back-off, or after the last backend's Retry-After. If a backend
         accepts the call and falls silent, the call is not tried again, because the backend may still be working on it.
+        A try on a connection that the backend has closed while it was idle counts as none.
         Each try sets the call's backend and request.
 
         Returns:
@@ -168,8 +182,16 @@ class Upstream:
         body = request.encode({**fields, "model": backend.served_model, **request.sampling})
         try:
             async with idle_timeout(self._read_timeout_s) as keep_alive:
-                authorized = backend.authorize(headers)
-                response = await backend.provider.send(self._session, backend, request.path, body, authorized)
+                _is_reused.set(False)
+                send = functools.partial(
+                    backend.provider.send, self._session, backend, request.path, body, backend.authorize(headers)
+                )
+                try:
+                    response = await send()
+                except (aiohttp.ServerDisconnectedError, ConnectionError):
+                    if not _is_reused.get():
+                        raise
+                    response = await send()  # the backend has closed the connection while it was idle
                 keep_alive()
                 is_valid = not any(map(_CONTROL.search, response.headers.values()))
                 is_stream, kind = bool(request.body.get("stream")), response.content_type

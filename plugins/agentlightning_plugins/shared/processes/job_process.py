@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NamedTuple
 from agentlightning.run.thread import until_set
 from agentlightning_plugins.shared.garbage_collection import relax_collector
 from agentlightning_plugins.shared.log_setup import JsonFormatter, setup_server_log
+from agentlightning_plugins.shared.processes.stopping import run_with_agents
 
 if TYPE_CHECKING:
     from agentlightning.execution import AlgorithmJob, RunnerJob
@@ -35,6 +36,7 @@ def main() -> int:
     role, name, pipe_fd = sys.argv[1], sys.argv[2], int(sys.argv[3])
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, lambda *_: None)  # an agent's own: no user's Ctrl-C reaches this process
     pipe = os.fdopen(pipe_fd, "rb")
     target = JobTarget(*json.loads(_read_part(pipe)))
     for variable, value in json.loads(_read_part(pipe)).items():
@@ -48,7 +50,7 @@ def main() -> int:
     relax_collector()
     if role == "algorithm":
         return asyncio.run(_run_algorithm(job, target, stop))
-    return 0 if asyncio.run(run_runner(job, target, name, stop)) else RECYCLE_EXIT_CODE
+    return 0 if run_with_agents(run_runner(job, target, name, stop)) else RECYCLE_EXIT_CODE
 
 
 class JobTarget(NamedTuple):

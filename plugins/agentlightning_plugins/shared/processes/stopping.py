@@ -102,7 +102,8 @@ class _AgentLoop(asyncio.SelectorEventLoop):
 def run_with_agents(main: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine as ``asyncio.run`` does, but in a loop that the next call reuses.
 
-    Clients, locks and graphs that agents keep in global variables belong to a loop, and would fail in another one.
+    Clients, locks and graphs that agents keep in global variables belong to a loop, and would fail in another one. The
+    loop is one of asyncio's own, whatever the policy (Ray sets uvloop's), because only these survive an agent's exit.
     """
     with _lock:
         loop = _free.pop() if _free else _AgentLoop()

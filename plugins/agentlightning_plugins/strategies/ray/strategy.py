@@ -20,7 +20,7 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.shared.processes.job_process import JobTarget, load_job, run_runner
 from agentlightning_plugins.shared.processes.pickling import dump_job
-from agentlightning_plugins.shared.processes.stopping import until_second_interrupt, until_sigterm
+from agentlightning_plugins.shared.processes.stopping import run_with_agents, until_second_interrupt, until_sigterm
 from agentlightning_plugins.shared.processes.supervisor import Ending, Supervisor, run_both, served
 
 _QUIET: Final = {
@@ -155,7 +155,7 @@ class RunnerActor:
         except Exception as error:  # isolation point: importing the user's modules may raise anything
             return Ending("unloadable", f"{type(error).__name__}: {error}")
         try:
-            return Ending("done" if asyncio.run(run_runner(job, target, worker_id, self._stop)) else "worn out")
+            return Ending("done" if run_with_agents(run_runner(job, target, worker_id, self._stop)) else "worn out")
         except Exception as error:  # isolation point: a failing runner is reported and replaced
             traceback.print_exc()
             return Ending("died", f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """Propagates an attempt's trace context to thread pools, child processes and HTTP requests.
 
 OpenTelemetry's own instrumentations do not fit: they record a span for each request, overwrite a ``traceparent`` that
-the caller set, and carry no context into processes; the one for threads carries it into long-lived threads, too.
+the caller set, and carry no context into processes; the one for threads carries it into those of pools, too.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def propagate_context() -> list[Undo]:
 
     Covered are ``ThreadPoolExecutor`` and ``ProcessPoolExecutor``, the processes of ``subprocess``, asyncio and
     ``multiprocessing``, and the clients ``httpx``, ``httpx2``, ``requests`` and ``aiohttp``, imported before or after.
-    Threads that a program starts itself are not covered: such a thread may serve the attempt that started it, or all
-    later attempts. An environment or request that names a ``traceparent`` keeps it.
+    The runner covers threads that an agent starts itself. An environment or request that names a ``traceparent`` keeps
+    it.
     """
     return [OnImport(module, functools.partial(_patch, module)).undo for module in _METHODS]
 

@@ -157,17 +157,22 @@ class Router(SpanProcessor):
             self._by_span.clear()
 
     def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
-        """Records the attempt in which a span of a foreign trace was started."""
+        """Notes an open span of an attempt, and the attempt in which a span of a foreign trace was started."""
         context = span.context
-        if context.trace_id in self._by_trace:
-            return
-        trace = get_active_trace()
-        if trace is not None:
-            route: _Route | None = self._opened.get(trace, (0, _Route(trace, None)))[1]
-        else:
-            route = self._by_span.get(span.parent.span_id) if span.parent is not None else None
-        if route is not None:
+        route = self._by_trace.get(context.trace_id)
+        if route is None:
+            trace = get_active_trace()
+            if trace is not None:
+                if trace not in self._opened:
+                    _remember(self._by_span, context.span_id, _Route(trace, None), self._lock)
+                    return  # its root, or it is closed
+                route = self._opened[trace][1]
+            elif span.parent is not None:
+                route = self._by_span.get(span.parent.span_id)
+            if route is None:
+                return
             _remember(self._by_span, context.span_id, route, self._lock)
+        route.trace.start(f"{context.span_id:016x}", functools.partial(_end_unfinished, span))
 
     def end(self, span: SdkSpan, end_time: int | None = None) -> Span | None:
         """Ends a span, now or at ``end_time`` (ns); returns its record, or None if it belongs to no attempt."""
@@ -189,6 +194,11 @@ class Router(SpanProcessor):
         trace.add(record)
         if exporter is not None:
             exporter.on_end(span)
+
+
+def _end_unfinished(span: SdkSpan) -> None:
+    span.set_attribute(semconv.UNFINISHED, True)
+    span.end()
 
 
 def _remember(routes: OrderedDict[int, _Route], key: int, route: _Route, lock: threading.Lock) -> None:
