@@ -31,10 +31,10 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         )""",
         """CREATE TABLE rollout (
             position INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id NOT NULL UNIQUE, run_id NOT NULL, status NOT NULL,
-            start_time NOT NULL, end_time, task_id, group_id, step, queue_position INTEGER,
+            start_time NOT NULL, end_time, task_id, group_id, step, queue_position INTEGER, mode, resources_id,
             revision NOT NULL, record NOT NULL
         )""",
-        "CREATE INDEX rollout_run ON rollout (run_id)",
+        "CREATE INDEX rollout_run ON rollout (run_id, position, mode, resources_id)",
         "CREATE INDEX rollout_status ON rollout (run_id, status)",
         "CREATE INDEX rollout_queue ON rollout (run_id, queue_position) WHERE queue_position IS NOT NULL",
         "CREATE INDEX rollout_start ON rollout (run_id, start_time)",
@@ -56,7 +56,8 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
             sequence_id NOT NULL, run_id NOT NULL, start_time, name, trace_id, parent_id,
             revision NOT NULL, record NOT NULL, UNIQUE (attempt, span_id)
         )""",
-        "CREATE INDEX span_run ON span (run_id)",
+        # Spans of a run are found by what they have in this index, without reading the JSON. It grows at its end only.
+        """CREATE INDEX span_run ON span (run_id, position, start_time, name, trace_id, parent_id, span_id)""",
         """CREATE TABLE resources (
             position INTEGER PRIMARY KEY AUTOINCREMENT, resources_id NOT NULL, version NOT NULL, run_id NOT NULL,
             revision NOT NULL, record NOT NULL, UNIQUE (resources_id, version)
