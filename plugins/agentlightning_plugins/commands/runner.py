@@ -21,7 +21,9 @@ from agentlightning.plugin.hookspecs import hookimpl
     metavar="URL",
     help="URL of the store, or directory of a run; the token of a store is read from AGL_TOKEN.",
 )
-@click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
+@click.option(
+    "--run", envvar="AGL_RUN", show_envvar=True, metavar="NAME", help="Name of the run; default is `default`."
+)
 @click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent returns none.")
 @click.option("--n-runners", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
 @click.option(

@@ -242,9 +242,7 @@ async def test_retention_deletes_in_slices_that_other_writers_can_wait_for() -> 
             await asyncio.sleep(0.005 * len(writes))
             return await super().commit(writes, *others)
 
-    ended = [
-        Put(Rollout(rollout_id=f"ro-{n}", input=n, status="failed", start_time=0.5, end_time=1.0)) for n in range(100)
-    ]
+    ended = Rollout(rollout_id="ro-", input=0, status="failed", start_time=0.5, end_time=1.0)
     backend = SlowBackend()
     store = BackendStore(backend, watchdog_interval_s=None)
     for number in range(100):
