@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from agentlightning.errors import ConfigError, StorageFullError, StoreError
+from agentlightning_plugins.stores.shared.clock import since_boot
 
 APPLICATION_ID: Final = 0x41474C53
 """Marks our files in the header ("AGLS")."""
@@ -75,6 +76,9 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         """CREATE TABLE tally (
             name NOT NULL, run_id NOT NULL, status NOT NULL, number NOT NULL, PRIMARY KEY (name, run_id, status)
         ) WITHOUT ROWID""",
+        # When the machine started, as the first process that opened the file since then saw it: if the clock is set,
+        # leases and time limits go on.
+        "CREATE TABLE clock (boot PRIMARY KEY, booted_at NOT NULL) WITHOUT ROWID",
         # The events of the last commits, for the other processes that have the file open.
         "CREATE TABLE event (position INTEGER PRIMARY KEY AUTOINCREMENT, origin NOT NULL, events NOT NULL)",
     ),
@@ -82,8 +86,11 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
 """The statements that upgrade the file to each version from the previous one. Released ones are never changed."""
 
 
-def open_file(path: Path, busy_timeout_s: float) -> None:
+def open_file(path: Path, busy_timeout_s: float) -> float:
     """Creates or migrates the file if needed. Only its owner may read a new file and its new folder.
+
+    Returns:
+        The Unix time at which the machine started, as all processes that open the file until the next start see it.
 
     Raises:
         ConfigError: the file is not a store, or is of a newer version; it is not changed.
@@ -107,12 +114,24 @@ def open_file(path: Path, busy_timeout_s: float) -> None:
         connection = connect(path, busy_timeout_s)
         try:
             _migrate(connection, path, busy_timeout_s)
+            return _read_clock(connection)
         finally:
             connection.close()
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror or error}; choose another place for the store") from error
     except sqlite3.Error as error:
         raise explain(error, path) from error
+
+
+def _read_clock(connection: sqlite3.Connection) -> float:
+    booted_at = time.time() - since_boot()
+    with contextlib.suppress(OSError, sqlite3.OperationalError):  # no Linux, or the file is read-only
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        connection.execute(
+            "INSERT INTO clock SELECT ?, ? WHERE ? NOT IN (SELECT boot FROM clock)", (boot, booted_at, boot)
+        )
+        booted_at = connection.execute("SELECT booted_at FROM clock WHERE boot = ?", (boot,)).fetchone()[0]
+    return booted_at
 
 
 def connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
