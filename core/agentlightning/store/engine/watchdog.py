@@ -22,7 +22,7 @@ from agentlightning.store.retention import RetentionPolicy, delete_old_workers
 logger = logging.getLogger("agentlightning")
 R = TypeVar("R", bound=Record)
 _Work: TypeAlias = "Callable[[Watchdog, float], Coroutine[Any, Any, None]]"
-"""What a thread does every interval, given the time."""
+"""The work of a thread in each interval, given the time."""
 
 _RETENTION_INTERVAL_S: Final = 10.0
 _WORKERS_INTERVAL_S: Final = 3600.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import sys
 import time
 from pathlib import Path
 from typing import Final
@@ -126,11 +127,13 @@ def open_file(path: Path, busy_timeout_s: float) -> float:
 def _read_clock(connection: sqlite3.Connection) -> float:
     booted_at = time.time() - since_boot()
     with contextlib.suppress(OSError, sqlite3.OperationalError):  # no Linux, or the file is read-only
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        connection.execute(
-            "INSERT INTO clock SELECT ?, ? WHERE ? NOT IN (SELECT boot FROM clock)", (boot, booted_at, boot)
-        )
-        booted_at = connection.execute("SELECT booted_at FROM clock WHERE boot = ?", (boot,)).fetchone()[0]
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text() if sys.platform == "linux" else ""
+        if not boot:
+            return booted_at
+        read = "SELECT booted_at FROM clock WHERE boot = ?"
+        if connection.execute(read, (boot,)).fetchone() is None:
+            connection.execute("INSERT INTO clock VALUES (?, ?) ON CONFLICT DO NOTHING", (boot, booted_at))
+        booted_at = connection.execute(read, (boot,)).fetchone()[0]
     return booted_at
 
 
