@@ -63,6 +63,19 @@ def test_agl_accepts_every_command_line_of_the_deployment_files(monkeypatch: pyt
         command.make_context(name, list(map(str, words)))  # raises if the command does not accept the line
 
 
+def test_runners_of_every_deployment_file_serve_the_run_that_their_environment_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add_plugin_commands(get_manager())
+    monkeypatch.setenv("AGL_RUN", "mine")
+    for path, (name, *words) in command_lines():
+        if name == "runner":
+            command = cli.get_command(click.Context(cli), name)
+            assert command is not None
+            assert command.make_context(name, list(map(str, words))).params["run"] == "mine", path
+            assert "AGL_RUN" in path.read_text(), path
+
+
 def test_the_gateway_accepts_its_configuration_and_reads_the_key_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

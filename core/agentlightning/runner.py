@@ -371,9 +371,15 @@ class LitAgentRunner(Runner[T]):
                 loop.call_soon_threadsafe(self._revoke, attempt_id, "the store does not list it as running")
 
     async def _watch_revocations(self) -> None:
-        async for event in self._given()[1].subscribe(["attempt_revoked"]):
-            if isinstance(event, AttemptRevoked):
-                self._revoke(event.attempt_id, event.reason)
+        while True:
+            try:
+                async for event in self._given()[1].subscribe(["attempt_revoked"]):
+                    if isinstance(event, AttemptRevoked):
+                        self._revoke(event.attempt_id, event.reason)
+                return  # the store is closed
+            except (StoreError, OSError) as error:  # heartbeats tell of revoked attempts meanwhile
+                logger.warning("worker %s watches for revoked attempts again: %s", self.worker_id, error)
+                await asyncio.sleep(1.0)
 
     def _revoke(self, attempt_id: str, reason: str) -> None:
         task = self._running.get(attempt_id)

@@ -214,14 +214,18 @@ class LightningStore(ABC):
         status_in: Sequence[RolloutStatus] | None = None,
         ended_before: float | None = None,
         keep: int | None = None,
+        limit: int | None = None,
     ) -> int:
         """Removes rollouts that have ended, with their attempts and spans; returns how many.
+
+        Conditions are applied in slices, between which others write; if the call is cancelled, a part is removed.
 
         Args:
             rollout_ids: the rollouts; unknown ids are ignored. None: all of this run that match the other arguments.
             status_in: failed, succeeded or cancelled.
             ended_before: Unix time before which the rollouts ended.
             keep: how many of the newest (with a status in ``status_in``) to keep, in the order of enqueueing.
+            limit: how many to remove at most in this call, the oldest first; a call that returns 0 had none to remove.
 
         Raises:
             ConfigError: no argument, or ids together with another argument.

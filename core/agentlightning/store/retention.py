@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final, TypeAlias
 
 from agentlightning.records import ENDED_ROLLOUT, LIVE_ATTEMPT, Attempt, Rollout, RolloutStatus, Worker
 from agentlightning.store.backend import Backend, Condition, Delete, Guard, Query, Row, key_of
 from agentlightning.store.check import check_choice, check_int
 
-_BATCH: Final = 100  # rollouts in one commit, which deletes their spans too and makes other writers wait
+_SLICE_S: Final = 0.05
+"""Other writers wait for a commit that deletes rollouts with their spans, which should not take longer."""
+_FIRST_SLICE: Final = 10
+_LARGEST_SLICE: Final = 500
 ENDED: Final = Condition("status", "in", tuple(sorted(ENDED_ROLLOUT)))
-RetentionPolicy: TypeAlias = Callable[[Backend, float], Awaitable[int]]
-"""Deletes rollouts that need not be kept at the given Unix time, and returns how many."""
+RetentionPolicy: TypeAlias = Callable[[Backend, float], AsyncGenerator[int]]
+"""Deletes rollouts that need not be kept at the given Unix time, in slices, and yields how many each slice deleted."""
 WORKER_AGE_S: Final = 86_400.0  # workers without a sign of life for this long are deleted
 
 
@@ -42,37 +47,48 @@ async def delete_ended(
     status_in: Sequence[RolloutStatus] | None = None,
     ended_before: float | None = None,
     keep: int | None = None,
+    limit: int | None = None,
 ) -> int:
     """Implements ``LightningStore.delete_rollouts`` with conditions."""
     for status in status_in or ():
         check_choice("status_in", status, sorted(ENDED_ROLLOUT))
-    if keep is not None:
-        check_int("keep", keep, 0)
+    for name, number in (("keep", keep), ("limit", limit)):
+        if number is not None:
+            check_int(name, number, 0)
     ended = ENDED if status_in is None else Condition("status", "in", tuple(status_in))
     where = (Condition("run_id", "eq", run_id), ended)
-    at_most = math.inf
+    at_most = math.inf if limit is None else limit
     if keep is not None:
         page = await backend.select(Query(Rollout, where, limit=0, count=True))
-        at_most = (page.total or 0) - keep
-    return await delete_in_order(backend, where, math.inf if ended_before is None else ended_before, at_most)
+        at_most = min(at_most, (page.total or 0) - keep)
+    slices = delete_in_order(backend, where, math.inf if ended_before is None else ended_before, at_most)
+    return sum([deleted async for deleted in slices])
 
 
-async def delete_in_order(backend: Backend, where: tuple[Condition, ...], ended_before: float, at_most: float) -> int:
-    """Deletes rollouts in the order of enqueueing.
+async def delete_in_order(
+    backend: Backend, where: tuple[Condition, ...], ended_before: float, at_most: float
+) -> AsyncGenerator[int]:
+    """Deletes rollouts in the order of enqueueing, in slices of about ``_SLICE_S``; yields how many each one deleted.
 
-    It stops at the first page that is too young, so a policy that finds nothing to delete has a constant cost.
+    Pauses as long as each slice took, for other writers. It stops at the first page that is too young, so a policy that
+    finds nothing to delete has a constant cost.
     """
-    deleted = 0
     after: int | None = None
-    while deleted < at_most:
-        page = await backend.select(Query(Rollout, where, limit=int(min(_BATCH, at_most - deleted)), after=after))
+    size = _FIRST_SLICE
+    while at_most > 0:
+        began = time.monotonic()
+        page = await backend.select(Query(Rollout, where, limit=int(min(size, at_most)), after=after))
         old = [row for row in page.rows if (row.record.end_time or math.inf) < ended_before]
-        deleted += await _delete_rows(backend, old)
+        deleted = await _delete_rows(backend, old)
+        at_most -= deleted
+        yield deleted
         # A rollout ends after it is enqueued. If clocks of machines differ a little, the next run deletes the rest.
         if not page.rows or page.rows[-1].record.start_time >= ended_before:
-            break
+            return
         after = page.position
-    return deleted
+        took = time.monotonic() - began
+        size = max(1, min(_LARGEST_SLICE, int(size * min(2.0, _SLICE_S / max(took, 1e-6)))))
+        await asyncio.sleep(took)
 
 
 async def _delete_rows(backend: Backend, rows: Sequence[Row[Rollout]]) -> int:

@@ -22,7 +22,13 @@ from agentlightning_plugins.shared.log_setup import log_options
     help="URL of the store, or directory of a run; default is the store of the configuration, else "
     "http://127.0.0.1:4747. The token of a store is read from AGL_TOKEN.",
 )
-@click.option("--run", metavar="NAME", help="The run; default is the name in the configuration, else `default`.")
+@click.option(
+    "--run",
+    envvar="AGL_RUN",
+    show_envvar=True,
+    metavar="NAME",
+    help="The run; default is the name in the configuration, else `default`.",
+)
 @click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent returns none.")
 @click.option("--n-runners", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
 @click.option(

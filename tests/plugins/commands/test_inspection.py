@@ -25,6 +25,7 @@ from agentlightning.errors import ConfigError, LightningError
 from agentlightning.event import Event
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Span
+from agentlightning_plugins.commands.inspect import rollouts as rollouts_module
 from agentlightning_plugins.shared import terminal
 from tests.waiting import LIMIT_S, until
 
@@ -173,6 +174,15 @@ def test_rollouts_are_cancelled_retried_and_deleted(place: Path) -> None:
     assert len(listed(place, "rollouts", "list")) == 2
     assert isinstance(run(place, "rollouts", "delete", "--yes", code=2).exception, ConfigError)
     assert len(listed(place, "rollouts", "list")) == 2
+
+
+def test_deleting_many_rollouts_shows_its_progress(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts_module, "_DELETED_AT_ONCE", 1)
+    waiting = next(rollout for rollout in listed(place, "rollouts", "list") if rollout["status"] == "queuing")
+    run(place, "rollouts", "cancel", waiting["rollout_id"])
+    deleted = run(place, "rollouts", "delete", "--keep", "0", "--yes")
+    assert deleted.stdout == "3 deleted\n"
+    assert deleted.stderr.splitlines() == ["2 deleted so far", "3 deleted so far"]
 
 
 def test_resources_are_shown_and_rolled_back_without_showing_a_key(place: Path) -> None:

@@ -8,7 +8,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from agentlightning.event import Event
+from agentlightning.store.engine import BackendStore
 from agentlightning.store.protocol import LightningStore
+from agentlightning.store.retention import RetentionPolicy
 from agentlightning.testing.store.primitives import soon
 from agentlightning.types import Attempt, AttemptedRollout, AttemptStatus, Rollout, RolloutConfig, Span
 
@@ -35,6 +37,11 @@ async def dequeue(store: LightningStore, worker_id: str | None = None, *, timeou
 async def finish(store: LightningStore, claimed: AttemptedRollout, status: AttemptStatus = "succeeded") -> Attempt:
     """Reports the end of an attempt."""
     return await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status=status)
+
+
+async def number_deleted(policy: RetentionPolicy, store: BackendStore, now: float) -> int:
+    """Applies a retention policy once."""
+    return sum([deleted async for deleted in policy(store.backend, now)])
 
 
 def make_span(of: AttemptedRollout, name: str = "step", **attributes: Any) -> Span:

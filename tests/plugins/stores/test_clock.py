@@ -9,10 +9,13 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentlightning.store.engine import BackendStore
+from agentlightning.store.factory import create_store
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
 from agentlightning_plugins.stores.shared.clock import ServerClock, since_boot
@@ -124,6 +127,33 @@ async def test_an_attempt_is_not_ended_by_watchdogs_of_processes_with_wrong_cloc
     attempts = [await store.query_attempts(rollout.rollout_id) for rollout in await store.query_rollouts()]
     assert [len(found) for found in attempts] == [1] * 3
     await store.close()
+
+
+@pytest.mark.parametrize("moved_s", [3600.0, -3600.0])
+@pytest.mark.parametrize("scheme", ["memory", "sqlite"])
+async def test_leases_and_time_limits_hold_when_the_clock_of_the_machine_is_set(
+    scheme: str, moved_s: float, quick_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "memory://" if scheme == "memory" else f"sqlite:///{quick_path}/store.db"
+    store = create_store(url)
+    assert isinstance(store, BackendStore)
+    assert abs(store.now() - time.time()) < LIMIT_S
+    config = RolloutConfig(timeout_seconds=2 * LIMIT_S, unresponsive_seconds=2 * LIMIT_S)
+    await store.enqueue_rollout("task", config=config)
+    claimed = await store.dequeue_rollout("worker")
+    assert claimed is not None
+    before, real = store.now(), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + moved_s)
+    others = [store] if scheme == "memory" else [store, create_store(url)]
+    for each in others:
+        assert isinstance(each, BackendStore)
+        assert before <= each.now() < before + LIMIT_S
+        await each._watchdog.scan(each.now())
+    ended = await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+    assert (ended.status, ended.late_status) == ("succeeded", None)
+    assert ended.start_time <= (ended.end_time or 0.0) < before + LIMIT_S
+    for each in others:
+        await each.close()
 
 
 async def test_a_client_with_a_wrong_clock_signs_attempt_tokens_that_the_server_accepts() -> None:

@@ -29,13 +29,13 @@ from agentlightning.store.backend import Put
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.model import compare_with_model
 from agentlightning.types import EnqueueRolloutRequest, Rollout, Span
-from agentlightning_plugins.stores.http.client import LightningStoreClient
+from agentlightning_plugins.stores.http.client import LightningStoreClient, connection
 from agentlightning_plugins.stores.http.client import client as client_module
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
 from tests.plugins.stores.semantics import EngineSemantics
-from tests.plugins.stores.served import until_gauge
+from tests.plugins.stores.served import claim, until_gauge
 from tests.source import run_python
 from tests.waiting import LIMIT_S, until
 
@@ -433,6 +433,46 @@ async def test_an_unreachable_server_is_an_error_after_the_retries() -> None:
         with pytest.raises(StoreError, match="is `agl store` running there"):
             await asyncio.wait_for(call, LIMIT_S)
     await client.close()
+
+
+async def test_an_answer_that_takes_too_long_is_told_from_an_absent_server_and_not_requested_again(
+    server: LightningStoreServer, store: LightningStore, client: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    async def search(*args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        await asyncio.to_thread(enough_here.wait)
+
+    enough_here = threading.Event()
+    monkeypatch.setattr(type(store), "query_rollouts", search)
+    monkeypatch.setattr(connection, "_ANSWER_S", 0.3)
+    with pytest.raises(StoreError, match=r"is there, but has not answered POST /rollouts/search within 0\.3 s"):
+        await client.query_rollouts()
+    enough_here.set()
+    assert calls == 1
+
+
+async def test_many_rollouts_are_deleted_by_many_short_requests(
+    store: LightningStore, client: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_DELETED_AT_ONCE", 3)
+    limits = []
+    delete = type(store).delete_rollouts
+
+    async def count(self: LightningStore, *args: Any, **conditions: Any) -> int:
+        limits.append(conditions["limit"])
+        return await delete(self, *args, **conditions)
+
+    monkeypatch.setattr(type(store), "delete_rollouts", count)
+    for claimed in [await claim(store) for _ in range(8)]:
+        await store.update_attempt(claimed.rollout_id, "latest", status="failed")
+    assert await client.delete_rollouts(status_in=["failed"], keep=1) == 7
+    assert limits == [3, 3, 3, 3]  # the last one finds nothing
+    assert len(await store.query_rollouts()) == 1
+    with pytest.raises(ConfigError, match="one or more of"):
+        await client.delete_rollouts(limit=5)
 
 
 class BadConnection:

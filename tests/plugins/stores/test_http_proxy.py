@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 from pathlib import Path
+from subprocess import run
 
 import pytest
 
+from agentlightning.errors import StoreError
 from agentlightning.event import RolloutEnqueued
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.stores.http.client import LightningStoreClient, connection
 from agentlightning_plugins.stores.http.server import events
 from tests.nginx import running_nginx
 from tests.plugins.stores.served import serve
+from tests.port import reserve_port
 from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.environment("main")  # about proxies, not about versions of libraries
@@ -71,13 +76,16 @@ async def test_the_client_polls_for_events_when_a_proxy_buffers_the_stream(
     assert "proxy_buffering off" in warnings[0]
 
 
-async def test_comments_keep_an_idle_stream_open(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A client whose stream is silent for too long polls, and warns."""
+async def test_comments_keep_an_idle_stream_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose stream is silent for too long opens another one."""
     monkeypatch.setattr(events, "KEEPALIVE_S", 0.02)
+    opened = []
+    get_events = connection.StoreConnection._get_events
+    monkeypatch.setattr(
+        connection.StoreConnection, "_get_events", lambda *args: (opened.append(args), get_events(*args))[1]
+    )
     for silence_s in (0.4, 2.0, 10.0):  # a machine may stop for longer than a limit, but not for all of them
-        caplog.clear()
+        opened.clear()
         monkeypatch.setattr(connection, "_SILENCE_S", silence_s)
         async with serve() as (server, store):
             client = LightningStoreClient(server.endpoint)
@@ -86,6 +94,41 @@ async def test_comments_keep_an_idle_stream_open(
             await store.enqueue_rollout("task")
             assert (await following).kind == "rollout_enqueued"
             await client.close()
-        if not caplog.messages:
+        if len(opened) == 1:
             break
-    assert caplog.messages == [], "the client neither reconnects nor polls"
+    assert len(opened) == 1, "the client neither reconnects nor polls"
+
+
+async def test_a_client_that_was_stopped_for_a_while_blames_no_proxy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection, "_SILENCE_S", 0.3)
+    monkeypatch.setattr(events, "KEEPALIVE_S", LIMIT_S)  # as if the client had missed the comments
+    async with serve() as (server, store):
+        client = LightningStoreClient(server.endpoint)
+        following = asyncio.ensure_future(anext(client.subscribe(["rollout_enqueued"])))
+        await asyncio.sleep(1.0)  # the stream is silent three times
+        await store.enqueue_rollout("task")
+        assert (await following).kind == "rollout_enqueued"
+        assert not client._connection._polls_events
+        await client.close()
+    assert "proxy" not in caplog.text
+
+
+async def test_a_certificate_that_is_not_accepted_is_an_error_at_once_which_names_the_fix(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    make += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    await asyncio.to_thread(run, make, check=True, capture_output=True)
+    async with serve() as (server, _):
+        tls = f"listen 127.0.0.1:{reserve_port()} ssl; ssl_certificate {certificate}; ssl_certificate_key {key};"
+        with running_nginx(tmp_path, f"{tls} {LOCATIONS.format(server.endpoint)}"):
+            url = f"https://{tls.split()[1]}/defaults"
+            client = LightningStoreClient(url, retry_s=LIMIT_S)
+            with pytest.raises(StoreError, match=r"certificate of 127\.0\.0\.1.*set SSL_CERT_FILE"):
+                await asyncio.wait_for(client.statistics(), LIMIT_S / 2)
+            await client.close()
+            command = [sys.executable, "-m", "agentlightning", "runs", "list", "--store", url]
+            environment = {**os.environ, "SSL_CERT_FILE": str(certificate)}
+            listed = await asyncio.to_thread(run, command, env=environment, check=False, capture_output=True, text=True)
+            assert listed.returncode == 0, listed.stderr

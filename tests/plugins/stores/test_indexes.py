@@ -12,7 +12,7 @@ import pytest
 
 from agentlightning.store.backend import Condition, Query
 from agentlightning.store.factory import create_store
-from agentlightning.types import Rollout
+from agentlightning.types import Rollout, Span
 from agentlightning_plugins.stores.postgresql import reader as postgresql
 from agentlightning_plugins.stores.shared.sql.plan import Plan
 from agentlightning_plugins.stores.sqlite import plan as sqlite
@@ -36,6 +36,10 @@ QUERIES = {
     "the first that ended": Query(Rollout, (RUN,), sort_by="end_time", limit=50),
     "the last that were enqueued": Query(Rollout, (RUN,), sort_by="start_time", descending=True, limit=50),
     "a late page": Query(Rollout, (RUN,), descending=True, limit=50, offset=NUMBER // 2),
+    "the spans of a trace": Query(Span, (RUN, Condition("trace_id", "eq", "t"))),
+    "spans by name": Query(Span, (RUN, Condition("name", "contains", "chat")), limit=50, count=True),
+    "spans of a parent": Query(Span, (RUN, Condition("parent_id", "eq", "p")), limit=50, after=NUMBER // 2),
+    "spans from a time on": Query(Span, (RUN, Condition("start_time", "ge", MIDDLE)), limit=50, offset=50),
 }
 INDEXES = {
     "a part of the id": ("sqlite_autoindex_rollout_1", "rollout_id"),
@@ -45,6 +49,9 @@ INDEXES = {
     "the first that ended": ("rollout_end", "rollout_end"),
     "the last that were enqueued": ("rollout_start", "rollout_start"),
     "a late page": ("rollout_run", "rollout_run"),
+    **dict.fromkeys(
+        ("the spans of a trace", "spans by name", "spans of a parent", "spans from a time on"), ("span_run", "span_run")
+    ),
 }
 """The indexes that SQLite and PostgreSQL read for each query; sorted queries read the records too."""
 
@@ -64,7 +71,7 @@ async def test_sqlite_uses_an_index_for_every_search(quick_path: Path) -> None:
             steps = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}", parameters)]
             covering = "" if query.sort_by else "COVERING "
             assert any(f"USING {covering}INDEX {INDEXES[name][0]}" in step for step in steps), (name, sql, steps)
-            assert "SCAN rollout" not in steps, (name, sql, steps)
+            assert not {"SCAN rollout", "SCAN span"} & set(steps), (name, sql, steps)
             assert "USE TEMP B-TREE FOR ORDER BY" not in steps or not query.sort_by, (name, sql, steps)
     connection.close()
 

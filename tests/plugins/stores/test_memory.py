@@ -24,7 +24,7 @@ from agentlightning.store.engine import BackendStore
 from agentlightning.testing.store import StoreConformance
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Record, Rollout
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
-from tests.plugins.stores.actions import make_span
+from tests.plugins.stores.actions import make_span, number_deleted
 from tests.plugins.stores.semantics import EngineSemantics
 from tests.waiting import until
 
@@ -66,7 +66,7 @@ OPERATIONS: dict[str, Operation] = {
     "group": lambda store, _: store.query_rollouts(metadata={"group": 3}),
     "heartbeat": lambda store, _: store.update_worker("worker-1"),
     "statistics": lambda store, _: store.statistics(),
-    "nothing to delete": lambda store, _: KEEP_ALL(store._database.backend, 1.0),
+    "nothing to delete": lambda store, _: number_deleted(KEEP_ALL, store, 1.0),
 }
 
 

@@ -29,7 +29,7 @@ from agentlightning_plugins.stores.postgresql import events as events_module
 from agentlightning_plugins.stores.postgresql import schema, transaction, writer
 from agentlightning_plugins.stores.postgresql.store import PostgresBackend, PostgresLightningStore
 from agentlightning_plugins.stores.shared.sql.document import encode_events
-from tests.plugins.stores.actions import claim, finish, make_span
+from tests.plugins.stores.actions import claim, finish, make_span, number_deleted
 from tests.plugins.stores.semantics import DurableSemantics
 from tests.postgresql import PostgresServer
 from tests.source import REPO
@@ -980,7 +980,7 @@ async def count_pages(url: str, stored: int) -> dict[str, int]:
         "statistics": lambda: store.statistics(),
         "how many": lambda: store.query_rollouts(status_in=["succeeded", "failed"], limit=0),
         "scrape": metrics.render,
-        "nothing to delete": lambda: keep_all(store._database.backend, 1.0),
+        "nothing to delete": lambda: number_deleted(keep_all, store, 1.0),
         "finish": lambda: finish(store, claimed),
     }
     for operation in operations.values():  # the first execution plans the statements, which reads the catalogue

@@ -25,7 +25,7 @@ from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.sqlite import schema
 from agentlightning_plugins.stores.sqlite.store import SqliteBackend, SqliteLightningStore
-from tests.plugins.stores.actions import claim, finish, make_span
+from tests.plugins.stores.actions import claim, finish, make_span, number_deleted
 from tests.plugins.stores.semantics import DurableSemantics
 
 
@@ -371,7 +371,7 @@ async def count_steps(path: Path, stored: int) -> dict[str, int]:
         "statistics": lambda: store.statistics(),
         "how many": lambda: store.query_rollouts(status_in=["succeeded", "failed"], limit=0),
         "scrape": metrics.render,
-        "nothing to delete": lambda: keep_all(store._database.backend, 1.0),
+        "nothing to delete": lambda: number_deleted(keep_all, store, 1.0),
         "finish": lambda: finish(store, claimed),
     }
     for rollout in await store.dequeue_many_rollouts(limit=9):

@@ -6,20 +6,30 @@ import asyncio
 import gc
 import textwrap
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from agentlightning.errors import ConfigError
 from agentlightning.event import Event
 from agentlightning.store import Retention
-from agentlightning.store.backend import Page, Put, Query
+from agentlightning.store.backend import Page, Put, Query, Write
 from agentlightning.store.engine import BackendStore, watchdog
 from agentlightning.store.retention import WORKER_AGE_S, delete_old_workers
-from agentlightning.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Record, RolloutConfig, Span, Worker
+from agentlightning.types import (
+    Attempt,
+    AttemptedRollout,
+    EnqueueRolloutRequest,
+    Record,
+    Rollout,
+    RolloutConfig,
+    Span,
+    Worker,
+)
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
+from tests.plugins.stores.actions import number_deleted
 from tests.source import run_python
 from tests.waiting import until
 
@@ -198,6 +208,50 @@ async def test_the_watchdog_deletes_rollouts_that_the_retention_policy_does_not_
     await store.close()
 
 
+async def test_time_limits_hold_while_a_retention_policy_works_and_closing_the_store_ends_its_work() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def delete_for_hours(backend: object, now: float) -> AsyncGenerator[int]:
+        begun.set()
+        try:
+            while True:
+                await asyncio.sleep(0.01)
+                yield 0
+        finally:
+            ended.set()
+
+    store = BackendStore(MemoryBackend(), watchdog_interval_s=0.05)
+    store.retain(delete_for_hours)
+    await asyncio.to_thread(begun.wait)
+    late = await claim(store, None, RolloutConfig(timeout_seconds=0.05))
+    (rollout,) = await store.wait_for_rollouts([late.rollout_id])
+    assert rollout.status == "failed"
+    assert not ended.is_set()
+    await store.close()
+    assert ended.is_set()
+
+
+async def test_retention_deletes_in_slices_that_other_writers_can_wait_for() -> None:
+    sizes: list[int] = []
+
+    class SlowBackend(MemoryBackend):
+        """Deletes 200 rollouts per second at most."""
+
+        async def commit(self, writes: Sequence[Write], *others: Any) -> bool:
+            sizes.append(len(writes))
+            await asyncio.sleep(0.005 * len(writes))
+            return await super().commit(writes, *others)
+
+    ended = Rollout(rollout_id="ro-", input=0, status="failed", start_time=0.5, end_time=1.0)
+    backend = SlowBackend()
+    store = BackendStore(backend, watchdog_interval_s=None)
+    for number in range(100):
+        await MemoryBackend.commit(backend, [Put(ended.model_copy(update={"rollout_id": f"ro-{number}"}))])
+    assert await number_deleted(Retention(max_rollouts=0), store, 2.0) == 100
+    assert max(sizes) <= 10  # 50 ms; a busy machine makes slices smaller
+    await store.close()
+
+
 @pytest.mark.parametrize("stored", [50, 500])
 async def test_a_retention_policy_with_nothing_to_delete_reads_one_page(stored: int) -> None:
     read: list[int] = []
@@ -214,7 +268,7 @@ async def test_a_retention_policy_with_nothing_to_delete_reads_one_page(stored: 
     for claimed in await store.dequeue_many_rollouts(limit=stored):
         await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
     read.clear()
-    assert await Retention(max_age_s=1e6, max_rollouts=stored)(backend, store.now()) == 0
+    assert await number_deleted(Retention(max_age_s=1e6, max_rollouts=stored), store, store.now()) == 0
     assert sum(read) <= 100
     with pytest.raises(ConfigError, match="watchdog_interval_s"):
         store.retain(Retention(max_rollouts=1))

@@ -209,8 +209,8 @@ class BackendStore(LightningStore):
 
     @implements(LightningStore.delete_rollouts)
     async def delete_rollouts(self, rollout_ids: Sequence[str] | None = None, **conditions: Any) -> int:
-        has_conditions = any(value is not None for value in conditions.values())
-        if (rollout_ids is not None) == has_conditions:
+        given = {name for name, value in conditions.items() if value is not None}
+        if given if rollout_ids is not None else not given - {"limit"}:
             raise ConfigError(
                 "delete_rollouts takes either rollout_ids, or one or more of status_in, ended_before and keep"
             )

@@ -1,14 +1,15 @@
-"""The watchdog: ends overdue attempts in the background."""
+"""The watchdog: ends overdue attempts and deletes old rollouts in the background."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
 
 from agentlightning.errors import StoreError
 from agentlightning.records import Attempt, Record, Rollout, Worker
@@ -20,6 +21,8 @@ from agentlightning.store.retention import RetentionPolicy, delete_old_workers
 
 logger = logging.getLogger("agentlightning")
 R = TypeVar("R", bound=Record)
+_Work: TypeAlias = "Callable[[Watchdog, float], Coroutine[Any, Any, None]]"
+"""The work of a thread in each interval, given the time."""
 
 _RETENTION_INTERVAL_S: Final = 10.0
 _WORKERS_INTERVAL_S: Final = 3600.0
@@ -28,9 +31,9 @@ _WORKERS_INTERVAL_S: Final = 3600.0
 class Watchdog:
     """Enforces timeouts, unresponsiveness and leases of one database, in a daemon thread.
 
-    It reads the live attempts every ``interval_s``, so an attempt ends at most that late. Several processes may watch
-    one database, because each end is a guarded commit. The thread ends with ``stop`` or if the watchdog is collected.
-    With ``interval_s=None`` it never starts.
+    It reads the live attempts every ``interval_s``, so an attempt ends at most that late. Another thread deletes what a
+    retention policy does not keep. Several processes may watch one database, because each end is a guarded commit. The
+    threads end with ``stop`` or if the watchdog is collected. With ``interval_s=None`` they never start.
     """
 
     def __init__(self, database: Database, lease_s: float, interval_s: float | None) -> None:
@@ -41,27 +44,32 @@ class Watchdog:
         self._retained_at = -math.inf
         self._workers_deleted_at = -math.inf
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._threads: dict[str, threading.Thread] = {}
         self._stopped = threading.Event()
         self._damaged: set[str] = set()
         """Ids of the attempts whose records were reported as damaged."""
         weakref.finalize(self, self._stopped.set)
 
     def start(self) -> None:
-        """Starts the thread; does nothing if it already runs or was stopped."""
+        """Starts the threads; does nothing for one that runs, or after ``stop``."""
+        works: dict[str, Sequence[_Work]] = {"agl-watchdog": (Watchdog.scan, Watchdog.delete_workers)}
+        if self.retention is not None:
+            works["agl-retention"] = (Watchdog.retain,)
         with self._lock:
-            if self.interval_s is not None and self._thread is None and not self._stopped.is_set():
-                arguments = (weakref.ref(self), self._stopped, self.interval_s, self._lease_s)
-                self._thread = threading.Thread(target=_run, args=arguments, name="agl-watchdog", daemon=True)
-                self._thread.start()
+            for name, work in works.items():
+                if self.interval_s is not None and name not in self._threads and not self._stopped.is_set():
+                    arguments = (weakref.ref(self), work, self._stopped, self.interval_s, self._lease_s)
+                    thread = threading.Thread(target=_run, args=arguments, name=name, daemon=True)
+                    self._threads[name] = thread
+                    thread.start()
 
     def stop(self) -> None:
-        """Stops the thread and waits for a running scan, unless called from the thread."""
+        """Stops the threads and waits for what they do, unless called from one of them."""
         with self._lock:
             self._stopped.set()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=5.0)
+        for thread in self._threads.values():
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)
 
     async def scan(self, now: float) -> None:
         """Ends the attempts that are overdue."""
@@ -105,16 +113,28 @@ class Watchdog:
             change.revoke(rollout, attempt, outcome, now)
             await self.database.try_commit(change)  # if it changed meanwhile, the next scan reads it again
 
-    async def retain(self, now: float) -> None:
-        """Deletes old workers every hour, and enforces the retention policy at most every ten seconds."""
+    async def delete_workers(self, now: float) -> None:
+        """Deletes old workers, every hour."""
         if now - self._workers_deleted_at >= _WORKERS_INTERVAL_S:
             self._workers_deleted_at = now
             await delete_old_workers(self.database.backend, now)
-        if self.retention is not None and now - self._retained_at >= _RETENTION_INTERVAL_S:
-            self._retained_at = now
-            deleted = await self.retention(self.database.backend, now)
-            if deleted:
-                logger.info("%d rollouts were deleted: %s", deleted, self.retention)
+
+    async def retain(self, now: float) -> None:
+        """Enforces the retention policy at most every ten seconds, until ``stop``; logs the progress as often."""
+        if self.retention is None or now - self._retained_at < _RETENTION_INTERVAL_S:
+            return
+        self._retained_at = reported_at = now
+        deleted, policy = 0, self.retention
+        async with contextlib.aclosing(policy(self.database.backend, now)) as slices:
+            async for number in slices:
+                deleted += number
+                if self._stopped.is_set():
+                    break
+                if self.database.now() - reported_at >= _RETENTION_INTERVAL_S:
+                    reported_at = self.database.now()
+                    logger.info("%d rollouts were deleted so far: %s", deleted, policy)
+        if deleted:
+            logger.info("%d rollouts were deleted: %s", deleted, policy)
 
     async def _by_id(self, kind: type[R], field: str, ids: Sequence[str]) -> dict[str, Row[R]]:
         if not ids:
@@ -123,8 +143,14 @@ class Watchdog:
         return {getattr(row.record, field): row for row in rows}
 
 
-def _run(reference: weakref.ref[Watchdog], stopped: threading.Event, interval_s: float, lease_s: float) -> None:
-    """Runs the thread, which references the watchdog only during a scan, so that an abandoned store is collected."""
+def _run(
+    reference: weakref.ref[Watchdog],
+    works: Sequence[_Work],
+    stopped: threading.Event,
+    interval_s: float,
+    lease_s: float,
+) -> None:
+    """Runs a thread, which references the watchdog only during a scan, so that an abandoned store is collected."""
     with asyncio.Runner() as runner:
         scan_after = 0.0
         next_scan = math.inf
@@ -138,9 +164,8 @@ def _run(reference: weakref.ref[Watchdog], stopped: threading.Event, interval_s:
                 # The machine or process was suspended, and perhaps the workers with it: wait for their heartbeats.
                 scan_after = now + min(late_s, lease_s / 2)
             try:
-                if now >= scan_after:
-                    runner.run(watchdog.scan(now))
-                    runner.run(watchdog.retain(now))
+                for work in works if now >= scan_after else ():
+                    runner.run(work(watchdog, now))
             except (StoreError, OSError) as error:  # the backend reports an outage by itself
                 logger.info("the watchdog could not scan the store; it tries again in %g s: %s", interval_s, error)
             except Exception as error:  # isolation point: a scan that fails must not end the thread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from agentlightning_plugins.shared.terminal import (
     with_store,
 )
 
+_DELETED_AT_ONCE = 1000  # rollouts in one request, which is short, however many match
 _STATUS = click.Choice(get_args(RolloutStatus))
 
 
@@ -159,12 +161,13 @@ async def delete_rollouts(
     if not yes:
         what = f"{len(rollout_ids)} rollouts" if rollout_ids else "all matching rollouts"
         click.confirm(f"Delete {what} with their attempts and spans?", abort=True, err=as_json)
-    deleted = await store.delete_rollouts(
-        list(rollout_ids) or None,
-        status_in=status or None,
-        ended_before=None if older_than is None else time.time() - older_than * 86400,
-        keep=keep,
-    )
+    before = None if older_than is None else time.time() - older_than * 86400
+    remove = functools.partial(store.delete_rollouts, status_in=status or None, ended_before=before, keep=keep)
+    deleted = await remove(list(rollout_ids)) if rollout_ids else 0
+    while not rollout_ids and (number := await remove(limit=_DELETED_AT_ONCE)):
+        deleted += number
+        if deleted > _DELETED_AT_ONCE:
+            echo(f"{deleted} deleted so far", err=True)
     print_result(as_json, {"deleted": deleted}, f"{deleted} deleted")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -18,6 +17,7 @@ from agentlightning.store.engine.database import LIVE
 from agentlightning.store.url import hide_password
 from agentlightning.types import DEFAULT_RUN_ID, LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
 from agentlightning_plugins.stores.memory.table import Index, Positions, Table
+from agentlightning_plugins.stores.shared.clock import ServerClock
 from agentlightning_plugins.stores.shared.watchers import Watchers
 
 R = TypeVar("R", bound=Record)
@@ -36,6 +36,7 @@ class MemoryBackend:
     durable = False
 
     def __init__(self) -> None:
+        self._clock = ServerClock("memory://")  # keeps its pace when the machine's clock is set
         self._lock = threading.Lock()
         self._rollouts = Table(
             Rollout,
@@ -78,7 +79,7 @@ class MemoryBackend:
         self._delivering = threading.Lock()
 
     def now(self) -> float:
-        return time.time()
+        return self._clock.now()
 
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
         with self._lock:

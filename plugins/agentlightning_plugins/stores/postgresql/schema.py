@@ -30,6 +30,7 @@ _FIRST: Final = (
         end_time double precision,
         task_id text COLLATE "C", group_id text COLLATE "C", step text COLLATE "C",
         queue_position bigint,
+        mode text COLLATE "C", resources_id text COLLATE "C",
         revision bigint NOT NULL,
         record text NOT NULL
     )""",
@@ -37,7 +38,7 @@ _FIRST: Final = (
     "CREATE UNIQUE INDEX rollout_id ON agl.rollout (rollout_id) INCLUDE (run_id, position)",
     "CREATE INDEX rollout_start ON agl.rollout (run_id, start_time NULLS FIRST, position)",
     "CREATE INDEX rollout_end ON agl.rollout (run_id, end_time NULLS FIRST, position)",
-    "CREATE INDEX rollout_run ON agl.rollout (run_id, position)",
+    "CREATE INDEX rollout_run ON agl.rollout (run_id, position) INCLUDE (mode, resources_id)",
     "CREATE INDEX rollout_status ON agl.rollout (run_id, status, position)",
     "CREATE INDEX rollout_queue ON agl.rollout (run_id, queue_position) WHERE queue_position IS NOT NULL",
     "CREATE INDEX rollout_task ON agl.rollout (task_id, position) WHERE task_id IS NOT NULL",
@@ -71,7 +72,9 @@ _FIRST: Final = (
         record text NOT NULL,
         UNIQUE (attempt, span_id)
     )""",
-    "CREATE INDEX span_run ON agl.span (run_id, position)",
+    # Spans of a run are found by what they have in this index, without reading the JSON. It grows at its end only.
+    """CREATE INDEX span_run ON agl.span (run_id, position)
+        INCLUDE (start_time, name, trace_id, parent_id, span_id)""",
     """CREATE TABLE agl.run (
         position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, run_id text COLLATE "C" NOT NULL UNIQUE,
         revision bigint NOT NULL, record text NOT NULL

@@ -70,7 +70,7 @@ class PostgresBackend(DurableBackend):
         if plan.count_sql is None:
             rows = await self._read(lambda connection: _fetch(connection, plan))
         else:
-            rows, total = await self._read(lambda connection: _fetch_counted(connection, plan))
+            rows, total = await self._read(lambda connection: _fetch_counted(connection, query, plan))
         if len(rows) < _MANY:
             return PLANNER.make_page(query, rows, total)
         return await asyncio.to_thread(PLANNER.make_page, query, rows, total)
@@ -173,12 +173,17 @@ async def _fetch(connection: asyncpg.Connection, plan: Plan) -> Sequence[Sequenc
     return rows
 
 
-async def _fetch_counted(connection: asyncpg.Connection, plan: Plan) -> tuple[Sequence[Sequence[Any]], int]:
+async def _fetch_counted(
+    connection: asyncpg.Connection, query: Query[R], plan: Plan
+) -> tuple[Sequence[Sequence[Any]], int]:
     """Returns the rows and their total number from one snapshot."""
     assert plan.count_sql is not None
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        total = await connection.fetchval(number_parameters(plan.count_sql), *plan.count_parameters)
-        return await _fetch(connection, plan), int(total or 0)
+        rows = await _fetch(connection, plan)
+        total = PLANNER.total_of(query, rows)
+        if total is None:
+            total = await connection.fetchval(number_parameters(plan.count_sql), *plan.count_parameters)
+        return rows, int(total or 0)
 
 
 async def _filter(connection: asyncpg.Connection, query: Query[R], plan: Plan) -> Page[R]:

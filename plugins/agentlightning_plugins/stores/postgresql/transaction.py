@@ -14,11 +14,8 @@ from agentlightning.store.backend import KEYS, Row
 from agentlightning.types import Attempt, Record, Rollout, Span
 from agentlightning_plugins.stores.shared.sql.batch import Item
 from agentlightning_plugins.stores.shared.sql.changes import Changes, Claiming, RowKey, Stored, Work, columns_of
-from agentlightning_plugins.stores.shared.sql.condition import COLUMNS, TABLES, ColumnType
+from agentlightning_plugins.stores.shared.sql.condition import COLUMNS, LONGEST_LABEL, TABLES, ColumnType
 from agentlightning_plugins.stores.shared.sql.document import decode
-
-_LONGEST_KEY: Final = 200
-"""Length of the longest metadata value that is indexed as it is; PostgreSQL's index takes no more than 2.7 kB."""
 
 _TYPES: Final[dict[ColumnType, str]] = {
     "text": "text",
@@ -284,7 +281,7 @@ def _arrays(rows: Sequence[Stored], columns: Mapping[str, ColumnType]) -> list[l
 def index_key(value: object) -> str | None:
     """Returns the index key of a metadata value, equal only for equal values; None if the value is not indexed."""
     if isinstance(value, str):
-        if len(value) <= _LONGEST_KEY and "\0" not in value:
+        if len(value) <= LONGEST_LABEL and "\0" not in value:
             return f"s{value}"
         return "h" + sha256(value.encode(errors="surrogatepass")).hexdigest()
     if isinstance(value, (int, float)):
@@ -307,8 +304,8 @@ def _checked(value: Any) -> Any:
 
 
 def _shown(text: str | None) -> str | None:
-    """Returns a name as its column stores it; the JSON has the original."""
-    return text.replace("\0", "\ufffd") if text else text
+    """Returns a label as its column stores it, short enough for an index; the JSON has all of it."""
+    return text[:LONGEST_LABEL].replace("\0", "\ufffd") if text else text
 
 
 _CHECKS: Final = {"text": _checked, "label": _shown}

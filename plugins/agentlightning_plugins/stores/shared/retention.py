@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from agentlightning.errors import ConfigError
@@ -29,12 +30,12 @@ class Retention:
             if value is not None and not value >= 0:
                 raise ConfigError(f"{name}={value}; it can be 0 or more, or None for no limit")
 
-    async def __call__(self, backend: Backend, now: float) -> int:
-        """Deletes the rollouts that the policy does not keep; returns how many."""
-        deleted = 0
+    async def __call__(self, backend: Backend, now: float) -> AsyncGenerator[int]:
+        """Deletes the rollouts that the policy does not keep; yields how many each slice of the work deleted."""
         if self.max_age_s is not None:
-            deleted += await delete_in_order(backend, (ENDED,), now - self.max_age_s, math.inf)
+            async for deleted in delete_in_order(backend, (ENDED,), now - self.max_age_s, math.inf):
+                yield deleted
         if self.max_rollouts is not None:
             excess = (await backend.count())["rollouts"] - self.max_rollouts
-            deleted += await delete_in_order(backend, (ENDED,), math.inf, excess)
-        return deleted
+            async for deleted in delete_in_order(backend, (ENDED,), math.inf, excess):
+                yield deleted

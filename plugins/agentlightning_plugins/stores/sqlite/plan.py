@@ -40,6 +40,9 @@ PLANNER: Final = Planner(
         contains_id="position IN (SELECT position FROM rollout WHERE instr(rollout_id, ?) > 0)",
         finds_ids_in_order=True,
         unindexed="+{}",
+        json_value="json_extract(record, ?)",
+        json_key=lambda key: None if '"' in key or "\\" in key else f'$.metadata."{key}"',
+        compares_json=False,
         live="live = 1",
         make_list=_make_list,
         index_key=index_key,
@@ -80,8 +83,10 @@ def run_plan(connection: sqlite3.Connection, query: Query[R], plan: Plan) -> Pag
         return PLANNER.make_page(query, connection.execute(plan.sql, plan.parameters).fetchall(), None)
     connection.execute("BEGIN")
     try:
-        total = connection.execute(plan.count_sql, plan.count_parameters).fetchone()[0] or 0
         found = connection.execute(plan.sql, plan.parameters).fetchall()
+        total = PLANNER.total_of(query, found)
+        if total is None:
+            total = connection.execute(plan.count_sql, plan.count_parameters).fetchone()[0] or 0
     finally:
         connection.execute("COMMIT")
     return PLANNER.make_page(query, found, total)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import sys
 import time
 from pathlib import Path
 from typing import Final
 
 from agentlightning.errors import ConfigError, StorageFullError, StoreError
+from agentlightning_plugins.stores.shared.clock import since_boot
 
 APPLICATION_ID: Final = 0x41474C53
 """Marks our files in the header ("AGLS")."""
@@ -31,10 +33,10 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         )""",
         """CREATE TABLE rollout (
             position INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id NOT NULL UNIQUE, run_id NOT NULL, status NOT NULL,
-            start_time NOT NULL, end_time, task_id, group_id, step, queue_position INTEGER,
+            start_time NOT NULL, end_time, task_id, group_id, step, queue_position INTEGER, mode, resources_id,
             revision NOT NULL, record NOT NULL
         )""",
-        "CREATE INDEX rollout_run ON rollout (run_id)",
+        "CREATE INDEX rollout_run ON rollout (run_id, position, mode, resources_id)",
         "CREATE INDEX rollout_status ON rollout (run_id, status)",
         "CREATE INDEX rollout_queue ON rollout (run_id, queue_position) WHERE queue_position IS NOT NULL",
         "CREATE INDEX rollout_start ON rollout (run_id, start_time)",
@@ -56,7 +58,8 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
             sequence_id NOT NULL, run_id NOT NULL, start_time, name, trace_id, parent_id,
             revision NOT NULL, record NOT NULL, UNIQUE (attempt, span_id)
         )""",
-        "CREATE INDEX span_run ON span (run_id)",
+        # Spans of a run are found by what they have in this index, without reading the JSON. It grows at its end only.
+        """CREATE INDEX span_run ON span (run_id, position, start_time, name, trace_id, parent_id, span_id)""",
         """CREATE TABLE resources (
             position INTEGER PRIMARY KEY AUTOINCREMENT, resources_id NOT NULL, version NOT NULL, run_id NOT NULL,
             revision NOT NULL, record NOT NULL, UNIQUE (resources_id, version)
@@ -74,6 +77,9 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         """CREATE TABLE tally (
             name NOT NULL, run_id NOT NULL, status NOT NULL, number NOT NULL, PRIMARY KEY (name, run_id, status)
         ) WITHOUT ROWID""",
+        # When the machine started, as the first process that opened the file since then saw it: if the clock is set,
+        # leases and time limits go on.
+        "CREATE TABLE clock (boot PRIMARY KEY, booted_at NOT NULL) WITHOUT ROWID",
         # The events of the last commits, for the other processes that have the file open.
         "CREATE TABLE event (position INTEGER PRIMARY KEY AUTOINCREMENT, origin NOT NULL, events NOT NULL)",
     ),
@@ -81,8 +87,11 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
 """The statements that upgrade the file to each version from the previous one. Released ones are never changed."""
 
 
-def open_file(path: Path, busy_timeout_s: float) -> None:
+def open_file(path: Path, busy_timeout_s: float) -> float:
     """Creates or migrates the file if needed. Only its owner may read a new file and its new folder.
+
+    Returns:
+        The Unix time at which the machine started, as all processes that open the file until the next start see it.
 
     Raises:
         ConfigError: the file is not a store, or is of a newer version; it is not changed.
@@ -106,12 +115,26 @@ def open_file(path: Path, busy_timeout_s: float) -> None:
         connection = connect(path, busy_timeout_s)
         try:
             _migrate(connection, path, busy_timeout_s)
+            return _read_clock(connection)
         finally:
             connection.close()
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror or error}; choose another place for the store") from error
     except sqlite3.Error as error:
         raise explain(error, path) from error
+
+
+def _read_clock(connection: sqlite3.Connection) -> float:
+    booted_at = time.time() - since_boot()
+    with contextlib.suppress(OSError, sqlite3.OperationalError):  # no Linux, or the file is read-only
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text() if sys.platform == "linux" else ""
+        if not boot:
+            return booted_at
+        read = "SELECT booted_at FROM clock WHERE boot = ?"
+        if connection.execute(read, (boot,)).fetchone() is None:
+            connection.execute("INSERT INTO clock VALUES (?, ?) ON CONFLICT DO NOTHING", (boot, booted_at))
+        booted_at = connection.execute(read, (boot,)).fetchone()[0]
+    return booted_at
 
 
 def connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:

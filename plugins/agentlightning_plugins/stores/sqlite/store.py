@@ -17,6 +17,7 @@ from agentlightning.store.backend import Listener, Page, Query
 from agentlightning.store.engine import BackendStore
 from agentlightning.store.url import hide_password
 from agentlightning.types import DEFAULT_RUN_ID, Record
+from agentlightning_plugins.stores.shared.clock import since_boot
 from agentlightning_plugins.stores.shared.sql.batch import COUNT, OPEN_RUNS, DurableBackend, count_all
 from agentlightning_plugins.stores.shared.sql.changes import Work
 from agentlightning_plugins.stores.shared.sql.plan import Plan
@@ -43,13 +44,16 @@ class SqliteBackend(DurableBackend):
             ConfigError: the file is not a store, or was written by a newer version.
             StoreError: the file cannot be opened.
         """
-        open_file(path, busy_timeout_s)
+        self._booted_at = open_file(path, busy_timeout_s)
         self._path = path = path.absolute()  # a command may change to the folder of its configuration
         self._busy_timeout_s = busy_timeout_s
         self._idle: deque[sqlite3.Connection] = deque()
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="agl-sqlite-reader")
-        self.writer = Writer(path, busy_timeout_s)
+        self.writer = Writer(path, busy_timeout_s, self._booted_at)
         super().__init__(str(path), _close, self.writer, self._pool, self._idle)
+
+    def now(self) -> float:
+        return self._booted_at + since_boot()
 
     async def select(self, query: Query[R]) -> Page[R]:
         self._check_open()

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from agentlightning.errors import StoreError
 from agentlightning.event import Event, RolloutEnqueued, RolloutFinished
 from agentlightning.store.backend import Listener
+from agentlightning_plugins.stores.shared.clock import since_boot
 from agentlightning_plugins.stores.shared.sql.batch import Inbox, Item, settle, settle_here
 from agentlightning_plugins.stores.shared.sql.document import decode_events
 from agentlightning_plugins.stores.shared.watchers import Watchers
@@ -40,7 +41,8 @@ _SLACK_S: Final = 60.0
 class EventReader:
     """Reads events of other processes, each once and in commit order, in the thread that owns the connection."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, booted_at: float) -> None:
+        self._booted_at = booted_at
         self.origin = int.from_bytes(os.urandom(7))
         """Distinguishes our events from those of other processes."""
         self._execute = connection.execute
@@ -48,7 +50,7 @@ class EventReader:
         self.has_moved = False
         """Whether other processes had written at the last ``read``."""
         self._position: int = self._execute(_NEWEST).fetchone()[0]
-        self._up_to_date_at = time.time()
+        self._up_to_date_at = self._booted_at + since_boot()
 
     def read(self) -> list[list[Event]]:
         """Returns the events that others committed since the last call, a list for each transaction.
@@ -71,7 +73,7 @@ class EventReader:
                     logger.exception("an event of another process cannot be read and is skipped")
             self._position = position
         self._version = version
-        self._up_to_date_at = time.time()
+        self._up_to_date_at = self._booted_at + since_boot()
         return commits
 
     def skip(self, position: int) -> None:
@@ -110,11 +112,11 @@ LOOK_EVERY_S: Final = 0.01
 class Writer:
     """Writes over the backend's only writing connection, in a thread."""
 
-    def __init__(self, path: Path, busy_timeout_s: float) -> None:
+    def __init__(self, path: Path, busy_timeout_s: float, booted_at: float) -> None:
         self._path = path
         self._connection = connect(path, busy_timeout_s)
         self._connection.execute("PRAGMA wal_autocheckpoint = 4000")  # pages of 4 KiB
-        self._events = EventReader(self._connection)
+        self._events = EventReader(self._connection, booted_at)
         self._rows = Rows(self._connection)
         self._items: queue.SimpleQueue[list[Item[Work]]] = queue.SimpleQueue()
         self._inbox: Inbox[Work] = Inbox(self._deliver)

@@ -39,6 +39,7 @@ from agentlightning_plugins.stores.http.route import Route, read_rollout
 _EVENT: Final[TypeAdapter[Event]] = TypeAdapter(Event, config=ConfigDict(defer_build=True))
 _RELEASE_S: Final = 2.0
 _CACHED_VERSIONS: Final = 64
+_DELETED_AT_ONCE: Final = 500
 
 U = TypeVar("U", ResourcesUpdate, ResourcesUpdate | None)
 
@@ -184,6 +185,15 @@ class LightningStoreClient(RemoteMethods):
                 raise
             if claimed or limit == 0 or time.monotonic() >= deadline:
                 return [AttemptedRollout.model_validate(item) for item in claimed]
+
+    async def delete_rollouts(self, rollout_ids: Sequence[str] | None = None, **conditions: Any) -> int:
+        """Deletes page by page, so that each request is short, however many rollouts match."""
+        if rollout_ids is not None or conditions.get("limit") is not None:
+            return await super().delete_rollouts(rollout_ids, **conditions)
+        total = 0
+        while deleted := await super().delete_rollouts(**{**conditions, "limit": _DELETED_AT_ONCE}):
+            total += deleted
+        return total
 
     async def _release(self, request_id: str) -> None:
         """Releases the claims of a cancelled request; if that fails, their leases run out."""

@@ -33,8 +33,10 @@ _CONNECT_S: Final = 5.0
 _KEEPALIVE_S: Final = 30.0
 _POLL_S: Final = 20.0
 _SILENCE_S: Final = 10.0
-"""A stream without events and comments for this long is broken or held back by a proxy, because the server sends a
-comment every 4 s."""
+"""The server sends a comment every 4 s: a stream that is silent for longer is broken, or a proxy holds it back if
+nothing of it has arrived."""
+_POLLING_S: Final = 600.0
+"""After this time of polling, a stream is tried again."""
 _RETURN_S: Final = 15.0
 """How long a client stays with another server, at least, before it tries the one that it prefers."""
 _LARGE_BODY_BYTES: Final = 2**20
@@ -76,8 +78,8 @@ class StoreConnection:
         """Capabilities of the store behind the server; None until the server has answered once."""
         self.clock = ServerClock(urls)
         self._is_unreachable = False
-        self._polls_events = False
-        """Whether events are read by long polling, because event streams do not arrive."""
+        self._polls_until = 0.0
+        """Until when (``time.monotonic()``) events are read by long polling, because event streams do not arrive."""
         self._opening: set[asyncio.Future[None]] = set()
         headers = {}
         if all(urlsplit(url).hostname in _LOOPBACK_HOSTS for url in self.urls):
@@ -92,6 +94,10 @@ class StoreConnection:
     @tokens.setter
     def tokens(self, tokens: tuple[str, ...]) -> None:
         self._tokens = StoreTokens(tokens[0] if tokens else None, None)
+
+    @property
+    def _polls_events(self) -> bool:
+        return time.monotonic() < self._polls_until
 
     @property
     def url(self) -> str:
@@ -138,6 +144,11 @@ class StoreConnection:
                     answer = await response.read()
                     self._is_unreachable = False
             except _CONNECTION_ERRORS as error:
+                if isinstance(error, TimeoutError) and not isinstance(error, _NOT_SENT) and await self._answers(server):
+                    raise StoreError(
+                        f"{server} is there, but has not answered {method} {path} within {timeout.total:g} s; the "
+                        "request was not sent again. It may still be executed. Ask for less at once (limit=, cursor=)"
+                    ) from error
                 if not repeatable and not isinstance(error, _NOT_SENT):
                     raise StoreError(
                         f"the connection to {self.url} broke during {method} {path}, "
@@ -176,7 +187,7 @@ class StoreConnection:
         self._opening.add(opened)
         try:
             while True:
-                server = self.url
+                server, has_arrived = self.url, False
                 url = URL(server + PREFIX + path, encoded=True)
                 try:
                     async with self._get_events(url, headers, _POLL_S if self._polls_events else None) as response:
@@ -187,6 +198,7 @@ class StoreConnection:
                         if response.status >= 300:
                             raise _error_of(self.url, response.status, await response.read())
                         async for event in _read_events(response.content):
+                            has_arrived = True
                             self._has_opened(opened)
                             self._is_unreachable = False
                             retry = _Retry(self.retry_s)
@@ -197,7 +209,8 @@ class StoreConnection:
                                 if "data" in event:
                                     yield event["data"]
                 except _CONNECTION_ERRORS as error:
-                    if not (isinstance(error, aiohttp.SocketTimeoutError) and await self._can_poll(url, headers)):
+                    is_silent = isinstance(error, aiohttp.SocketTimeoutError) and not has_arrived
+                    if not (is_silent and await self._can_poll(url, headers)):
                         self._warn(error)
                         self._leave(server)
                         await retry.pause(self._describe_unreachable(error), error)
@@ -222,8 +235,10 @@ class StoreConnection:
             async with self._get_events(url, {**headers, "last-event-id": ""}, poll_s=0.0) as response:
                 await response.read()
             if response.status < 300 and not self._polls_events:
-                self._polls_events = True
-                logger.warning(
+                level = logging.INFO if self._polls_until else logging.WARNING
+                self._polls_until = time.monotonic() + _POLLING_S
+                logger.log(
+                    level,
                     "%s answers requests, but its event stream does not arrive: a proxy in between holds it back. "
                     "Events are polled instead. Turn the proxy's buffering off for %s (nginx: proxy_buffering off)",
                     self.url,
@@ -266,20 +281,31 @@ class StoreConnection:
     async def _return(self) -> None:
         """Switches back to the preferred server if it answers again. Open streams of events stay where they are."""
         server = self.urls[self._preferred]
+        if await self._answers(server):
+            self._current = self._preferred
+            logger.info("the store server %s answers again", server)
+
+    async def _answers(self, server: str) -> bool:
+        """Whether a server answers now."""
         timeout = aiohttp.ClientTimeout(total=_CONNECT_S)
         with contextlib.suppress(*_CONNECTION_ERRORS):
             async with self._pool.session().get(URL(server + PREFIX + "/health"), timeout=timeout) as response:
-                if response.status == 200:
-                    self._current = self._preferred
-                    logger.info("the store server %s answers again", server)
+                return response.status == 200
+        return False
 
     def _warn(self, error: BaseException) -> None:
         """Warns once that the server is unreachable, because retries may take half a minute."""
-        if len(self.urls) == 1 and isinstance(error, _NOT_SENT) and not self._is_unreachable and self.retry_s > 1:
+        is_away = isinstance(error, _NOT_SENT) and not isinstance(error, aiohttp.ClientConnectorCertificateError)
+        if len(self.urls) == 1 and is_away and not self._is_unreachable and self.retry_s > 1:
             self._is_unreachable = True
             logger.warning("%s Trying again for %g s.", self._describe_unreachable(error), self.retry_s)
 
     def _describe_unreachable(self, error: BaseException) -> str:
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            return (
+                f"the certificate of {error.host}:{error.port} is not accepted ({error.certificate_error}); for a "
+                "certificate authority of your own, set SSL_CERT_FILE to the file of its certificate"
+            )
         return f"cannot reach a store at {', '.join(self.urls)} ({_describe(error)}); is `agl store` running there?"
 
 
@@ -309,7 +335,7 @@ class _Retry:
         now = time.monotonic()
         if self._ends_at is None:
             self._ends_at = now + self._limit_s
-        if now >= self._ends_at:
+        if now >= self._ends_at or isinstance(cause, aiohttp.ClientConnectorCertificateError):
             raise StoreError(failure) from cause
         await asyncio.sleep(min(random.uniform(0.2, 1.0) * self._longest_s, self._ends_at - now))
         self._longest_s = min(2 * self._longest_s, _LONGEST_PAUSE_S)

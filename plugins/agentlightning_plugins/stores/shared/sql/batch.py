@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -39,10 +38,6 @@ class DurableBackend(ABC):
         self._name = name
         self._process_id = os.getpid()
         self._stop = weakref.finalize(self, _stop_here, self._process_id, stop, *resources)
-
-    def now(self) -> float:
-        """Returns the Unix time by this machine's clock, for a local file; a backend with a server overrides it."""
-        return time.time()
 
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
         return bool(await self._write(Commit.encoded(writes, guards, events)))

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import orjson
 
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Condition
@@ -14,7 +16,9 @@ from agentlightning.types import LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout
 from agentlightning_plugins.stores.shared.condition import choices
 
 ColumnType: TypeAlias = Literal["text", "label", "key", "integer", "float", "boolean"]
-"""A ``label`` is text whose column may have U+FFFD in place of NUL; a ``key`` is what ``Dialect.index_key`` returns."""
+"""A ``label`` is text of which the column may have only ``LONGEST_LABEL`` characters, with U+FFFD in place of NUL; a
+``key`` is what ``Dialect.index_key`` returns."""
+LONGEST_LABEL: Final = 200
 
 TABLES: Final[dict[type[Record], str]] = {
     Run: "run",
@@ -40,6 +44,8 @@ COLUMNS: Final[Mapping[type[Record], Mapping[str, ColumnType]]] = {
         "group_id": "key",
         "step": "key",
         "queue_position": "integer",
+        "mode": "text",
+        "resources_id": "label",
     },
     Attempt: {
         "rollout": "integer",
@@ -68,7 +74,9 @@ The first two of a table never change. For an attempt's heartbeat and a span's n
 are set without rewriting the JSON.
 """
 _INDEXED: Final = {"metadata.task_id": "task_id", "metadata.group": "group_id", "metadata.step": "step"}
-_NULLABLE: Final = frozenset({"worker_id", "last_heartbeat_time", "parent_id", "start_time", "end_time"})
+_NULLABLE: Final = frozenset(
+    {"worker_id", "last_heartbeat_time", "parent_id", "start_time", "end_time", "mode", "resources_id"}
+)
 
 
 class Test(NamedTuple):
@@ -98,6 +106,12 @@ class Dialect:
     """Whether ``contains_id`` finds rollouts in the order of their positions, so that a full page ends the search."""
     unindexed: str
     """An expression that has the value of the text ``{}`` but uses no index."""
+    json_value: str
+    """The value in a record's metadata under the key ``?``."""
+    json_key: Callable[[str], str | None]
+    """Returns the parameter of ``json_value``; None if there is none for this key."""
+    compares_json: bool
+    """Whether ``json_value`` is JSON; otherwise it is a number or text."""
     live: str
     """Tests whether an attempt is preparing or running; there is an index of such attempts."""
     make_list: Callable[[Sequence[Any]], Any]
@@ -124,6 +138,8 @@ class Dialect:
             if None in keys or (len(keys) > 1 and any(isinstance(key, float) for key in keys)):
                 return None
             return self._equals(_INDEXED[name], keys) if keys else _NEVER
+        if name.startswith("metadata.") and op in ("eq", "in"):
+            return self._test_metadata(name.removeprefix("metadata."), choices(condition))
         if kind is Attempt and name == "status" and op == "in" and frozenset(map(str, value)) == LIVE_ATTEMPT:
             return Test(self.live)
         expression, column = self._expression(kind, name)
@@ -155,8 +171,7 @@ class Dialect:
 
     def order_of(self, kind: type[Record], field: str) -> str | None:
         """Returns an expression by which SQL sorts as Python would; None if there is none."""
-        expression, column = self._expression(kind, field)
-        return None if column == "label" else expression
+        return self._expression(kind, field)[0]
 
     def _expression(self, kind: type[Record], field: str) -> tuple[str | None, ColumnType | None]:
         if field in COLUMNS[kind] and (field in kind.model_fields or field == "run_id"):
@@ -170,6 +185,21 @@ class Dialect:
             join = f"{attempt} a JOIN {rollout} r ON r.position = a.rollout"
             return f"(SELECT r.rollout_id FROM {join} WHERE a.position = span.attempt)", "text"
         return None, None
+
+    def _test_metadata(self, key: str, values: Collection[Any]) -> Test | None:
+        """Tests a key of the metadata that is not indexed; most records are left out by their text, unparsed."""
+        path = self.json_key(key) if _is_plain(key, None) else None
+        if not values:
+            return _NEVER
+        forms = [_json_forms(value) for value in values]
+        if path is None or not all(forms) or (len(forms) > 1 and any(isinstance(value, float) for value in values)):
+            return None
+        texts = [text for form in forms for text in form]
+        starts = dict.fromkeys(text.removesuffix(".0") for text in texts)
+        parts = [f"{orjson.dumps(key).decode()}:{start}" for start in starts]
+        test = self._equals(self.json_value, texts if self.compares_json else list(values))
+        is_near = " OR ".join([self.contains.format("record")] * len(parts))
+        return Test(f"(({is_near}) AND {test.sql})", (*parts, path, *test.parameters))
 
     def _parents(self, kind: type[Record]) -> str:
         """Returns a query for the positions that attempts or spans refer to, to be narrowed by the ids of rollouts."""
@@ -197,9 +227,20 @@ class Dialect:
         return None if len(sent) > 1 and not is_integer else self._equals(expression, sent)
 
 
+def _json_forms(value: object) -> list[str]:
+    """Returns how a value may be written in JSON that orjson made, so that it equals this one; empty if not known."""
+    if isinstance(value, str):
+        return [orjson.dumps(value).decode()] if _is_plain(value, None) else []
+    if not isinstance(value, (int, float)) or not abs(value) < 1e15:
+        return []
+    if value != value // 1:
+        return [orjson.dumps(value).decode()]
+    return [str(int(value)), f"{int(value)}.0", *{0: ["false", "-0.0"], 1: ["true"]}.get(int(value), [])]
+
+
 def _is_plain(text: str, column: ColumnType | None) -> bool:
     """Whether every database accepts a text and finds the same records by it as Python would."""
-    if "\0" in text or (column == "label" and "\ufffd" in text):
+    if "\0" in text or (column == "label" and ("\ufffd" in text or len(text) >= LONGEST_LABEL)):
         return False
     return text.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in text)
 

@@ -84,23 +84,29 @@ class Planner:
         count = self._count(query, tests)
         if count and not query.limit:
             return Plan(*count)
-        if query.limit < 0 and not query.offset:
+        is_found = _is_found(query)
+        if query.limit < 0 and not query.offset and not is_found:
             return Plan(sql, parameters, *count)._replace(where=where)
         status = next((condition for condition in query.where if condition.field == "status"), None)
         can_merge = query.kind is Rollout and query.sort_by is None and _has_run(query) and not _is_searched(query)
         limit = self._dialect.no_limit if query.limit < 0 else query.limit
         if can_merge and status is not None and len(choices(status)) > 1:
             sql, parameters = self._merge_statuses(query, status, order)
-        elif query.kind is Rollout and query.after is None:
+        elif is_found or (query.kind is Rollout and query.after is None):
             found = order
             is_sorted = self._dialect.finds_ids_in_order and any(map(_finds_id, query.where))
             if _is_searched(query) and query.sort_by is None and not is_sorted:
                 # The index has another order. By position, all records before the first match would be read.
                 found = "position + 0 DESC" if query.descending else "position + 0"
-            if found != order or query.offset >= _FAR:
-                sql = self._look_up_found(where, found, order)
+            if is_found or found != order or query.offset >= _FAR:
+                sql = self._look_up_found(query.kind, where, found, order)
                 return Plan(sql, [*parameters, limit, query.offset], *count)
         return Plan(f"{sql} LIMIT ? OFFSET ?", [*parameters, limit, query.offset], *count)
+
+    def total_of(self, query: Query[R], rows: Sequence[Any]) -> int | None:
+        """Returns the number of matches if the rows of the page tell it, so that they need not be counted."""
+        is_last = len(rows) < query.limit and (rows or not query.offset)
+        return query.offset + len(rows) if is_last and query.after is None else None
 
     def make_page(self, query: Query[R], rows: Sequence[Sequence[Any]], total: int | None) -> Page[R]:
         """Makes the page of a query that SQL does completely."""
@@ -162,10 +168,10 @@ class Planner:
             parameters += [*values, enough]
         return f"{' UNION ALL '.join(parts)} ORDER BY {order}", parameters
 
-    def _look_up_found(self, where: str, inner_order: str, order: str) -> str:
+    def _look_up_found(self, kind: type[Record], where: str, inner_order: str, order: str) -> str:
         """Finds the positions of a page in an index, then the records: skipped records are not read."""
-        found = f"SELECT position FROM {self._dialect.table(Rollout)} {where}ORDER BY {inner_order} LIMIT ? OFFSET ?"
-        return f"{self._select[Rollout]}WHERE position IN ({found}) ORDER BY {order}"
+        found = f"SELECT position FROM {self._dialect.table(kind)} {where}ORDER BY {inner_order} LIMIT ? OFFSET ?"
+        return f"{self._select[kind]}WHERE position IN ({found}) ORDER BY {order}"
 
     def _key_of(self, query: Query[R]) -> tuple[Any, ...] | None:
         """Returns the key of a query that only requests one record by its key; None for any other query."""
@@ -243,6 +249,13 @@ def _is_searched(query: Query[Any]) -> bool:
     return query.kind is Rollout and any(
         condition.field == "start_time" or _finds_id(condition) for condition in query.where
     )
+
+
+def _is_found(query: Query[Any]) -> bool:
+    """Whether a query is answered by the index of a run's records, which has the fields that it needs."""
+    if query.kind is Span:
+        return _has_run(query) and not any(_is_selective(Span, condition) for condition in query.where)
+    return query.kind is Rollout and query.sort_by in ("mode", "resources_id")
 
 
 def _finds_id(condition: Condition) -> bool:
