@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import statistics
 import time
@@ -14,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from agentlightning.algorithm.algorithm import CHECKPOINT
+from agentlightning.errors import ConfigError
 from agentlightning.run.directory import atomic_directory
 from agentlightning.types import Triplet
 from agentlightning_algorithms.grpo.episode import Episode, describe_calls
@@ -235,6 +237,22 @@ def _select(episodes: Sequence[Episode], policies: Sequence[TrainedPolicy]) -> l
         return asked in names
 
     return [replace(episode, triplets=list(filter(is_own, episode.triplets))) for episode in episodes]
+
+
+def copy_plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of what a checkpoint stores for a loop; raises ConfigError if a checkpoint cannot hold a value."""
+    copies = {}
+    for name, value in state.items():
+        try:
+            torch.save(value, file := io.BytesIO())
+            file.seek(0)
+            copies[name] = torch.load(file, weights_only=True)
+        except Exception as error:  # isolation point: pickling runs the value's own code
+            raise ConfigError(
+                f"own_state[{name!r}] is a {type(value).__name__}, which a checkpoint cannot hold: store plain values, "
+                "lists, dicts and tensors"
+            ) from error
+    return copies
 
 
 class CheckpointWriter:

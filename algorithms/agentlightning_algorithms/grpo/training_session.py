@@ -35,6 +35,7 @@ from agentlightning_algorithms.grpo.trained_policy import (
     MODEL_NAMES,
     CheckpointWriter,
     PolicySet,
+    copy_plain,
     join_experience,
     join_metrics,
 )
@@ -63,6 +64,8 @@ class TrainingSession:
         settings: the settings, the same as those of ``grpo``.
         collector: rolls out tasks.
         policies: the trained policies with their optimizers; one, unless the setting ``policies`` names several.
+        own_state: state of the loop's own, which every checkpoint stores and a resumed session has again: plain values,
+            lists, dicts and tensors.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class TrainingSession:
         self.settings = collector.settings
         self.collector = collector
         self.policies = collector.policies
+        self.own_state: dict[str, Any] = {}
         self._teacher = teacher
         self._train = train
         self._val = val
@@ -149,12 +153,13 @@ class TrainingSession:
             if settings.teacher is not None:
                 student = policies.first.updater.policy
                 teacher = await asyncio.to_thread(Teacher.load, settings.teacher, student, dtype=settings.dtype)
-            best_reward = None
+            best_reward, own_state = None, dict[str, Any]()
             if resume_from is not None and resume_from.is_dir():
                 state = await asyncio.to_thread(policies.read, resume_from)
                 collector.restore(state)
-                best_reward = state["best_reward"]
+                best_reward, own_state = state["best_reward"], state["own_state"]
             session = cls(collector, train_dataset, val_dataset, teacher=teacher, best_reward=best_reward)
+            session.own_state |= own_state
             has_ended = False
             try:
                 yield session
@@ -314,6 +319,7 @@ class TrainingSession:
             ConfigError: a setting that only :meth:`learn` uses.
         """
         self._check_own_steps()
+        await self._finish_checkpoint()  # the reference model takes the place of the weights for a moment
         return await asyncio.to_thread(self.policies.first.updater.forward_backward, rows, loss)
 
     async def optim_step(self) -> dict[str, float]:
@@ -349,19 +355,26 @@ class TrainingSession:
         return {**{f"{mode}_{name}": value for name, value in kept.items()}, f"{mode}_s": time.monotonic() - started}
 
     async def checkpoint(self) -> None:
-        """Writes all that a resumed run needs to the run's directory, atomically; does nothing without a directory."""
+        """Begins to write all that a resumed run needs to the run's directory; does nothing without a directory.
+
+        The checkpoint replaces the previous one when it is complete. The next update waits for it.
+
+        Raises:
+            ConfigError: ``own_state`` has something that a checkpoint cannot hold.
+        """
         await self._writer.begin(self.state(), self.step)
-        await self._writer.wait()
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Returns the state that a checkpoint stores, by policy name."""
-        own = {**self.collector.state(), "best_reward": self._best_reward}
+        own = {**self.collector.state(), "best_reward": self._best_reward, "own_state": copy_plain(self.own_state)}
         return {p.name: p.updater.state({**own, "watch": p.monitor.state()}) for p in self.policies}
 
     def _check_own_steps(self) -> None:
         """Refuses settings that steps without :meth:`learn` would ignore."""
         settings, experience = self.settings, self.settings.experience
         unused = [name for name in ("policies", "teacher") if getattr(settings, name) is not None]
+        assert settings.update is not None, "set by GRPOSettings"
+        unused += [f"update.{name}" for name in ("minibatches", "epochs") if getattr(settings.update, name) > 1]
         unused += [
             f"experience.{field.name}"
             for field in fields(experience)
@@ -374,6 +387,10 @@ class TrainingSession:
         """Begins the rollouts that run during an update, and waits until the weights may change."""
         if self._batches is not None:
             await self._batches.begin_next()
+        await self._finish_checkpoint()
+
+    async def _finish_checkpoint(self) -> None:
+        """Waits until the last checkpoint is written, and logs how long that took."""
         started = time.monotonic()
         await self._writer.wait()
         if self._writer.seconds is not None:
