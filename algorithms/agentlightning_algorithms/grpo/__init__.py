@@ -54,13 +54,13 @@ _PARTS = (
 def kinds() -> list[Kind]:
     backend = "agentlightning_algorithms.shared.policy_backend:PolicyBackend"
     loss = "(logprob_BT, old_logprob_BT, advantage_BT, mask_BT, settings) -> Surrogate"
-    sampler = "(size, count, position, *, seed, rewards) -> indices of the next tasks"
+    sampler = "(count, history: TaskHistory) -> indices of the next tasks"
     return [
         Kind("advantage", "(items: Sequence[Scored], *, std_floor) -> list[float]", "grpo: advantage of each rollout"),
         Kind("aggregation", "(length_B, weight_B, rollout_length_B, horizon) -> factors, divisor", "grpo: mean"),
         Kind("policy_backend", backend, "samples the model that grpo trains"),
         Kind("policy_loss", loss, "grpo: the objective"),
-        Kind("reward_shaping", "(episode, settings) -> float", "grpo: the reward to train with"),
+        Kind("reward_shaping", "(episode, group, settings) -> float", "grpo: the reward to train with"),
         Kind("rollout_filter", "(episodes, settings) -> episodes", "grpo: the rollouts to train on"),
         Kind("schedule", "(progress: float) -> float", "grpo: share of the learning rate at a progress from 0 to 1"),
         Kind("task_sampler", sampler, "grpo: the order of tasks"),

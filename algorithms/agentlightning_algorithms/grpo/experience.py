@@ -5,18 +5,20 @@ R   rollouts of a batch
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from agentlightning.plugin.registry import get_manager
+from agentlightning.errors import ConfigError
 from agentlightning.types import AttemptedRollout, Span, Triplet
 from agentlightning_algorithms.grpo.episode import Episode, fill_rewards
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.advantage import Scored, flat_groups, read_credit
 from agentlightning_algorithms.shared.policy.prepared_row import RowUse
+from agentlightning_algorithms.shared.policy.settings import load_part
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
 from agentlightning_plugins.shared.training_records.record import (
     LedgerEntry,
@@ -162,9 +164,19 @@ def _find_advantages(scored_R: Sequence[tuple[Episode, float]], settings: Experi
     items = _score_calls(scored_R)
     if not items:
         return {}
-    estimate = get_manager().create("advantage", settings.estimator)
-    advantages = estimate([item for item, _ in items], std_floor=settings.std_floor)
+    advantages = estimate_advantages([item for item, _ in items], settings)
     return {id(call): value for value, (_, calls) in zip(advantages, items, strict=True) for call in calls}
+
+
+def estimate_advantages(items: Sequence[Scored], settings: ExperienceSettings) -> Sequence[float]:
+    """Returns the advantage of each item; raises ConfigError, which names the estimator, if it fails."""
+    found: Sequence[float] = load_part("advantage", settings.estimator)(items, std_floor=settings.std_floor)
+    if len(found) != len(items) or not all(map(math.isfinite, found)):
+        raise ConfigError(
+            f"the advantage {settings.estimator!r} returned {list(found)[:8]} for {len(items)} items; one finite "
+            "number for each is needed"
+        )
+    return found
 
 
 def _count_tokens(call: Triplet) -> int:

@@ -27,7 +27,7 @@ from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.grpo.batches import make_batches
 from agentlightning_algorithms.grpo.collector import RolloutCollector, model_entries
 from agentlightning_algorithms.grpo.episode import Episode, count_staleness, describe_episodes, pass_at_k
-from agentlightning_algorithms.grpo.experience import training_spans, transition_rows
+from agentlightning_algorithms.grpo.experience import estimate_advantages, training_spans, transition_rows
 from agentlightning_algorithms.grpo.sampling import Sample, flatten, sample_answers
 from agentlightning_algorithms.grpo.settings import GRPOSettings
 from agentlightning_algorithms.grpo.teacher import Teacher
@@ -39,6 +39,8 @@ from agentlightning_algorithms.grpo.trained_policy import (
     join_experience,
     join_metrics,
 )
+from agentlightning_algorithms.shared.advantage import Scored
+from agentlightning_algorithms.shared.policy.settings import load_part
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Objective
 from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup, serve_models
@@ -160,6 +162,7 @@ class TrainingSession:
                 best_reward, own_state = state["best_reward"], state["own_state"]
             session = cls(collector, train_dataset, val_dataset, teacher=teacher, best_reward=best_reward)
             session.own_state |= own_state
+            session.try_parts()
             has_ended = False
             try:
                 yield session
@@ -168,6 +171,17 @@ class TrainingSession:
                 if session._batches is not None:
                     await session._batches.close(has_ended=has_ended)
                 await session._writer.wait()
+
+    def try_parts(self) -> None:
+        """Calls estimator and task sampler once, so that a mistake shows before the first rollout.
+
+        Raises:
+            ConfigError: naming the part that failed.
+        """
+        made = [Scored(value, "made", rollout) for rollout, value in enumerate((1.0, 0.0))]
+        estimate_advantages(made, self.settings.experience)
+        if self._train is not None and len(self._train):
+            self.collector.choose_tasks(self._train, self.settings.tasks_per_step, self.collector.position)
 
     @property
     def step(self) -> int:
@@ -412,7 +426,7 @@ class TrainingSession:
             failed_reward = count_failed([self.collector.reward_check.lowest], failed_reward)
         found = describe_episodes(episodes, success_threshold=threshold, failed_reward=failed_reward)
         for name in self.settings.extra_metrics:
-            found |= get_manager().create("training_metrics", name)(episodes)
+            found |= load_part("training_metrics", name)(episodes)
         return found
 
     def _is_reached(self, metrics: Mapping[str, float]) -> bool:

@@ -75,12 +75,15 @@ def test_a_store_that_is_not_durable_keeps_four_steps_by_default(
 SEEN: dict[str, list[Any]] = {}
 
 
-def last_first(size: int, count: int, position: int, *, seed: int, rewards: Any) -> list[int]:
-    SEEN.setdefault("rewards", []).append(dict(rewards))
-    return [(-1 - place) % size for place in range(position, position + count)]
+def last_first(count: int, history: Any) -> list[int]:
+    SEEN.setdefault("rewards", []).append({index: [*found] for index, found in history.rewards.items()})
+    SEEN.setdefault("steps", []).append(history.step)
+    assert history.data[0]["question"]
+    return [(-1 - place) % len(history.data) for place in range(history.position, history.position + count)]
 
 
-def halved(episode: Any, settings: Any) -> float | None:
+def halved(episode: Any, group: Any, settings: Any) -> float | None:
+    SEEN.setdefault("groups", []).append((len(group), {each.group for each in group} == {episode.group}))
     return None if episode.reward is None else episode.reward / 2
 
 
@@ -132,7 +135,12 @@ def test_a_plugin_can_replace_every_part_of_a_training(tmp_path: Path) -> None:
     rollouts = asyncio.run(store.query_rollouts()).items
     drawn = [(r.metadata or {})["task_id"] for r in rollouts if r.mode == "train"]
     assert set(drawn) == {7, 6, 5, 4, 3, 2}
-    assert [set(rewards) for rewards in SEEN["rewards"]] == [set(), {7, 6, 5}]
+    tried, *drawn_with = SEEN["rewards"]  # the sampler is tried before the first rollout
+    assert tried == {}
+    assert [set(rewards) for rewards in drawn_with] == [set(), {7, 6, 5}]
+    assert all(len(found) == 1 for found in drawn_with[-1].values()), "each task was rolled out once"
+    assert SEEN["steps"] == [0, 0, 1]
+    assert set(SEEN["groups"]) == {(3, True)}, "a reward is shaped beside those of its group"
     assert set(SEEN["kept"]) == {(12, 9)}
     assert set(SEEN["horizons"]) == {64}
     steps = [step.values for step in asyncio.run(store.query_metrics()).items if "rows" in step.values]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import agentlightning as agl
+from agentlightning.plugin.hookspecs import Component, hookimpl
+from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Attempt, AttemptedRollout, Rollout, Span, Triplet
 from agentlightning_algorithms.grpo import training_session
 from agentlightning_algorithms.grpo.collector import RolloutCollector, model_entries
@@ -25,13 +28,13 @@ from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, R
 from tests.algorithms.vllm_server import FakeVLLM
 
 
-def make_session(model: Path, val: Any = None, **settings: Any) -> TrainingSession:
+def make_session(model: Path, val: Any = None, train: Any = None, **settings: Any) -> TrainingSession:
     own = GRPOSettings(model=str(model), **settings)
     assert own.update is not None
     unused: Any = None
     policies = PolicySet.load(own, own.update)
     context = agl.RunContext()
-    return TrainingSession(RolloutCollector(own, context, unused, unused, unused, unused, policies, model), None, val)
+    return TrainingSession(RolloutCollector(own, context, unused, unused, unused, unused, policies, model), train, val)
 
 
 def test_a_checkpoint_stores_the_rollouts_that_are_still_to_be_deleted(tiny_model: Path, tmp_path: Path) -> None:
@@ -93,7 +96,7 @@ async def test_a_loop_has_its_own_state_again_after_a_checkpoint(tiny_model: Pat
         with pytest.raises(agl.ConfigError, match=r"own_state\['lock'\] is a lock, which a checkpoint cannot hold"):
             await resumed.checkpoint()
         resumed.own_state["lock"] = Path("here")  # can be pickled, but not be read again without running code
-        with pytest.raises(agl.ConfigError, match=r"own_state\['lock'\] is a PosixPath, which a checkpoint cannot hold"):
+        with pytest.raises(agl.ConfigError, match=r"own_state\['lock'\] is a PosixPath, which"):
             await resumed.checkpoint()
 
 
@@ -116,6 +119,33 @@ async def test_a_checkpoint_is_written_beside_the_loop_and_no_weight_changes_bef
         await training
         assert (tmp_path / "checkpoint").is_dir()
         await session.optim_step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "message"),
+    [
+        ("advantage", lambda items, *, std_floor: [1.0], r"the advantage 'mine' returned \[1.0\] for 2 items"),
+        ("advantage", lambda items, *, std_floor: items[0].reward, "the advantage 'mine' failed: AttributeError"),
+        ("task_sampler", lambda count, history: [5] * count, r"the task_sampler 'mine' returned \[5, 5.* 0 to 4 are"),
+        ("task_sampler", lambda count, history: history.data["a"], "the task_sampler 'mine' failed: TypeError"),
+    ],
+)
+def test_the_error_of_a_part_names_it_before_the_first_rollout(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, part: Any, message: str
+) -> None:
+    manager = get_manager()
+    monkeypatch.setattr(sys.modules[__name__], "planted_part", part, raising=False)
+    offer = Component(kind, "mine", f"{__name__}:planted_part", summary="x")
+    plugin = SimpleNamespace(components=hookimpl(lambda: [offer]))
+    manager.register(plugin, "test-part")
+    try:
+        named: Any = {"experience": ExperienceSettings(estimator="mine")} if kind == "advantage" else {kind: "mine"}
+        session = make_session(tiny_model, train=range(5), **named)
+        with pytest.raises(agl.ConfigError, match=message):
+            session.try_parts()
+    finally:
+        manager._pluggy.unregister(plugin)
+        del manager.plugins["test-part"], manager._offers[kind, "mine"]
 
 
 @pytest.mark.parametrize(("force", "expected"), [(False, Distribution(0.3)), (True, None)])

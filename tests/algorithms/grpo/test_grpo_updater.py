@@ -30,7 +30,7 @@ from agentlightning_algorithms.grpo.command import export_model
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.advantage import Scored
 from agentlightning_algorithms.shared.policy.lora import add_lora
-from agentlightning_algorithms.shared.policy.loss import Surrogate
+from agentlightning_algorithms.shared.policy.loss import LossBatch, Surrogate, ppo
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.settings import Aggregation, LoraSettings, UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
@@ -709,6 +709,70 @@ def test_the_error_of_a_custom_loss_names_it_before_the_first_rollout(
     finally:
         manager._pluggy.unregister(plugin)
         del manager.plugins["test-mine"], manager._offers["policy_loss", "mine"]
+
+
+def test_a_loss_over_the_whole_batch_has_the_same_gradient_however_the_batch_is_split(tiny_policy: Policy) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "plugins" / "training.md").read_text(encoding="utf-8")
+    code = next(block for block in page.split("```")[1::2] if "def begin" in block).removeprefix("python")
+    names: dict[str, Any] = {"torch": torch, "Surrogate": Surrogate}
+    exec(code, names)
+    batches: list[LossBatch] = []
+
+    base: Any = names["Scaled"]
+
+    class Loss(base):
+        def begin(self, batch: LossBatch, settings: UpdateSettings) -> None:
+            batches.append(batch)
+            super().begin(batch, settings)
+
+    rows = masked(make_rows(tiny_policy, 6))
+    found = []
+    for limit in (8192, 40):
+        updater = Updater(tiny_policy, UpdateSettings(max_tokens_per_microbatch=limit))
+        updater.forward_backward(rows, Loss())
+        found.append([p.grad.clone() for p in tiny_policy.model.parameters() if p.grad is not None])
+        tiny_policy.model.zero_grad()
+    assert_same_gradients(*found)
+    whole = batches[1]
+    assert len(batches) == 2, "the first pass precedes all parts of a batch"
+    counts = [row.n_sampled for row in rows]
+    assert whole.row_N.bincount().tolist() == counts
+    scores = [value for row in rows for value in row.sampled(tiny_policy.score([row])[0])]
+    assert whole.logprob_N.tolist() == pytest.approx(scores, abs=1e-5)
+    assert whole.old_logprob_N.tolist() == pytest.approx([v for row in rows for v in row.sampled(row.logprobs)])
+    assert whole.advantage_N.tolist() == pytest.approx([value for row in rows for value in row.advantages])
+    assert (whole.update, whole.stage) == (0, "train")
+
+
+def test_a_loss_over_the_whole_batch_is_tried_with_made_rows(
+    tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong:
+        def begin(self, batch: LossBatch, settings: UpdateSettings) -> None:
+            assert batch.stage == "check"
+            raise KeyError("statistics")
+
+        __call__ = ppo
+
+    manager = get_manager()
+    monkeypatch.setattr(sys.modules[__name__], "planted_loss", Wrong, raising=False)
+    target = f"{__name__}:planted_loss"
+    plugin = SimpleNamespace(components=hookimpl(lambda: [Component("policy_loss", "wrong", target, summary="x")]))
+    manager.register(plugin, "test-wrong")
+    try:
+        with pytest.raises(ConfigError, match=r"objective = 'wrong': this policy_loss .* KeyError: 'statistics'"):
+            Updater(tiny_policy, UpdateSettings(objective="wrong"))
+    finally:
+        manager._pluggy.unregister(plugin)
+        del manager.plugins["test-wrong"], manager._offers["policy_loss", "wrong"]
+
+
+def test_the_error_of_a_loss_in_an_update_names_it(tiny_policy: Policy) -> None:
+    def mine(*_: Any) -> Surrogate:
+        raise ZeroDivisionError
+
+    with pytest.raises(ConfigError, match=r"the policy_loss <function .*mine .* failed: ZeroDivisionError"):
+        Updater(tiny_policy).forward_backward(make_rows(tiny_policy, 1), mine)
 
 
 def test_settings_that_cannot_be_are_refused_in_python_as_in_a_file(tiny_model: Path) -> None:

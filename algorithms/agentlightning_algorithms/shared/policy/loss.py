@@ -11,13 +11,12 @@ Log-probabilities are natural. The numbers and gradients equal verl 0.9.1's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.shared.policy.settings import KlEstimator, UpdateSettings
+from agentlightning_algorithms.shared.policy.settings import KlEstimator, UpdateSettings, load_part
 
 # Bounds on log-ratios and on k3 that keep exp() finite; verl's values.
 _MAX_LOG_RATIO = 20.0
@@ -35,6 +34,28 @@ class Surrogate(NamedTuple):
     """1 where clipping the ratio removed the gradient."""
     dual_clipped_BT: Tensor
     """1 where the bound on negative advantages removed the gradient."""
+
+
+class LossBatch(NamedTuple):
+    """All tokens of an optimizer step, for losses that need statistics of the whole batch.
+
+    A loss is called with parts of a batch, as many rows as ``max_tokens_per_microbatch`` allows. If it is an object
+    with a method ``begin(batch, settings)``, this is called first, after a pass without gradient over all rows.
+
+    N   the tokens that count in the loss, of all rows, one row after the other
+    """
+
+    logprob_N: Tensor
+    old_logprob_N: Tensor
+    advantage_N: Tensor
+    weight_N: Tensor
+    """How many copies the token's row counts for."""
+    row_N: Tensor
+    """Number of the token's row in the batch."""
+    update: int
+    """Updates that were made before this one."""
+    stage: Literal["check", "train"] = "train"
+    """``check``: two made rows, with which a loss is tried before the first rollout."""
 
 
 def ppo(
@@ -190,7 +211,7 @@ def _aggregated(
 ) -> Aggregated:
     length_B = mask_BT.sum(-1)
     weight_B = torch.ones_like(length_B) if weight_B is None else weight_B
-    component: Callable[..., tuple[Tensor, Tensor]] = get_manager().create("aggregation", aggregation)
+    component: Callable[..., tuple[Tensor, Tensor]] = load_part("aggregation", aggregation)
     return Aggregated(*component(length_B, weight_B, rollout_length_B, horizon))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -33,6 +33,26 @@ def check_part(kind: str, spec: str | Mapping[str, Any]) -> None:
     """
     with contextlib.suppress(PluginImportError):
         get_manager().check(kind, spec)
+
+
+def load_part(kind: str, spec: str | Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns a part of a training, whose errors name it."""
+    part = get_manager().create(kind, spec)
+
+    def call(*args: Any, **settings: Any) -> Any:
+        with naming_part(kind, spec):
+            return part(*args, **settings)
+
+    return call
+
+
+@contextlib.contextmanager
+def naming_part(kind: str, spec: object) -> Iterator[None]:
+    """Turns the errors of a part of a training into a ConfigError that names the part."""
+    try:
+        yield
+    except Exception as error:  # isolation point: a part may be a plugin's
+        raise ConfigError(f"the {kind} {spec!r} failed: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +171,7 @@ class UpdateSettings:
             return self.lr
         decaying = max(1, self.total_updates - 1 - self.warmup_updates)
         progress = min(1.0, (update - self.warmup_updates) / decaying)
-        share = float(get_manager().create("schedule", self.schedule)(progress))
+        share = float(load_part("schedule", self.schedule)(progress))
         return self.lr * (self.final_lr_fraction + (1.0 - self.final_lr_fraction) * share)
 
 

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.run.directory import atomic_directory, recover_directory
-from agentlightning_algorithms.shared.policy.loss import Surrogate, aggregate, kl_penalty, loss_normalizer
+from agentlightning_algorithms.shared.policy.loss import LossBatch, Surrogate, aggregate, kl_penalty, loss_normalizer
 from agentlightning_algorithms.shared.policy.model import Policy, batch_by_tokens, collate
 from agentlightning_algorithms.shared.policy.prepared_row import (
     PreparedRow,
@@ -33,7 +33,7 @@ from agentlightning_algorithms.shared.policy.prepared_row import (
     describe_correction,
     prepare_rows,
 )
-from agentlightning_algorithms.shared.policy.settings import UpdateSettings
+from agentlightning_algorithms.shared.policy.settings import UpdateSettings, naming_part
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow, check_rows
 
 logger = logging.getLogger("agentlightning")
@@ -63,6 +63,8 @@ class Updater:
             raise ConfigError(f"schedule = {settings.schedule!r} needs total_updates, the number of updates it spans.")
         self._objective: Objective = get_manager().create("policy_loss", settings.objective)
         _try_objective(self._objective, settings)
+        for update in (settings.warmup_updates, (settings.total_updates or 1) - 1):
+            settings.lr_at(update)
         self.updates = 0  # made so far
         self.uses: list[RowUse] = []  # uses of the rows in the last update
         self._open_step: tuple[StepMetrics, list[PreparedRow]] = StepMetrics(), []  # added, but not yet applied
@@ -234,6 +236,10 @@ class Updater:
         normalizer = self._normalizer(rows) if rows else 0.0
         if normalizer == 0:
             return
+        if hasattr(objective, "begin"):
+            batch = self._gather(rows)
+            with self._naming(objective):
+                objective.begin(batch, self.settings)
         for indices in batch_by_tokens([row.row.n_tokens for row in rows], self.settings.max_tokens_per_microbatch):
             self._accumulate([rows[i] for i in indices], normalizer, step, objective, measure_gap=measure_gap)
 
@@ -290,7 +296,8 @@ class Updater:
             )
         if rows[0].first_T is None:
             self._keep_logprobs(rows, logprob_BT.detach(), sampled_BT)
-        surrogate = objective(logprob_BT, old_BT, advantage_BT, mask_BT, settings)
+        with self._naming(objective):
+            surrogate = objective(logprob_BT, old_BT, advantage_BT, mask_BT, settings)
         loss_BT = surrogate.loss_BT
         counted_BT = mask_BT * weight_B[:, None]
         if settings.importance_weights is not None:
@@ -323,6 +330,28 @@ class Updater:
             step.add_max("logprob_gap_max", ((logprob_BT.detach() - old_BT).abs() * mask_BT).max())
         step.real_tokens += sum(row.row.n_tokens for row in rows)
         step.padded_tokens += batch.input_BL.numel()
+
+    def _naming(self, objective: Objective) -> AbstractContextManager[None]:
+        return naming_part("policy_loss", self.settings.objective if objective is self._objective else objective)
+
+    def _gather(self, rows: Sequence[PreparedRow]) -> LossBatch:
+        """Returns the tokens of a minibatch that count, with their log-probabilities under the current weights."""
+        kept = [row.kept_T > 0 for row in rows]
+        scores = self.score([row.row for row in rows])
+        new = [torch.tensor(row.row.sampled(values)) for row, values in zip(rows, scores, strict=True)]
+
+        def join(values: Sequence[Tensor]) -> Tensor:
+            flat_N = torch.cat([value_T[kept_T] for value_T, kept_T in zip(values, kept, strict=True)])
+            return flat_N.to(self.policy.device)
+
+        return LossBatch(
+            join(new),
+            join([row.old_T for row in rows]),
+            join([row.advantage_T for row in rows]),
+            join([torch.full_like(row.kept_T, row.row.weight) for row in rows]),
+            join([torch.full_like(row.kept_T, index, dtype=torch.long) for index, row in enumerate(rows)]),
+            self.updates,
+        )
 
     def _keep_logprobs(self, rows: Sequence[PreparedRow], logprob_BT: Tensor, sampled_BT: Tensor) -> None:
         """Keeps the trainer's log-probabilities of rows for the training records."""
@@ -390,8 +419,13 @@ def _try_objective(objective: Objective, settings: UpdateSettings) -> None:
     logprob_BT = torch.full((2, 3), -1.0, requires_grad=True)
     mask_BT = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
     advantage_BT = torch.tensor([[1.0], [-1.0]]) * mask_BT
+    old_BT, kept_BT = torch.full((2, 3), -1.1), mask_BT > 0
     try:
-        found = objective(logprob_BT, torch.full((2, 3), -1.1), advantage_BT, mask_BT, settings)
+        if hasattr(objective, "begin"):
+            new_N, old_N, advantage_N = (each[kept_BT] for each in (logprob_BT.detach(), old_BT, advantage_BT))
+            rows_N = kept_BT.nonzero()[:, 0]
+            objective.begin(LossBatch(new_N, old_N, advantage_N, mask_BT[kept_BT], rows_N, 0, "check"), settings)
+        found = objective(logprob_BT, old_BT, advantage_BT, mask_BT, settings)
         shapes = {name: tuple(getattr(found, name).shape) for name in Surrogate._fields}
         if set(shapes.values()) != {(2, 3)}:
             raise ValueError(f"for log-probabilities of the shape (2, 3) it returned {shapes}")
