@@ -18,7 +18,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutConfig, RolloutMode, Triplet
 from agentlightning_algorithms.grpo.episode import Episode, TaskHistory, fill_rewards, gather_episodes
 from agentlightning_algorithms.grpo.experience import find_flat_groups, score_episodes
-from agentlightning_algorithms.grpo.sampling import PENALTIES, agent_sampling, distribution
+from agentlightning_algorithms.grpo.sampling import FIXED, agent_sampling, distribution
 from agentlightning_algorithms.grpo.settings import GRPOSettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
 from agentlightning_algorithms.shared.policy.settings import load_part
@@ -30,8 +30,6 @@ logger = logging.getLogger("agentlightning")
 BACKEND_CHECK_S: Final = 2.0
 _KEPT_STEPS: Final = 4
 """Default of ``keep_steps`` for a store that is lost with its process."""
-_FIXED: Final = ("min_p", *PENALTIES)
-"""Parameters that a training row cannot express: they are forced even if calls choose the other parameters."""
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "stop")
 """Parameters that end an answer: they apply to calls that do not set them."""
 
@@ -311,7 +309,7 @@ def model_entries(entry: Mapping[str, Any], settings: GRPOSettings, policies: Po
             own = {
                 "model_name": policy.model_names[use],
                 "seed_calls": True,
-                "sampling_parameters": drawn if force else {name: drawn[name] for name in _FIXED},
+                "sampling_parameters": drawn if force else {name: drawn[name] for name in FIXED},
                 "sampling_defaults": limits if force else {**drawn, **limits},
             }
             entries.append({**entry, **served, **own})

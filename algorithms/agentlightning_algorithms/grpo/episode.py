@@ -17,7 +17,7 @@ from agentlightning.errors import AdapterError
 from agentlightning.reward import count_failed, find_final_reward, find_reward_spans, get_rewards_from_span
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Dataset, Rollout, Span, Triplet
-from agentlightning_algorithms.grpo.sampling import flatten
+from agentlightning_algorithms.grpo.sampling import FIXED, flatten
 from agentlightning_algorithms.grpo.settings import GRPOSettings
 from agentlightning_algorithms.shared.policy.training_row import Distribution
 
@@ -41,6 +41,8 @@ class Episode:
     """Named dimensions of the rollout's rewards; the last value of each counts."""
     call_seconds: Sequence[float] = ()
     """Durations of the model calls, as measured by the gateway."""
+    calls_without_penalties: int = 0
+    """Calls whose penalties, ``min_p`` or ``logit_bias`` the gateway removed."""
 
     @property
     def outcome(self) -> tuple[float | None, str | None]:
@@ -140,7 +142,11 @@ def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[
         return Episode(rollout, None, error="SpansDropped")
     rewards = {name: value for name, value in named if name != "primary"}
     seconds = [call.end_time - call.start_time for call in calls if call.start_time and call.end_time]
-    return Episode(rollout, reward, triplets, error, distributions, rewards, seconds)
+    removed = [FIXED & {*(call.attributes.get(semconv.GATEWAY_REPLACED) or ())} for call in calls]
+    return Episode(
+        rollout, reward, triplets, error, distributions, rewards, seconds,
+        calls_without_penalties=sum(map(bool, removed)),
+    )  # fmt: skip
 
 
 def _read_distributions(calls: Sequence[Span]) -> dict[str, Distribution]:
@@ -226,6 +232,7 @@ def describe_calls(episodes: Sequence[Episode]) -> dict[str, float]:
         **_spread("prompt_length", [len(ids) for call in calls if (ids := call.prompt.get("token_ids"))]),
         **_spread("response_length", [len(ids) for call in calls if (ids := call.response.get("token_ids"))]),
         "responses_cut_off": cut_off / len(calls) if calls else 0.0,
+        "calls_without_penalties": float(sum(episode.calls_without_penalties for episode in episodes)),
     }
 
 

@@ -118,7 +118,7 @@ def build_experience(
         "rollouts_left_out": float(len(episodes) - len(scored_R)),
         "rollouts_filled": float(sum(episode.reward is None for episode, _ in scored_R)),
         **{name: float(counts[name]) for name in _COUNTS},
-        **_describe_advantages(experience.rows),
+        **describe_advantages(experience.rows),
     }
     if failed := [
         value
@@ -151,9 +151,11 @@ def _score_calls(scored_R: Sequence[tuple[Episode, float]]) -> list[tuple[Scored
         if any(map(_has_credit, calls)):
             for call in calls:
                 value, turn = read_credit(call, episode.reward, reward)
-                items.append((Scored(value, episode.group, index, turn, _count_tokens(call)), [call]))
+                item = Scored(value, episode.group, index, turn, _count_tokens(call), episode.rewards)
+                items.append((item, [call]))
         else:
-            items.append((Scored(reward, episode.group, index, None, sum(map(_count_tokens, calls))), calls))
+            tokens = sum(map(_count_tokens, calls))
+            items.append((Scored(reward, episode.group, index, None, tokens, episode.rewards), calls))
     # A rollout without calls has no turn that could be compared.
     by_turn = {item.group for item, _ in items if item.turn is not None}
     return [(item, calls) for item, calls in items if calls or item.group not in by_turn]
@@ -277,7 +279,7 @@ def _finish_row(row: TrainingRow, turns: Sequence[Turn], kept: Sequence[tuple[Tu
     )
 
 
-def _describe_advantages(rows: Sequence[TrainingRow]) -> dict[str, float]:
+def describe_advantages(rows: Sequence[TrainingRow]) -> dict[str, float]:
     """Returns statistics of the advantages over tokens, as the loss counts them."""
     values = [value for row in rows for value in row.advantages]
     if not values:

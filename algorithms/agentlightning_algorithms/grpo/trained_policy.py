@@ -19,7 +19,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.run.directory import atomic_directory
 from agentlightning.types import Triplet
 from agentlightning_algorithms.grpo.episode import Episode, describe_calls
-from agentlightning_algorithms.grpo.experience import Experience, build_experience
+from agentlightning_algorithms.grpo.experience import Experience, build_experience, describe_advantages
 from agentlightning_algorithms.grpo.monitor import TrainingMonitor
 from agentlightning_algorithms.grpo.settings import GRPOSettings, PolicySettings
 from agentlightning_algorithms.grpo.teacher import Teacher
@@ -84,7 +84,7 @@ class TrainedPolicy:
             experience.rows, guidance = teacher.guide(
                 experience.rows, temperature=update.temperature, max_tokens=update.max_tokens_per_microbatch
             )
-            experience.metrics |= guidance
+            experience.metrics |= guidance | describe_advantages(experience.rows)
             del experience.metrics["groups_without_spread"]  # the policy learns from them, too
         metrics = updater.update(experience.rows)
         if "tokens_per_s" in metrics:

@@ -280,6 +280,19 @@ def test_each_row_is_recorded_as_a_span_of_its_attempt() -> None:
     assert spans[0].attributes["gen_ai.response.id"] == "chatcmpl-1"
 
 
+def test_several_rewards_of_rollouts_are_normalised_apart() -> None:
+    """The second reward decides between rollouts with an equal first one."""
+    found = [
+        replace(each, rewards={"win": each.reward or 0.0, "fast": fast})
+        for each, fast in zip(episodes("a", [1.0, 1.0], calls=1), (0.0, 0.1), strict=True)
+    ]
+    with pytest.raises(agl.ConfigError, match="set keep_flat_groups: true"):
+        ExperienceSettings(estimator="gdpo")
+    experience = build(found, ExperienceSettings(estimator="gdpo", keep_flat_groups=True))
+    slow, fast = [row.advantages[0] for row in experience.rows]
+    assert fast > 0 > slow
+
+
 def history(size: int, position: int = 0, *, seed: int = 1, rewards: Any = None) -> TaskHistory:
     return TaskHistory(range(size), position, 0, seed, rewards or {})
 

@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("server_thread")]
 def stubborn_agent(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> float:
     """Runs the demo's agent with different sampling parameters in each rollout of a group."""
     index = int((rollout.metadata or {}).get("repetition", 0))
-    own: dict[str, Any] = [{"temperature": 0.3}, {"temperature": 2.0}, {"top_p": 0.6}, {}][index]
+    own: dict[str, Any] = [
+        {"temperature": 0.3, "frequency_penalty": 0.5}, {"temperature": 2.0, "logit_bias": {}}, {"top_p": 0.6}, {},
+    ][index]  # fmt: skip
     sampling = {**llm.sampling_parameters, **own}
     return calculator_agent(task, llm.model_copy(update={"sampling_parameters": sampling}))
 
@@ -216,6 +218,7 @@ def test_sampler_and_trainer_agree_for_any_parameters_that_the_agent_requests(
     assert len(trained) == 1
     assert all(values["logprob_gap_max"] < 1e-3 for values in trained)
     assert all(values["calls_of_other_sampling"] == 0 for values in trained)
+    assert all(0 < values["calls_without_penalties"] < values["calls"] for values in trained)
     assert "log-probabilities" not in caplog.text
     drawn = {
         (place[0], call["gen_ai.request.temperature"], call["gen_ai.request.top_p"])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
 from agentlightning.errors import ConfigError, PluginImportError
 from agentlightning.plugin.registry import get_manager
-from agentlightning.plugin.settings import bind_settings, require_least
+from agentlightning.plugin.settings import bind_fields, require_least
 
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
@@ -63,8 +63,9 @@ class UpdateSettings:
         lr: AdamW's peak learning rate; ``betas`` and ``weight_decay`` are AdamW's too.
         schedule: a component of that kind: ``constant``, ``linear`` or ``cosine`` decay of the learning rate from
             ``lr`` to ``lr * final_lr_fraction``, by updates, not optimizer steps.
-        total_updates: updates the schedule spans; required for all but ``constant``.
-        warmup_updates: updates in which the learning rate rises linearly to ``lr``.
+        total_updates: updates the schedules span; required for all but ``constant``.
+        warmup_updates: updates in which the learning rate rises linearly to ``lr``. A run that is shorter begins like
+            the whole run, with a warning.
         max_grad_norm: gradients are clipped to this norm.
         epochs: passes over the rows of one update.
         minibatches: optimizer steps per epoch, whatever the number of rows, which depends on the number of turns.
@@ -90,6 +91,8 @@ class UpdateSettings:
         kl_coefficient: weight, in the loss of each token, of the divergence from the initial model (arXiv:2402.03300).
         kl_estimator: see ``kl_penalty`` in ``loss``.
         entropy_coefficient: weight of the entropy bonus (Mnih et al. 2016, arXiv:1602.01783).
+        kl_schedule: a component of the kind ``schedule``, whose share ``kl_coefficient`` is multiplied by: ``linear``
+            and ``cosine`` end at 0. ``entropy_schedule`` likewise.
         seed: seed of the order of rows.
     """
 
@@ -124,22 +127,18 @@ class UpdateSettings:
     trust_upper: float = 2.0
     kl_coefficient: float = 0.0
     kl_estimator: KlEstimator = "k3"
+    kl_schedule: str | Mapping[str, Any] = "constant"
     entropy_coefficient: float = 0.0
+    entropy_schedule: str | Mapping[str, Any] = "constant"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name, value in bind_settings(UpdateSettings, given, "update").items():  # in Python as in a file
-            object.__setattr__(self, name, value)
-        if self.total_updates is not None and self.warmup_updates > self.total_updates:
-            raise ConfigError(
-                f"warmup_updates = {self.warmup_updates}: the training has {self.total_updates} updates, so the "
-                "learning rate would never reach lr; use fewer."
-            )
+        bind_fields(self, "update")
         for name in ("lr", "max_grad_norm", "temperature", "epochs", "minibatches", "max_tokens_per_microbatch"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}; it must be above 0.")
-        check_part("schedule", self.schedule)
+        for schedule in (self.schedule, self.kl_schedule, self.entropy_schedule):
+            check_part("schedule", schedule)
         check_part("policy_loss", self.objective)
         check_part("aggregation", self.aggregation)
         names = ("weight_decay", "warmup_updates", "final_lr_fraction", "clip_low", "clip_high", "kl_coefficient")
@@ -162,6 +161,17 @@ class UpdateSettings:
             bounds = (getattr(self, low) or 0.0, getattr(self, high))
             if not 0 <= bounds[0] < bounds[1]:
                 raise ConfigError(f"{low} = {bounds[0]}, {high} = {bounds[1]}; 0 <= {low} < {high} is needed.")
+
+    def coefficients_at(self, update: int) -> tuple[float, float]:
+        """Returns the coefficients of KL and entropy in the ``update``-th update, counted from 0."""
+        progress = min(1.0, update / max(1, (self.total_updates or 1) - 1))
+        found = []
+        for coefficient, schedule in (
+            (self.kl_coefficient, self.kl_schedule),
+            (self.entropy_coefficient, self.entropy_schedule),
+        ):
+            found.append(coefficient * float(load_part("schedule", schedule)(progress)) if coefficient else 0.0)
+        return found[0], found[1]
 
     def lr_at(self, update: int) -> float:
         """Returns the learning rate of the ``update``-th update, counted from 0."""
@@ -192,6 +202,7 @@ class LoraSettings:
     target_modules: str | list[str] = "all-linear"
 
     def __post_init__(self) -> None:
+        bind_fields(self, "lora")
         require_least(1, rank=self.rank)
 
 

@@ -59,12 +59,22 @@ class Updater:
         """
         self.policy = policy
         self.settings = settings = settings or UpdateSettings()
-        if settings.schedule != "constant" and settings.total_updates is None:
-            raise ConfigError(f"schedule = {settings.schedule!r} needs total_updates, the number of updates it spans.")
+        for name in ("schedule", "kl_schedule", "entropy_schedule"):
+            if getattr(settings, name) != "constant" and settings.total_updates is None:
+                raise ConfigError(
+                    f"{name} = {getattr(settings, name)!r} needs total_updates, the number of updates it spans."
+                )
         self._objective: Objective = get_manager().create("policy_loss", settings.objective)
         _try_objective(self._objective, settings)
+        if settings.total_updates is not None and settings.warmup_updates > settings.total_updates:
+            logger.warning(
+                "warmup_updates = %d: the training has %d updates, so the learning rate ends at %g and never reaches "
+                "lr = %g", settings.warmup_updates, settings.total_updates, settings.lr_at(settings.total_updates - 1),
+                settings.lr,
+            )  # fmt: skip
         for update in (settings.warmup_updates, (settings.total_updates or 1) - 1):
             settings.lr_at(update)
+            settings.coefficients_at(update)
         self.updates = 0  # made so far
         self.uses: list[RowUse] = []  # uses of the rows in the last update
         self._open_step: tuple[StepMetrics, list[PreparedRow]] = StepMetrics(), []  # added, but not yet applied
@@ -278,6 +288,7 @@ class Updater:
     ) -> None:
         """Adds one micro-batch's share of the minibatch's gradient and metrics."""
         settings, device = self.settings, self.policy.device
+        kl_coefficient, entropy_coefficient = settings.coefficients_at(self.updates)
         batch = collate([row.row for row in rows], device)
         sampled_BT = batch.mask_BT
 
@@ -292,7 +303,7 @@ class Updater:
         length_B = torch.tensor([row.rollout_length for row in rows], device=device)
         with self._precision():
             logprob_BT, entropy_BT = self.policy.token_logprobs(
-                batch, settings.temperature, entropy_gradient=settings.entropy_coefficient != 0
+                batch, settings.temperature, entropy_gradient=entropy_coefficient != 0
             )
         if rows[0].first_T is None:
             self._keep_logprobs(rows, logprob_BT.detach(), sampled_BT)
@@ -305,10 +316,10 @@ class Updater:
         if rows[0].reference_T is not None:
             reference_BT = pad([row.reference_T for row in rows if row.reference_T is not None])
             kl_BT = kl_penalty(logprob_BT, reference_BT, settings.kl_estimator)
-            loss_BT = loss_BT + settings.kl_coefficient * kl_BT
+            loss_BT = loss_BT + kl_coefficient * kl_BT
             step.add(reference_kl=(kl_BT.detach() * counted_BT).sum())
-        if settings.entropy_coefficient:
-            loss_BT = loss_BT - settings.entropy_coefficient * entropy_BT
+        if entropy_coefficient:
+            loss_BT = loss_BT - entropy_coefficient * entropy_BT
         loss = aggregate(
             loss_BT, mask_BT, settings.aggregation, weight_B=weight_B, normalizer=normalizer,
             rollout_length_B=length_B, horizon=settings.horizon or 1,

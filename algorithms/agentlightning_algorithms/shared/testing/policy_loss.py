@@ -47,7 +47,7 @@ class PolicyLossConformance:
             kept_BT = mask_BT > 0
             columns = [each[kept_BT] for each in (new_BT, old_BT, advantage_BT.expand_as(mask_BT), mask_BT)]
             with promised("begin(batch, settings) accepts a LossBatch"):
-                policy_loss.begin(LossBatch(*columns, row_N=kept_BT.nonzero()[:, 0], update=0), self.settings())
+                policy_loss.begin(LossBatch(*columns, kept_BT.nonzero()[:, 0], 0), self.settings())
         logprob_BT = new_BT.clone().requires_grad_()
         given = [old_BT.clone(), advantage_BT.clone(), mask_BT.clone()]
         with promised("policy_loss(logprob_BT, old_logprob_BT, advantage_BT, mask_BT, settings) returns a Surrogate"):
