@@ -78,8 +78,7 @@ WEIGHT_VERSION: Final = "agentlightning.weight_version"  # of the weights that s
 WEIGHT_VERSIONS: Final = "agentlightning.weight_versions"  # one per token, if the weights changed during the answer
 GATEWAY_COMPLETE: Final = "agentlightning.gateway.complete"
 """Set by the gateway: whether the whole answer passed through it. Incomplete answers must not be trained on."""
-GATEWAY_REPLACED: Final = "agentlightning.gateway.replaced"
-"""Set by the gateway: names of the agent's sampling parameters in whose place others were sent."""
+GATEWAY_REPLACED: Final = "agentlightning.gateway.replaced"  # names of sampling parameters that others replaced
 CACHED_SUFFIX: Final = " (cached)"  # ends the name of the gateway's span if its cache answered the call
 LATE: Final = "agentlightning.late"
 """Set by the store on a span that an agent wrote after its attempt had ended; rewards in it do not count."""

@@ -8,7 +8,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentlightning import semconv
@@ -276,16 +276,13 @@ class TaskHistory:
 
 def shuffled(count: int, history: TaskHistory) -> list[int]:
     """The task sampler ``shuffled``: an endless sequence of shuffled epochs, read from the position on."""
-    return _read_epochs(len(history.data), count, history.position, history.seed)
-
-
-def _read_epochs(size: int, count: int, position: int, seed: int) -> list[int]:
     orders: dict[int, list[int]] = {}
     chosen = []
-    for place in range(position, position + count):
+    size = len(history.data)
+    for place in range(history.position, history.position + count):
         epoch, offset = divmod(place, size)
         if epoch not in orders:
-            orders[epoch] = random.Random(f"{seed}-{epoch}").sample(range(size), size)
+            orders[epoch] = random.Random(f"{history.seed}-{epoch}").sample(range(size), size)
         chosen.append(orders[epoch][offset])
     return chosen
 
@@ -295,7 +292,7 @@ def undecided(count: int, history: TaskHistory) -> list[int]:
 
     Tasks that have not been tried count as 0.5. Groups of tasks that always or never succeed teach nothing.
     """
-    pool = list(dict.fromkeys(_read_epochs(len(history.data), 2 * count, 2 * history.position, history.seed)))
+    pool = list(dict.fromkeys(shuffled(2 * count, replace(history, position=2 * history.position))))
     known = {index: history.newest(index) for index in pool}
     pool.sort(key=lambda index: 0.0 if (reward := known[index]) is None else abs(reward - 0.5))
     return [pool[i % len(pool)] for i in range(count)]

@@ -206,6 +206,8 @@ class GRPOSettings:
         keep_steps: rollouts of training and validation that are older than this many steps are deleted, with their
             spans and tokens, which take about 160 kB per model call. 0: all are kept. None: 4 in a store that is lost
             with its process, and all in a durable one.
+        profile_step: the step, counted from 0, whose update torch's profiler records, in ``profile.txt`` and
+            ``profile.json`` of the run's directory; None: none.
         resource_name: name of the resource that agents receive the model as.
         dtype: dtype of computation, in sampling and in training. Trained weights stay in float32 because an update is
             smaller than the resolution of bfloat16.
@@ -245,6 +247,7 @@ class GRPOSettings:
     test_dataset: Sequence[Any] | None = None
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     keep_steps: int | None = None
+    profile_step: int | None = None
     resource_name: str = "llm"
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
@@ -269,7 +272,9 @@ class GRPOSettings:
         require_least(1, steps=self.steps, tasks_per_step=self.tasks_per_step)
         require_least(1, eval_rollouts=self.eval_rollouts)
         require_least(0, eval_every=self.eval_every, refill_rounds=self.refill_rounds, keep_steps=self.keep_steps or 0)
-        require_least(0, staleness=self.staleness)
+        require_least(0, staleness=self.staleness, profile_step=self.profile_step)
+        if self.profile_step is not None and self.profile_step >= self.steps:
+            raise ConfigError(f"profile_step = {self.profile_step}: the last step is {self.steps - 1}, counted from 0.")
         learns_from_rewards = self.teacher is None or self.teacher.reward_coefficient > 0
         if self.teacher is not None:
             self.experience = replace(self.experience, keep_flat_groups=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import resource
@@ -11,10 +12,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 
@@ -47,6 +48,7 @@ from agentlightning_algorithms.shared.policy_backend import PolicyBackend, Polic
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry
 
 logger = logging.getLogger("agentlightning")
+T = TypeVar("T")
 
 _EVALUATED: Final = ("reward", "success_rate", "failure_rate")
 """Metrics of evaluations, in addition to those with a prefix of ``_EVALUATED_BY_NAME``."""
@@ -270,7 +272,10 @@ class TrainingSession:
         compared = {episode.rollout.rollout_id: episode for episode in episodes}
         updates, parts, by_policy = [], [], dict[str, float]()
         for policy in self.policies:
-            experience, found = await asyncio.to_thread(policy.learn, episodes, settings, self._teacher, oldest)
+            learn = functools.partial(policy.learn, episodes, settings, self._teacher, oldest)
+            if self.step == settings.profile_step and collector.context.directory is not None:
+                learn = functools.partial(_profile, learn, collector.context.directory, policy.name)
+            experience, found = await asyncio.to_thread(learn)
             parts.append((experience, policy.updater.uses))
             updates.append(found)
             by_policy |= {f"{policy.prefix}{name}": value for name, value in found.items() if name != "seconds"}
@@ -443,6 +448,17 @@ class TrainingSession:
             logger.warning("step %d: %s", self.step, warning)
         active = sum(policy.monitor.active for policy in self.policies)
         await self.collector.store.add_metrics(self.step, {**metrics, "warnings": float(active)})
+
+
+def _profile(learn: Callable[[], T], directory: Path, name: str) -> T:
+    """Returns what ``learn`` returns, and writes where its time went: a table, and a trace for chrome://tracing."""
+    with torch.profiler.profile() as profiler:
+        found = learn()
+    stem = f"profile-{name}" if name else "profile"
+    profiler.export_chrome_trace(str(directory / f"{stem}.json"))
+    table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
+    (directory / f"{stem}.txt").write_text(table, encoding="utf-8")
+    return found
 
 
 def _measure_memory(device: str) -> dict[str, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import sys
 import threading
 from pathlib import Path
@@ -186,6 +188,24 @@ async def test_the_ledger_has_filtered_rollouts_and_the_shaped_rewards(tiny_mode
     rows = [TrainedRow.from_span(span) for span in spans if span.name == ROW_SPAN]
     assert [row.reward for row in rows] == [1.0, 0.0]
     assert (metrics["outcome/filtered"], metrics["rollouts_left_out"]) == (1, 0)
+
+
+async def test_the_profile_of_a_step_says_where_its_time_went(tiny_model: Path, tmp_path: Path) -> None:
+    async def keep(found: list[Span]) -> None: ...
+
+    session = make_session(tiny_model, steps=2, profile_step=1)
+    store: Any = SimpleNamespace(add_many_spans=keep, capabilities={"durable": True})
+    session.collector.store, session.collector.context.directory = store, tmp_path
+    episodes = [make_episode(0, 2, "stop"), dataclasses.replace(make_episode(1, 4, "stop"), reward=0.0)]
+    await session.learn([episodes])
+    assert not (tmp_path / "profile.txt").exists(), "only the step that the setting names"
+    await session.learn([episodes])
+    table = (tmp_path / "profile.txt").read_text(encoding="utf-8")
+    assert "Self CPU" in table
+    assert "Optimizer.step#AdamW.step" in table
+    assert json.loads((tmp_path / "profile.json").read_text(encoding="utf-8"))["traceEvents"]
+    with pytest.raises(agl.ConfigError, match="profile_step = 2: the last step is 1, counted from 0"):
+        GRPOSettings(model=str(tiny_model), steps=2, profile_step=2)
 
 
 def make_episode(index: int, length: int, end: str) -> Episode:

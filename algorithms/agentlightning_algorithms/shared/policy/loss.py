@@ -57,6 +57,13 @@ class LossBatch(NamedTuple):
     stage: Literal["check", "train"] = "train"
     """``check``: two made rows, with which a loss is tried before the first rollout."""
 
+    @classmethod
+    def of_rows(cls, logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> LossBatch:
+        """Returns made rows as a batch of the stage ``check``."""
+        kept_BT = mask_BT > 0
+        new_N, old_N, advantage_N = (each[kept_BT] for each in (logprob_BT.detach(), old_logprob_BT, advantage_BT))
+        return cls(new_N, old_N, advantage_N, mask_BT[kept_BT], kept_BT.nonzero()[:, 0], 0, "check")
+
 
 def ppo(
     logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings

@@ -165,13 +165,8 @@ class UpdateSettings:
     def coefficients_at(self, update: int) -> tuple[float, float]:
         """Returns the coefficients of KL and entropy in the ``update``-th update, counted from 0."""
         progress = min(1.0, update / max(1, (self.total_updates or 1) - 1))
-        found = []
-        for coefficient, schedule in (
-            (self.kl_coefficient, self.kl_schedule),
-            (self.entropy_coefficient, self.entropy_schedule),
-        ):
-            found.append(coefficient * float(load_part("schedule", schedule)(progress)) if coefficient else 0.0)
-        return found[0], found[1]
+        kl, entropy = (load_part("schedule", name)(progress) for name in (self.kl_schedule, self.entropy_schedule))
+        return self.kl_coefficient * float(kl), self.entropy_coefficient * float(entropy)
 
     def lr_at(self, update: int) -> float:
         """Returns the learning rate of the ``update``-th update, counted from 0."""

@@ -430,12 +430,10 @@ def _try_objective(objective: Objective, settings: UpdateSettings) -> None:
     logprob_BT = torch.full((2, 3), -1.0, requires_grad=True)
     mask_BT = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
     advantage_BT = torch.tensor([[1.0], [-1.0]]) * mask_BT
-    old_BT, kept_BT = torch.full((2, 3), -1.1), mask_BT > 0
+    old_BT = torch.full((2, 3), -1.1)
     try:
         if hasattr(objective, "begin"):
-            new_N, old_N, advantage_N = (each[kept_BT] for each in (logprob_BT.detach(), old_BT, advantage_BT))
-            rows_N = kept_BT.nonzero()[:, 0]
-            objective.begin(LossBatch(new_N, old_N, advantage_N, mask_BT[kept_BT], rows_N, 0, "check"), settings)
+            objective.begin(LossBatch.of_rows(logprob_BT, old_BT, advantage_BT, mask_BT), settings)
         found = objective(logprob_BT, old_BT, advantage_BT, mask_BT, settings)
         shapes = {name: tuple(getattr(found, name).shape) for name in Surrogate._fields}
         if set(shapes.values()) != {(2, 3)}:

@@ -44,10 +44,9 @@ class PolicyLossConformance:
         ``is_part``: the rows are a part of the batch that was computed before.
         """
         if hasattr(policy_loss, "begin") and not is_part:
-            kept_BT = mask_BT > 0
-            columns = [each[kept_BT] for each in (new_BT, old_BT, advantage_BT.expand_as(mask_BT), mask_BT)]
+            batch = LossBatch.of_rows(new_BT, old_BT, advantage_BT.expand_as(mask_BT), mask_BT)
             with promised("begin(batch, settings) accepts a LossBatch"):
-                policy_loss.begin(LossBatch(*columns, kept_BT.nonzero()[:, 0], 0), self.settings())
+                policy_loss.begin(batch, self.settings())
         logprob_BT = new_BT.clone().requires_grad_()
         given = [old_BT.clone(), advantage_BT.clone(), mask_BT.clone()]
         with promised("policy_loss(logprob_BT, old_logprob_BT, advantage_BT, mask_BT, settings) returns a Surrogate"):
