@@ -38,7 +38,7 @@ GRPO_SETTINGS: Final[dict[str, Any]] = {
         "lr": 1e-3,
         "betas": (0.9, 0.99),
         "schedule": "linear",
-        "warmup_updates": 8,
+        "warmup_updates": 4,
         "final_lr_fraction": 0.1,
         "minibatches": 8,
     },
