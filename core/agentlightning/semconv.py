@@ -78,6 +78,7 @@ WEIGHT_VERSION: Final = "agentlightning.weight_version"  # of the weights that s
 WEIGHT_VERSIONS: Final = "agentlightning.weight_versions"  # one per token, if the weights changed during the answer
 GATEWAY_COMPLETE: Final = "agentlightning.gateway.complete"
 """Set by the gateway: whether the whole answer passed through it. Incomplete answers must not be trained on."""
+GATEWAY_REPLACED: Final = "agentlightning.gateway.replaced"  # names of sampling parameters that others replaced
 CACHED_SUFFIX: Final = " (cached)"  # ends the name of the gateway's span if its cache answered the call
 LATE: Final = "agentlightning.late"  # set on a span that ended after its attempt; rewards in it do not count
 UNFINISHED: Final = "agentlightning.unfinished"  # set by the tracer on a span that the end of its attempt has ended

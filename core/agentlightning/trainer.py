@@ -141,7 +141,7 @@ class Trainer:
 
     def fit(
         self,
-        agent: Any,
+        agent: Any = None,
         train_dataset: Dataset[Any] | None = None,
         val_dataset: Dataset[Any] | None = None,
         *,
@@ -150,7 +150,8 @@ class Trainer:
         """Trains until the algorithm is done.
 
         Args:
-            agent: a function, decorated or plain, a LitAgent, or an object of a framework that a plugin supports.
+            agent: a function, decorated or plain, a LitAgent, or an object of a framework that a plugin supports. None
+                for an algorithm that runs no agent, such as ``sft``.
             train_dataset: tasks to learn from: a sequence, or a DataFrame, whose rows become dicts.
             val_dataset: tasks to evaluate with.
             reward: ``reward(task, output, rollout)``, or a component such as ``judge``, for agents that do not emit
@@ -167,7 +168,12 @@ class Trainer:
         if self.algorithm is None:
             names = ", ".join(get_manager().components("algorithm"))
             raise ConfigError(f"fit needs an algorithm, as in Trainer(algorithm='baseline'); installed: {names}")
-        return self._run(self.algorithm, wrap(agent, reward), train_dataset, val_dataset)
+        if agent is None and self.algorithm.runs_agent:
+            raise ConfigError(
+                f"{type(self.algorithm).__name__} runs an agent; give it, as in fit(agent, train_dataset)"
+            )
+        agent = wrap(_never_called if agent is None else agent, reward)
+        return self._run(self.algorithm, agent, train_dataset, val_dataset)
 
     def dev(
         self,
@@ -270,6 +276,11 @@ class Trainer:
             return context.store
         logger.warning("the store already has the run %r: this run is in store.with_run(%r)", known.name, name)
         return context.store.with_run(name)
+
+
+def _never_called(task: Any) -> float:
+    """The agent of a run whose algorithm runs none."""
+    raise ConfigError("the run has no agent; give it, as in fit(agent, tasks)")
 
 
 def _check_port(port: int | None, of_strategy: int | None) -> None:

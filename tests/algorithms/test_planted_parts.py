@@ -111,7 +111,17 @@ def fills_the_mask(new: Any, old: Any, advantage: Any, mask: Any, settings: Any)
     return ppo(new, old, advantage, mask.fill_(1.0), settings)
 
 
+class NeedsMore:
+    """A loss whose first pass asks for what the batch lacks."""
+
+    def begin(self, batch: Any, settings: Any) -> None:
+        batch.entropy_N.mean()
+
+    __call__ = staticmethod(ppo)
+
+
 LOSSES = [
+    (NeedsMore(), "test_losses_and_gradients_are_finite", "begin(batch, settings) accepts a LossBatch"),
     (unbounded, "test_losses_and_gradients_are_finite", "loss_BT is finite"),
     (returns_the_mean, "test_losses_and_gradients_are_finite", "loss_BT has a value for each token"),
     (fills_the_mask, "test_losses_and_gradients_are_finite", "leaves its arguments unchanged"),

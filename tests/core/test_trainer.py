@@ -619,3 +619,8 @@ async def test_a_model_among_the_initial_resources_replaces_the_models_of_the_ga
         latest = await store.get_latest_resources()
         assert latest is not None
         assert set(latest.resources) == expected
+
+
+def test_an_algorithm_that_runs_an_agent_asks_for_one() -> None:
+    with pytest.raises(agl.ConfigError, match=r"Baseline runs an agent; give it, as in fit\(agent, train_dataset\)"):
+        agl.Trainer(algorithm="baseline").fit()

@@ -100,7 +100,7 @@ def climbing(folder: Path, kill_at: int | None) -> agl.LightningStore:
 
 def losses(folder: Path) -> None:
     """A training whose every part comes from a package."""
-    for objective in ({"name": "sapo", "temperature": 2.0}, {"name": "reinforce", "scale": 0.5}):
+    for objective in ({"name": "soft_gate", "temperature": 2.0}, {"name": "reinforce", "scale": 0.5}):
         algorithm = {
             "name": "grpo",
             "model": str(CHECKPOINT),

@@ -28,6 +28,7 @@ _PARTS = (
     ("advantage", "rloo", "difference from the mean of the group's other rollouts"),
     ("advantage", "reinforce_plus_plus_baseline", "difference from the mean of the group, whitened over the batch"),
     ("advantage", "opo", "difference from the length-weighted mean of the group"),
+    ("advantage", "gdpo", "several rewards, each normalised in its group, then summed and whitened"),
     ("aggregation", "token-mean", "mean over all tokens of the batch"),
     ("aggregation", "token-sum", "sum over all tokens"),
     ("aggregation", "seq-mean-token-sum", "mean over rows of their sums"),
@@ -37,6 +38,9 @@ _PARTS = (
     ("policy_loss", "ppo", "clipped ratios of tokens"),
     ("policy_loss", "gspo", "one clipped ratio for a row"),
     ("policy_loss", "cispo", "clipped ratios as weights"),
+    ("policy_loss", "sapo", "a soft gate on ratios instead of clipping"),
+    ("policy_loss", "gmpo", "the geometric mean of the clipped ratios of a row"),
+    ("policy_loss", "dppo", "tokens whose probability moved far are left out"),
     ("policy_loss", "cross_entropy", "likelihood of the tokens"),
     ("reward_shaping", "soft_overlong", "less reward for answers near the token limit"),
     ("rollout_filter", "finished", "rollouts that neither failed nor were cut off"),
@@ -54,13 +58,13 @@ _PARTS = (
 def kinds() -> list[Kind]:
     backend = "agentlightning_algorithms.shared.policy_backend:PolicyBackend"
     loss = "(logprob_BT, old_logprob_BT, advantage_BT, mask_BT, settings) -> Surrogate"
-    sampler = "(size, count, position, *, seed, rewards) -> indices of the next tasks"
+    sampler = "(count, history: TaskHistory) -> indices of the next tasks"
     return [
         Kind("advantage", "(items: Sequence[Scored], *, std_floor) -> list[float]", "grpo: advantage of each rollout"),
         Kind("aggregation", "(length_B, weight_B, rollout_length_B, horizon) -> factors, divisor", "grpo: mean"),
         Kind("policy_backend", backend, "samples the model that grpo trains"),
         Kind("policy_loss", loss, "grpo: the objective"),
-        Kind("reward_shaping", "(episode, settings) -> float", "grpo: the reward to train with"),
+        Kind("reward_shaping", "(episode, group, settings) -> float", "grpo: the reward to train with"),
         Kind("rollout_filter", "(episodes, settings) -> episodes", "grpo: the rollouts to train on"),
         Kind("schedule", "(progress: float) -> float", "grpo: share of the learning rate at a progress from 0 to 1"),
         Kind("task_sampler", sampler, "grpo: the order of tasks"),

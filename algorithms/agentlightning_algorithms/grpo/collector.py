@@ -13,14 +13,15 @@ from typing import Any, Final
 
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.algorithm import Gateway, RunContext
-from agentlightning.plugin.registry import get_manager
+from agentlightning.errors import ConfigError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutConfig, RolloutMode, Triplet
-from agentlightning_algorithms.grpo.episode import Episode, fill_rewards, gather_episodes
+from agentlightning_algorithms.grpo.episode import Episode, TaskHistory, fill_rewards, gather_episodes
 from agentlightning_algorithms.grpo.experience import find_flat_groups, score_episodes
-from agentlightning_algorithms.grpo.sampling import PENALTIES, agent_sampling, distribution
+from agentlightning_algorithms.grpo.sampling import FIXED, agent_sampling, distribution
 from agentlightning_algorithms.grpo.settings import GRPOSettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
+from agentlightning_algorithms.shared.policy.settings import load_part
 from agentlightning_algorithms.shared.policy_backend import PolicyBackend, publish_weights
 from agentlightning_algorithms.shared.rollout_result import RewardCheck
 
@@ -29,8 +30,6 @@ logger = logging.getLogger("agentlightning")
 BACKEND_CHECK_S: Final = 2.0
 _KEPT_STEPS: Final = 4
 """Default of ``keep_steps`` for a store that is lost with its process."""
-_FIXED: Final = ("min_p", *PENALTIES)
-"""Parameters that a training row cannot express: they are forced even if calls choose the other parameters."""
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "stop")
 """Parameters that end an answer: they apply to calls that do not set them."""
 
@@ -68,8 +67,8 @@ class RolloutCollector:
     train_resources: str = ""
     eval_resources: str = ""
     sampler_totals: Mapping[str, float] = field(default_factory=dict)
-    task_rewards: dict[int, float] = field(default_factory=dict)
-    """Newest mean reward of each task of the training set, by index."""
+    task_rewards: dict[int, list[float | None]] = field(default_factory=dict)
+    """``rewards`` of :class:`TaskHistory`."""
     rollout_ids: dict[int, list[str]] = field(default_factory=dict)
     """Rollouts that have not been deleted, by step."""
     published_at: dict[int, float] = field(default_factory=dict)
@@ -85,7 +84,7 @@ class RolloutCollector:
             "step": self.step,
             "position": self.position,
             "lowest_reward": self.reward_check.lowest,
-            "task_rewards": dict(self.task_rewards),
+            "task_rewards": {index: list(rewards) for index, rewards in self.task_rewards.items()},
             "open_groups": list(self.open_groups),
             "rollout_ids": {step: list(rollout_ids) for step, rollout_ids in self.rollout_ids.items()},
         }
@@ -184,29 +183,39 @@ class RolloutCollector:
 
     def choose_tasks(self, train: Dataset[Any], count: int, position: int) -> list[tuple[int, Any]]:
         """Returns the next tasks of the training set, with their indices."""
-        choose = get_manager().create("task_sampler", self.settings.task_sampler)
+        spec = self.settings.task_sampler
         seed = self.policies.first.updater.settings.seed
-        chosen = choose(len(train), count, position, seed=seed, rewards=self.task_rewards)
+        history = TaskHistory(train, position, self.step, seed, self.task_rewards)
+        chosen = load_part("task_sampler", spec)(count, history)
+        if len(chosen) != count or not all(0 <= index < len(train) for index in chosen):
+            raise ConfigError(
+                f"the task_sampler {spec!r} returned {list(chosen)[:8]}; {count} indices from 0 to {len(train) - 1} "
+                "are needed"
+            )
         return [(index, train[index]) for index in chosen]
 
     def remember_rewards(self, episodes: Sequence[Episode]) -> None:
-        """Keeps the mean reward of each task, for task samplers."""
-        rewards: dict[int, list[float]] = {}
+        """Keeps the mean reward of each group, for task samplers."""
+        groups: dict[tuple[int, str], list[float]] = {}
         filled = fill_rewards(episodes, self.settings.experience.failed_reward)
         for episode, reward in zip(episodes, filled, strict=True):
-            if reward is not None:
-                rewards.setdefault(int((episode.rollout.metadata or {})["task_id"]), []).append(reward)
-        self.task_rewards |= {index: sum(values) / len(values) for index, values in rewards.items()}
+            own = groups.setdefault((int((episode.rollout.metadata or {})["task_id"]), episode.group), [])
+            own += [] if reward is None else [reward]
+        for (index, _), values in groups.items():
+            self.task_rewards.setdefault(index, []).append(sum(values) / len(values) if values else None)
 
     def shape(self, episodes: Sequence[Episode]) -> list[Episode]:
         """Returns the episodes to train on, with the rewards to train with."""
         settings, experience = self.settings, self.settings.experience
         if experience.rollout_filter is not None:
-            episodes = get_manager().create("rollout_filter", experience.rollout_filter)(episodes, settings)
+            episodes = load_part("rollout_filter", experience.rollout_filter)(episodes, settings)
         if experience.reward_shaping is None:
             return list(episodes)
-        shape = get_manager().create("reward_shaping", experience.reward_shaping)
-        return [replace(episode, reward=shape(episode, settings)) for episode in episodes]
+        shape = load_part("reward_shaping", experience.reward_shaping)
+        groups: dict[str, list[Episode]] = {}
+        for episode in episodes:
+            groups.setdefault(episode.group, []).append(episode)
+        return [replace(episode, reward=shape(episode, groups[episode.group], settings)) for episode in episodes]
 
     async def sampler_metrics(self) -> dict[str, float]:
         """Returns what the policy backend counted since the last step, evaluation included."""
@@ -300,7 +309,7 @@ def model_entries(entry: Mapping[str, Any], settings: GRPOSettings, policies: Po
             own = {
                 "model_name": policy.model_names[use],
                 "seed_calls": True,
-                "sampling_parameters": drawn if force else {name: drawn[name] for name in _FIXED},
+                "sampling_parameters": drawn if force else {name: drawn[name] for name in FIXED},
                 "sampling_defaults": limits if force else {**drawn, **limits},
             }
             entries.append({**entry, **served, **own})

@@ -8,15 +8,16 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter, reading
 from agentlightning.errors import AdapterError
 from agentlightning.reward import count_failed, find_final_reward, find_reward_spans, get_rewards_from_span
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, Rollout, Span, Triplet
-from agentlightning_algorithms.grpo.sampling import flatten
+from agentlightning.types import AttemptedRollout, Dataset, Rollout, Span, Triplet
+from agentlightning_algorithms.grpo.sampling import FIXED, flatten
 from agentlightning_algorithms.grpo.settings import GRPOSettings
 from agentlightning_algorithms.shared.policy.training_row import Distribution
 
@@ -40,6 +41,8 @@ class Episode:
     """Named dimensions of the rollout's rewards; the last value of each counts."""
     call_seconds: Sequence[float] = ()
     """Durations of the model calls, as measured by the gateway."""
+    calls_without_penalties: int = 0
+    """Calls whose penalties, ``min_p`` or ``logit_bias`` the gateway removed."""
 
     @property
     def outcome(self) -> tuple[float | None, str | None]:
@@ -139,7 +142,11 @@ def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[
         return Episode(rollout, reward, error="SpansDropped")
     rewards = {name: value for name, value in named if name != "primary"}
     seconds = [call.end_time - call.start_time for call in calls if call.start_time and call.end_time]
-    return Episode(rollout, reward, triplets, error, distributions, rewards, seconds)
+    removed = [FIXED & {*(call.attributes.get(semconv.GATEWAY_REPLACED) or ())} for call in calls]
+    return Episode(
+        rollout, reward, triplets, error, distributions, rewards, seconds,
+        calls_without_penalties=sum(map(bool, removed)),
+    )  # fmt: skip
 
 
 def _read_distributions(calls: Sequence[Span]) -> dict[str, Distribution]:
@@ -226,6 +233,7 @@ def describe_calls(episodes: Sequence[Episode]) -> dict[str, float]:
         **_spread("prompt_length", [len(ids) for call in calls if (ids := call.prompt.get("token_ids"))]),
         **_spread("response_length", [len(ids) for call in calls if (ids := call.response.get("token_ids"))]),
         "responses_cut_off": cut_off / len(calls) if calls else 0.0,
+        "calls_without_penalties": float(sum(episode.calls_without_penalties for episode in episodes)),
     }
 
 
@@ -249,25 +257,45 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
-def shuffled(size: int, count: int, position: int, *, seed: int, rewards: Mapping[int, float]) -> list[int]:
-    """The task sampler ``shuffled``: an endless sequence of shuffled epochs, read from ``position`` on."""
+@dataclass(frozen=True)
+class TaskHistory:
+    """The training set and its past, as a task sampler sees them."""
+
+    data: Dataset[Any]
+    position: int
+    """Tasks drawn so far."""
+    step: int
+    """Updates made so far."""
+    seed: int
+    rewards: Mapping[int, Sequence[float | None]] = field(default_factory=dict)
+    """By index of a task: the mean reward of each time it was rolled out, oldest first; None: no rollout had one."""
+
+    def newest(self, index: int) -> float | None:
+        """Returns the newest mean reward of a task; None if it is not known."""
+        return next((reward for reward in reversed(self.rewards.get(index, ())) if reward is not None), None)
+
+
+def shuffled(count: int, history: TaskHistory) -> list[int]:
+    """The task sampler ``shuffled``: an endless sequence of shuffled epochs, read from the position on."""
     orders: dict[int, list[int]] = {}
     chosen = []
-    for place in range(position, position + count):
+    size = len(history.data)
+    for place in range(history.position, history.position + count):
         epoch, offset = divmod(place, size)
         if epoch not in orders:
-            orders[epoch] = random.Random(f"{seed}-{epoch}").sample(range(size), size)
+            orders[epoch] = random.Random(f"{history.seed}-{epoch}").sample(range(size), size)
         chosen.append(orders[epoch][offset])
     return chosen
 
 
-def undecided(size: int, count: int, position: int, *, seed: int, rewards: Mapping[int, float]) -> list[int]:
+def undecided(count: int, history: TaskHistory) -> list[int]:
     """The task sampler ``undecided``: from twice as many shuffled tasks, those whose last mean reward is nearest 0.5.
 
     Tasks that have not been tried count as 0.5. Groups of tasks that always or never succeed teach nothing.
     """
-    pool = list(dict.fromkeys(shuffled(size, 2 * count, 2 * position, seed=seed, rewards=rewards)))
-    pool.sort(key=lambda index: abs(rewards.get(index, 0.5) - 0.5))
+    pool = list(dict.fromkeys(shuffled(2 * count, replace(history, position=2 * history.position))))
+    known = {index: history.newest(index) for index in pool}
+    pool.sort(key=lambda index: 0.0 if (reward := known[index]) is None else abs(reward - 0.5))
     return [pool[i % len(pool)] for i in range(count)]
 
 
@@ -276,7 +304,7 @@ def finished(episodes: Sequence[Episode], settings: GRPOSettings) -> Sequence[Ep
     return [e for e in episodes if e.reward is not None and not any(map(_is_cut_off, e.triplets))]
 
 
-def soft_overlong(episode: Episode, settings: GRPOSettings) -> float | None:
+def soft_overlong(episode: Episode, group: Sequence[Episode], settings: GRPOSettings) -> float | None:
     """The reward shaping ``soft_overlong`` (DAPO, arXiv:2503.14476): penalises answers in the last fifth of max_tokens.
 
     The reward falls linearly by up to 1 with the length of the longest answer.

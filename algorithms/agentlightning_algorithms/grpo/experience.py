@@ -5,18 +5,20 @@ R   rollouts of a batch
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from agentlightning.plugin.registry import get_manager
+from agentlightning.errors import ConfigError
 from agentlightning.types import AttemptedRollout, Span, Triplet
 from agentlightning_algorithms.grpo.episode import Episode, fill_rewards
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
 from agentlightning_algorithms.shared.advantage import Scored, flat_groups, read_credit
 from agentlightning_algorithms.shared.policy.prepared_row import RowUse
+from agentlightning_algorithms.shared.policy.settings import load_part
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
 from agentlightning_plugins.shared.training_records.record import (
     LedgerEntry,
@@ -115,7 +117,7 @@ def build_experience(
         "rollouts_left_out": float(len(episodes) - len(scored_R)),
         "rollouts_filled": float(sum(episode.reward is None for episode, _ in scored_R)),
         **{name: float(counts[name]) for name in _COUNTS},
-        **_describe_advantages(experience.rows),
+        **describe_advantages(experience.rows),
     }
     if failed := [
         value
@@ -147,9 +149,11 @@ def _score_calls(scored_R: Sequence[tuple[Episode, float]]) -> list[tuple[Scored
         if any(map(_has_credit, calls)):
             for call in calls:
                 value, turn = read_credit(call, episode.reward, reward)
-                items.append((Scored(value, episode.group, index, turn, _count_tokens(call)), [call]))
+                item = Scored(value, episode.group, index, turn, _count_tokens(call), episode.rewards)
+                items.append((item, [call]))
         else:
-            items.append((Scored(reward, episode.group, index, None, sum(map(_count_tokens, calls))), calls))
+            tokens = sum(map(_count_tokens, calls))
+            items.append((Scored(reward, episode.group, index, None, tokens, episode.rewards), calls))
     # A rollout without calls has no turn that could be compared.
     by_turn = {item.group for item, _ in items if item.turn is not None}
     return [(item, calls) for item, calls in items if calls or item.group not in by_turn]
@@ -160,9 +164,19 @@ def _find_advantages(scored_R: Sequence[tuple[Episode, float]], settings: Experi
     items = _score_calls(scored_R)
     if not items:
         return {}
-    estimate = get_manager().create("advantage", settings.estimator)
-    advantages = estimate([item for item, _ in items], std_floor=settings.std_floor)
+    advantages = estimate_advantages([item for item, _ in items], settings)
     return {id(call): value for value, (_, calls) in zip(advantages, items, strict=True) for call in calls}
+
+
+def estimate_advantages(items: Sequence[Scored], settings: ExperienceSettings) -> Sequence[float]:
+    """Returns the advantage of each item; raises ConfigError, which names the estimator, if it fails."""
+    found: Sequence[float] = load_part("advantage", settings.estimator)(items, std_floor=settings.std_floor)
+    if len(found) != len(items) or not all(map(math.isfinite, found)):
+        raise ConfigError(
+            f"the advantage {settings.estimator!r} returned {list(found)[:8]} for {len(items)} items; one finite "
+            "number for each is needed"
+        )
+    return found
 
 
 def _count_tokens(call: Triplet) -> int:
@@ -263,7 +277,7 @@ def _finish_row(row: TrainingRow, turns: Sequence[Turn], kept: Sequence[tuple[Tu
     )
 
 
-def _describe_advantages(rows: Sequence[TrainingRow]) -> dict[str, float]:
+def describe_advantages(rows: Sequence[TrainingRow]) -> dict[str, float]:
     """Returns statistics of the advantages over tokens, as the loss counts them."""
     values = [value for row in rows for value in row.advantages]
     if not values:

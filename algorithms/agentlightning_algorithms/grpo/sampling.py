@@ -15,6 +15,8 @@ SAMPLING_KEYS: Final = (
     "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "extra_body",
 )  # fmt: skip
 PENALTIES: Final = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+FIXED: Final = frozenset({"min_p", *PENALTIES})
+"""Parameters that a training row cannot express: they are off even if calls choose the other parameters."""
 _NEUTRAL: Final[Mapping[str, Any]] = {
     "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
     "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None,
@@ -61,7 +63,7 @@ def check_sampling(name: str, sampling: Mapping[str, Any]) -> None:
 
 
 def refuse_distortions(name: str, sampling: Mapping[str, Any], why: str) -> None:
-    for key in ("min_p", *PENALTIES):
+    for key in sorted(FIXED):
         if sampling.get(key) not in (None, {}, _NEUTRAL.get(key)):
             raise ConfigError(
                 f"{name}: {key} = {sampling[key]!r} changes the distribution of tokens, {why}; leave it out."

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Literal
 from pydantic import ConfigDict
 
 from agentlightning.errors import ConfigError
-from agentlightning.plugin.settings import require_least
+from agentlightning.plugin.settings import bind_fields, read_spec, require_least
 from agentlightning_algorithms.grpo.sampling import (
     check_sampling,
     check_training_sampling,
@@ -48,6 +48,9 @@ class PolicySettings:
     lora: LoraSettings | None = None
     update: UpdateSettings | None = None
 
+    def __post_init__(self) -> None:
+        bind_fields(self, "policies")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSettings:
@@ -74,6 +77,7 @@ class TeacherSettings:
     reward_coefficient: float = 1.0
 
     def __post_init__(self) -> None:
+        bind_fields(self, "teacher")
         if not self.coefficient > 0:
             raise ConfigError(f"teacher: coefficient = {self.coefficient}; it must be above 0.")
         require_least(0, reward_coefficient=self.reward_coefficient)
@@ -125,7 +129,13 @@ class ExperienceSettings:
     rollout_filter: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        bind_fields(self, "experience")
         check_part("advantage", self.estimator)
+        if read_spec(self.estimator)["name"] == "gdpo" and not self.keep_flat_groups:
+            raise ConfigError(
+                "estimator = 'gdpo' compares several rewards, but groups without spread in the first one are dropped; "
+                "set keep_flat_groups: true"
+            )
         if self.reward_shaping is not None:
             check_part("reward_shaping", self.reward_shaping)
         if self.rollout_filter is not None:
@@ -147,6 +157,7 @@ class CheckpointSettings:
     keep_every: int = 0
 
     def __post_init__(self) -> None:
+        bind_fields(self, "checkpoints")
         require_least(1, every=self.every)
         require_least(0, keep_every=self.keep_every)
 
@@ -195,6 +206,8 @@ class GRPOSettings:
         keep_steps: rollouts of training and validation that are older than this many steps are deleted, with their
             spans and tokens, which take about 160 kB per model call. 0: all are kept. None: 4 in a store that is lost
             with its process, and all in a durable one.
+        profile_step: the step, counted from 0, whose update torch's profiler records, in ``profile.txt`` and
+            ``profile.json`` of the run's directory; None: none.
         resource_name: name of the resource that agents receive the model as.
         dtype: dtype of computation, in sampling and in training. Trained weights stay in float32 because an update is
             smaller than the resolution of bfloat16.
@@ -234,6 +247,7 @@ class GRPOSettings:
     test_dataset: Sequence[Any] | None = None
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     keep_steps: int | None = None
+    profile_step: int | None = None
     resource_name: str = "llm"
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
@@ -254,10 +268,13 @@ class GRPOSettings:
         return Distribution(float(sampling["temperature"])) if sampling["force"] else None
 
     def __post_init__(self) -> None:
+        bind_fields(self, "grpo", leave=["test_dataset"])  # which would be read
         require_least(1, steps=self.steps, tasks_per_step=self.tasks_per_step)
         require_least(1, eval_rollouts=self.eval_rollouts)
         require_least(0, eval_every=self.eval_every, refill_rounds=self.refill_rounds, keep_steps=self.keep_steps or 0)
-        require_least(0, staleness=self.staleness)
+        require_least(0, staleness=self.staleness, profile_step=self.profile_step)
+        if self.profile_step is not None and self.profile_step >= self.steps:
+            raise ConfigError(f"profile_step = {self.profile_step}: the last step is {self.steps - 1}, counted from 0.")
         learns_from_rewards = self.teacher is None or self.teacher.reward_coefficient > 0
         if self.teacher is not None:
             self.experience = replace(self.experience, keep_flat_groups=True)

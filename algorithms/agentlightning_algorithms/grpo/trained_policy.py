@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import statistics
 import time
@@ -14,10 +15,11 @@ from typing import Any, Final
 import torch
 
 from agentlightning.algorithm.algorithm import CHECKPOINT
+from agentlightning.errors import ConfigError
 from agentlightning.run.directory import atomic_directory
 from agentlightning.types import Triplet
 from agentlightning_algorithms.grpo.episode import Episode, describe_calls
-from agentlightning_algorithms.grpo.experience import Experience, build_experience
+from agentlightning_algorithms.grpo.experience import Experience, build_experience, describe_advantages
 from agentlightning_algorithms.grpo.monitor import TrainingMonitor
 from agentlightning_algorithms.grpo.settings import GRPOSettings, PolicySettings
 from agentlightning_algorithms.grpo.teacher import Teacher
@@ -82,7 +84,7 @@ class TrainedPolicy:
             experience.rows, guidance = teacher.guide(
                 experience.rows, temperature=update.temperature, max_tokens=update.max_tokens_per_microbatch
             )
-            experience.metrics |= guidance
+            experience.metrics |= guidance | describe_advantages(experience.rows)
             del experience.metrics["groups_without_spread"]  # the policy learns from them, too
         metrics = updater.update(experience.rows)
         if "tokens_per_s" in metrics:
@@ -235,6 +237,22 @@ def _select(episodes: Sequence[Episode], policies: Sequence[TrainedPolicy]) -> l
         return asked in names
 
     return [replace(episode, triplets=list(filter(is_own, episode.triplets))) for episode in episodes]
+
+
+def copy_plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of what a checkpoint stores for a loop; raises ConfigError if a checkpoint cannot hold a value."""
+    copies = {}
+    for name, value in state.items():
+        try:
+            torch.save(value, file := io.BytesIO())
+            file.seek(0)
+            copies[name] = torch.load(file, weights_only=True)
+        except Exception as error:  # isolation point: pickling runs the value's own code
+            raise ConfigError(
+                f"own_state[{name!r}] is a {type(value).__name__}, which a checkpoint cannot hold: store plain values, "
+                "lists, dicts and tensors"
+            ) from error
+    return copies
 
 
 class CheckpointWriter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import resource
@@ -11,10 +12,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 
@@ -27,7 +28,7 @@ from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.grpo.batches import make_batches
 from agentlightning_algorithms.grpo.collector import RolloutCollector, model_entries
 from agentlightning_algorithms.grpo.episode import Episode, count_staleness, describe_episodes, pass_at_k
-from agentlightning_algorithms.grpo.experience import training_spans, transition_rows
+from agentlightning_algorithms.grpo.experience import estimate_advantages, training_spans, transition_rows
 from agentlightning_algorithms.grpo.sampling import Sample, flatten, sample_answers
 from agentlightning_algorithms.grpo.settings import GRPOSettings
 from agentlightning_algorithms.grpo.teacher import Teacher
@@ -35,15 +36,19 @@ from agentlightning_algorithms.grpo.trained_policy import (
     MODEL_NAMES,
     CheckpointWriter,
     PolicySet,
+    copy_plain,
     join_experience,
     join_metrics,
 )
+from agentlightning_algorithms.shared.advantage import Scored
+from agentlightning_algorithms.shared.policy.settings import load_part
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Objective
 from agentlightning_algorithms.shared.policy_backend import PolicyBackend, PolicySetup, serve_models
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry
 
 logger = logging.getLogger("agentlightning")
+T = TypeVar("T")
 
 _EVALUATED: Final = ("reward", "success_rate", "failure_rate")
 """Metrics of evaluations, in addition to those with a prefix of ``_EVALUATED_BY_NAME``."""
@@ -63,6 +68,8 @@ class TrainingSession:
         settings: the settings, the same as those of ``grpo``.
         collector: rolls out tasks.
         policies: the trained policies with their optimizers; one, unless the setting ``policies`` names several.
+        own_state: state of the loop's own, which every checkpoint stores and a resumed session has again: plain values,
+            lists, dicts and tensors.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class TrainingSession:
         self.settings = collector.settings
         self.collector = collector
         self.policies = collector.policies
+        self.own_state: dict[str, Any] = {}
         self._teacher = teacher
         self._train = train
         self._val = val
@@ -149,12 +157,14 @@ class TrainingSession:
             if settings.teacher is not None:
                 student = policies.first.updater.policy
                 teacher = await asyncio.to_thread(Teacher.load, settings.teacher, student, dtype=settings.dtype)
-            best_reward = None
+            best_reward, own_state = None, dict[str, Any]()
             if resume_from is not None and resume_from.is_dir():
                 state = await asyncio.to_thread(policies.read, resume_from)
                 collector.restore(state)
-                best_reward = state["best_reward"]
+                best_reward, own_state = state["best_reward"], state["own_state"]
             session = cls(collector, train_dataset, val_dataset, teacher=teacher, best_reward=best_reward)
+            session.own_state |= own_state
+            session.try_parts()
             has_ended = False
             try:
                 yield session
@@ -163,6 +173,17 @@ class TrainingSession:
                 if session._batches is not None:
                     await session._batches.close(has_ended=has_ended)
                 await session._writer.wait()
+
+    def try_parts(self) -> None:
+        """Calls estimator and task sampler once, so that a mistake shows before the first rollout.
+
+        Raises:
+            ConfigError: naming the part that failed.
+        """
+        made = [Scored(value, "made", rollout) for rollout, value in enumerate((1.0, 0.0))]
+        estimate_advantages(made, self.settings.experience)
+        if self._train is not None and len(self._train):
+            self.collector.choose_tasks(self._train, self.settings.tasks_per_step, self.collector.position)
 
     @property
     def step(self) -> int:
@@ -251,7 +272,10 @@ class TrainingSession:
         compared = {episode.rollout.rollout_id: episode for episode in episodes}
         updates, parts, by_policy = [], [], dict[str, float]()
         for policy in self.policies:
-            experience, found = await asyncio.to_thread(policy.learn, episodes, settings, self._teacher, oldest)
+            learn = functools.partial(policy.learn, episodes, settings, self._teacher, oldest)
+            if self.step == settings.profile_step and collector.context.directory is not None:
+                learn = functools.partial(_profile, learn, collector.context.directory, policy.name)
+            experience, found = await asyncio.to_thread(learn)
             parts.append((experience, policy.updater.uses))
             updates.append(found)
             by_policy |= {f"{policy.prefix}{name}": value for name, value in found.items() if name != "seconds"}
@@ -314,6 +338,7 @@ class TrainingSession:
             ConfigError: a setting that only :meth:`learn` uses.
         """
         self._check_own_steps()
+        await self._finish_checkpoint()  # the reference model takes the place of the weights for a moment
         return await asyncio.to_thread(self.policies.first.updater.forward_backward, rows, loss)
 
     async def optim_step(self) -> dict[str, float]:
@@ -349,19 +374,26 @@ class TrainingSession:
         return {**{f"{mode}_{name}": value for name, value in kept.items()}, f"{mode}_s": time.monotonic() - started}
 
     async def checkpoint(self) -> None:
-        """Writes all that a resumed run needs to the run's directory, atomically; does nothing without a directory."""
+        """Begins to write all that a resumed run needs to the run's directory; does nothing without a directory.
+
+        The checkpoint replaces the previous one when it is complete. The next update waits for it.
+
+        Raises:
+            ConfigError: ``own_state`` has something that a checkpoint cannot hold.
+        """
         await self._writer.begin(self.state(), self.step)
-        await self._writer.wait()
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Returns the state that a checkpoint stores, by policy name."""
-        own = {**self.collector.state(), "best_reward": self._best_reward}
+        own = {**self.collector.state(), "best_reward": self._best_reward, "own_state": copy_plain(self.own_state)}
         return {p.name: p.updater.state({**own, "watch": p.monitor.state()}) for p in self.policies}
 
     def _check_own_steps(self) -> None:
         """Refuses settings that steps without :meth:`learn` would ignore."""
         settings, experience = self.settings, self.settings.experience
         unused = [name for name in ("policies", "teacher") if getattr(settings, name) is not None]
+        assert settings.update is not None, "set by GRPOSettings"
+        unused += [f"update.{name}" for name in ("minibatches", "epochs") if getattr(settings.update, name) > 1]
         unused += [
             f"experience.{field.name}"
             for field in fields(experience)
@@ -374,6 +406,10 @@ class TrainingSession:
         """Begins the rollouts that run during an update, and waits until the weights may change."""
         if self._batches is not None:
             await self._batches.begin_next()
+        await self._finish_checkpoint()
+
+    async def _finish_checkpoint(self) -> None:
+        """Waits until the last checkpoint is written, and logs how long that took."""
         started = time.monotonic()
         await self._writer.wait()
         if self._writer.seconds is not None:
@@ -395,7 +431,7 @@ class TrainingSession:
             failed_reward = count_failed([self.collector.reward_check.lowest], failed_reward)
         found = describe_episodes(episodes, success_threshold=threshold, failed_reward=failed_reward)
         for name in self.settings.extra_metrics:
-            found |= get_manager().create("training_metrics", name)(episodes)
+            found |= load_part("training_metrics", name)(episodes)
         return found
 
     def _is_reached(self, metrics: Mapping[str, float]) -> bool:
@@ -412,6 +448,17 @@ class TrainingSession:
             logger.warning("step %d: %s", self.step, warning)
         active = sum(policy.monitor.active for policy in self.policies)
         await self.collector.store.add_metrics(self.step, {**metrics, "warnings": float(active)})
+
+
+def _profile(learn: Callable[[], T], directory: Path, name: str) -> T:
+    """Returns what ``learn`` returns, and writes where its time went: a table, and a trace for chrome://tracing."""
+    with torch.profiler.profile() as profiler:
+        found = learn()
+    stem = f"profile-{name}" if name else "profile"
+    profiler.export_chrome_trace(str(directory / f"{stem}.json"))
+    table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
+    (directory / f"{stem}.txt").write_text(table, encoding="utf-8")
+    return found
 
 
 def _measure_memory(device: str) -> dict[str, float]:

@@ -62,6 +62,23 @@ class PairLoss(NamedTuple):
     slope: float
 
 
+class _ScoredPair(NamedTuple):
+    """A pair under the current weights."""
+
+    logprobs: list[list[list[float]]]
+    """Log-probabilities of the chosen rows and of the rejected rows, by token."""
+    margin: float
+    loss: PairLoss
+
+
+def _describe(pairs: Sequence[_ScoredPair]) -> dict[str, float]:
+    return {
+        "loss": statistics.fmean(pair.loss.value for pair in pairs),
+        "accuracy": statistics.fmean(float(pair.margin > 0) for pair in pairs),
+        "margin": statistics.fmean(pair.margin for pair in pairs),
+    }
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class DPO(OfflineTraining):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and its relatives.
@@ -152,33 +169,34 @@ class DPO(OfflineTraining):
         A token's gradient is that of its log-probability times the slope of its pair's loss. A forward pass without
         gradient gives the margins, hence the slopes, so the rows of a pair need not share a micro-batch.
         """
-        rows = [row for pair in pairs for side in (pair.chosen, pair.rejected) for row in side]
-        scores = iter(updater.score(rows))
         weighted: list[TrainingRow] = []
-        losses, margins = [], []
-        for pair in pairs:
-            lengths = self._length(pair.chosen), self._length(pair.rejected)
-            own = [[next(scores) for _ in side] for side in (pair.chosen, pair.rejected)]
-            chosen, rejected = (sum(map(sum, side)) / length for side, length in zip(own, lengths, strict=True))
-            margin = chosen - rejected - pair.reference
-            value, slope = pair_loss(margin, self.loss, self.beta, self.label_smoothing)
-            losses.append(value)
-            margins.append(margin)
-            for side, logprobs, weight in (
-                (pair.chosen, own[0], -slope / lengths[0] / len(pairs)),
-                (pair.rejected, own[1], slope / lengths[1] / len(pairs)),
-            ):
+        scored = self._score(updater, pairs)
+        for pair, (own, _, (_, slope)) in zip(pairs, scored, strict=True):
+            for side, logprobs, sign in ((pair.chosen, own[0], -1), (pair.rejected, own[1], 1)):
+                weight = sign * slope / self._length(side) / len(pairs)
                 weighted += [
                     replace(row, logprobs=found, advantage=weight) for row, found in zip(side, logprobs, strict=True)
                 ]
         updater.forward_backward(weighted)
         done = updater.optim_step()
-        return {
-            **{name: done[name] for name in ("grad_norm", "lr") if name in done},
-            "loss": statistics.fmean(losses),
-            "accuracy": statistics.fmean(float(margin > 0) for margin in margins),
-            "margin": statistics.fmean(margins),
-        }
+        return {**{name: done[name] for name in ("grad_norm", "lr") if name in done}, **_describe(scored)}
+
+    def validate(self, updater: Updater, items: Sequence[_Pair]) -> dict[str, float]:
+        return {f"val_{name}": value for name, value in _describe(self._score(updater, items)).items()}
+
+    def _score(self, updater: Updater, pairs: Sequence[_Pair]) -> list[_ScoredPair]:
+        """Returns log-probabilities, margin and loss of each pair under the current weights."""
+        rows = [row for pair in pairs for side in (pair.chosen, pair.rejected) for row in side]
+        scores = iter(updater.score(rows))
+        found = []
+        for pair in pairs:
+            sides = pair.chosen, pair.rejected
+            own = [[next(scores) for _ in side] for side in sides]
+            chosen, rejected = (sum(map(sum, each)) / self._length(side) for each, side in zip(own, sides, strict=True))
+            margin = chosen - rejected - pair.reference
+            loss = pair_loss(margin, self.loss, self.beta, self.label_smoothing)
+            found.append(_ScoredPair(own, margin, loss))
+        return found
 
 
 def pair_loss(margin: float, loss: LossName, beta: float, label_smoothing: float = 0.0) -> PairLoss:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.errors import ConfigError
-from agentlightning.plugin.settings import require_least
+from agentlightning.plugin.settings import bind_fields, require_least
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.url import hide_password
@@ -39,6 +39,7 @@ class OfflineTraining(Algorithm):
     """Training of a model's weights on examples from a file or from recorded rollouts, in epochs."""
 
     default_adapter: ClassVar[str | None] = None
+    runs_agent: ClassVar[bool] = False
     name: ClassVar[str]
     aggregation: ClassVar[Aggregation] = "token-mean"
 
@@ -68,7 +69,15 @@ class OfflineTraining(Algorithm):
     seed: int | None = None
     """Seed of the order of examples; None: the run's seed."""
 
+    weight_decay: float = 0.0
+    """Weight decay of matrices; norms and biases do not decay."""
+    warmup_updates: int = 0
+    """Optimizer steps in which the learning rate rises linearly to ``lr``."""
+    val_source: str | None = None
+    """Examples to validate with, as ``source``, before the first epoch and after each; None: no validation."""
+
     def __post_init__(self) -> None:
+        bind_fields(self, self.name)
         require_least(1, epochs=self.epochs, batch_size=self.batch_size)
         self.model = find_model(self.model)
         self._updater: Updater | None = None
@@ -102,28 +111,32 @@ class OfflineTraining(Algorithm):
     def describe_epoch(self, steps: Sequence[Mapping[str, float]], n_items: int) -> dict[str, float]:
         """Returns the metrics of an epoch, given those of its steps."""
 
-    async def read_examples(self) -> list[Any]:
-        """Returns the examples of ``source``.
+    @abstractmethod
+    def validate(self, updater: Updater, items: Sequence[Any]) -> dict[str, float]:
+        """Returns metrics of what ``prepare`` returned under the current weights, which do not change."""
+
+    async def read_examples(self, source: str | None = None) -> list[Any]:
+        """Returns the examples of ``source``, by default the setting.
 
         Raises:
             ConfigError: there is no such source, a line is not of this form, or no rollout can be learned from.
         """
-        found = []
-        if self.source.endswith(".jsonl"):
-            lines = load_dataset(self.source)
+        found, source = [], source or self.source
+        if source.endswith(".jsonl"):
+            lines = load_dataset(source)
             for number in range(len(lines)):
                 try:
                     found.append(self.parse_line(lines[number]))
                 except (ValidationError, CompletionError) as error:
-                    raise ConfigError(f"{self.source}:{number + 1} is not of the form {self.form}: {error}") from error
+                    raise ConfigError(f"{source}:{number + 1} is not of the form {self.form}: {error}") from error
         else:
-            store = create_store(self.source)
+            store = create_store(source)
             try:
                 found = [example async for example in self.select(store)]
             finally:
                 await store.close()
         if not found:
-            raise ConfigError(f"source = {hide_password(self.source)!r} has no {self.missing}")
+            raise ConfigError(f"source = {hide_password(source)!r} has no {self.missing}")
         return found
 
     @property
@@ -142,13 +155,18 @@ class OfflineTraining(Algorithm):
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Trains for ``epochs``; the datasets are not used."""
         examples = await self.read_examples()
-        updater, items = await asyncio.to_thread(self._open, examples)
+        held_out = [] if self.val_source is None else await self.read_examples(self.val_source)
+        updater, items, val_items = await asyncio.to_thread(self._open, examples, held_out)
         self._updater = updater
         directory = self.context.directory
         if directory is not None:
             self._describe(len(examples)).write(directory)
+        if val_items and not updater.updates:
+            await self.get_store().add_metrics(0, await asyncio.to_thread(self.validate, updater, val_items))
         while (epoch := updater.updates // self._count_steps(items)) < self.epochs:
             metrics = await asyncio.to_thread(self.run_epoch, updater, items, epoch)
+            if val_items:
+                metrics |= await asyncio.to_thread(self.validate, updater, val_items)
             metrics["progress"] = (epoch + 1) / self.epochs
             await self.get_store().add_metrics(epoch + 1, metrics)
             await asyncio.to_thread(self.checkpoint)
@@ -172,6 +190,8 @@ class OfflineTraining(Algorithm):
             lr=self.lr,
             schedule=self.schedule,
             total_updates=self.epochs * self._count_steps(items),
+            warmup_updates=self.warmup_updates,
+            weight_decay=self.weight_decay,
             max_tokens_per_microbatch=self.max_tokens_per_microbatch,
             gradient_checkpointing=self.gradient_checkpointing,
             seed=self.order_seed,
@@ -181,7 +201,7 @@ class OfflineTraining(Algorithm):
         """Returns the number of optimizer steps in an epoch."""
         return -(-len(items) // self.batch_size)
 
-    def _open(self, examples: Sequence[Any]) -> tuple[Updater, list[Any]]:
+    def _open(self, examples: Sequence[Any], held_out: Sequence[Any]) -> tuple[Updater, list[Any], list[Any]]:
         """Loads the model and the checkpoint, and prepares the examples."""
         if self.train_threads is not None:
             torch.set_num_threads(self.train_threads)
@@ -191,11 +211,12 @@ class OfflineTraining(Algorithm):
 
             torch.manual_seed(self.order_seed)
             add_lora(policy.model, self.lora)
+        val_items = self.prepare(policy, held_out) if held_out else []
         items = self.prepare(policy, examples)
         updater = Updater(policy, self.update_settings(items), autocast=self.dtype != "float32")
         if self._resume_from is not None:
             updater.load(self._resume_from)
-        return updater, items
+        return updater, items, val_items
 
     def require_targets(self, policy: Policy, rows: Sequence[TrainingRow], what: str) -> None:
         """Refuses a source of whose answers nothing but the end could be learned, because that unlearns answering."""
@@ -334,6 +355,10 @@ class SFT(OfflineTraining):
 
     def step(self, updater: Updater, rows: Sequence[TrainingRow]) -> dict[str, float]:
         return updater.update(rows)
+
+    def validate(self, updater: Updater, items: Sequence[TrainingRow]) -> dict[str, float]:
+        total = sum(map(sum, updater.score(items)))
+        return {"val_loss": -total / sum(row.n_sampled for row in items)}
 
     def describe_epoch(self, steps: Sequence[Mapping[str, float]], n_items: int) -> dict[str, float]:
         return {

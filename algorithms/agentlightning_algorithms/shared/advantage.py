@@ -10,19 +10,21 @@ groups of GiGPO (Feng et al. 2025, arXiv:2505.10978), or all calls of the group.
 agent, so that every role has its own baseline (RAE, Liu et al. 2025, arXiv:2506.24119).
 
 Advantages are divided by a standard deviation that is pooled over the sets of a group: it measures how far values are
-from the mean of their set. So advantages have the same spread for 1 and for 256 calls, and a set whose values are all
-equal gives 0. Everything is plain float64; for whole rollouts the numbers equal verl 0.9.1's.
+from the mean of their set. The variance of each set is weighted by its squares, so that sets with little or no spread
+do not count: the largest advantages are the same for 1 and for 256 calls, even if only the last call has a reward. A
+set whose values are all equal gives 0. Everything is plain float64; for whole rollouts the numbers equal verl 0.9.1's.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
+from agentlightning.frozen import FrozenDict
 from agentlightning.types import Triplet
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]
@@ -44,6 +46,8 @@ class Scored(NamedTuple):
     """Only items of the same turn are compared; items of a group whose turn is None are compared with each other."""
     tokens: int = 1
     """Number of sampled tokens, for the estimators that weight by length."""
+    rewards: Mapping[str, float] = FrozenDict()
+    """Named rewards of the rollout, for estimators of several rewards."""
 
 
 def read_credit(triplet: Triplet, reward: float | None, failed_reward: float) -> tuple[float, str | int | None]:
@@ -83,8 +87,8 @@ def compute_advantages(
     sets = _find_sets(items)
     centered = [0.0] * len(items)
     factors = [1.0] * len(items)
-    freedom: Counter[Hashable] = Counter()
-    squares: dict[Hashable, float] = {}
+    squares: dict[Hashable, float] = defaultdict(float)
+    weighted: dict[Hashable, float] = defaultdict(float)
     groups: dict[Hashable, list[int]] = {}
     for i, item in enumerate(items):
         groups.setdefault(item.group, []).append(i)
@@ -97,15 +101,18 @@ def compute_advantages(
         own: dict[Hashable, float] = {}  # the mean of each rollout's items
         for i in indices:
             own[items[i].rollout] = own.get(items[i].rollout, 0.0) + shares[i] * items[i].value
+        own_squares = 0.0
         for i in indices:
             centered[i] = items[i].value - baseline
-            squares[group] = squares.get(group, 0.0) + shares[i] * centered[i] ** 2
+            own_squares += shares[i] * centered[i] ** 2
             if estimator == "rloo" and n > 1:
                 centered[i] = items[i].value - (n * baseline - own[items[i].rollout]) / (n - 1)
-        freedom[group] += max(1, n - 1)
+        squares[group] += own_squares
+        weighted[group] += own_squares * own_squares / max(1, n - 1)
     if estimator == "grpo":
         for i, item in enumerate(items):
-            variance = 1.0 if item.group in alone else squares[item.group] / freedom[item.group]
+            variance = weighted[item.group] / squares[item.group] if squares[item.group] else 0.0
+            variance = 1.0 if item.group in alone else variance
             factors[i] = 1.0 / (max(std_floor, math.sqrt(variance)) + 1e-6)
     if estimator == "reinforce_plus_plus_baseline":
         return _whiten(centered, [max(1, item.tokens) for item in items])
@@ -117,6 +124,35 @@ dr_grpo = partial(compute_advantages, estimator="dr_grpo")
 rloo = partial(compute_advantages, estimator="rloo")
 reinforce_plus_plus_baseline = partial(compute_advantages, estimator="reinforce_plus_plus_baseline")
 opo = partial(compute_advantages, estimator="opo")
+
+
+def gdpo(
+    items: Sequence[Scored], *, std_floor: float = STD_FLOOR, weights: Mapping[str, float] | None = None
+) -> list[float]:
+    """The estimator ``gdpo``: the sum of the ``grpo`` advantages of each named reward, whitened over the batch.
+
+    Rewards of different scales then count alike (Liu et al. 2026, arXiv:2601.05242). A rollout without one of the
+    rewards counts with the lowest of its group. ``weights`` are by name; None: 1 for each. Without named rewards, only
+    the value is normalised.
+
+    Raises:
+        ValueError: a weight for a reward that no rollout has, or as :func:`compute_advantages`.
+    """
+    names = sorted({name for item in items for name in item.rewards})
+    if names and (unknown := sorted((weights or {}).keys() - set(names))):
+        raise ValueError(f"no rollout has the reward {unknown[0]!r}; they have: {', '.join(names)}")
+    total = [0.0] * len(items)
+    for name in names or [""]:
+        lowest: dict[Hashable, float] = {}
+        for item in items:
+            if name in item.rewards:
+                lowest[item.group] = min(item.rewards[name], lowest.get(item.group, math.inf))
+        values = [item.rewards.get(name, lowest.get(item.group, 0.0)) if names else item.value for item in items]
+        own = [item._replace(value=value) for item, value in zip(items, values, strict=True)]
+        weight = (weights or {}).get(name, 0.0 if weights and names else 1.0)
+        for i, value in enumerate(compute_advantages(own, "grpo", std_floor=std_floor)):
+            total[i] += weight * value
+    return _whiten(total, [max(1, item.tokens) for item in items])
 
 
 def flat_groups(items: Sequence[Scored]) -> frozenset[Hashable]:

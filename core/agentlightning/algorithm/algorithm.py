@@ -146,6 +146,9 @@ class Algorithm:
     continues_from_latest: ClassVar[bool] = False
     """Whether every run starts from its store's latest resources; initial ones are then only used if there are none."""
 
+    runs_agent: ClassVar[bool] = True
+    """Whether it needs an agent; without one, ``Trainer.fit()`` starts no rollouts."""
+
     rollouts_at_once: ClassVar[int | None] = None
     """Default number of concurrent rollouts of all runners together; None means 16 in each runner."""
 

@@ -34,8 +34,10 @@ from agentlightning.store.engine import BackendStore as BackendStore
 from agentlightning.tracer.tracer import OpenSpan as OpenSpan
 from agentlightning.tracer.tracer import Trace as Trace
 from agentlightning_algorithms.grpo.episode import Episode as Episode
+from agentlightning_algorithms.grpo.episode import TaskHistory as TaskHistory
 from agentlightning_algorithms.shared.advantage import Scored as Scored
 from agentlightning_algorithms.shared.policy.loss import Aggregated as Aggregated
+from agentlightning_algorithms.shared.policy.loss import LossBatch as LossBatch
 from agentlightning_algorithms.shared.policy.loss import Surrogate as Surrogate
 from agentlightning_algorithms.shared.policy.settings import UpdateSettings as UpdateSettings
 from agentlightning_algorithms.shared.policy_backend import PolicyBackend as PolicyBackend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
@@ -84,6 +84,18 @@ def bind_settings(
     if missing:
         raise ConfigError(f"{owner} needs the setting{'s' * (len(missing) > 1)} {', '.join(missing)}.")
     return bound
+
+
+def bind_fields(settings: Any, owner: str, *, leave: Iterable[str] = ()) -> None:
+    """Checks and converts the fields of a dataclass of settings in place, as those from a file; not those to ``leave``.
+
+    Raises ConfigError for a wrong type.
+    """
+    hints = setting_types(type(settings))
+    for each in fields(settings):
+        if each.init and each.name not in leave:
+            value = _check(getattr(settings, each.name), hints.get(each.name, Any), f"{owner}: {each.name}")
+            object.__setattr__(settings, each.name, value)
 
 
 def _suggest_setting(name: str, known: Iterable[str], hints: Mapping[str, Any]) -> str:

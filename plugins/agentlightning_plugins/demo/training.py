@@ -34,7 +34,14 @@ GRPO_SETTINGS: Final[dict[str, Any]] = {
     "sampling": {"temperature": 1.0, "max_tokens": 32},
     "rollout_timeout_s": 60.0,
     "train_threads": 1,
-    "update": {"lr": 1e-3, "betas": (0.9, 0.99), "schedule": "linear", "final_lr_fraction": 0.1, "minibatches": 8},
+    "update": {
+        "lr": 1e-3,
+        "betas": (0.9, 0.99),
+        "schedule": "linear",
+        "warmup_updates": 4,
+        "final_lr_fraction": 0.1,
+        "minibatches": 8,
+    },
 }
 
 

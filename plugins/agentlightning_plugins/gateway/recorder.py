@@ -157,6 +157,9 @@ def call_to_span(call: ModelCall, *, is_late: bool = False) -> Span:
         if call.backend.price is not None:
             attributes[COST] = call.backend.price.cost(*used)
         forced = call.backend.sampling_parameters if call.generates else {}
+    replaced = [name for name, value in forced.items() if body.get(name) not in (None, {}, value)]
+    if replaced:
+        attributes[semconv.GATEWAY_REPLACED] = sorted(replaced)
     sampling = {**body, **(forced if call.request is None else call.request.sampling)}
     for key in sorted(_SAMPLING.keys() & sampling.keys(), reverse=True):  # the successors of max_tokens overwrite it
         value = sampling[key]

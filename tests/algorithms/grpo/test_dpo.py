@@ -21,7 +21,7 @@ from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Updater
 from agentlightning_plugins.shared.chat_history import FineTuningExample, PreferencePair
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
-from tests.algorithms.grpo.test_sft import QUESTION, conversation, likelihood, tune, unused_agent
+from tests.algorithms.grpo.test_sft import QUESTION, conversation, likelihood, tune
 from tests.algorithms.prompt_lab import Server
 
 
@@ -51,6 +51,13 @@ def test_a_model_learns_the_preferred_answer_and_training_resumes(tmp_path: Path
     more = tune(run, tiny_model, file, epochs=4, **settings)  # resumes
     assert len(more) == 4
     assert more[-1]["margin"] > first[-1]["margin"], "compared to the initial model, not to the checkpoint"
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(line("quack", "moo"))
+    own = {"name": "dpo", "val_source": str(held_out), "lr": 3e-3}
+    initial, epoch = tune(tmp_path / "runs" / "other", tiny_model, file, epochs=1, **own)
+    unlearned = {"val_loss": pytest.approx(math.log(2)), "val_accuracy": 0.0, "val_margin": 0.0}
+    assert initial == unlearned
+    assert epoch["val_margin"] < -0.1, "the other order was learned"
 
 
 @pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.1), ("ipo", 0.0), ("hinge", 0.0)])
@@ -206,7 +213,7 @@ def test_pairs_are_the_best_and_the_worst_rollouts_of_a_task(tmp_path: Path, tin
         "algorithm", {"name": "dpo", "model": str(tiny_model), "source": str(recorded), "min_gap": 5.0}
     )
     with pytest.raises(agl.ConfigError, match=r"no pair to learn from.*not of validation or test.*min_gap = 5"):
-        agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[]).fit(unused_agent, [0])
+        agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[]).fit()
 
 
 @pytest.mark.parametrize(
@@ -225,4 +232,4 @@ def test_an_invalid_setting_or_line_of_a_file_is_refused(
     Path("bad.jsonl").write_text(json.dumps(conversation("a")))
     algorithm = {"name": "dpo", "model": str(tiny_model), "source": "bad.jsonl", **settings}
     with pytest.raises(agl.ConfigError, match=complaint):
-        agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[]).fit(unused_agent, [0])
+        agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[]).fit()

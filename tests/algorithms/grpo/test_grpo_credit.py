@@ -83,9 +83,10 @@ def test_with_nearest_credit_only_the_calls_that_differ_in_reward_get_an_advanta
 
 @pytest.mark.parametrize("turns", [1, 4, 16, 64, 256])
 @pytest.mark.parametrize("rule", RULES[:3], ids=lambda rule: type(rule).__name__)
-def test_the_spread_of_advantages_does_not_grow_with_the_number_of_calls(rule: CreditRule, turns: int) -> None:
+def test_advantages_do_not_grow_with_the_number_of_calls(rule: CreditRule, turns: int) -> None:
+    """With nearest credit, all calls but the last have equal values, which must not make its advantage large."""
     found = advantages(outcome(rule, [1.0, 0.0] * 4, [turns] * 8))
-    assert statistics.pstdev([value for own in found for value in own]) == pytest.approx(0.94, abs=0.01)
+    assert 0.93 < max(value for own in found for value in own) < 1.3
 
 
 def test_discounted_credit_is_compared_with_the_return_to_go_of_the_same_turn() -> None:

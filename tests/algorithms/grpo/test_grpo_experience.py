@@ -17,6 +17,7 @@ from agentlightning_algorithms.grpo import training_session
 from agentlightning_algorithms.grpo.algorithm import GRPO
 from agentlightning_algorithms.grpo.episode import (
     Episode,
+    TaskHistory,
     count_staleness,
     describe_episodes,
     fill_rewards,
@@ -279,21 +280,38 @@ def test_each_row_is_recorded_as_a_span_of_its_attempt() -> None:
     assert spans[0].attributes["gen_ai.response.id"] == "chatcmpl-1"
 
 
+def test_several_rewards_of_rollouts_are_normalised_apart() -> None:
+    """The second reward decides between rollouts with an equal first one."""
+    found = [
+        replace(each, rewards={"win": each.reward or 0.0, "fast": fast})
+        for each, fast in zip(episodes("a", [1.0, 1.0], calls=1), (0.0, 0.1), strict=True)
+    ]
+    with pytest.raises(agl.ConfigError, match="set keep_flat_groups: true"):
+        ExperienceSettings(estimator="gdpo")
+    experience = build(found, ExperienceSettings(estimator="gdpo", keep_flat_groups=True))
+    slow, fast = [row.advantages[0] for row in experience.rows]
+    assert fast > 0 > slow
+
+
+def history(size: int, position: int = 0, *, seed: int = 1, rewards: Any = None) -> TaskHistory:
+    return TaskHistory(range(size), position, 0, seed, rewards or {})
+
+
 def test_tasks_are_drawn_without_repetition_and_depend_only_on_position_and_seed() -> None:
-    drawn = [task for step in range(4) for task in shuffled(8, 2, 2 * step, seed=1, rewards={})]
+    drawn = [task for step in range(4) for task in shuffled(2, history(8, 2 * step))]
     assert sorted(drawn) == list(range(8))
-    assert shuffled(8, 2, 6, seed=1, rewards={}) == shuffled(8, 2, 6, seed=1, rewards={})
-    assert shuffled(8, 8, 0, seed=1, rewards={}) != shuffled(8, 8, 0, seed=2, rewards={})
-    across_epochs = shuffled(8, 12, 0, seed=1, rewards={})
+    assert shuffled(2, history(8, 6)) == shuffled(2, history(8, 6))
+    assert shuffled(8, history(8)) != shuffled(8, history(8, seed=2))
+    across_epochs = shuffled(12, history(8))
     assert Counter(across_epochs).total() == 12
     assert max(Counter(across_epochs).values()) == 2
 
 
 def test_undecided_tasks_are_drawn_before_tasks_that_always_or_never_succeed() -> None:
-    rewards = {0: 1.0, 1: 0.0, 2: 0.4, 3: 0.9}
-    assert set(undecided(8, 4, 0, seed=3, rewards=rewards)) <= {2, 4, 5, 6, 7}
-    assert set(undecided(8, 5, 0, seed=3, rewards=rewards)) == {2, 4, 5, 6, 7}
-    assert len(undecided(2, 5, 0, seed=3, rewards={})) == 5
+    rewards = {0: [0.5, 1.0], 1: [0.0, None], 2: [1.0, 0.4], 3: [0.9], 4: [None]}
+    assert set(undecided(4, history(8, seed=3, rewards=rewards))) <= {2, 4, 5, 6, 7}
+    assert set(undecided(5, history(8, seed=3, rewards=rewards))) == {2, 4, 5, 6, 7}
+    assert len(undecided(5, history(2, seed=3))) == 5
 
 
 @pytest.mark.parametrize("sampling", [{"max_tokens": 100}, {"extra_body": {"max_tokens": 100}, "top_p": None}])
@@ -301,7 +319,7 @@ def test_answers_near_max_tokens_lose_reward_and_cut_off_answers_are_filtered(sa
     settings = GRPO(model="nowhere", sampling=sampling)
     lengths = (50, 80, 90, 100)
     episodes = [Episode(rollout("g", n), 1.0, [triplet(3, n)]) for n in lengths]
-    assert [soft_overlong(episode, settings) for episode in episodes] == pytest.approx([1.0, 1.0, 0.5, 0.0])
+    assert [soft_overlong(episode, [episode], settings) for episode in episodes] == pytest.approx([1.0, 1.0, 0.5, 0.0])
     cut = triplet().model_copy(update={"metadata": {"finish_reason": "length"}})
     mixed = [episodes[0], Episode(rollout("g", 1), 1.0, [cut]), Episode(rollout("g", 2), None)]
     assert list(finished(mixed, settings)) == [episodes[0]]

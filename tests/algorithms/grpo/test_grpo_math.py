@@ -14,8 +14,8 @@ from torch import Tensor
 from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.advantage import AdvantageConformance
 from agentlightning.testing.policy_loss import PolicyLossConformance
-from agentlightning_algorithms.shared.advantage import Estimator, Scored, compute_advantages, flat_groups
-from agentlightning_algorithms.shared.policy.loss import aggregate, cispo, gspo, kl_penalty, loss_normalizer, ppo
+from agentlightning_algorithms.shared.advantage import Estimator, Scored, compute_advantages, flat_groups, gdpo
+from agentlightning_algorithms.shared.policy.loss import aggregate, kl_penalty, loss_normalizer, ppo
 from agentlightning_algorithms.shared.policy.prepared_row import importance_weights, trusted_tokens
 from agentlightning_algorithms.shared.policy.settings import (
     Aggregation,
@@ -71,6 +71,25 @@ def test_advantages_agree_with_verl(estimator: Estimator, golden: str) -> None:
     assert_equal(advantage_B[:, None] * given_tensor("mask"), VERL[golden])
 
 
+def test_several_rewards_are_normalised_apart_as_in_verl() -> None:
+    rows = zip(scored(REWARDS, GROUPS), REWARDS, GOLDEN["inputs"]["second_rewards"], given_tensor("mask"), strict=True)
+    items = [
+        item._replace(rewards={"first": first, "second": second}, tokens=int(mask_T.sum()))
+        for item, first, second, mask_T in rows
+    ]
+    advantages = gdpo(items, std_floor=0.0, weights={"first": 1.0, "second": 0.5})
+    assert_equal(torch.tensor(advantages, dtype=torch.float64)[:, None] * given_tensor("mask"), VERL["adv_gdpo"])
+    with pytest.raises(ValueError, match="no rollout has the reward 'third'; they have: first, second"):
+        gdpo(items, weights={"third": 1.0})
+
+
+def test_a_rollout_without_one_of_several_rewards_counts_with_the_lowest_of_its_group() -> None:
+    rewards: list[dict[str, float]] = [{"fast": 1.0}, {"fast": -1.0}, {}, {"fast": 0.0}]
+    items = [Scored(0.0, "g", rollout, rewards=named) for rollout, named in enumerate(rewards)]
+    best, worst, failed, middle = gdpo(items)
+    assert best > middle > worst == failed
+
+
 @given(
     st.lists(st.tuples(st.floats(-10, 10), st.sampled_from("abc")), min_size=1, max_size=20),
     st.sampled_from(get_args(Estimator)),
@@ -118,7 +137,7 @@ def test_the_only_rollout_of_a_group_keeps_its_reward_as_in_verl() -> None:
 
 
 class TestEstimators(AdvantageConformance):
-    @pytest.fixture(params=get_args(Estimator))
+    @pytest.fixture(params=[*get_args(Estimator), "gdpo"])
     def advantage(self, request: pytest.FixtureRequest) -> Any:
         return get_manager().create("advantage", request.param)
 
@@ -144,14 +163,29 @@ def test_the_clipped_loss_and_its_gradient_and_metrics_agree_with_verl() -> None
     assert_equal(aggregate(-surrogate.log_ratio_BT, mask_BT), golden["actor/ppo_kl"])
 
 
-@pytest.mark.parametrize(("surrogate", "golden"), [(gspo, "gspo"), (cispo, "cispo")])
-def test_gspo_and_cispo_and_their_gradients_agree_with_verl(surrogate: Any, golden: str) -> None:
+@pytest.mark.parametrize(
+    ("surrogate", "golden"),
+    [
+        ("gspo", "gspo"),
+        ("cispo", "cispo"),
+        ("sapo", "sapo"),
+        ("gmpo", "geo_mean"),
+        ("cross_entropy", "gpg"),
+        ("dppo", "dppo_tv"),
+        ({"name": "dppo", "divergence": "kl"}, "dppo_kl"),
+    ],
+)
+def test_other_losses_and_their_gradients_agree_with_verl(surrogate: Any, golden: str) -> None:
     logprob_BT = given_tensor("new").requires_grad_()
     mask_BT = given_tensor("mask")
     advantage_B = torch.tensor(group_advantages(REWARDS, GROUPS), dtype=torch.float64)
-    settings = UpdateSettings(clip_low=0.2, clip_high=0.28)
-    found = surrogate(logprob_BT, given_tensor("old"), advantage_B[:, None], mask_BT, settings)
-    loss = aggregate(found.loss_BT, mask_BT, "seq-mean-token-mean")  # as in verl's golden values
+    bounds = {"clip_low": 0.02, "clip_high": 0.03} if "dppo" in golden else {"clip_low": 0.2, "clip_high": 0.28}
+    loss_of = get_manager().create("policy_loss", surrogate)
+    found = loss_of(logprob_BT, given_tensor("old"), advantage_B[:, None], mask_BT, UpdateSettings(**bounds))
+    by_token = golden in ("gpg", "dppo_tv", "dppo_kl")
+    loss = aggregate(found.loss_BT, mask_BT, "token-mean" if by_token else "seq-mean-token-mean")  # as in verl
+    if f"clipfrac_{golden}" in VERL and golden != "geo_mean":  # verl counts tokens that were clipped on one side only
+        assert_equal(aggregate(found.clipped_BT, mask_BT), VERL[f"clipfrac_{golden}"])
     loss.backward()
     assert_equal(loss.detach(), VERL[f"loss_{golden}"])
     assert logprob_BT.grad is not None
@@ -185,7 +219,9 @@ def test_trust_masks_agree_with_verl(level: MaskLevel, lower: float, upper: floa
 
 
 class TestLosses(PolicyLossConformance):
-    @pytest.fixture(params=["ppo", "gspo", "cispo", "cross_entropy"])
+    @pytest.fixture(
+        params=["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", {"name": "dppo", "divergence": "kl"}, "cross_entropy"]
+    )
     def policy_loss(self, request: pytest.FixtureRequest) -> Any:
         return get_manager().create("policy_loss", request.param)
 

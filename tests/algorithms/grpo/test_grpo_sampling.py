@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("server_thread")]
 def stubborn_agent(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> float:
     """Runs the demo's agent with different sampling parameters in each rollout of a group."""
     index = int((rollout.metadata or {}).get("repetition", 0))
-    own: dict[str, Any] = [{"temperature": 0.3}, {"temperature": 2.0}, {"top_p": 0.6}, {}][index]
+    own: dict[str, Any] = [
+        {"temperature": 0.3, "frequency_penalty": 0.5}, {"temperature": 2.0, "logit_bias": {}}, {"top_p": 0.6}, {},
+    ][index]  # fmt: skip
     sampling = {**llm.sampling_parameters, **own}
     return calculator_agent(task, llm.model_copy(update={"sampling_parameters": sampling}))
 
@@ -75,12 +77,15 @@ def test_a_store_that_is_not_durable_keeps_four_steps_by_default(
 SEEN: dict[str, list[Any]] = {}
 
 
-def last_first(size: int, count: int, position: int, *, seed: int, rewards: Any) -> list[int]:
-    SEEN.setdefault("rewards", []).append(dict(rewards))
-    return [(-1 - place) % size for place in range(position, position + count)]
+def last_first(count: int, history: Any) -> list[int]:
+    SEEN.setdefault("rewards", []).append({index: [*found] for index, found in history.rewards.items()})
+    SEEN.setdefault("steps", []).append(history.step)
+    assert history.data[0]["question"]
+    return [(-1 - place) % len(history.data) for place in range(history.position, history.position + count)]
 
 
-def halved(episode: Any, settings: Any) -> float | None:
+def halved(episode: Any, group: Any, settings: Any) -> float | None:
+    SEEN.setdefault("groups", []).append((len(group), {each.group for each in group} == {episode.group}))
     return None if episode.reward is None else episode.reward / 2
 
 
@@ -132,7 +137,12 @@ def test_a_plugin_can_replace_every_part_of_a_training(tmp_path: Path) -> None:
     rollouts = asyncio.run(store.query_rollouts()).items
     drawn = [(r.metadata or {})["task_id"] for r in rollouts if r.mode == "train"]
     assert set(drawn) == {7, 6, 5, 4, 3, 2}
-    assert [set(rewards) for rewards in SEEN["rewards"]] == [set(), {7, 6, 5}]
+    tried, *drawn_with = SEEN["rewards"]  # the sampler is tried before the first rollout
+    assert tried == {}
+    assert [set(rewards) for rewards in drawn_with] == [set(), {7, 6, 5}]
+    assert all(len(found) == 1 for found in drawn_with[-1].values()), "each task was rolled out once"
+    assert SEEN["steps"] == [0, 0, 1]
+    assert set(SEEN["groups"]) == {(3, True)}, "a reward is shaped beside those of its group"
     assert set(SEEN["kept"]) == {(12, 9)}
     assert set(SEEN["horizons"]) == {64}
     steps = [step.values for step in asyncio.run(store.query_metrics()).items if "rows" in step.values]
@@ -208,6 +218,7 @@ def test_sampler_and_trainer_agree_for_any_parameters_that_the_agent_requests(
     assert len(trained) == 1
     assert all(values["logprob_gap_max"] < 1e-3 for values in trained)
     assert all(values["calls_of_other_sampling"] == 0 for values in trained)
+    assert all(0 < values["calls_without_penalties"] < values["calls"] for values in trained)
     assert "log-probabilities" not in caplog.text
     drawn = {
         (place[0], call["gen_ai.request.temperature"], call["gen_ai.request.top_p"])

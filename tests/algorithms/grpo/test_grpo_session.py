@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import agentlightning as agl
+from agentlightning.plugin.hookspecs import Component, hookimpl
+from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Attempt, AttemptedRollout, Rollout, Span, Triplet
 from agentlightning_algorithms.grpo import training_session
 from agentlightning_algorithms.grpo.collector import RolloutCollector, model_entries
@@ -17,19 +24,19 @@ from agentlightning_algorithms.grpo.episode import Episode
 from agentlightning_algorithms.grpo.settings import ExperienceSettings, GRPOSettings, PolicySettings, TeacherSettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
 from agentlightning_algorithms.grpo.training_session import TrainingSession
-from agentlightning_algorithms.shared.policy.settings import LoraSettings
+from agentlightning_algorithms.shared.policy.settings import LoraSettings, UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
 from tests.algorithms.vllm_server import FakeVLLM
 
 
-def make_session(model: Path, val: Any = None, **settings: Any) -> TrainingSession:
+def make_session(model: Path, val: Any = None, train: Any = None, **settings: Any) -> TrainingSession:
     own = GRPOSettings(model=str(model), **settings)
     assert own.update is not None
     unused: Any = None
     policies = PolicySet.load(own, own.update)
     context = agl.RunContext()
-    return TrainingSession(RolloutCollector(own, context, unused, unused, unused, unused, policies, model), None, val)
+    return TrainingSession(RolloutCollector(own, context, unused, unused, unused, unused, policies, model), train, val)
 
 
 def test_a_checkpoint_stores_the_rollouts_that_are_still_to_be_deleted(tiny_model: Path, tmp_path: Path) -> None:
@@ -41,31 +48,106 @@ def test_a_checkpoint_stores_the_rollouts_that_are_still_to_be_deleted(tiny_mode
     assert resumed.rollout_ids == session.collector.rollout_ids
 
 
+@pytest.mark.usefixtures("silent_backend")
 async def test_reading_a_checkpoint_does_not_block_the_event_loop(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    session = make_session(tiny_model)
+    session.policies.write(tmp_path / "checkpoint", session.state())
+    threads: list[threading.Thread] = []
+    read = PolicySet.read
+    monkeypatch.setattr(PolicySet, "read", lambda *given: threads.append(threading.current_thread()) or read(*given))
+    async with open_session(tiny_model, tmp_path):
+        pass
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+def open_session(model: Path, directory: Path) -> Any:
+    """Opens a session in a run's directory, with a gateway of its own and a policy backend that serves nothing."""
+    store = agl.InMemoryLightningStore()
+    context = agl.RunContext(
+        store=store,
+        llm_proxy=agl.LLMProxy(model_list=[], store=store),
+        directory=directory,
+        adapter=agl.TraceToTriplet(),
+    )
+    return TrainingSession.open(context, GRPOSettings(model=str(model), train_threads=1))
+
+
+@pytest.fixture
+def silent_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(*_: Any) -> None: ...
 
     backend = SimpleNamespace(
         start=nothing, stop=nothing, model_entry={"model": "policy", "endpoint": "http://host/v1"}
     )
     monkeypatch.setattr(training_session, "get_manager", lambda: SimpleNamespace(create=lambda *_: backend))
-    session = make_session(tiny_model)
-    session.policies.write(tmp_path / "checkpoint", session.state())
-    threads: list[threading.Thread] = []
-    read = PolicySet.read
-    monkeypatch.setattr(PolicySet, "read", lambda *given: threads.append(threading.current_thread()) or read(*given))
-    store = agl.InMemoryLightningStore()
-    context = agl.RunContext(
-        store=store,
-        llm_proxy=agl.LLMProxy(model_list=[], store=store),
-        directory=tmp_path,
-        adapter=agl.TraceToTriplet(),
-    )
-    async with TrainingSession.open(context, GRPOSettings(model=str(tiny_model))):
-        pass
-    assert len(threads) == 1
-    assert threads[0] is not threading.main_thread()
+
+
+@pytest.mark.usefixtures("silent_backend")
+async def test_a_loop_has_its_own_state_again_after_a_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    async with open_session(tiny_model, tmp_path) as session:
+        session.own_state |= {"queue": [3, 1], "mean": torch.ones(2)}
+        await session.checkpoint()
+        session.own_state["queue"].append(7)  # after the checkpoint
+    async with open_session(tiny_model, tmp_path) as resumed:
+        assert resumed.own_state["queue"] == [3, 1]
+        assert torch.equal(resumed.own_state["mean"], torch.ones(2))
+        resumed.own_state["lock"] = threading.Lock()
+        with pytest.raises(agl.ConfigError, match=r"own_state\['lock'\] is a lock, which a checkpoint cannot hold"):
+            await resumed.checkpoint()
+        resumed.own_state["lock"] = Path("here")  # can be pickled, but not be read again without running code
+        with pytest.raises(agl.ConfigError, match=r"own_state\['lock'\] is a PosixPath, which"):
+            await resumed.checkpoint()
+
+
+@pytest.mark.usefixtures("silent_backend")
+async def test_a_checkpoint_is_written_beside_the_loop_and_no_weight_changes_before_its_end(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, write = threading.Event(), PolicySet.write
+    monkeypatch.setattr(PolicySet, "write", lambda *given: may_write.wait() and write(*given))
+    row = TrainingRow([1, 2], [3, 4], [-0.1, -0.1], 1.0)
+    async with open_session(tiny_model, tmp_path) as session:
+        try:
+            await session.checkpoint()
+            assert not (tmp_path / "checkpoint").exists()
+            training = asyncio.create_task(session.forward_backward([row]))
+            done, _ = await asyncio.wait([training], timeout=0.1)
+            assert not done, "the reference would take the place of the weights"
+        finally:
+            may_write.set()
+        await training
+        assert (tmp_path / "checkpoint").is_dir()
+        await session.optim_step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "message"),
+    [
+        ("advantage", lambda items, *, std_floor: [1.0], r"the advantage 'mine' returned \[1.0\] for 2 items"),
+        ("advantage", lambda items, *, std_floor: items[0].reward, "the advantage 'mine' failed: AttributeError"),
+        ("task_sampler", lambda count, history: [5] * count, r"the task_sampler 'mine' returned \[5, 5.* 0 to 4 are"),
+        ("task_sampler", lambda count, history: history.data["a"], "the task_sampler 'mine' failed: TypeError"),
+    ],
+)
+def test_the_error_of_a_part_names_it_before_the_first_rollout(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, part: Any, message: str
+) -> None:
+    manager = get_manager()
+    monkeypatch.setattr(sys.modules[__name__], "planted_part", part, raising=False)
+    offer = Component(kind, "mine", f"{__name__}:planted_part", summary="x")
+    plugin = SimpleNamespace(components=hookimpl(lambda: [offer]))
+    manager.register(plugin, "test-part")
+    try:
+        named: Any = {"experience": ExperienceSettings(estimator="mine")} if kind == "advantage" else {kind: "mine"}
+        session = make_session(tiny_model, train=range(5), **named)
+        with pytest.raises(agl.ConfigError, match=message):
+            session.try_parts()
+    finally:
+        manager._pluggy.unregister(plugin)
+        del manager.plugins["test-part"], manager._offers[kind, "mine"]
 
 
 @pytest.mark.parametrize(("force", "expected"), [(False, Distribution(0.3)), (True, None)])
@@ -106,6 +188,24 @@ async def test_the_ledger_has_filtered_rollouts_and_the_shaped_rewards(tiny_mode
     rows = [TrainedRow.from_span(span) for span in spans if span.name == ROW_SPAN]
     assert [row.reward for row in rows] == [1.0, 0.0]
     assert (metrics["outcome/filtered"], metrics["rollouts_left_out"]) == (1, 0)
+
+
+async def test_the_profile_of_a_step_says_where_its_time_went(tiny_model: Path, tmp_path: Path) -> None:
+    async def keep(found: list[Span]) -> None: ...
+
+    session = make_session(tiny_model, steps=2, profile_step=1)
+    store: Any = SimpleNamespace(add_many_spans=keep, capabilities={"durable": True})
+    session.collector.store, session.collector.context.directory = store, tmp_path
+    episodes = [make_episode(0, 2, "stop"), dataclasses.replace(make_episode(1, 4, "stop"), reward=0.0)]
+    await session.learn([episodes])
+    assert not (tmp_path / "profile.txt").exists(), "only the step that the setting names"
+    await session.learn([episodes])
+    table = (tmp_path / "profile.txt").read_text(encoding="utf-8")
+    assert "Self CPU" in table
+    assert "Optimizer.step#AdamW.step" in table
+    assert json.loads((tmp_path / "profile.json").read_text(encoding="utf-8"))["traceEvents"]
+    with pytest.raises(agl.ConfigError, match="profile_step = 2: the last step is 1, counted from 0"):
+        GRPOSettings(model=str(tiny_model), steps=2, profile_step=2)
 
 
 def make_episode(index: int, length: int, end: str) -> Episode:
@@ -173,13 +273,16 @@ def test_penalties_are_off_even_if_agents_choose_their_sampling_parameters(tiny_
         ("experience.drop_cut_off", True),
         ("experience.reward_shaping", "soft_overlong"),
         ("experience.rollout_filter", "finished"),
+        ("update.minibatches", 2),
+        ("update.epochs", 2),
     ],
 )
 async def test_a_setting_that_only_learn_uses_is_refused_by_other_steps(
     tiny_model: Path, name: str, value: Any
 ) -> None:
     group, _, key = name.rpartition(".")
-    session = make_session(tiny_model, **({group: ExperienceSettings(**{key: value})} if group else {key: value}))
+    groups = {"experience": ExperienceSettings, "update": UpdateSettings}
+    session = make_session(tiny_model, **({group: groups[group](**{key: value})} if group else {key: value}))
     with pytest.raises(agl.ConfigError, match=f"only TrainingSession.learn uses {name}; leave it out"):
         session.rows([])
     with pytest.raises(agl.ConfigError, match=f"only TrainingSession.learn uses {name}; leave it out"):

@@ -90,6 +90,7 @@ def test_a_run_learns_from_the_teacher_if_no_rollout_is_rewarded(
     steps = [line for line in lines if "teacher_kl" in line]
     assert len(steps) == 2
     assert all(step["grad_norm"] > 0 and step["rows"] == step["calls"] > 0 for step in steps)
+    assert all(step["advantage_std"] > 0 for step in steps), "the teacher's part counts"
     assert "nothing to learn" not in caplog.text
 
 
@@ -122,7 +123,7 @@ def test_groups_of_one_rollout_are_allowed_only_with_a_teacher_and_without_rewar
     agl.GRPO(**own, teacher=TeacherSettings(model=str(tiny_model), reward_coefficient=0.0))
     with pytest.raises(agl.ConfigError, match="a group needs at least 2"):
         agl.GRPO(**own, teacher=TeacherSettings(model=str(tiny_model)))
-    with pytest.raises(agl.ConfigError, match=r"coefficient = 0; it must be above 0"):
+    with pytest.raises(agl.ConfigError, match=r"coefficient = 0.0; it must be above 0"):
         TeacherSettings(model=str(tiny_model), coefficient=0)
 
 

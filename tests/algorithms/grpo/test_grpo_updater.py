@@ -27,10 +27,12 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import bind_settings
 from agentlightning_algorithms.grpo.algorithm import GRPO
 from agentlightning_algorithms.grpo.command import export_model
-from agentlightning_algorithms.grpo.settings import ExperienceSettings
+from agentlightning_algorithms.grpo.settings import CheckpointSettings, ExperienceSettings
+from agentlightning_algorithms.offline.dpo import DPO
+from agentlightning_algorithms.offline.training import SFT
 from agentlightning_algorithms.shared.advantage import Scored
 from agentlightning_algorithms.shared.policy.lora import add_lora
-from agentlightning_algorithms.shared.policy.loss import Surrogate
+from agentlightning_algorithms.shared.policy.loss import LossBatch, Surrogate, ppo
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.settings import Aggregation, LoraSettings, UpdateSettings
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
@@ -217,6 +219,27 @@ def test_kl_and_entropy_terms_are_added_to_the_loss_with_their_coefficients(tiny
     expected = plain["loss"] + 0.3 * sum(kl) / len(kl) - 0.2 * plain["entropy"]
     assert metrics["loss"] == pytest.approx(expected, abs=1e-5)
     assert metrics["reference_kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-3)
+
+
+def test_coefficients_of_kl_and_entropy_follow_their_schedules(tiny_policy: Policy) -> None:
+    given = UpdateSettings(
+        kl_coefficient=0.4, kl_schedule="linear", entropy_coefficient=0.2, entropy_schedule="cosine", total_updates=5
+    )
+    found = [given.coefficients_at(update) for update in (0, 2, 4, 9)]
+    assert found == [pytest.approx(pair) for pair in ((0.4, 0.2), (0.2, 0.1), (0.0, 0.0), (0.0, 0.0))]
+    rows = make_rows(tiny_policy, 3)
+    plain, _ = gradients(tiny_policy, rows)
+    bonus, _ = gradients(tiny_policy, rows, entropy_coefficient=0.2)
+    for update, expected in ((0, bonus), (4, plain)):
+        updater = Updater(
+            tiny_policy, UpdateSettings(entropy_coefficient=0.2, entropy_schedule="linear", total_updates=5)
+        )
+        updater.updates = update
+        updater.forward_backward(rows)
+        assert_same_gradients([p.grad for p in updater._parameters if p.grad is not None], expected)
+        tiny_policy.model.zero_grad()
+    with pytest.raises(ConfigError, match="kl_schedule = 'linear' needs total_updates"):
+        Updater(tiny_policy, UpdateSettings(kl_coefficient=0.1, kl_schedule="linear"))
 
 
 def test_tokens_on_which_sampler_and_trainer_disagree_are_weighted_and_masked(tiny_policy: Policy) -> None:
@@ -711,13 +734,96 @@ def test_the_error_of_a_custom_loss_names_it_before_the_first_rollout(
         del manager.plugins["test-mine"], manager._offers["policy_loss", "mine"]
 
 
+def test_a_loss_over_the_whole_batch_has_the_same_gradient_however_the_batch_is_split(tiny_policy: Policy) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "plugins" / "training.md").read_text(encoding="utf-8")
+    code = next(block for block in page.split("```")[1::2] if "def begin" in block).removeprefix("python")
+    names: dict[str, Any] = {"torch": torch, "Surrogate": Surrogate}
+    exec(code, names)
+    batches: list[LossBatch] = []
+
+    base: Any = names["Scaled"]
+
+    class Loss(base):
+        def begin(self, batch: LossBatch, settings: UpdateSettings) -> None:
+            batches.append(batch)
+            super().begin(batch, settings)
+
+    rows = masked(make_rows(tiny_policy, 6))
+    found = []
+    for limit in (8192, 40):
+        updater = Updater(tiny_policy, UpdateSettings(max_tokens_per_microbatch=limit))
+        updater.forward_backward(rows, Loss())
+        found.append([p.grad.clone() for p in tiny_policy.model.parameters() if p.grad is not None])
+        tiny_policy.model.zero_grad()
+    assert_same_gradients(*found)
+    whole = batches[1]
+    assert len(batches) == 2, "the first pass precedes all parts of a batch"
+    counts = [row.n_sampled for row in rows]
+    assert whole.row_N.bincount().tolist() == counts
+    scores = [value for row in rows for value in row.sampled(tiny_policy.score([row])[0])]
+    assert whole.logprob_N.tolist() == pytest.approx(scores, abs=1e-5)
+    assert whole.old_logprob_N.tolist() == pytest.approx([v for row in rows for v in row.sampled(row.logprobs)])
+    assert whole.advantage_N.tolist() == pytest.approx([value for row in rows for value in row.advantages])
+    assert (whole.update, whole.stage) == (0, "train")
+
+
+def test_a_loss_over_the_whole_batch_is_tried_with_made_rows(
+    tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong:
+        def begin(self, batch: LossBatch, settings: UpdateSettings) -> None:
+            assert batch.stage == "check"
+            raise KeyError("statistics")
+
+        __call__ = ppo
+
+    manager = get_manager()
+    monkeypatch.setattr(sys.modules[__name__], "planted_loss", Wrong, raising=False)
+    target = f"{__name__}:planted_loss"
+    plugin = SimpleNamespace(components=hookimpl(lambda: [Component("policy_loss", "wrong", target, summary="x")]))
+    manager.register(plugin, "test-wrong")
+    try:
+        with pytest.raises(ConfigError, match=r"objective = 'wrong': this policy_loss .* KeyError: 'statistics'"):
+            Updater(tiny_policy, UpdateSettings(objective="wrong"))
+    finally:
+        manager._pluggy.unregister(plugin)
+        del manager.plugins["test-wrong"], manager._offers["policy_loss", "wrong"]
+
+
+def test_the_error_of_a_loss_in_an_update_names_it(tiny_policy: Policy) -> None:
+    def mine(*_: Any) -> Surrogate:
+        raise ZeroDivisionError
+
+    with pytest.raises(ConfigError, match=r"the policy_loss <function .*mine .* failed: ZeroDivisionError"):
+        Updater(tiny_policy).forward_backward(make_rows(tiny_policy, 1), mine)
+
+
 def test_settings_that_cannot_be_are_refused_in_python_as_in_a_file(tiny_model: Path) -> None:
     for wrong, message in (
         ({"entropy_coefficient": "cosine"}, "update: entropy_coefficient = 'cosine': Input should be a valid number"),
-        ({"warmup_updates": 9, "total_updates": 8}, "warmup_updates = 9: the training has 8 updates"),
     ):
         with pytest.raises(ConfigError, match=message):
             UpdateSettings(**wrong)
-    with pytest.raises(ConfigError, match="warmup_updates = 9: the training has 5 updates"):
-        GRPO(model=str(tiny_model), steps=5, update=UpdateSettings(warmup_updates=9))
-    assert UpdateSettings(lr="1e-3").lr == 1e-3
+    for wrong_part, message in (
+        (lambda: GRPO(model=str(tiny_model), steps="ten"), "grpo: steps = 'ten': Input should be a valid integer"),
+        (lambda: GRPO(model=str(tiny_model), rollouts_per_task=2.5), "grpo: rollouts_per_task = 2.5"),
+        (lambda: GRPO(model=str(tiny_model), update={"lrr": 1.0}), "grpo: update has no key 'lrr'"),
+        (lambda: ExperienceSettings(failed_reward="none"), "experience: failed_reward = 'none'"),
+        (lambda: LoraSettings(rank="big"), "lora: rank = 'big'"),
+        (lambda: CheckpointSettings(every="5m"), "checkpoints: every = '5m'"),
+        (lambda: SFT(model=str(tiny_model), source="a.jsonl", schedule="cosin"), "sft: schedule = 'cosin'"),
+        (lambda: DPO(model=str(tiny_model), source="a.jsonl", batch_size="all"), "dpo: batch_size = 'all'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            wrong_part()
+    made: Any = {"lr": "1e-3"}
+    assert GRPO(model=str(tiny_model), update=made).update.lr == 1e-3, "as in a file"
+
+
+def test_a_run_shorter_than_its_warm_up_begins_like_the_whole_run_and_says_so(
+    tiny_policy: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = UpdateSettings(lr=1e-3, warmup_updates=8, total_updates=2)
+    assert [given.lr_at(update) for update in range(2)] == pytest.approx([1e-3 / 8, 2e-3 / 8])
+    Updater(tiny_policy, given)
+    assert "warmup_updates = 8: the training has 2 updates, so the learning rate ends at 0.00025" in caplog.text

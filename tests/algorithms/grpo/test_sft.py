@@ -32,15 +32,11 @@ def conversation(answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}]}
 
 
-def unused_agent(task: Any, llm: agl.LLM) -> float:
-    raise AssertionError("sft does not run the agent")
-
-
 def tune(run: Path, model: Path, source: Path, **settings: Any) -> list[dict[str, float]]:
     """Trains and returns the metrics of each epoch."""
     algorithm = {"name": "sft", "model": str(model), "source": str(source), "train_threads": 1, **settings}
     trainer = agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[], run_dir=run, resume=run.exists())
-    assert trainer.fit(unused_agent, [0]).status == "succeeded"
+    assert trainer.fit().status == "succeeded"
     store = agl.create_store(f"sqlite:///{run}/store.db")
 
     async def read() -> list[dict[str, float]]:
@@ -67,6 +63,15 @@ def test_a_model_learns_the_conversations_of_a_file_and_grpo_starts_from_it(tmp_
     assert [step["rows"] for step in first] == [4.0] * 8
     assert first[-1]["loss"] < 0.5 < 2.0 < first[0]["loss"]
     assert likelihood(run / "checkpoint") > -0.5 > -2.0 > likelihood(tiny_model)
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(conversation("quack quack")))
+    own = {"val_source": str(other), "weight_decay": 0.1, "warmup_updates": 2}
+    initial, *epochs = tune(tmp_path / "runs" / "other", tiny_model, file, epochs=2, batch_size=2, lr=1e-2, **own)
+    assert initial == {"val_loss": pytest.approx(-likelihood(tiny_model, "quack quack"), abs=1e-4)}
+    assert epochs[-1]["val_loss"] == pytest.approx(
+        -likelihood(tmp_path / "runs" / "other" / "checkpoint", "quack quack"), abs=1e-4
+    )
+    assert [step["lr"] for step in epochs] == pytest.approx([0.75e-2, 1e-2]), "the means of two steps"
     more = tune(run, tiny_model, file, epochs=9, batch_size=2, lr=1e-2)  # resumes
     assert len(more) == 9
     assert more[-1]["loss"] < first[-1]["loss"] + 0.1

@@ -17,7 +17,7 @@ from agentlightning_algorithms.shared.policy.server.request import ChatRequest, 
 from agentlightning_plugins.demo.training import CHECKPOINT
 from agentlightning_plugins.shared.chat_history import FineTuningExample
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
-from tests.algorithms.grpo.test_sft import tune, unused_agent
+from tests.algorithms.grpo.test_sft import tune
 from tests.algorithms.prompt_lab import Server
 from tests.algorithms.tiny_model import CHAT_TEMPLATE
 
@@ -142,7 +142,7 @@ def test_a_message_that_cannot_be_read_is_refused_with_its_place(tmp_path: Path,
         algorithm = {"name": name, "model": str(tiny_model), "source": str(file)}
         separator = "" if complaint.startswith(" ") else "."
         with pytest.raises(agl.ConfigError) as error:
-            agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[]).fit(unused_agent, [0])
+            agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[]).fit()
         assert "data.jsonl:2 is not of the form" in str(error.value)
         assert f": {place}{separator}{complaint}" in str(error.value)
 

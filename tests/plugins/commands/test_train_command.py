@@ -468,10 +468,10 @@ def test_a_file_that_is_not_a_configuration_is_refused(folder: Path, text: str, 
 
 def test_print_config_shows_the_overrides_and_never_a_secret(folder: Path) -> None:
     write(folder, {"store": "http://host:1/${SECRET}"})
-    code, shown, _ = run_here(folder, "train", "config.yaml", "algorithm.n_epochs=1e0", "--print-config")
+    code, shown, _ = run_here(folder, "train", "config.yaml", "algorithm.n_epochs=1e0", "--profile", "--print-config")
     assert code == 0
     printed = yaml.safe_load(shown)
-    assert printed["algorithm"]["n_epochs"] == 1.0
+    assert (printed["algorithm"]["n_epochs"], printed["algorithm"]["profile_step"]) == (1.0, 1)
     assert printed["store"] == "http://host:1/${SECRET}"
 
 

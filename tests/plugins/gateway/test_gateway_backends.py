@@ -255,16 +255,18 @@ async def test_the_served_model_name_and_forced_sampling_parameters_reach_the_ba
         model = {
             "model_name": "m",
             "litellm_params": params | {"api_base": server.endpoint + "/"},
-            "sampling_parameters": {"temperature": 1.0, "top_p": 1.0},
+            "sampling_parameters": {"temperature": 1.0, "top_p": 1.0, "frequency_penalty": 0.0, "logit_bias": None},
         }
         async with gateway(model_list=[model]) as case:
             rollout, client = await case.start()
-            await client.chat.completions.create(model="m", messages=HELLO, temperature=0.2, seed=4)
+            penalties: Any = {"frequency_penalty": 0, "logit_bias": {"5": -9}}
+            await client.chat.completions.create(model="m", messages=HELLO, temperature=0.2, seed=4, **penalties)
             span = await case.span(rollout)
         body = server.requests[0].body
     assert (body["model"], body["temperature"], body["top_p"], body["seed"]) == ("org/served", 1.0, 1.0, 4)
     assert server.requests[0].headers["Authorization"] == f"Bearer {PROVIDER_KEY}"
     assert span.attributes["gen_ai.request.temperature"] == 1.0
+    assert span.attributes["agentlightning.gateway.replaced"] == ["logit_bias", "temperature"]
     assert (span.attributes["gen_ai.request.model"], span.attributes["gen_ai.provider.name"]) == ("m", "vllm")
 
 

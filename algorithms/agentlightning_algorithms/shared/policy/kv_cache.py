@@ -208,7 +208,7 @@ def check_attention(policy: Policy) -> None:
         raise ConfigError(
             f"the model {config.model_type!r} has layers that do not attend to the whole context "
             f"({', '.join(sorted(kinds)) or f'sliding window of {window} tokens'}); this sampler needs full attention. "
-            "Use another backend, or a model such as Qwen 2.5 or Llama 3."
+            "Use the backend vllm, or a model such as Qwen 2.5, Qwen 3 or Llama 3."
         )
 
 

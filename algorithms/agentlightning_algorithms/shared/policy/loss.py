@@ -11,13 +11,12 @@ Log-probabilities are natural. The numbers and gradients equal verl 0.9.1's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.shared.policy.settings import KlEstimator, UpdateSettings
+from agentlightning_algorithms.shared.policy.settings import KlEstimator, UpdateSettings, load_part
 
 # Bounds on log-ratios and on k3 that keep exp() finite; verl's values.
 _MAX_LOG_RATIO = 20.0
@@ -35,6 +34,35 @@ class Surrogate(NamedTuple):
     """1 where clipping the ratio removed the gradient."""
     dual_clipped_BT: Tensor
     """1 where the bound on negative advantages removed the gradient."""
+
+
+class LossBatch(NamedTuple):
+    """All tokens of an optimizer step, for losses that need statistics of the whole batch.
+
+    A loss is called with parts of a batch, as many rows as ``max_tokens_per_microbatch`` allows. If it is an object
+    with a method ``begin(batch, settings)``, this is called first, after a pass without gradient over all rows.
+
+    N   the tokens that count in the loss, of all rows, one row after the other
+    """
+
+    logprob_N: Tensor
+    old_logprob_N: Tensor
+    advantage_N: Tensor
+    weight_N: Tensor
+    """How many copies the token's row counts for."""
+    row_N: Tensor
+    """Number of the token's row in the batch."""
+    update: int
+    """Updates that were made before this one."""
+    stage: Literal["check", "train"] = "train"
+    """``check``: two made rows, with which a loss is tried before the first rollout."""
+
+    @classmethod
+    def of_rows(cls, logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> LossBatch:
+        """Returns made rows as a batch of the stage ``check``."""
+        kept_BT = mask_BT > 0
+        new_N, old_N, advantage_N = (each[kept_BT] for each in (logprob_BT.detach(), old_logprob_BT, advantage_BT))
+        return cls(new_N, old_N, advantage_N, mask_BT[kept_BT], kept_BT.nonzero()[:, 0], 0, "check")
 
 
 def ppo(
@@ -108,12 +136,94 @@ def cispo(
     return Surrogate(-held_BT * advantage_BT * logprob_BT, log_ratio_BT, clipped_BT, torch.zeros_like(clipped_BT))
 
 
+def sapo(
+    logprob_BT: Tensor,
+    old_logprob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    settings: UpdateSettings,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> Surrogate:
+    """The component ``sapo``: a soft gate in the place of the clip (Gao et al. 2025, arXiv:2511.20347).
+
+        loss = -A sigmoid(tau (ratio - 1)) 4 / tau
+
+    The gradient falls smoothly as the ratio leaves 1, faster with a larger tau: ``tau_positive`` where A > 0, else
+    ``tau_negative``. The paper aggregates by ``seq-mean-token-mean``. Other arguments as ``ppo``.
+    """
+    log_ratio_BT = (logprob_BT - old_logprob_BT).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    tau_BT = torch.where(advantage_BT > 0, tau_positive, tau_negative)
+    gate_BT = torch.sigmoid(tau_BT * (log_ratio_BT.exp() - 1.0)) * 4.0 / tau_BT
+    zero_BT = torch.zeros_like(logprob_BT)
+    return Surrogate(-advantage_BT * gate_BT, log_ratio_BT.detach(), zero_BT, zero_BT)
+
+
+def gmpo(
+    logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
+) -> Surrogate:
+    """The component ``gmpo``: the geometric mean of a row's clipped ratios (Zhao et al. 2025, arXiv:2507.20673).
+
+        loss = -A exp(mean over the row's tokens of min(A l, A clamp(l, -clip_low, clip_high)) / A),  l = log(ratio)
+
+    Every token has the loss of its row, with the mean of its advantages, so aggregate by ``seq-mean-token-mean``. The
+    paper clips at 0.4 on both sides. Arguments as ``ppo``.
+    """
+    log_ratio_BT = logprob_BT - old_logprob_BT
+    sign_BT = torch.sign(advantage_BT)
+    held_BT = log_ratio_BT.clamp(-settings.clip_low, settings.clip_high)
+    least_BT = sign_BT * torch.minimum(sign_BT * log_ratio_BT, sign_BT * held_BT)
+    length_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1.0)
+    mean_B1 = ((least_BT * mask_BT).sum(-1, keepdim=True) / length_B1).clamp(max=_MAX_LOG_SEQUENCE_RATIO)
+    advantage_B1 = (advantage_BT * mask_BT).sum(-1, keepdim=True) / length_B1
+    loss_BT = (-advantage_B1 * mean_B1.exp()).expand_as(log_ratio_BT)
+    clipped_BT = (least_BT != log_ratio_BT).to(log_ratio_BT.dtype) * sign_BT.abs()
+    return Surrogate(loss_BT, log_ratio_BT.detach(), clipped_BT, torch.zeros_like(clipped_BT))
+
+
+def dppo(
+    logprob_BT: Tensor,
+    old_logprob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    settings: UpdateSettings,
+    *,
+    divergence: Literal["tv", "kl"] = "tv",
+    max_ratio: float = 20.0,
+) -> Surrogate:
+    """The component ``dppo``: tokens are left out by how far their probability moved, not by its ratio.
+
+        loss = -sg[min(ratio, max_ratio)] A logprob    where the divergence is within its bound, else 0
+
+    The divergence is that of "this token" or "another one" under old and new weights: total variation (``tv``) or
+    KL(old || new) (``kl``). ``clip_high`` bounds tokens with A > 0 whose probability grew, ``clip_low`` tokens with
+    A <= 0 whose probability fell (arXiv:2602.04879, section 5). Other arguments as ``ppo``.
+    """
+    log_ratio_BT = (logprob_BT - old_logprob_BT).detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    new_BT, old_BT = logprob_BT.detach().exp(), old_logprob_BT.exp()
+    moved_BT = new_BT - old_BT
+    if divergence == "tv":
+        distance_BT = moved_BT.abs()
+    else:
+        others_BT = ((1.0 - old_BT + 1e-8) / (1.0 - new_BT + 1e-8)).log()
+        distance_BT = old_BT * (old_logprob_BT - logprob_BT.detach()) + (1.0 - old_BT) * others_BT
+    too_high_BT = (moved_BT > 0) & (distance_BT > settings.clip_high)
+    too_low_BT = (moved_BT < 0) & (distance_BT > settings.clip_low)
+    clipped_BT = torch.where(advantage_BT > 0, too_high_BT, too_low_BT).to(logprob_BT.dtype)
+    ratio_BT = log_ratio_BT.exp().clamp(max=max_ratio)
+    loss_BT = -advantage_BT * ratio_BT * logprob_BT * (1.0 - clipped_BT)
+    return Surrogate(loss_BT, log_ratio_BT, clipped_BT, torch.zeros_like(clipped_BT))
+
+
 def cross_entropy(
     logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
 ) -> Surrogate:
     """The component ``cross_entropy``: the likelihood of the tokens, weighted by their advantage, without a ratio.
 
-    With advantages of 1 for chosen answers, this is rejection fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767).
+    With advantages of 1 for chosen answers, this is rejection fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767);
+    with ``dr_grpo``, it is the policy gradient of GPG (Chu et al. 2025, arXiv:2504.02546), which leaves out groups
+    without spread, as we do.
     """
     zero_BT = torch.zeros_like(logprob_BT)
     return Surrogate(-advantage_BT * logprob_BT, (logprob_BT - old_logprob_BT).detach(), zero_BT, zero_BT)
@@ -190,7 +300,7 @@ def _aggregated(
 ) -> Aggregated:
     length_B = mask_BT.sum(-1)
     weight_B = torch.ones_like(length_B) if weight_B is None else weight_B
-    component: Callable[..., tuple[Tensor, Tensor]] = get_manager().create("aggregation", aggregation)
+    component: Callable[..., tuple[Tensor, Tensor]] = load_part("aggregation", aggregation)
     return Aggregated(*component(length_B, weight_B, rollout_length_B, horizon))
 
 

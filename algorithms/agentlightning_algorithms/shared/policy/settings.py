@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
 from agentlightning.errors import ConfigError, PluginImportError
 from agentlightning.plugin.registry import get_manager
-from agentlightning.plugin.settings import bind_settings, require_least
+from agentlightning.plugin.settings import bind_fields, require_least
 
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
@@ -35,6 +35,26 @@ def check_part(kind: str, spec: str | Mapping[str, Any]) -> None:
         get_manager().check(kind, spec)
 
 
+def load_part(kind: str, spec: str | Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns a part of a training, whose errors name it."""
+    part = get_manager().create(kind, spec)
+
+    def call(*args: Any, **settings: Any) -> Any:
+        with naming_part(kind, spec):
+            return part(*args, **settings)
+
+    return call
+
+
+@contextlib.contextmanager
+def naming_part(kind: str, spec: object) -> Iterator[None]:
+    """Turns the errors of a part of a training into a ConfigError that names the part."""
+    try:
+        yield
+    except Exception as error:  # isolation point: a part may be a plugin's
+        raise ConfigError(f"the {kind} {spec!r} failed: {type(error).__name__}: {error}") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
     """Settings of the weight updates (``Updater``). docs/grpo-settings.md cites the paper of each.
@@ -43,8 +63,9 @@ class UpdateSettings:
         lr: AdamW's peak learning rate; ``betas`` and ``weight_decay`` are AdamW's too.
         schedule: a component of that kind: ``constant``, ``linear`` or ``cosine`` decay of the learning rate from
             ``lr`` to ``lr * final_lr_fraction``, by updates, not optimizer steps.
-        total_updates: updates the schedule spans; required for all but ``constant``.
-        warmup_updates: updates in which the learning rate rises linearly to ``lr``.
+        total_updates: updates the schedules span; required for all but ``constant``.
+        warmup_updates: updates in which the learning rate rises linearly to ``lr``. A run that is shorter begins like
+            the whole run, with a warning.
         max_grad_norm: gradients are clipped to this norm.
         epochs: passes over the rows of one update.
         minibatches: optimizer steps per epoch, whatever the number of rows, which depends on the number of turns.
@@ -70,6 +91,8 @@ class UpdateSettings:
         kl_coefficient: weight, in the loss of each token, of the divergence from the initial model (arXiv:2402.03300).
         kl_estimator: see ``kl_penalty`` in ``loss``.
         entropy_coefficient: weight of the entropy bonus (Mnih et al. 2016, arXiv:1602.01783).
+        kl_schedule: a component of the kind ``schedule``, whose share ``kl_coefficient`` is multiplied by: ``linear``
+            and ``cosine`` end at 0. ``entropy_schedule`` likewise.
         seed: seed of the order of rows.
     """
 
@@ -104,22 +127,18 @@ class UpdateSettings:
     trust_upper: float = 2.0
     kl_coefficient: float = 0.0
     kl_estimator: KlEstimator = "k3"
+    kl_schedule: str | Mapping[str, Any] = "constant"
     entropy_coefficient: float = 0.0
+    entropy_schedule: str | Mapping[str, Any] = "constant"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name, value in bind_settings(UpdateSettings, given, "update").items():  # in Python as in a file
-            object.__setattr__(self, name, value)
-        if self.total_updates is not None and self.warmup_updates > self.total_updates:
-            raise ConfigError(
-                f"warmup_updates = {self.warmup_updates}: the training has {self.total_updates} updates, so the "
-                "learning rate would never reach lr; use fewer."
-            )
+        bind_fields(self, "update")
         for name in ("lr", "max_grad_norm", "temperature", "epochs", "minibatches", "max_tokens_per_microbatch"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}; it must be above 0.")
-        check_part("schedule", self.schedule)
+        for schedule in (self.schedule, self.kl_schedule, self.entropy_schedule):
+            check_part("schedule", schedule)
         check_part("policy_loss", self.objective)
         check_part("aggregation", self.aggregation)
         names = ("weight_decay", "warmup_updates", "final_lr_fraction", "clip_low", "clip_high", "kl_coefficient")
@@ -143,6 +162,12 @@ class UpdateSettings:
             if not 0 <= bounds[0] < bounds[1]:
                 raise ConfigError(f"{low} = {bounds[0]}, {high} = {bounds[1]}; 0 <= {low} < {high} is needed.")
 
+    def coefficients_at(self, update: int) -> tuple[float, float]:
+        """Returns the coefficients of KL and entropy in the ``update``-th update, counted from 0."""
+        progress = min(1.0, update / max(1, (self.total_updates or 1) - 1))
+        kl, entropy = (load_part("schedule", name)(progress) for name in (self.kl_schedule, self.entropy_schedule))
+        return self.kl_coefficient * float(kl), self.entropy_coefficient * float(entropy)
+
     def lr_at(self, update: int) -> float:
         """Returns the learning rate of the ``update``-th update, counted from 0."""
         if update < self.warmup_updates:
@@ -151,7 +176,7 @@ class UpdateSettings:
             return self.lr
         decaying = max(1, self.total_updates - 1 - self.warmup_updates)
         progress = min(1.0, (update - self.warmup_updates) / decaying)
-        share = float(get_manager().create("schedule", self.schedule)(progress))
+        share = float(load_part("schedule", self.schedule)(progress))
         return self.lr * (self.final_lr_fraction + (1.0 - self.final_lr_fraction) * share)
 
 
@@ -172,6 +197,7 @@ class LoraSettings:
     target_modules: str | list[str] = "all-linear"
 
     def __post_init__(self) -> None:
+        bind_fields(self, "lora")
         require_least(1, rank=self.rank)
 
 

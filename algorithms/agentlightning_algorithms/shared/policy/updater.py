@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.run.directory import atomic_directory, recover_directory
-from agentlightning_algorithms.shared.policy.loss import Surrogate, aggregate, kl_penalty, loss_normalizer
+from agentlightning_algorithms.shared.policy.loss import LossBatch, Surrogate, aggregate, kl_penalty, loss_normalizer
 from agentlightning_algorithms.shared.policy.model import Policy, batch_by_tokens, collate
 from agentlightning_algorithms.shared.policy.prepared_row import (
     PreparedRow,
@@ -33,7 +33,7 @@ from agentlightning_algorithms.shared.policy.prepared_row import (
     describe_correction,
     prepare_rows,
 )
-from agentlightning_algorithms.shared.policy.settings import UpdateSettings
+from agentlightning_algorithms.shared.policy.settings import UpdateSettings, naming_part
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow, check_rows
 
 logger = logging.getLogger("agentlightning")
@@ -59,10 +59,22 @@ class Updater:
         """
         self.policy = policy
         self.settings = settings = settings or UpdateSettings()
-        if settings.schedule != "constant" and settings.total_updates is None:
-            raise ConfigError(f"schedule = {settings.schedule!r} needs total_updates, the number of updates it spans.")
+        for name in ("schedule", "kl_schedule", "entropy_schedule"):
+            if getattr(settings, name) != "constant" and settings.total_updates is None:
+                raise ConfigError(
+                    f"{name} = {getattr(settings, name)!r} needs total_updates, the number of updates it spans."
+                )
         self._objective: Objective = get_manager().create("policy_loss", settings.objective)
         _try_objective(self._objective, settings)
+        if settings.total_updates is not None and settings.warmup_updates > settings.total_updates:
+            logger.warning(
+                "warmup_updates = %d: the training has %d updates, so the learning rate ends at %g and never reaches "
+                "lr = %g", settings.warmup_updates, settings.total_updates, settings.lr_at(settings.total_updates - 1),
+                settings.lr,
+            )  # fmt: skip
+        for update in (settings.warmup_updates, (settings.total_updates or 1) - 1):
+            settings.lr_at(update)
+            settings.coefficients_at(update)
         self.updates = 0  # made so far
         self.uses: list[RowUse] = []  # uses of the rows in the last update
         self._open_step: tuple[StepMetrics, list[PreparedRow]] = StepMetrics(), []  # added, but not yet applied
@@ -234,6 +246,10 @@ class Updater:
         normalizer = self._normalizer(rows) if rows else 0.0
         if normalizer == 0:
             return
+        if hasattr(objective, "begin"):
+            batch = self._gather(rows)
+            with self._naming(objective):
+                objective.begin(batch, self.settings)
         for indices in batch_by_tokens([row.row.n_tokens for row in rows], self.settings.max_tokens_per_microbatch):
             self._accumulate([rows[i] for i in indices], normalizer, step, objective, measure_gap=measure_gap)
 
@@ -272,6 +288,7 @@ class Updater:
     ) -> None:
         """Adds one micro-batch's share of the minibatch's gradient and metrics."""
         settings, device = self.settings, self.policy.device
+        kl_coefficient, entropy_coefficient = settings.coefficients_at(self.updates)
         batch = collate([row.row for row in rows], device)
         sampled_BT = batch.mask_BT
 
@@ -286,11 +303,12 @@ class Updater:
         length_B = torch.tensor([row.rollout_length for row in rows], device=device)
         with self._precision():
             logprob_BT, entropy_BT = self.policy.token_logprobs(
-                batch, settings.temperature, entropy_gradient=settings.entropy_coefficient != 0
+                batch, settings.temperature, entropy_gradient=entropy_coefficient != 0
             )
         if rows[0].first_T is None:
             self._keep_logprobs(rows, logprob_BT.detach(), sampled_BT)
-        surrogate = objective(logprob_BT, old_BT, advantage_BT, mask_BT, settings)
+        with self._naming(objective):
+            surrogate = objective(logprob_BT, old_BT, advantage_BT, mask_BT, settings)
         loss_BT = surrogate.loss_BT
         counted_BT = mask_BT * weight_B[:, None]
         if settings.importance_weights is not None:
@@ -298,10 +316,10 @@ class Updater:
         if rows[0].reference_T is not None:
             reference_BT = pad([row.reference_T for row in rows if row.reference_T is not None])
             kl_BT = kl_penalty(logprob_BT, reference_BT, settings.kl_estimator)
-            loss_BT = loss_BT + settings.kl_coefficient * kl_BT
+            loss_BT = loss_BT + kl_coefficient * kl_BT
             step.add(reference_kl=(kl_BT.detach() * counted_BT).sum())
-        if settings.entropy_coefficient:
-            loss_BT = loss_BT - settings.entropy_coefficient * entropy_BT
+        if entropy_coefficient:
+            loss_BT = loss_BT - entropy_coefficient * entropy_BT
         loss = aggregate(
             loss_BT, mask_BT, settings.aggregation, weight_B=weight_B, normalizer=normalizer,
             rollout_length_B=length_B, horizon=settings.horizon or 1,
@@ -323,6 +341,28 @@ class Updater:
             step.add_max("logprob_gap_max", ((logprob_BT.detach() - old_BT).abs() * mask_BT).max())
         step.real_tokens += sum(row.row.n_tokens for row in rows)
         step.padded_tokens += batch.input_BL.numel()
+
+    def _naming(self, objective: Objective) -> AbstractContextManager[None]:
+        return naming_part("policy_loss", self.settings.objective if objective is self._objective else objective)
+
+    def _gather(self, rows: Sequence[PreparedRow]) -> LossBatch:
+        """Returns the tokens of a minibatch that count, with their log-probabilities under the current weights."""
+        kept = [row.kept_T > 0 for row in rows]
+        scores = self.score([row.row for row in rows])
+        new = [torch.tensor(row.row.sampled(values)) for row, values in zip(rows, scores, strict=True)]
+
+        def join(values: Sequence[Tensor]) -> Tensor:
+            flat_N = torch.cat([value_T[kept_T] for value_T, kept_T in zip(values, kept, strict=True)])
+            return flat_N.to(self.policy.device)
+
+        return LossBatch(
+            join(new),
+            join([row.old_T for row in rows]),
+            join([row.advantage_T for row in rows]),
+            join([torch.full_like(row.kept_T, row.row.weight) for row in rows]),
+            join([torch.full_like(row.kept_T, index, dtype=torch.long) for index, row in enumerate(rows)]),
+            self.updates,
+        )
 
     def _keep_logprobs(self, rows: Sequence[PreparedRow], logprob_BT: Tensor, sampled_BT: Tensor) -> None:
         """Keeps the trainer's log-probabilities of rows for the training records."""
@@ -390,8 +430,11 @@ def _try_objective(objective: Objective, settings: UpdateSettings) -> None:
     logprob_BT = torch.full((2, 3), -1.0, requires_grad=True)
     mask_BT = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
     advantage_BT = torch.tensor([[1.0], [-1.0]]) * mask_BT
+    old_BT = torch.full((2, 3), -1.1)
     try:
-        found = objective(logprob_BT, torch.full((2, 3), -1.1), advantage_BT, mask_BT, settings)
+        if hasattr(objective, "begin"):
+            objective.begin(LossBatch.of_rows(logprob_BT, old_BT, advantage_BT, mask_BT), settings)
+        found = objective(logprob_BT, old_BT, advantage_BT, mask_BT, settings)
         shapes = {name: tuple(getattr(found, name).shape) for name in Surrogate._fields}
         if set(shapes.values()) != {(2, 3)}:
             raise ValueError(f"for log-probabilities of the shape (2, 3) it returned {shapes}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from agentlightning.testing import promised
-from agentlightning_algorithms.shared.policy.loss import Surrogate
+from agentlightning_algorithms.shared.policy.loss import LossBatch, Surrogate
 from agentlightning_algorithms.shared.policy.settings import UpdateSettings
 
 MASK_BT = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]])
@@ -22,7 +22,7 @@ class PolicyLossConformance:
     """Tests that every policy loss must pass.
 
     Subclass it and define one fixture, ``policy_loss``: a function ``(logprob_BT, old_logprob_BT, advantage_BT,
-    mask_BT, settings)`` that returns a ``Surrogate``.
+    mask_BT, settings)`` that returns a ``Surrogate``. Its method ``begin``, if it has one, is called before it.
     """
 
     def settings(self) -> UpdateSettings:
@@ -36,8 +36,17 @@ class PolicyLossConformance:
         old_BT: Tensor = OLD_BT,
         advantage_BT: Tensor = ADVANTAGE_B1,
         mask_BT: Tensor = MASK_BT,
+        *,
+        is_part: bool = False,
     ) -> tuple[Surrogate, Tensor]:
-        """Returns the surrogate and the gradient of its masked sum; fails if a part has a wrong form."""
+        """Returns the surrogate and the gradient of its masked sum; fails if a part has a wrong form.
+
+        ``is_part``: the rows are a part of the batch that was computed before.
+        """
+        if hasattr(policy_loss, "begin") and not is_part:
+            batch = LossBatch.of_rows(new_BT, old_BT, advantage_BT.expand_as(mask_BT), mask_BT)
+            with promised("begin(batch, settings) accepts a LossBatch"):
+                policy_loss.begin(batch, self.settings())
         logprob_BT = new_BT.clone().requires_grad_()
         given = [old_BT.clone(), advantage_BT.clone(), mask_BT.clone()]
         with promised("policy_loss(logprob_BT, old_logprob_BT, advantage_BT, mask_BT, settings) returns a Surrogate"):
@@ -89,7 +98,8 @@ class PolicyLossConformance:
         whole, gradient_BT = self.compute(policy_loss)
         for row in range(len(MASK_BT)):
             part = slice(row, row + 1)
-            alone, alone_BT = self.compute(policy_loss, NEW_BT[part], OLD_BT[part], ADVANTAGE_B1[part], MASK_BT[part])
+            rows = [each[part] for each in (NEW_BT, OLD_BT, ADVANTAGE_B1, MASK_BT)]
+            alone, alone_BT = self.compute(policy_loss, *rows, is_part=True)
             promise = f"the loss of a row depends on this row only, however a batch is split: row {row}"
             assert torch.allclose(whole.loss_BT[part] * MASK_BT[part], alone.loss_BT * MASK_BT[part]), promise
             assert torch.allclose(gradient_BT[part], alone_BT), promise

@@ -44,6 +44,7 @@ Exit codes:
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Continue an interrupted run.")
 @click.option("--new-store", is_flag=True, help="With --resume: the run's store is lost; run its rollouts again.")
 @click.option("--print-config", is_flag=True, help="Print the resolved configuration and exit.")
+@click.option("--profile", is_flag=True, help="Write where the second update's time went, to profile.txt of the run.")
 @click.option("--dry-run", is_flag=True, help="Check agent, data, plugins and endpoints, and exit.")
 def command(
     config: Path | None,
@@ -52,6 +53,7 @@ def command(
     resume: Path | None,
     new_store: bool,
     print_config: bool,
+    profile: bool,
     dry_run: bool,
 ) -> None:
     """Train the agent of CONFIG, a YAML file.
@@ -63,6 +65,7 @@ def command(
     from agentlightning_plugins.shared.configuration.document import enter_folder, read_with_overrides
     from agentlightning_plugins.shared.configuration.run_directory import CONFIG_NAME, choose_directory
 
+    overrides = (*overrides, "algorithm.profile_step=1") if profile else overrides
     if resume is not None:
         if run_dir is not None:
             raise click.UsageError("--resume already names the directory; remove --run-dir")

@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentlightning.plugin import Component, hookimpl
@@ -14,12 +14,12 @@ from agentlightning.plugin import Component, hookimpl
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from agentlightning.plugin import Aggregated, Episode, Scored, Surrogate, UpdateSettings
+    from agentlightning.plugin import Aggregated, Episode, Scored, Surrogate, TaskHistory, UpdateSettings
 
 plugin_interface = 1
 
 
-def sapo(
+def soft_gate(
     logprob_BT: Tensor,
     old_logprob_BT: Tensor,
     advantage_BT: Tensor,
@@ -95,15 +95,16 @@ def warmup(progress: float, *, share: float = 0.1) -> float:
     return min(1.0, progress / share) if share else 1.0
 
 
-def hardest(size: int, count: int, position: int, *, seed: int, rewards: Mapping[int, float]) -> list[int]:
+def hardest(count: int, history: TaskHistory) -> list[int]:
     """Tasks with the lowest newest reward first; unknown ones before these."""
-    order = list(range(size))
-    random.Random(seed + position).shuffle(order)
-    order.sort(key=lambda index: rewards.get(index, -math.inf))
-    return [order[number % size] for number in range(count)]
+    order = list(range(len(history.data)))
+    random.Random(history.seed + history.position).shuffle(order)
+    newest = {index: history.newest(index) for index in order}
+    order.sort(key=lambda index: -math.inf if (reward := newest[index]) is None else reward)
+    return [order[number % len(order)] for number in range(count)]
 
 
-def brief(episode: Episode, settings: Any, *, weight: float = 0.1) -> float | None:
+def brief(episode: Episode, group: Sequence[Episode], settings: Any, *, weight: float = 0.1) -> float | None:
     """Less reward for every call beyond the first."""
     return None if episode.reward is None else episode.reward - weight * max(0, len(episode.triplets) - 1)
 
@@ -118,7 +119,7 @@ def spread(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 PARTS = {
-    "policy_loss": ("sapo", "reinforce"),
+    "policy_loss": ("soft_gate", "reinforce"),
     "advantage": ("maxrl", "ranks"),
     "aggregation": ("square_root",),
     "schedule": ("warmup",),
