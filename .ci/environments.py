@@ -43,6 +43,7 @@ class Environment:
 
 
 ENVIRONMENTS = {
+    "coding": Environment("", "coding"),
     "demo": Environment("demo", constraints="main", torch=True),
     "lint": Environment("agent-framework autogen langchain openai openai-agents openinference otlp", "lint", "main"),
     "main": Environment("all demo", "main", torch=True),

@@ -69,7 +69,8 @@ def install(preset: str) -> Path:
     """Installs the tested release of an agent; returns the folder of its program."""
     settings = load_preset(preset)
     if not settings.install.startswith("npm"):
-        return Path(sys.executable).parent
+        subprocess.run([sys.executable, REPO / ".ci" / "environments.py", "coding"], check=True, capture_output=True)
+        return REPO / ".venvs" / "coding" / "bin"
     NPM.mkdir(parents=True, exist_ok=True)
     packages = ["node@22", f"{settings.install.split()[-1]}@{settings.tested}"]
     subprocess.run(["npm", "install", "--no-fund", "--no-audit", *packages], cwd=NPM, check=True, capture_output=True)

@@ -188,18 +188,18 @@ class CommandAgent(LitAgent[Any]):
         hide_process()
         temporary = tempfile.TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True)
         try:
-            attempt = await self._prepare(task, resources, rollout, Path(temporary.name))
-            output, exit_code = await self._run(attempt)
-            await self._rate(attempt, output, exit_code, rollout)
-            if self._keep is not None and attempt.workspace is not None:
+            place = await self._prepare(task, resources, rollout, Path(temporary.name))
+            output, exit_code = await self._run(place)
+            await self._rate(place, output, exit_code, rollout)
+            if self._keep is not None and place.workspace is not None:
                 self._keep.mkdir(parents=True, exist_ok=True)
                 name = getattr(getattr(rollout, "attempt", None), "attempt_id", rollout.rollout_id)
-                await run_in_thread(functools.partial(shutil.move, attempt.workspace, self._keep / name), name="keep")
+                await run_in_thread(functools.partial(shutil.move, place.workspace, self._keep / name), name="keep")
             return output
         finally:  # in a thread, which ends whatever happens to the caller: a workspace may have many files
             await asyncio.shield(asyncio.to_thread(temporary.cleanup))
 
-    async def _prepare(self, task: Any, resources: NamedResources, rollout: Rollout, folder: Path) -> _Attempt:
+    async def _prepare(self, task: Any, resources: NamedResources, rollout: Rollout, folder: Path) -> _Workplace:
         """Makes what the command finds: its task, its environment, its home and its workspace."""
         text = task if isinstance(task, str) else json.dumps(task, ensure_ascii=False)
         if self._prompt is not None:
@@ -230,31 +230,31 @@ class CommandAgent(LitAgent[Any]):
                 (home / path).parent.mkdir(parents=True, exist_ok=True)
                 (home / path).write_text(fill(content), encoding="utf-8")
             env["HOME"] = str(home)
-        attempt = _Attempt(task, text, folder, env, secrets)
+        place = _Workplace(task, text, folder, env, secrets)
         if self._workspace is not None:
-            attempt.workspace = folder / "workspace"
-            attempt.workspace.mkdir()
-            make = functools.partial(self._workspace.make, task, attempt.workspace)
-            attempt.source, attempt.before = await run_in_thread(make, name="copy-workspace")
+            place.workspace = folder / "workspace"
+            place.workspace.mkdir()
+            make = functools.partial(self._workspace.make, task, place.workspace)
+            place.source, place.before = await run_in_thread(make, name="copy-workspace")
             if self._reset is not None:
-                await self._run_own(attempt, self._reset, "the command reset")
-                attempt.before = self._workspace.read_state(attempt.workspace)
+                await self._run_own(place, self._reset, "the command reset")
+                place.before = self._workspace.read_state(place.workspace)
         env |= {name: fill(value) for name, value in self._env.items()}
-        attempt.arguments = [
+        place.arguments = [
             fill(part).replace("{task_file}", str(folder / "task")).replace(_PLACEHOLDER, text) for part in self.command
         ]
-        return attempt
+        return place
 
-    async def _run(self, attempt: _Attempt) -> tuple[str, int]:
+    async def _run(self, place: _Workplace) -> tuple[str, int]:
         """Returns stdout and the exit code."""
-        secrets = attempt.secrets
+        secrets = place.secrets
         stdout, stderr = Tail(self._max_output_bytes), Tail(self._max_output_bytes)
-        with self._open_span(attempt.text) as span:
+        with self._open_span(place.text) as span:
             exit_code: int | None = None
             try:
                 has_stdin = self._task_via == "stdin"
-                env = _trace_context() | attempt.env
-                exit_code = await self._execute(attempt, attempt.arguments, env, stdout, stderr, has_stdin=has_stdin)
+                env = _trace_context() | place.env
+                exit_code = await self._execute(place, place.arguments, env, stdout, stderr, has_stdin=has_stdin)
             finally:  # the output of a command that was stopped may tell why
                 recorded = {
                     semconv.OPERATION_OUTPUT: _redact(stdout.text, secrets),
@@ -262,8 +262,8 @@ class CommandAgent(LitAgent[Any]):
                     "agentlightning.command.dropped_bytes": stdout.dropped + stderr.dropped,
                     **({} if exit_code is None else {"agentlightning.command.exit_code": exit_code}),
                 }
-                if self._workspace is not None and attempt.source and attempt.workspace and exit_code is not None:
-                    diff = functools.partial(self._workspace.diff, attempt.source, attempt.before, attempt.workspace)
+                if self._workspace is not None and place.source and place.workspace and exit_code is not None:
+                    diff = functools.partial(self._workspace.diff, place.source, place.before, place.workspace)
                     text = await run_in_thread(diff, name="diff-workspace")
                     recorded["agentlightning.command.diff"] = _redact(text, secrets)
                 if span is not None:
@@ -276,7 +276,7 @@ class CommandAgent(LitAgent[Any]):
 
     async def _execute(
         self,
-        attempt: _Attempt,
+        place: _Workplace,
         arguments: Sequence[str],
         env: Mapping[str, str],
         stdout: Tail,
@@ -284,52 +284,52 @@ class CommandAgent(LitAgent[Any]):
         *,
         has_stdin: bool = False,
     ) -> int:
-        stdin = attempt.folder / "task" if has_stdin else Path(os.devnull)
-        cwd = self._cwd if attempt.workspace is None else str(attempt.workspace)
-        job = Job(arguments, env, cwd, attempt.folder, stdin, stdout, stderr, self._kill_after_s)
+        stdin = place.folder / "task" if has_stdin else Path(os.devnull)
+        cwd = self._cwd if place.workspace is None else str(place.workspace)
+        job = Job(arguments, env, cwd, place.folder, stdin, stdout, stderr, self._kill_after_s)
         return await self._sandbox.run(job)
 
-    async def _run_own(self, attempt: _Attempt, arguments: Sequence[str], what: str) -> tuple[int, str]:
+    async def _run_own(self, place: _Workplace, arguments: Sequence[str], what: str) -> tuple[int, str]:
         """Runs a command of the user in the workspace; returns its exit code and its output.
 
         Raises:
             RolloutError: it fails and is not the reward.
         """
         output = Tail(self._max_output_bytes)
-        env = {name: value for name, value in attempt.env.items() if not name.startswith(_MODEL_VARIABLES)}
+        env = {name: value for name, value in place.env.items() if not name.startswith(_MODEL_VARIABLES)}
         stderr = Tail(self._max_output_bytes)
-        exit_code = await self._execute(attempt, arguments, env, output, stderr)
+        exit_code = await self._execute(place, arguments, env, output, stderr)
         if exit_code and what != "the reward command":
-            end = _redact(stderr.text or output.text, attempt.secrets).strip()[-_SHOWN_CHARS:]
+            end = _redact(stderr.text or output.text, place.secrets).strip()[-_SHOWN_CHARS:]
             raise RolloutError(f"{what} exited with code {exit_code}: {end}")
         return exit_code, (f"{output.text}\n{stderr.text}" if exit_code else output.text).strip()
 
-    async def _rate(self, attempt: _Attempt, output: str, exit_code: int, rollout: Rollout) -> None:
+    async def _rate(self, place: _Workplace, output: str, exit_code: int, rollout: Rollout) -> None:
         """Emits the reward."""
         if callable(self._reward):
-            more = {"workspace": attempt.workspace} if "workspace" in inspect.signature(self._reward).parameters else {}
-            reward = self._reward(attempt.task, output, rollout, **more)
+            more = {"workspace": place.workspace} if "workspace" in inspect.signature(self._reward).parameters else {}
+            reward = self._reward(place.task, output, rollout, **more)
             rating = read_rating(await reward if inspect.isawaitable(reward) else reward, self._reward)
             emit_reward(rating)  # type: ignore[arg-type] # refuses None
         elif self._reward == "exit_code":
             emit_reward(1.0 - exit_code)
         elif self._reward == "file":
-            self._emit_reward(read_agent_file(attempt.folder / "reward"), "the file AGL_REWARD_FILE", attempt.secrets)
+            self._emit_reward(read_agent_file(place.folder / "reward"), "the file AGL_REWARD_FILE", place.secrets)
         elif self._reward == "stdout":
-            self._emit_reward(output.rstrip().rpartition("\n")[2], "the last line of its stdout", attempt.secrets)
+            self._emit_reward(output.rstrip().rpartition("\n")[2], "the last line of its stdout", place.secrets)
         elif _is_command(self._reward):
-            assert attempt.source is not None
-            assert attempt.workspace is not None
-            put_back = functools.partial(restore, attempt.source, attempt.workspace, self._restore)
+            assert place.source is not None
+            assert place.workspace is not None
+            put_back = functools.partial(restore, place.source, place.workspace, self._restore)
             await run_in_thread(put_back, name="restore-workspace")
-            code, said = await self._run_own(attempt, self._reward, "the reward command")
+            code, said = await self._run_own(place, self._reward, "the reward command")
             last = said.rpartition("\n")[2]
             if code == 0 and _read_reward(last) is not None:
-                self._emit_reward(last, "the last line of the reward command", attempt.secrets)
+                self._emit_reward(last, "the last line of the reward command", place.secrets)
                 return
             emit_reward(float(code == 0))
             if code:
-                emit_feedback(_redact(said, attempt.secrets)[-_SHOWN_CHARS:])
+                emit_feedback(_redact(said, place.secrets)[-_SHOWN_CHARS:])
 
     def _open_span(self, text: str) -> contextlib.AbstractContextManager[OpenSpan | None]:
         """Opens the span of the command; yields None outside a rollout."""
@@ -367,8 +367,8 @@ class CommandAgent(LitAgent[Any]):
 
 
 @dataclass
-class _Attempt:
-    """What one attempt works with."""
+class _Workplace:
+    """The files, the variables and the arguments of one attempt."""
 
     task: Any
     text: str

@@ -68,7 +68,7 @@ def _watch(settings: dict[str, Any], is_alone: bool) -> None:
             next_look = time.monotonic() + max(1.0, 20 * (time.monotonic() - started))
         for what, value in used.items():
             if most[what] is not None and value > most[what]:
-                with open(settings["reason"], "w") as file:  # noqa: PTH123 pathlib takes as long to import as all else
+                with open(settings["reason"], "w") as file:  # noqa: PTH123 no pathlib: slow to import
                     file.write(f"more than {most[what]} {what}")
                 os.kill(-1, signal.SIGKILL) if is_alone else os.killpg(0, signal.SIGKILL)
                 os._exit(1)
@@ -78,9 +78,9 @@ def _watch(settings: dict[str, Any], is_alone: bool) -> None:
 def _measure_processes() -> tuple[int, float]:
     """Returns the number of processes in this namespace, and the MiB of their resident memory."""
     pages, count = 0, 0
-    for name in filter(str.isdigit, os.listdir(_PROC)):  # noqa: PTH208
+    for name in filter(str.isdigit, os.listdir(_PROC)):  # noqa: PTH208 as above
         try:
-            with open(f"{_PROC}/{name}/statm") as file:  # noqa: PTH123
+            with open(f"{_PROC}/{name}/statm") as file:  # noqa: PTH123 as above
                 pages += int(file.read().split()[1])
             count += 1
         except (OSError, IndexError):  # it has ended

@@ -172,7 +172,8 @@ def find_namespaces() -> list[str]:
     own = ["--pid", "--fork", "--kill-child", "--mount-proc"]
     for user in ([], ["--user", "--map-current-user"]):  # as root, packages can be installed only without the second
         try:
-            done = subprocess.run(["unshare", *user, *own, "--net", "true"], capture_output=True, check=False)  # noqa: S607
+            command = ["unshare", *user, *own, "--net", "true"]
+            done = subprocess.run(command, capture_output=True, check=False)
         except OSError:  # there is no unshare
             return []
         if done.returncode == 0:

@@ -1,4 +1,4 @@
-"""Where a command works: a copy of a folder or of a commit for each attempt, and what the command changed in it."""
+"""The workspace of an attempt: a copy of a folder or of a commit, and the changes that the command made to it."""
 
 from __future__ import annotations
 
