@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning_plugins.agents.command.preset import FOLDER, load_preset
+from agentlightning_plugins.shared.presets.preset import FOLDER, load_preset
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.plugins.agents.command_lab import command_span, run, tracer
 from tests.plugins.gateway.gateway_setup import gateway

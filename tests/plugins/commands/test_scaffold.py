@@ -59,6 +59,34 @@ async def test_a_new_agent_for_grpo_has_a_valid_configuration_and_calls_the_mode
         assert {request.body["model"] for request in server.requests if request.body} == {"m"}
 
 
+def test_a_new_coding_agent_is_measured_by_the_checks_of_its_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "mini"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 2.4.6\nsed -i 's/numbers.1:./numbers/' program.py\n")
+    program.chmod(0o755)
+    for name, value in {"BASE_URL": "http://127.0.0.1:9/v1", "API_KEY": "none", "MODEL": "m"}.items():
+        monkeypatch.setenv(f"OPENAI_{name}", value)
+    assert (
+        "pip install mini-swe-agent" in run_here(tmp_path, "new", "agent", "fixer", "--preset", "mini-swe-agent").stdout
+    )
+    doctor = run_here(tmp_path / "fixer", "doctor", "config.yaml")
+    assert "PATH has no program 'mini'. Install it with: pip install mini-swe-agent" in doctor.stdout + doctor.stderr
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    doctor = run_here(tmp_path / "fixer", "doctor", "config.yaml")
+    assert f"it runs {program} 2.4.6, tried with 2.4.6; its first request has about 3.8 kB" in doctor.stdout
+    said = run_here(tmp_path / "fixer", "train", "config.yaml")
+    assert said.code == 0, said.stderr
+    assert "reward 0.3333" in said.stdout + said.stderr
+    for arguments, message in (
+        (["--preset", "codx"], "Did you mean 'codex'"),
+        (["--preset", "pi", "--apo"], "one of them"),
+    ):
+        refused = run_here(tmp_path, "new", "agent", "other", *arguments)
+        assert (refused.code, message in refused.stderr) == (2, True)
+
+
 @pytest.mark.soak
 def test_a_new_agent_for_grpo_trains_and_leaves_a_model(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")

@@ -358,7 +358,8 @@ async def test_a_read_waits_while_the_server_has_no_free_connection(
 
 
 async def test_cancelled_statements_are_executed_again(database: str) -> None:
-    store = PostgresLightningStore(f"{database}{'&' if '?' in database else '?'}agl_connections=2")
+    url = f"{database}{'&' if '?' in database else '?'}agl_connections=2"
+    store = PostgresLightningStore(url, lease_s=LIMIT_S)  # no rollout is claimed again, however long this takes
     other = await asyncpg.connect(database)
     cancel = (
         "SELECT count(pg_cancel_backend(pid)) FROM pg_stat_activity WHERE application_name = 'lightning' "

@@ -49,6 +49,11 @@ def track(trackers: list[Any], run_dir: Path | None) -> agl.Run:
     return agl.Trainer(algorithm=climbing, **settings).fit(lambda task: 1.0)
 
 
+@pytest.fixture(autouse=True)
+def trackers_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentlightning.run.tracker._CLOSE_S", LIMIT_S)
+
+
 class Kit(TrackerConformance):
     patience_s = LIMIT_S  # the first use of a library imports it
 

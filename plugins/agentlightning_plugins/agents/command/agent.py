@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +27,10 @@ from agentlightning.run.thread import run_in_thread
 from agentlightning.tracer.tracer import OpenSpan, get_active_trace, get_active_tracer, running
 from agentlightning.types import Rollout
 from agentlightning_plugins.agents.command.environment import build_environment
-from agentlightning_plugins.agents.command.preset import load_preset
 from agentlightning_plugins.agents.command.process import Tail, hide_process, read_agent_file
 from agentlightning_plugins.agents.command.sandbox import Job, Sandbox
 from agentlightning_plugins.agents.command.workspace import State, Workspace, copy, restore
+from agentlightning_plugins.shared.presets.preset import load_preset
 
 RewardSource: TypeAlias = Literal["stdout", "exit_code", "file"]
 TaskVia: TypeAlias = Literal["argument", "stdin", "env", "file"]
@@ -93,7 +94,7 @@ class CommandAgent(LitAgent[Any]):
                 key ``feedback`` may be a text. None: the command reports spans to the store, or the trainer has a
                 reward function.
             preset: name of a known coding agent, such as ``codex``, or the path of a YAML file like those in
-                ``agents/command/presets``.
+                ``shared/presets``.
             prompt: template of the text that the command gets as its task, with the fields of the task as variables (a
                 task that is a text is ``{task}``); it is the first version of the resource ``prompt``, which algorithms
                 tune.
@@ -175,6 +176,25 @@ class CommandAgent(LitAgent[Any]):
 
     def is_async(self) -> bool:
         return True
+
+    def describe_program(self) -> str:
+        """Returns the program and, for a preset, its release and what its first request needs.
+
+        Raises:
+            ConfigError: the program, or the Node.js that it needs, is not installed.
+        """
+        program = shutil.which(self.command[0])
+        if program is None:
+            install = f" Install it with: {self._preset.install}" if self._preset and self._preset.install else ""
+            raise ConfigError(f"PATH has no program {self.command[0]!r}.{install}")
+        if self._preset is None:
+            return program
+        if self._preset.node is not None:
+            found = _ask_version("node")
+            if not found or int(found.lstrip("v").partition(".")[0]) < self._preset.node:
+                raise ConfigError(f"{self.name} needs Node.js {self._preset.node}; PATH has {found or 'none'}")
+        size = f"; its first request has about {self._preset.prompt_kb:g} kB" if self._preset.prompt_kb else ""
+        return f"{program} {_ask_version(program)}, tried with {self._preset.tested}{size}"
 
     def initial_prompts(self) -> Mapping[str, PromptTemplate]:
         return {} if self._prompt is None else {"prompt": self._prompt}
@@ -387,6 +407,15 @@ class _Workplace:
 
 _MODEL_VARIABLES: Final = ("OPENAI_", "ANTHROPIC_", "AGL_", "OTEL_", "TRACEPARENT")
 _MARKS: Final[dict[TaskVia, str]] = {"argument": _PLACEHOLDER, "file": "{task_file}"}
+
+
+def _ask_version(program: str) -> str:
+    """Returns the first line that a program prints for ``--version``; empty if there is none."""
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return (done.stdout.strip() or done.stderr.strip()).partition("\n")[0]
 
 
 def _is_command(value: object) -> TypeGuard[Sequence[str]]:

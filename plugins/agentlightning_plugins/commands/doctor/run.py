@@ -150,12 +150,15 @@ def _load_agent(request: Request) -> tuple[LitAgent[Any] | None, Check]:
         agent = wrap(found, reward)
         TraceToTriplet(agent_match=request.agent_match)
         get_manager().create("tracer", request.tracer)
+        describe = getattr(getattr(agent, "agent", agent), "describe_program", str)
+        program = describe()
     except (LightningError, ImportError) as error:
         fix = "make sure that `python -c 'import ...'` of the module works in this environment"
         return None, broken("agent", one_line(error), fix if "importing" in str(error) else "follow the message")
     name = spec if isinstance(spec, str) else getattr(spec, "target", "the command")
     kind = "a function" if type(found).__name__ == "function" else type(found).__name__
-    return agent, ok("agent", f"{name} is {kind}, {'async' if agent.is_async() else 'sync'}")
+    runs = f"; it runs {program}" if program else ""
+    return agent, ok("agent", f"{name} is {kind}, {'async' if agent.is_async() else 'sync'}{runs}")
 
 
 async def _find_endpoint(request: Request, stack: contextlib.AsyncExitStack) -> tuple[str, str | None, Check]:

@@ -138,8 +138,24 @@ def new_plugin(context: click.Context, name: str, kind: str, into: Path | None) 
 @click.option("--apo", "algorithm", flag_value="apo", help="Add a configuration that tunes a prompt with `apo`.")
 @click.option("--grpo", "algorithm", flag_value="grpo", help="Add a configuration that trains weights with `grpo`.")
 @click.option("--verl", "algorithm", flag_value="verl", help="Add a configuration that trains weights with `verl`.")
-def new_agent(name: str, into: Path | None, algorithm: str | None) -> None:
+@click.option("--preset", metavar="NAME", help="Add a coding agent, such as codex, and programs to repair.")
+def new_agent(name: str, into: Path | None, algorithm: str | None, preset: str | None) -> None:
     """Create an agent with tasks and a configuration, ready to run; by default, it is only measured."""
+    if preset is not None:
+        from agentlightning_plugins.shared.presets.preset import load_preset  # slow to import
+
+        if algorithm is not None:
+            raise click.UsageError(
+                f"--preset and --{algorithm}: give one of them; the algorithm is named in config.yaml"
+            )
+        values = {"PRESET": preset, "INSTALL": load_preset(preset).install}
+        folder = _write("coding", name, into, values=values)
+        echo(
+            f"Created tasks for {preset} in {folder}. Next:\n\n    {values['INSTALL']}\n    cd {folder}\n"
+            "    export OPENAI_BASE_URL=... OPENAI_API_KEY=... OPENAI_MODEL=...\n    agl doctor config.yaml\n"
+            "    agl train config.yaml"
+        )
+        return
     layers: dict[str | None, tuple[str, ...]] = {
         None: (),
         "apo": ("apo",),

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from agentlightning.errors import ConfigError, suggest
 
-FOLDER: Final = Path(__file__).parent / "presets"
+FOLDER: Final = Path(__file__).parent
 _VARIABLE: Final = re.compile(r"\$\{([A-Z_]+)\}")
 
 
@@ -64,6 +64,11 @@ class Preset(BaseModel):
         return _VARIABLE.sub(value, text)
 
 
+def list_presets() -> list[str]:
+    """Returns the names of our presets."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
 def load_preset(name: str) -> Preset:
     """Loads a preset of ours by name, or another one by the path of its YAML file.
 
@@ -71,7 +76,7 @@ def load_preset(name: str) -> Preset:
         ConfigError: there is no such preset, or it is invalid.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
-    known = sorted(each.stem for each in FOLDER.glob("*.yaml"))
+    known = list_presets()
     if not path.is_file():
         raise ConfigError(
             f"preset = {name!r}: there is no such preset.{suggest(name, known)} Presets: {', '.join(known)}; or give "

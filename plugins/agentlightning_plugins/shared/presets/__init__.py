@@ -1,0 +1,1 @@
+"""Presets of coding agents, as data: one YAML file each."""
