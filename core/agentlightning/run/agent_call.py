@@ -148,10 +148,13 @@ def _is_from_user(error: BaseException) -> bool:
 def guard_loop() -> None:
     """Keeps the running event loop running when something below an agent exits, and fails the agent's attempt."""
     loop: Any = asyncio.get_running_loop()
-    run_once, report = (
-        getattr(loop, "_run_once", None),
-        loop.get_exception_handler() or type(loop).default_exception_handler,
-    )
+
+    def close_generator(generator: AsyncGenerator[Any, Any]) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(loop.create_task, _close(generator, _find_finaliser()))
+
+    sys.set_asyncgen_hooks(finalizer=close_generator)  # the loop sets its own whenever it starts to run
+    run_once = getattr(loop, "_run_once", None)
     if run_once is None or hasattr(run_once, "__wrapped__"):  # not a loop of asyncio, or guarded
         return
 
@@ -175,13 +178,8 @@ def guard_loop() -> None:
                 call.fail(error)
         report(loop, context)
 
-    def close_generator(generator: AsyncGenerator[Any, Any]) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(loop.create_task, _close(generator, _find_finaliser()))
-
     loop._run_once = run_once_guarded
     loop.set_exception_handler(report_and_fail)
-    sys.set_asyncgen_hooks(finalizer=close_generator)
 
 
 async def _close(generator: AsyncGenerator[Any, Any], call: AgentCall | None) -> None:
@@ -208,12 +206,12 @@ def _find_call(error: BaseException) -> AgentCall | None:
 _lock: Final = threading.Lock()
 _users: Final[list[None]] = []  # one for each runner in use
 _replaced: Final[list[tuple[Any, str, Any, Any]]] = []
-_phases: Final = ["stop"]
-"""The last phase of the garbage collector."""
+_collecting: Final[set[int]] = set()
+"""The threads that the garbage collector runs in."""
 
 
 def _watch_collector(phase: str, _: object) -> None:
-    _phases[0] = phase
+    (_collecting.add if phase == "start" else _collecting.discard)(threading.get_ident())
 
 
 @contextlib.contextmanager
@@ -234,6 +232,7 @@ def guarded_process() -> Iterator[None]:
             _users.pop()
             if not _users:
                 gc.callbacks.remove(_watch_collector)
+                _collecting.clear()
                 while _replaced:
                     owner, name, original, wrapper = _replaced.pop()
                     if getattr(owner, name) is wrapper:  # not wrapped by other code since
@@ -241,8 +240,8 @@ def guarded_process() -> Iterator[None]:
 
 
 def _find_finaliser() -> AgentCall | None:
-    """Returns the call whose code finalises an object; None if the collector runs, which may run in any call."""
-    return None if _phases[0] == "start" else _current.get()
+    """Returns the call whose code finalises an object; None for the collector, which may run in any call."""
+    return None if threading.get_ident() in _collecting else _current.get()
 
 
 def _wrap_start(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:

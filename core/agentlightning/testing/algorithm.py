@@ -204,7 +204,8 @@ class AlgorithmConformance:
             capture_output=True,
             check=False,
         )
-        assert process.returncode == -signal.SIGKILL, process.stderr.decode()
+        code = process.returncode
+        assert code == -signal.SIGKILL, f"the run ended with {code} before it was killed: {process.stderr.decode()}"
         with promised("load_state(directory) reads what save_state wrote at the last checkpoint()"):
             killed.fit(resume=True)
         steps, latest, ran = self._read(tmp_path / "killed")

@@ -169,11 +169,11 @@ async def test_a_restarted_gateway_refuses_calls_of_attempts_that_ended_before_t
 async def test_an_expired_key_is_refused_even_if_it_was_accepted_before(monkeypatch: pytest.MonkeyPatch) -> None:
     store = InMemoryLightningStore()
     authenticator = Authenticator(store, is_required=True, operator_key="k")
-    now = time.time()
+    now = store.now()
     key = attempt_token.mint(attempt_token.derive_secret(None), "ro-1", "at-1", now + 60)
     headers = {"Authorization": f"Bearer {key}"}
     assert authenticator.authenticate(headers, None) == ("ro-1", "at-1")
-    monkeypatch.setattr(time, "time", lambda: now + 61)
+    monkeypatch.setattr(store, "now", lambda: now + 61)
     with pytest.raises(agl.LightningError, match="expired"):
         authenticator.authenticate(headers, None)
 

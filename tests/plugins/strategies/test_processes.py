@@ -116,7 +116,7 @@ def test_main_process_runner_runs_the_agent_in_this_process_and_the_algorithm_in
     rewards, algorithm_pid = asyncio.run(read())
     assert rewards == {float(os.getpid())}
     assert algorithm_pid != float(os.getpid())
-    assert "INFO agentlightning: epoch 1 of 1: " in capsys.readouterr().err, "the other process logs as this one does"
+    assert "INFO epoch 1 of 1: " in capsys.readouterr().err, "the other process logs as this one does"
 
 
 def test_an_algorithm_that_fails_in_its_own_process_fails_the_run() -> None:

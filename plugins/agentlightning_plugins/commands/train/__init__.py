@@ -244,7 +244,7 @@ def _try_agent(parts: Parts) -> str | None:
 
     agent = getattr(parts.agent, "agent", parts.agent)  # without its reward function
     if isinstance(agent, FunctionalLitAgent):
-        has_model = parts.components["algorithm"].default_adapter == "triplet"
+        has_model = parts.components["algorithm"].default_adapter == "triplet" or "gateway" in parts.components
         try:
             agent.check_resources(first_resources(parts.agent, parts.resources) or {}, has_model=has_model)
         except ConfigError as error:
