@@ -31,7 +31,7 @@ def assert_found(kit: type, test: str, request: pytest.FixtureRequest, message: 
 
     with pytest.raises(AssertionError) as failure:
         run()
-    assert message in str(failure.value)
+    assert message in str(failure.value), f"the kit says: {failure.value}"
 
 
 async def wait_for(result: Awaitable[object]) -> object:

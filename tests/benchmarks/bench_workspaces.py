@@ -1,4 +1,4 @@
-"""What a workspace of 5,000 files costs an attempt, against the bare command and against `cp` and `rm` of these files.
+"""Measures workspaces of 5,000 files, against the bare command and against `cp` and `rm` of these files.
 
 Set TMPDIR to choose the file system: on a busy disk, `cp` takes most of the time.
 """

@@ -12,7 +12,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.testing.algorithm import AlgorithmConformance
-from agentlightning.types import Rollout
+from agentlightning.types import EnqueueRolloutRequest, Rollout
 from tests.planted import assert_each_test_finds_one, assert_found
 
 
@@ -40,8 +40,8 @@ class Adding(agl.Algorithm):
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         while self.round < self.rounds:
             ids = [self.name(task) for task in train_dataset]
-            for task, rollout_id in zip(train_dataset, ids, strict=True):
-                await self.get_store().enqueue_rollout(task, rollout_id=rollout_id)
+            requests = [EnqueueRolloutRequest(input=t, rollout_id=i) for t, i in zip(train_dataset, ids, strict=True)]
+            await self.get_store().enqueue_many_rollouts(requests)  # at once: a kill comes before all or after all
             self.learn(await self.get_store().wait_for_rollouts(ids))
             await self.publish({**(self.get_initial_resources() or {}), "prompt": self.prompt()})
             self.round += 1
