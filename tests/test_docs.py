@@ -173,6 +173,16 @@ def test_every_path_that_contributing_names_exists() -> None:
     assert missing == []
 
 
+@pages
+def test_a_line_of_text_has_at_most_132_characters(page: Path) -> None:
+    long, is_code = [], False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        is_code ^= line.lstrip().startswith("```")
+        if len(line) > 132 and not is_code and not line.startswith(("|", "<", "    ")):
+            long.append(f"line {number}: {line}")
+    assert long == []
+
+
 def test_the_picture_of_the_house_shows_every_shared_package_and_every_group_of_plugins() -> None:
     picture = (REPO / "docs" / "house.svg").read_text(encoding="utf-8")
     shared = {
