@@ -8,6 +8,7 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning_plugins.shared.log_setup import log_options
+from agentlightning_plugins.shared.terminal import run_option
 
 
 @click.command("legacy")
@@ -20,7 +21,7 @@ from agentlightning_plugins.shared.log_setup import log_options
     metavar="URL",
     help="URL of the store, or directory of a run; the token of a store is read from AGL_TOKEN.",
 )
-@click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
+@run_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; the protocol has no token.")
 @click.option("--port", default=8000, show_default=True, help="Port to listen on.")
 @log_options

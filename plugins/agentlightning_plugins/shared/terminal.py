@@ -38,7 +38,9 @@ store_option = click.option(
     help="URL of the store, or directory of a run, also without --store. Default: AGL_STORE, else the newest run under "
     "runs/, else ./agl.db.",
 )
-run_option = click.option("--run", metavar="NAME", help="A run of a shared store; default is `default`.")
+run_option = click.option(
+    "--run", envvar="AGL_RUN", show_envvar=True, metavar="NAME", help="A run of a shared store; default is `default`."
+)
 
 
 class StoreCommand(click.Command):

@@ -24,6 +24,7 @@ from agentlightning.store.span_writer import SpanWriter
 from agentlightning.store.url import hide_password
 from agentlightning.tracer.tracer import Trace, Tracer, activate
 from agentlightning.types import UNSET, AttemptedRollout, AttemptFailure, Span
+from agentlightning_plugins.shared.terminal import run_option
 
 _BOOTSTRAP: Final = Path(__file__).parent / "bootstrap"
 _READ_EVERY_S: Final = 0.5
@@ -44,7 +45,7 @@ _GRACE_S: Final = 5.0
     metavar="URL",
     help="URL of the store, or directory of a run; the token of a store is read from AGL_TOKEN.",
 )
-@click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
+@run_option
 @click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def command(store: str, run: str | None, arguments: tuple[str, ...]) -> None:
     """Run COMMAND unchanged and record its model calls as a rollout.
