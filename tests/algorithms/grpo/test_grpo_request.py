@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agentlightning_algorithms.shared.policy.model import Policy
+from agentlightning_algorithms.shared.policy.server import request
 from agentlightning_algorithms.shared.policy.server.request import (
     ChatRequest,
     CompletionError,
@@ -80,7 +81,7 @@ def test_tools_are_hidden_from_the_model_when_tool_choice_is_none(completions: P
         ({"n": 1000}, "n", "less than or equal to 128"),
         ({"stop": ""}, "stop", "empty string"),
         ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"response_format": {"type": "grammar"}}, "response_format", "not supported"),
         ({"tool_choice": "required"}, "tool_choice", "not supported"),
         ({"typical_p": 0.9}, "typical_p", "not supported"),
         ({"min_tokens": 5}, "min_tokens", "not supported"),
@@ -142,11 +143,18 @@ def test_fields_of_the_chat_template_have_no_effect_on_a_text_completion(complet
         parse_request(TextRequest, {"prompt": "x", "truncate_prompt_tokens": 1}, ["policy"])
 
 
+def test_a_form_of_the_answer_is_not_enforced_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    request._warn_of_format.cache_clear()
+    for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}) * 2:
+        parse_request(ChatRequest, {"messages": HELLO, "response_format": form}, ["policy"])
+    assert caplog.text.count("does not enforce") == 2
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"echo": True}, "echo"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "grammar"}}, "response_format"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Final, TypeVar
@@ -89,6 +90,7 @@ class TextRequest(CompletionRequest):
     prompt_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
 
 
+logger = logging.getLogger("agentlightning")
 BodyT = TypeVar("BodyT", bound=BaseModel)
 RequestT = TypeVar("RequestT", bound=CompletionRequest)
 
@@ -130,6 +132,19 @@ _TEMPLATE_ARGUMENTS: Final = (
 """Arguments that the server or ``apply_chat_template`` sets; ``chat_template_kwargs`` may not contain them."""
 
 
+_LEARNED_FORMATS: Final = ("json_object", "json_schema")
+"""Forms of answers that agents may ask for; the model has to know them, because nothing is excluded from sampling."""
+
+
+@lru_cache
+def _warn_of_format(kind: str) -> None:
+    logger.warning(
+        "a call asks for response_format %r, which this server does not enforce: the model samples from its whole "
+        "distribution, so check the answer in the agent, and reward the right form",
+        kind,
+    )
+
+
 def parse_body(kind: type[BodyT], body: Any) -> BodyT:
     """Validates a request body; a CompletionError names the invalid field."""
     try:
@@ -148,6 +163,9 @@ def parse_request(kind: type[RequestT], body: Any, models: Collection[str]) -> R
         raise CompletionError(message, status=404, param="model", code="model_not_found")
     for name, value in body.items():
         supports = kind is TextRequest and name == "add_special_tokens"
+        if name == "response_format" and isinstance(value, dict) and value.get("type") in _LEARNED_FORMATS:
+            supports = True
+            _warn_of_format(value["type"])
         if not supports and value not in _UNSUPPORTED.get(name, (value,)):
             raise CompletionError(f"{name} = {value!r:.200} is not supported by this server; leave it out.", param=name)
     for name in getattr(request, "chat_template_kwargs", None) or ():
