@@ -68,7 +68,7 @@ async def test_the_signal_that_ended_a_command_is_named(store: agl.LightningStor
     assert "was ended by SIGSEGV" in rollout.attempt.error.message
 
 
-async def test_a_command_may_reach_its_model_and_nothing_else(tracer: agl.OtelTracer) -> None:
+async def test_a_command_may_reach_its_model_and_nothing_else(tracer: agl.OtelTracer, tmp_path: Path) -> None:
     code = """
     import socket
     for host, port in (("127.0.0.1", int(sys.argv[1])), ("192.0.2.1", 80)):
@@ -82,9 +82,11 @@ async def test_a_command_may_reach_its_model_and_nothing_else(tracer: agl.OtelTr
     async with ScriptedOpenAI([Answer("seven")]) as server, gateway(server) as case:
         other_port = server.endpoint.rpartition(":")[2].removesuffix("/v1")
         limits = {"name": "subprocess", "network": "gateway"}
-        agent = agl.CommandAgent(python(CALL_MODEL + code, other_port), task_via="env", sandbox=limits)
+        check = python(f"import socket; print(float(socket.socket().connect_ex(('127.0.0.1', {other_port})) != 0))")
+        command, place = python(CALL_MODEL + code, other_port), {"workspace": tmp_path, "reward": check}
+        agent = agl.CommandAgent(command, task_via="env", sandbox=limits, **place)
         rollout, spans = await run(case.store, agent, resources={"llm": case.proxy.as_resource(model="m")})
-        assert rollout.attempt.error is None
+        assert (rollout.attempt.error, rollout.attempt.reward) == (None, 1.0)
         assert printed(spans) == "ConnectionRefusedError\nOSError\nseven\n"
         assert len(agl.TraceToTriplet().adapt(await case.spans(rollout))) == 1
 

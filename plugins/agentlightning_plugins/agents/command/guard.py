@@ -24,6 +24,8 @@ _PROC = "/proc" if sys.platform == "linux" else ""
 def main() -> None:
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
     is_alone = os.getpid() == 1  # in a process namespace
+    if settings["has_network"]:
+        _start_loopback()
     if settings["port"]:
         _forward(settings["port"], settings["socket"])
     _limit(resource.RLIMIT_CORE, 0)
@@ -105,14 +107,19 @@ def _measure_folder(path: str) -> int:
     return total
 
 
-def _forward(port: int, path: str) -> None:
-    """Starts the loopback device of this network namespace, and passes connections to ``port`` on to a Unix socket."""
+def _start_loopback() -> None:
+    """Starts the loopback device of this network namespace."""
     import fcntl
     import struct
 
+    with socket.socket() as any_socket:
+        up_and_running = struct.pack("16sH22x", b"lo", 0x1 | 0x40)
+        fcntl.ioctl(any_socket, 0x8914, up_and_running)  # SIOCSIFFLAGS
+
+
+def _forward(port: int, path: str) -> None:
+    """Passes connections to a port of the loopback device on to a Unix socket."""
     listener = socket.socket()
-    up_and_running = struct.pack("16sH22x", b"lo", 0x1 | 0x40)
-    fcntl.ioctl(listener, 0x8914, up_and_running)  # SIOCSIFFLAGS
     listener.bind(("127.0.0.1", port))
     listener.listen(128)
 

@@ -101,15 +101,16 @@ class SubprocessSandbox:
         if not namespaces:
             self._require_no_namespace()
         reason = job.folder / "exceeded"
+        net = ["--net"] if self._network == "gateway" else []
         async with self._network_to_gateway(job) as (port, path):
             settings = {
                 **self._limits,
                 "folders": [str(job.folder)],
                 "reason": str(reason),
+                "has_network": bool(net),
                 "port": port,
                 "socket": path,
             }
-            net = ["--net"] if port else []
             start = [*namespaces, *net, "--"] if namespaces else []
             code = await run_group(
                 [*start, sys.executable, "-I", "-S", guard.__file__, json.dumps(settings), *job.arguments],
@@ -135,11 +136,11 @@ class SubprocessSandbox:
 
     @asynccontextmanager
     async def _network_to_gateway(self, job: Job) -> AsyncIterator[tuple[int, str]]:
-        """Yields the port of the model endpoint and a Unix socket that leads there; 0 with the network of the host."""
-        if self._network == "host":
+        """Yields the port of the model endpoint and a Unix socket that leads there; 0 without such a way."""
+        url = urlsplit(job.env.get("OPENAI_BASE_URL", ""))
+        if self._network == "host" or not url.hostname:  # a reward command has no model
             yield 0, ""
             return
-        url = urlsplit(job.env.get("OPENAI_BASE_URL", ""))
         if url.hostname not in ("127.0.0.1", "localhost") or url.port is None:
             raise ConfigError(
                 f"network = 'gateway': the model endpoint is {url.geturl()!r}, not a gateway on this machine"
