@@ -154,6 +154,10 @@ async def test_reset_prepares_the_workspace_and_knows_no_key(
     assert printed(spans) == "prepared []\n"
     assert diff(spans) == "", "what reset changed is not the agent's"
     assert (tmp_path / "kept" / rollout.attempt.attempt_id / "state").read_text() == "prepared []\n"
+    failing = agl.CommandAgent(shell("echo so far > state; exit 1"), workspace=template, keep=tmp_path / "kept")
+    rollout, _ = await run(store, failing, resources={"llm": llm})
+    assert rollout.status == "failed"
+    assert (tmp_path / "kept" / rollout.attempt.attempt_id / "state").read_text() == "so far\n"
     (template / "fail").touch()
     rollout, _ = await run(store, agent, resources={"llm": llm})
     assert rollout.attempt.error is not None

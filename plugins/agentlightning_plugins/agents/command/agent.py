@@ -12,7 +12,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeGuard, get_args
@@ -35,6 +36,7 @@ from agentlightning_plugins.shared.presets.preset import load_preset
 RewardSource: TypeAlias = Literal["stdout", "exit_code", "file"]
 TaskVia: TypeAlias = Literal["argument", "stdin", "env", "file"]
 
+_CLEANER: Final = ThreadPoolExecutor(2, thread_name_prefix="agl-cleanup")
 _PLACEHOLDER: Final = "{task}"
 _SHOWN_CHARS: Final = 2000
 """Characters from the end of stderr that an error quotes."""
@@ -209,15 +211,17 @@ class CommandAgent(LitAgent[Any]):
         temporary = tempfile.TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True)
         try:
             place = await self._prepare(task, resources, rollout, Path(temporary.name))
-            output, exit_code = await self._run(place)
-            await self._rate(place, output, exit_code, rollout)
-            if self._keep is not None and place.workspace is not None:
-                self._keep.mkdir(parents=True, exist_ok=True)
-                name = getattr(getattr(rollout, "attempt", None), "attempt_id", rollout.rollout_id)
-                await run_in_thread(functools.partial(shutil.move, place.workspace, self._keep / name), name="keep")
+            try:
+                output, exit_code = await self._run(place)
+                await self._rate(place, output, exit_code, rollout)
+            finally:
+                if self._keep is not None and place.workspace is not None:
+                    self._keep.mkdir(parents=True, exist_ok=True)
+                    name = getattr(getattr(rollout, "attempt", None), "attempt_id", rollout.rollout_id)
+                    await run_in_thread(functools.partial(shutil.move, place.workspace, self._keep / name), name="keep")
             return output
-        finally:  # in a thread, which ends whatever happens to the caller: a workspace may have many files
-            await asyncio.shield(asyncio.to_thread(temporary.cleanup))
+        finally:  # a workspace may have many files; no cancellation stops this thread
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(_CLEANER, temporary.cleanup))
 
     async def _prepare(self, task: Any, resources: NamedResources, rollout: Rollout, folder: Path) -> _Workplace:
         """Makes what the command finds: its task, its environment, its home and its workspace."""
@@ -257,7 +261,9 @@ class CommandAgent(LitAgent[Any]):
             make = functools.partial(self._workspace.make, task, place.workspace)
             place.source, place.before = await run_in_thread(make, name="copy-workspace")
             if self._reset is not None:
-                await self._run_own(place, self._reset, "the command reset")
+                code, said = await self._run_own(place, self._reset)
+                if code:
+                    raise RolloutError(f"the command reset exited with code {code}: {said[-_SHOWN_CHARS:]}")
                 place.before = self._workspace.read_state(place.workspace)
         env |= {name: fill(value) for name, value in self._env.items()}
         place.arguments = [
@@ -309,25 +315,18 @@ class CommandAgent(LitAgent[Any]):
         job = Job(arguments, env, cwd, place.folder, stdin, stdout, stderr, self._kill_after_s)
         return await self._sandbox.run(job)
 
-    async def _run_own(self, place: _Workplace, arguments: Sequence[str], what: str) -> tuple[int, str]:
-        """Runs a command of the user in the workspace; returns its exit code and its output.
-
-        Raises:
-            RolloutError: it fails and is not the reward.
-        """
-        output = Tail(self._max_output_bytes)
+    async def _run_own(self, place: _Workplace, arguments: Sequence[str]) -> tuple[int, str]:
+        """Runs a command of the user in the workspace; returns its exit code and stdout, with stderr if it fails."""
+        stdout, stderr = Tail(self._max_output_bytes), Tail(self._max_output_bytes)
         env = {name: value for name, value in place.env.items() if not name.startswith(_MODEL_VARIABLES)}
-        stderr = Tail(self._max_output_bytes)
-        exit_code = await self._execute(place, arguments, env, output, stderr)
-        if exit_code and what != "the reward command":
-            end = _redact(stderr.text or output.text, place.secrets).strip()[-_SHOWN_CHARS:]
-            raise RolloutError(f"{what} exited with code {exit_code}: {end}")
-        return exit_code, (f"{output.text}\n{stderr.text}" if exit_code else output.text).strip()
+        exit_code = await self._execute(place, arguments, env, stdout, stderr)
+        said = f"{stdout.text}\n{stderr.text}" if exit_code else stdout.text
+        return exit_code, _redact(said, place.secrets).strip()
 
     async def _rate(self, place: _Workplace, output: str, exit_code: int, rollout: Rollout) -> None:
         """Emits the reward."""
         if callable(self._reward):
-            more = {"workspace": place.workspace} if "workspace" in inspect.signature(self._reward).parameters else {}
+            more = {"workspace": place.workspace} if _takes_workspace(self._reward) else {}
             reward = self._reward(place.task, output, rollout, **more)
             rating = read_rating(await reward if inspect.isawaitable(reward) else reward, self._reward)
             emit_reward(rating)  # type: ignore[arg-type] # refuses None
@@ -342,14 +341,14 @@ class CommandAgent(LitAgent[Any]):
             assert place.workspace is not None
             put_back = functools.partial(restore, place.source, place.workspace, self._restore)
             await run_in_thread(put_back, name="restore-workspace")
-            code, said = await self._run_own(place, self._reward, "the reward command")
+            code, said = await self._run_own(place, self._reward)
             last = said.rpartition("\n")[2]
             if code == 0 and _read_reward(last) is not None:
                 self._emit_reward(last, "the last line of the reward command", place.secrets)
                 return
             emit_reward(float(code == 0))
             if code:
-                emit_feedback(_redact(said, place.secrets)[-_SHOWN_CHARS:])
+                emit_feedback(said[-_SHOWN_CHARS:])
 
     def _open_span(self, text: str) -> contextlib.AbstractContextManager[OpenSpan | None]:
         """Opens the span of the command; yields None outside a rollout."""
@@ -407,6 +406,13 @@ class _Workplace:
 
 _MODEL_VARIABLES: Final = ("OPENAI_", "ANTHROPIC_", "AGL_", "OTEL_", "TRACEPARENT")
 _MARKS: Final[dict[TaskVia, str]] = {"argument": _PLACEHOLDER, "file": "{task_file}"}
+
+
+def _takes_workspace(function: Callable[..., Any]) -> bool:
+    try:
+        return "workspace" in inspect.signature(function).parameters
+    except ValueError:  # a builtin without a signature
+        return False
 
 
 def _ask_version(program: str) -> str:

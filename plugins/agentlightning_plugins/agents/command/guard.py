@@ -24,7 +24,7 @@ _PROC = "/proc" if sys.platform == "linux" else ""
 def main() -> None:
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
     is_alone = os.getpid() == 1  # in a process namespace
-    if settings["has_network"]:
+    if settings["has_own_network"]:
         _start_loopback()
     if settings["port"]:
         _forward(settings["port"], settings["socket"])

@@ -107,7 +107,7 @@ class SubprocessSandbox:
                 **self._limits,
                 "folders": [str(job.folder)],
                 "reason": str(reason),
-                "has_network": bool(net),
+                "has_own_network": bool(net),
                 "port": port,
                 "socket": path,
             }
