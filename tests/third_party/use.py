@@ -100,35 +100,35 @@ def climbing(folder: Path, kill_at: int | None) -> agl.LightningStore:
 
 def losses(folder: Path) -> None:
     """A training whose every part comes from a package."""
-    for objective in ({"name": "soft_gate", "temperature": 2.0}, {"name": "reinforce", "scale": 0.5}):
-        algorithm = {
-            "name": "grpo",
-            "model": str(CHECKPOINT),
-            "steps": 1,
-            "tasks_per_step": 2,
-            "rollouts_per_task": 2,
-            "eval_every": 0,
-            "sampling": {"temperature": 1.0, "max_tokens": 24},
-            "task_sampler": "hardest",
-            "extra_metrics": ["spread"],
-            "experience": {
-                "estimator": {"name": "maxrl", "temperature": 2},
-                "reward_shaping": {"name": "brief", "weight": 0.2},
-                "rollout_filter": "rewarded",
-                "keep_flat_groups": True,
-            },
-            "update": {
-                "objective": objective,
-                "aggregation": "square_root",
-                "schedule": {"name": "warmup", "share": 0.0},
-            },
-            "train_threads": 1,
-        }
-        store = fit(folder / objective["name"], calculator_agent, algorithm, make_problems("train", 4))
-        (step,) = [entry.values for entry in asyncio.run(store.query_metrics()).items if "rows" in entry.values]
-        assert {"reward_spread", "loss"} <= set(step), sorted(step)
+    algorithm = {
+        "name": "grpo",
+        "model": str(CHECKPOINT),
+        "steps": 1,
+        "tasks_per_step": 2,
+        "rollouts_per_task": 2,
+        "eval_every": 0,
+        "sampling": {"temperature": 1.0, "max_tokens": 24},
+        "task_sampler": "hardest",
+        "extra_metrics": ["spread"],
+        "experience": {
+            "estimator": {"name": "maxrl", "temperature": 2},
+            "reward_shaping": {"name": "brief", "weight": 0.2},
+            "rollout_filter": "rewarded",
+            "keep_flat_groups": True,
+        },
+        "update": {
+            "objective": {"name": "soft_gate", "temperature": 2.0},
+            "aggregation": "square_root",
+            "schedule": {"name": "warmup", "share": 0.0},
+        },
+        "train_threads": 1,
+    }
+    store = fit(folder, calculator_agent, algorithm, make_problems("train", 4))
+    (step,) = [entry.values for entry in asyncio.run(store.query_metrics()).items if "rows" in entry.values]
+    assert {"reward_spread", "loss"} <= set(step), sorted(step)
     manager = get_manager()
     assert manager.create("advantage", "ranks") is not None
+    assert manager.create("policy_loss", {"name": "reinforce", "scale": 0.5}) is not None
 
 
 def rewards(folder: Path) -> None:
