@@ -10,7 +10,7 @@ The same in one process, without a separate store:
 
     python examples/apo/apo_custom_algorithm.py
 
-It needs OPENAI_API_KEY. OPENAI_BASE_URL and AGL_EXAMPLE_MODEL select another OpenAI-compatible endpoint and model;
+It needs OPENAI_API_KEY, OPENAI_MODEL and, for an endpoint other than OpenAI's, OPENAI_BASE_URL.
 AGL_STORE selects a store other than http://127.0.0.1:4747.
 """
 
@@ -26,7 +26,7 @@ from openai import AsyncOpenAI
 
 import agentlightning as agl
 
-MODEL = os.environ.get("AGL_EXAMPLE_MODEL", "gpt-4.1-nano")
+MODEL = os.environ.get("OPENAI_MODEL", "")
 TASK = "Explain in 100 words why the sky is blue, by how light is scattered."
 PROMPTS = (
     "You are a helpful assistant. {any_question}",

@@ -97,8 +97,8 @@ def main() -> int:
         command += ["--budget", str(options.budget), "--seeds", options.seeds, "--run-dir", options.out]
         command += ["--json"] * options.json
         print(shlex.join(["agl", *command[3:]]), flush=True)
-        environment = {**os.environ, "OPENAI_BASE_URL": critic.endpoint, "OPENAI_API_KEY": "scripted"}
-        return subprocess.run(command, env=environment, check=False).returncode
+        scripted = {"OPENAI_BASE_URL": critic.endpoint, "OPENAI_API_KEY": "any", "OPENAI_MODEL": "scripted"}
+        return subprocess.run(command, env={**os.environ, **scripted}, check=False).returncode
 
 
 if __name__ == "__main__":

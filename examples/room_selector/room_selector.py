@@ -1,7 +1,6 @@
 """APO improves the prompt of an agent that books rooms, with a tool and a structured answer.
 
-With any OpenAI-compatible endpoint (OPENAI_API_KEY, OPENAI_BASE_URL, and AGL_EXAMPLE_MODEL for a model other than
-gpt-4.1-mini):
+With any OpenAI-compatible endpoint (OPENAI_API_KEY, OPENAI_BASE_URL, and OPENAI_MODEL, a model's name there):
 
     python -m examples.room_selector.room_selector
 
@@ -130,7 +129,7 @@ async def select_room(task: Task, prompt: agl.PromptTemplate) -> float:
     messages: list[Any] = [{"role": "user", "content": prompt.format(request=task["request"])}]
     for _ in range(MAX_CALLS):
         reply = await client().chat.completions.parse(
-            model=os.environ.get("AGL_EXAMPLE_MODEL", "gpt-4.1-mini"),
+            model=os.environ["OPENAI_MODEL"],
             messages=messages,
             tools=[openai.pydantic_function_tool(FindRooms, name="find_rooms")],
             response_format=Choice,
@@ -158,11 +157,8 @@ def main(arguments: list[str]) -> int:
             from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI
 
             endpoint = stack.enter_context(ScriptedOpenAI(answer)).endpoint
-            os.environ |= {"OPENAI_BASE_URL": endpoint, "OPENAI_API_KEY": "any"}
-        model = os.environ.get("AGL_EXAMPLE_MODEL", "gpt-4.1-mini")
-        apo = agl.APO(
-            gradient_model=model, apply_edit_model=model, beam_width=2, branch_factor=2, beam_rounds=4, target_score=1.0
-        )
+            os.environ |= {"OPENAI_BASE_URL": endpoint, "OPENAI_API_KEY": "any", "OPENAI_MODEL": "scripted"}
+        apo = agl.APO(beam_width=2, branch_factor=2, beam_rounds=4, target_score=1.0)
         trainer = agl.Trainer(algorithm=apo, strategy="shm", initial_resources={"prompt": FIRST_PROMPT})
         trainer.fit(select_room, make_tasks(40, seed=1), make_tasks(24, seed=2))
     scores = [candidate.score for candidate in apo.history if candidate.score is not None]

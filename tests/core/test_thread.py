@@ -188,10 +188,10 @@ def test_a_thread_that_is_stopped_at_any_moment_closes_the_event_loop_of_asyncio
             asyncio.run(work())
 
     threads = []
-    for number in range(60):
+    for number in range(150):
         group = ThreadGroup()
         group.submit(run)
-        time.sleep(0.002 + number * 5e-5)
+        time.sleep(0.002 + number * 2e-5)
         threads += group.stop()
     is_over.set()
     for thread in threads:

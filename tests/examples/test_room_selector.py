@@ -12,7 +12,7 @@ from examples.room_selector import room_selector, scripted
 def test_offline_apo_finds_all_rules_of_the_room_selector(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):  # the example sets them; the end of the test removes them
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"):  # the example sets them until the test ends
         monkeypatch.setenv(name, "")
     assert room_selector.main(["--offline"]) == 0
     said = capsys.readouterr().out

@@ -125,7 +125,7 @@ def test_a_request_with_the_token_of_an_attempt_costs_little_cpu_and_less_than_2
     }
     before = store.memory_bytes
     for name, (path, body, headers, statuses) in cases.items():
-        limit = Cost(20, 200 * MIB)
+        limit = Cost(40, 200 * MIB)
         answer, cost = store.measure("POST", path, body, token=token, headers=headers, limit=limit)
         assert answer.status in statuses, (name, answer)
         assert cost.cpu_units < limit.cpu_units, (name, cost)

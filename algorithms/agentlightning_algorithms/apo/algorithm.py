@@ -25,6 +25,7 @@ from agentlightning_algorithms.shared.prompt_search.candidate import (
     show_placeholders,
     show_text,
 )
+from agentlightning_algorithms.shared.prompt_search.chat import find_critic
 from agentlightning_algorithms.shared.prompt_search.critique import (
     EDIT_PROMPTS,
     GRADIENT_PROMPTS,
@@ -52,10 +53,10 @@ class APO(PromptSearch):
         ConfigError: a value is out of range, or ``max_cost`` is set without the prices of critic and editor.
     """
 
-    gradient_model: str = "gpt-5-mini"
-    """The critic."""
-    apply_edit_model: str = "gpt-4.1-mini"
-    """The editor."""
+    gradient_model: str | None = None
+    """The critic. None: the model that ``AGL_CRITIC_MODEL``, else ``OPENAI_MODEL``, names."""
+    apply_edit_model: str | None = None
+    """The editor. None: the critic."""
     diversity_temperature: float = 1.0
     """Sampling temperature of the critic and of the editor."""
     gradient_batch_size: int = 4
@@ -86,8 +87,9 @@ class APO(PromptSearch):
 
     @property
     def models(self) -> Sequence[str]:
-        """Critic and editor."""
-        return self.gradient_model, self.apply_edit_model
+        """Critic and editor; raises ConfigError if nothing names the critic."""
+        critic = find_critic("gradient_model", self.gradient_model)
+        return critic, self.apply_edit_model or critic
 
     async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
         """Runs the rounds."""
@@ -140,7 +142,7 @@ class APO(PromptSearch):
         )
         return await self.chat.ask(
             call_place("gradient", prompt, name, rollout_results),
-            self.gradient_model,
+            self.models[0],
             [{"role": "user", "content": request}],
             temperature=self.diversity_temperature,
         )
@@ -163,7 +165,7 @@ class APO(PromptSearch):
         )
         place = call_place("edit", prompt, name, rollout_results)
         edited = await self.ask_for_edit(
-            place, self.apply_edit_model, request, original, temperature=self.diversity_temperature
+            place, self.models[1], request, original, temperature=self.diversity_temperature
         )
         return None if edited is None else Candidate.of({**prompt.prompts, name: edited}, prompt, critique=critique)
 

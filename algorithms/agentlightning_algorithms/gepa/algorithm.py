@@ -25,6 +25,7 @@ from agentlightning.resources import PromptTemplate
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset
 from agentlightning_algorithms.shared.prompt_search.candidate import Candidate, show_placeholders, show_text
+from agentlightning_algorithms.shared.prompt_search.chat import find_critic
 from agentlightning_algorithms.shared.prompt_search.critique import (
     ROLLOUT_CHARS,
     shorten_middle,
@@ -43,8 +44,8 @@ _MAX_FAILED_PROPOSALS: Final = 5
 class GEPA(PromptSearch):
     """Improves prompts by reflection on few rollouts, and keeps every candidate that is best on some task."""
 
-    reflection_model: str = "gpt-5-mini"
-    """The model that rewrites prompts."""
+    reflection_model: str | None = None
+    """The model that rewrites prompts. None: the one that ``AGL_CRITIC_MODEL``, else ``OPENAI_MODEL``, names."""
     temperature: float = 1.0
     """Sampling temperature of the reflection model."""
     minibatch_size: int = 3
@@ -69,8 +70,8 @@ class GEPA(PromptSearch):
 
     @property
     def models(self) -> Sequence[str]:
-        """The model that reflects."""
-        return (self.reflection_model,)
+        """The model that reflects; raises ConfigError if nothing names it."""
+        return (find_critic("reflection_model", self.reflection_model),)
 
     async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
         """Runs gepa from the seed."""
@@ -114,7 +115,7 @@ class GEPA(PromptSearch):
         )
         edited = await self.ask_for_edit(
             call_place("reflect", parent, name, results),
-            self.reflection_model,
+            self.models[0],
             f"{request}\n\nKeep the placeholders as they are, and add no others: {show_placeholders(original)}.",
             original,
             temperature=self.temperature,

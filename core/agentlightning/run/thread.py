@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import asyncio.runners
 import concurrent.futures
 import contextlib
 import contextvars
@@ -264,20 +263,22 @@ def _try_to_raise_in(thread: threading.Thread, error: type[BaseException]) -> bo
 
 
 _RUNNER: Final[Any] = asyncio.Runner
+_ASYNCIO: Final = asyncio.__file__.removesuffix("__init__.py")
 _OF_LOOPS: Final = {_RUNNER._lazy_init.__code__, _RUNNER.close.__code__}
 """The functions that make and close the event loop of ``asyncio.run``."""
 
 
 def _holds_unguarded(thread: threading.Thread) -> bool:
-    """Whether a thread takes or releases a lock or an event loop.
+    """Whether a thread takes or releases a lock or an event loop, or is in a function of asyncio itself.
 
-    Waiting for a condition is safe, because it takes its lock again.
+    Waiting for a condition is safe, because it takes its lock again. An event loop that waits is in ``select``; one
+    that is stopped while it schedules a callback loses the callback, and then waits for it for ever.
     """
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:  # it begins or ends
         return True
     function, file = frame.f_code.co_name, frame.f_code.co_filename
-    if function in ("__enter__", "__exit__", "acquire", "release") or file == asyncio.runners.__file__:
+    if function in ("__enter__", "__exit__", "acquire", "release") or file.startswith(_ASYNCIO):
         return True
     if function != "wait" and "acquire(" in linecache.getline(file, frame.f_lineno):
         return True

@@ -102,7 +102,7 @@ def test_a_new_agent_for_grpo_trains_and_leaves_a_model(tmp_path: Path) -> None:
 def test_a_new_agent_for_apo_trains_and_finds_a_better_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(request: RecordedRequest) -> Answer:
         asked = request.body["messages"][0]["content"]
-        if request.body["model"] == "gpt-5-nano":  # the agent
+        if request.body["model"] == "small":  # the agent
             return Answer(str(sum(map(int, re.findall(r"\d+", asked)))) if "Add" in asked else "no idea")
         return Answer("<prompt>\nAdd the numbers. {question}\n</prompt>")  # critic and editor
 
@@ -112,8 +112,9 @@ def test_a_new_agent_for_apo_trains_and_finds_a_better_prompt(tmp_path: Path, mo
     missing = run_here(folder, "train", "config.yaml", "--dry-run", module="agent")
     assert (missing.code, "the environment variable OPENAI_BASE_URL is not set" in missing.stderr) == (2, True)
     with prompt_lab.Server(answer) as server:
-        monkeypatch.setenv("OPENAI_API_KEY", "any")
-        monkeypatch.setenv("OPENAI_BASE_URL", server.endpoint)
+        for name, value in (("API_KEY", "any"), ("BASE_URL", server.endpoint), ("MODEL", "small")):
+            monkeypatch.setenv(f"OPENAI_{name}", value)
+        monkeypatch.setenv("AGL_CRITIC_MODEL", "large")
         said = run_here(
             folder,
             "train",

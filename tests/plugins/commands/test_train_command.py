@@ -312,7 +312,8 @@ def test_a_run_fails_if_every_rollout_fails(folder: Path) -> None:
 def test_what_an_algorithm_needs_is_checked_before_a_run_directory_is_created(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    for name in ("OPENAI_API_KEY", "OPENAI_MODEL", "AGL_CRITIC_MODEL"):
+        monkeypatch.delenv(name, raising=False)
     write(folder, {"data": {}})
     assert "baseline needs a train_dataset or a val_dataset" in refused(folder, "config.yaml")
     write(folder, {"algorithm": "apo"})
@@ -323,9 +324,12 @@ def test_what_an_algorithm_needs_is_checked_before_a_run_directory_is_created(
     assert (dry.code, "WRONG algorithm: " in dry.stdout, "set OPENAI_API_KEY" in dry.stdout) == (2, True, True)
     monkeypatch.setenv("OPENAI_API_KEY", "any")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    assert "gradient_model = None: name a model" in refused(folder, "config.yaml")
+    monkeypatch.setenv("OPENAI_MODEL", "not-this-one")
+    monkeypatch.setenv("AGL_CRITIC_MODEL", "my-critic")
     dry = run_here(folder, "train", "config.yaml", "--dry-run")
     assert dry.code == 2
-    assert "WRONG algorithm    gpt-4.1-mini at http://127.0.0.1:9/v1/: cannot be reached" in dry.stdout
+    assert "WRONG algorithm    my-critic at http://127.0.0.1:9/v1/: cannot be reached" in dry.stdout
     assert not (folder / "runs").exists()
 
 

@@ -39,7 +39,7 @@ def fails(task: dict, prompt: agl.PromptTemplate) -> float:
 def answer(request: RecordedRequest) -> Answer:
     """The agent's model, critic and editor: with the word Add in its prompt, the agent is right."""
     asked = request.body["messages"][0]["content"]
-    if request.body["model"] == "gpt-5-nano":
+    if request.body["model"] == "small":
         return Answer(str(sum(map(int, re.findall(r"\d+", asked)))) if "Add" in asked else "no idea")
     return Answer("<prompt>\nAdd the numbers. {question}\n</prompt>")
 
@@ -60,6 +60,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }  # fmt: skip
     with prompt_lab.Server(answer) as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPENAI_API_KEY", "any")
+        patch.setenv("OPENAI_MODEL", "small")
+        patch.setenv("AGL_CRITIC_MODEL", "large")
         patch.setenv("OPENAI_BASE_URL", server.endpoint)
         for name, settings in few.items():
             assert run_here(place, "new", "agent", name, *([] if name == "baseline" else [f"--{name}"])).code == 0

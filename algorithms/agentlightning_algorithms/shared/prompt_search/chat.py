@@ -151,6 +151,14 @@ class CachedChat:
         return None
 
 
+def find_critic(argument: str, given: str | None) -> str:
+    """Returns the model that reads rollouts: the one given, else the one that the environment names."""
+    model = given or os.environ.get("AGL_CRITIC_MODEL") or os.environ.get("OPENAI_MODEL")
+    if model is None:
+        raise ConfigError(f"{argument} = None: name a model of your endpoint, or set AGL_CRITIC_MODEL or OPENAI_MODEL")
+    return model
+
+
 def copy_client(client: AsyncOpenAI | None) -> AsyncOpenAI:
     """Returns a client with its own connections, because connections do not outlive their event loop.
 

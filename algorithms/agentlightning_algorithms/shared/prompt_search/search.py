@@ -98,7 +98,8 @@ class PromptSearch(Algorithm):
         if self.confirm not in ("fair", "strict"):
             raise ConfigError(f"confirm = {self.confirm!r}: give 'fair' or 'strict'")
         self.budget = SearchBudget(self.max_calls, self.max_tokens, self.max_cost, self.prices or {})
-        self.budget.require_prices(*self.models)
+        if self.max_cost is not None:
+            self.budget.require_prices(*self.models)
         if isinstance(self.prompts, str):
             self.prompts = (self.prompts,)
         self.history: list[Candidate] = []
@@ -154,7 +155,7 @@ class PromptSearch(Algorithm):
         return self.get_best().diff(self.history[0])
 
     def check_setup(self, context: RunContext) -> Sequence[LLM]:
-        """Refuses a run without tasks, without a prompt to tune, or without an API key."""
+        """Refuses a run without tasks, without a prompt to tune, without a critic, or without an API key."""
         check_datasets(context.train_dataset, context.val_dataset)
         if context.store is None and not context.is_resumed:
             choose_prompts(context.initial_resources or {}, self.prompts)
