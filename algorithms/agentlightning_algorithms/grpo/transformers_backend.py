@@ -59,7 +59,7 @@ class TransformersBackend:
         thoughts of earlier turns, which the chat template must be able to write.
         """
         require_least(0, prefix_cache_mb=prefix_cache_mb)
-        require_least(1, kv_cache_mb=kv_cache_mb)
+        require_least(1, kv_cache_mb=kv_cache_mb, max_length=max_length)
         if not api_key and not is_loopback(host):
             advice = "set an API key (--api-key, AGL_API_KEY), or listen on 127.0.0.1"
             raise ConfigError(f"host = {host!r} lets other machines in; {advice}")
