@@ -40,8 +40,6 @@ class ToolFormat(NamedTuple):
     name: str
     tags: tuple[str, ...]
     """The texts with which a call may begin."""
-    opening: re.Pattern[str]
-    """Finds where a call or a thought begins."""
     attempt: re.Pattern[str]
     """A match in the text that is left of an answer is a call that could not be read."""
     read: Callable[[str, int, Types], tuple[list[Call], int]]
@@ -61,8 +59,8 @@ class ToolFormat(NamedTuple):
                 if end < 0:
                     return -1, len(text), True
                 at, thinks = end + len(END_OF_THOUGHT), False
-            found = self.opening.search(text, at)
-            if found is None:
+            found = re.compile("|".join(map(re.escape, (THINK, *self.tags)))).search(text, at)
+            if found is None or (self.name == "llama" and text[: found.start()].strip()):
                 return -1, len(text), False
             if found[0] != THINK:
                 return found.start(), found.start(), False
@@ -187,32 +185,25 @@ def _read_xml(text: str, start: int, types: Types) -> tuple[list[Call], int]:
 
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
 """Constants as the template of Qwen3-Coder writes them, in JSON."""
-_TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
-    "array": list, "boolean": bool, "integer": int, "null": type(None), "number": (int, float), "object": dict,
+_TYPES: Final[Mapping[type, frozenset[str]]] = {
+    bool: frozenset(["boolean"]), int: frozenset(["integer", "number"]), float: frozenset(["number"]),
+    list: frozenset(["array"]), dict: frozenset(["object"]), type(None): frozenset(["null"]), str: frozenset(),
 }  # fmt: skip
+"""JSON types of values that a template does not write as they are."""
 
 
 def _read_value(text: str, types: frozenset[str]) -> Any:
     """Returns the value of a parameter: a template writes strings as they are, and other values as JSON."""
-    if types == {"string"}:
-        return text
-    may_be_text = not types or not types <= _TYPES.keys()
-    written = text if may_be_text else text.strip()
+    written = _PYTHON.get(text, text)
     try:
-        value, end = read_json(_PYTHON.get(written, written))
+        value, end = read_json(written)
     except ValueError:
-        if may_be_text:
-            return text
-        raise
-    if not may_be_text and end < len(written):
-        raise ValueError(f"{written!r:.100} is no value of the types {', '.join(types)}")
-    is_value = end == len(_PYTHON.get(written, written)) and not isinstance(value, str)
-    fits = not types or any(_is_of(value, name) for name in types)
-    return value if not may_be_text or (is_value and fits) else text
-
-
-def _is_of(value: Any, name: str) -> bool:
-    return isinstance(value, _TYPES.get(name, ())) and (name == "boolean" or not isinstance(value, bool))
+        value, end = "", 0
+    if end == len(written) and (_TYPES[type(value)] & types or not (types or isinstance(value, str))):
+        return value
+    if types and types <= frozenset().union(*_TYPES.values()):
+        raise ValueError(f"{text!r:.100} is no value of the type {', '.join(types)}")
+    return text
 
 
 def _read_types(tools: Sequence[Json]) -> Types:
@@ -229,14 +220,11 @@ def _as_object(value: Any) -> Json:
 
 
 def _types_of(schema: Json) -> frozenset[str]:
-    """Returns the JSON types of a schema, where these are declared; empty for any type."""
+    """Returns the JSON types of a schema; empty if it does not declare them."""
     declared = schema.get("type") or ()
-    if declared:
-        return frozenset(map(str, [declared] if isinstance(declared, str) else declared))
-    if schema.get("enum") and all(isinstance(value, str) for value in schema["enum"]):
-        return frozenset(["string"])
     options = [_types_of(_as_object(option)) for option in schema.get("anyOf") or schema.get("oneOf") or ()]
-    return frozenset().union(*options) if all(options) else frozenset()
+    own = frozenset(map(str, [declared] if isinstance(declared, str) else declared))
+    return own or (frozenset().union(*options) if all(options) else frozenset())
 
 
 def _read_llama(text: str, start: int, types: Types) -> tuple[list[Call], int]:
@@ -257,37 +245,17 @@ def _read_mistral(text: str, start: int, types: Types) -> tuple[list[Call], int]
     return [_to_call(call) for call in value], end
 
 
-def _form(
-    name: str, tags: tuple[str, ...], read: Any, attempt: str, opening: str = "", closing: str = ""
-) -> ToolFormat:
-    scan = re.compile(f"{THINK}|{opening or attempt}")
-    return ToolFormat(name, tags, scan, re.compile(attempt), read, closing)
-
-
+_TAG: Final = re.compile("<tool_call>")
+_LLAMA: Final = re.compile(r'\A\s*(?:<\|python_tag\|>|\{\s*"name"\s*:)')
 FORMATS: Final = {
-    form.name: form
-    for form in (
-        _form("hermes", ("<tool_call>",), _read_hermes, "<tool_call>", closing="</tool_call>"),
-        _form("xml", ("<tool_call>",), _read_xml, "<tool_call>", closing="</tool_call>"),
-        _form(
-            "llama",
-            ("<|python_tag|>", "{"),
-            _read_llama,
-            r'\A\s*(?:<\|python_tag\|>|\{\s*"name"\s*:)',
-            opening=r"\A\s*(?:<\|python_tag\|>|\{)",
-        ),
-        _form("mistral", ("[TOOL_CALLS]",), _read_mistral, r"\[TOOL_CALLS\]"),
-    )
+    "hermes": ToolFormat("hermes", ("<tool_call>",), _TAG, _read_hermes, "</tool_call>"),
+    "xml": ToolFormat("xml", ("<tool_call>",), _TAG, _read_xml, "</tool_call>"),
+    "llama": ToolFormat("llama", ("<|python_tag|>", "{"), _LLAMA, _read_llama),
+    "mistral": ToolFormat("mistral", ("[TOOL_CALLS]",), re.compile(r"\[TOOL_CALLS\]"), _read_mistral),
 }
 _TOKENS: Final = (
-    "<|python_tag|>",
-    "[TOOL_CALLS]",
-    "[CALL_ID]",
-    "[ARGS]",
-    "<tool_call>",
-    "</tool_call>",
-    THINK,
-    "</think>",
+    *("<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    *("<tool_call>", "</tool_call>", THINK, END_OF_THOUGHT),
 )
 """Texts of the forms that are special tokens of some models."""
 
@@ -306,15 +274,9 @@ def new_call_id() -> str:
 _NAME, _KEY, _ID = "probe_tool", "probe_key", "probe0001"
 
 
-class _Probe(NamedTuple):
-    text: str
-    """A conversation with a call of ``_NAME``, as the template writes it."""
-    prompt: str
-    """The conversation before the answer."""
-    start: int
-    """Where the call begins in ``text``."""
-    form: ToolFormat | None
-    """The form of the call; None: unknown."""
+_Probe: TypeAlias = tuple[str, str, int, ToolFormat | None]
+"""A conversation with a call, as the template writes it; the conversation before the answer; where the call begins in
+the text; and the call's form, None if it is unknown."""
 
 
 def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Json, *, as_text: bool = False) -> _Probe | None:
@@ -355,8 +317,8 @@ def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Json, *, as_text: bool
             except ValueError:
                 continue
             if found == [(_NAME, json.dumps(given))]:
-                return _Probe(text, prompt, begin + start, form)
-    return _Probe(text, prompt, begin, None)
+                return text, prompt, begin + start, form
+    return text, prompt, begin, None
 
 
 def find_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
@@ -366,14 +328,16 @@ def find_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
         ConfigError: the form is unknown.
     """
     probe = _probe(tokenizer, {})
-    if probe is not None and probe.form is None:
-        said = probe.text[probe.start :]
+    if probe is None:
+        return None
+    text, _, start, form = probe
+    if form is None:
         raise ConfigError(
-            f"the model's chat template writes tool calls in an unknown form, {said!r:.300}, so the server could not "
-            f"read the model's calls. Known forms: {', '.join(FORMATS)}. Use another model, or tool_format: none if "
-            "the agent has no tools."
+            f"the model's chat template writes tool calls in an unknown form, {text[start:]!r:.300}, so the server "
+            f"could not read the model's calls. Known forms: {', '.join(FORMATS)}. Use another model, or tool_format: "
+            "none if the agent has no tools."
         )
-    return None if probe is None else probe.form
+    return form
 
 
 def begin_call(tokenizer: PreTrainedTokenizerBase, name: str | None, arguments: Json) -> tuple[str, str]:
@@ -385,11 +349,10 @@ def begin_call(tokenizer: PreTrainedTokenizerBase, name: str | None, arguments: 
         ValueError: the template does not write a call whose beginning is known.
     """
     probe = _probe(tokenizer, arguments)
-    if probe is None or probe.form is None:
+    if probe is None or probe[3] is None:
         raise ValueError("the chat template writes no tool calls")
     text, prompt, start, _ = probe
-    named = text.index(_NAME, start)
-    key = text.index(_KEY, start)
+    named, key = text.index(_NAME, start), text.index(_KEY, start)
     if key < named:
         raise ValueError("the chat template writes arguments before the name of the tool")
     if text.startswith(prompt) and start >= len(prompt):
@@ -411,13 +374,9 @@ KEEP_THOUGHTS: Final = {"preserve_thinking": True, "clear_thinking": False, "tru
 def check_thoughts(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises a ConfigError if the chat template drops thoughts of earlier turns even with ``KEEP_THOUGHTS``."""
     thought = f"{THINK}\nA thought.\n{END_OF_THOUGHT}\n\nAn answer."
-    messages = [("user", "A question."), ("assistant", thought), ("user", "Another question.")]
-    chat = [{"role": role, "content": content} for role, content in messages]
-    try:
-        text = str(tokenizer.apply_chat_template(chat, tokenize=False, **KEEP_THOUGHTS))
-    except TEMPLATE_ERRORS:
-        text = ""
-    if "A thought." not in text:
+    question = {"role": "user", "content": "A question."}
+    chat = [question, {"role": "assistant", "content": thought}, question]
+    if "A thought." not in str(tokenizer.apply_chat_template(chat, tokenize=False, **KEEP_THOUGHTS)):
         raise ConfigError(
             f"keep_thinking: the model's chat template drops {THINK} blocks of earlier turns, whatever its arguments; "
             "leave keep_thinking out. Each turn is then a row of its own."
