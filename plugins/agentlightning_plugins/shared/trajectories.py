@@ -245,7 +245,8 @@ def explain_mismatch(
         kind = "retokenisation"
     elif decode is not None and kind == "retokenisation":
         kind = "template"
-    block = _find_dropped_block(previous, prompt, decode)
+    is_near = position >= len(previous.prompt["token_ids"]) - _RUN  # a prompt may end with the beginning of a thought
+    block = _find_dropped_block(previous, prompt, decode) if is_near and kind != "retokenisation" else None
     if len(prompt) > position == len(expected):
         kind, text = "other", "an earlier call continued from the same point"
     elif block is not None:

@@ -340,9 +340,7 @@ class RolloutChecks:
         unparsed = sum(int(span.attributes.get(semconv.TOOL_CALLS_UNPARSED) or 0) for span in self._answered)
         if unparsed:
             said = f"{_count(unparsed, 'tool call')} of the model are text: malformed, cut off, or inside of a thought"
-            return broken(
-                "tools", said, "raise max_tokens, or train the model on the form of its calls first, with sft"
-            )
+            return broken("tools", said, "raise max_tokens, or first train the form of calls, with sft")
         return ok("tools", "no tool call is left in the text of an answer")
 
 
@@ -368,17 +366,14 @@ def check_model(model: str, calls: Sequence[Span]) -> Check:
         return broken("model", one_line(error, 600), "follow the message")
     except (OSError, ValueError):
         return unchecked("model", f"{model} is not on this machine yet")
+    if form is None and any(map(semconv.read_tools, calls)):
+        said = f"the agent offers tools, but the chat template of {model} writes no tool calls"
+        return broken("model", said, "use a model with a chat template for tools, or set tool_format of the backend")
     lengths = []
     for span in calls:
-        tools = semconv.read_tools(span) or None
-        if tools and form is None:
-            fix = "use a model with a chat template for tools, or set tool_format of the backend"
-            return broken(
-                "model", f"the agent offers tools, but the chat template of {model} writes no tool calls", fix
-            )
+        options: Any = {"tools": semconv.read_tools(span) or None, "add_generation_prompt": True, "tokenize": False}
         try:
-            messages = read_messages(semconv.read_input_messages(span))
-            text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+            text = tokenizer.apply_chat_template(read_messages(semconv.read_input_messages(span)), **options)
         except (CompletionError, *TEMPLATE_ERRORS) as error:
             said = f"the chat template of {model} refuses a request: {one_line(error)}"
             return broken("model", said, "change the messages of the agent, or use another model")

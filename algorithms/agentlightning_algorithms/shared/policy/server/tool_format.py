@@ -11,6 +11,7 @@ cannot be read stays text, and so does everything after it: the inside of a brok
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -67,19 +68,13 @@ class ToolFormat(NamedTuple):
             at, thinks = found.end(), True
 
 
-class SplitReply(NamedTuple):
-    """An answer, split into text and calls."""
+def split_calls(
+    text: str, form: ToolFormat, tools: Sequence[Json] = (), *, thinks: bool = False
+) -> tuple[str, list[Call], int]:
+    """Returns the text of an answer, its calls, and the number of calls that seem to begin in the text.
 
-    text: str
-    calls: list[Call]
-    unparsed: int
-    """How many calls seem to begin in the text: malformed ones, and those inside of thoughts."""
-
-
-def split_calls(text: str, form: ToolFormat, tools: Sequence[Json] = (), *, thinks: bool = False) -> SplitReply:
-    """Splits an answer to a request with these tools; ``thinks``: its prompt ends inside of a thought.
-
-    White space before a call is removed with it, and so is white space after it unless it separates two texts.
+    ``tools`` are those of the request; ``thinks``: its prompt ends inside of a thought. White space before a call is
+    removed with it, and so is white space after it unless it separates two texts.
     """
     types = _read_types(tools)
     calls: list[Call] = []
@@ -92,7 +87,8 @@ def split_calls(text: str, form: ToolFormat, tools: Sequence[Json] = (), *, thin
             found, at = form.read(text, start, types)
         except ValueError:
             break
-        if form.closing and _ended_early(text, at, form):
+        closed = text.find(form.closing, at) if form.closing else -1
+        if closed >= 0 and not 0 <= text.find(form.tags[0], at) < closed:
             break
         before = text[end:start].rstrip()
         said += before if said or not calls else before.lstrip()
@@ -102,12 +98,7 @@ def split_calls(text: str, form: ToolFormat, tools: Sequence[Json] = (), *, thin
     if calls:
         rest = "" if not rest.strip() else rest if said else rest.lstrip()
     said += rest
-    return SplitReply(said, calls, len(form.attempt.findall(said)))
-
-
-def _ended_early(text: str, at: int, form: ToolFormat) -> bool:
-    closed, opened = text.find(form.closing, at), text.find(form.tags[0], at)
-    return closed >= 0 and not 0 <= opened < closed
+    return said, calls, len(form.attempt.findall(said))
 
 
 def read_json(text: str, at: int = 0) -> tuple[Any, int]:
@@ -209,20 +200,17 @@ def _read_value(text: str, types: frozenset[str]) -> Any:
 def _read_types(tools: Sequence[Json]) -> Types:
     found = {}
     for tool in tools:
-        function = _as_object(tool.get("function"))
-        properties = _as_object(_as_object(function.get("parameters")).get("properties"))
-        found[str(function.get("name"))] = {name: _types_of(_as_object(each)) for name, each in properties.items()}
+        with contextlib.suppress(AttributeError, KeyError, TypeError):  # the schema is another program's
+            function = tool["function"]
+            properties = function["parameters"]["properties"]
+            found[function["name"]] = {name: _types_of(schema) for name, schema in properties.items()}
     return found
-
-
-def _as_object(value: Any) -> Json:
-    return value if isinstance(value, dict) else {}
 
 
 def _types_of(schema: Json) -> frozenset[str]:
     """Returns the JSON types of a schema; empty if it does not declare them."""
     declared = schema.get("type") or ()
-    options = [_types_of(_as_object(option)) for option in schema.get("anyOf") or schema.get("oneOf") or ()]
+    options = [_types_of(option) for option in schema.get("anyOf") or schema.get("oneOf") or ()]
     own = frozenset(map(str, [declared] if isinstance(declared, str) else declared))
     return own or (frozenset().union(*options) if all(options) else frozenset())
 
