@@ -198,7 +198,7 @@ TYPES = {
 @example(arguments={"a": "</function>\n</tool_call>", "b": "</parameter>\n"})
 @example(arguments={"a": 10**30, "b": "<think>", "c": ""})
 @example(arguments={"a": "1", "b": "True", "c": "null", "d": None, "e": False, "f": [1.5, {"x": None}]})
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_arguments_written_by_the_template_are_read_back_equal(
     tokenizer: PreTrainedTokenizerBase, name: str, arguments: dict[str, Any]
 ) -> None:
