@@ -76,9 +76,9 @@ LOGPROBS: Final = "logprobs"  # one for each of ``response_token_ids``
 CHOICE: Final = "agentlightning.choice"  # with n > 1: ``.{i}.response_token_ids`` and ``.{i}.logprobs`` of choice i > 0
 WEIGHT_VERSION: Final = "agentlightning.weight_version"  # of the weights that sampled the answer or its first token
 WEIGHT_VERSIONS: Final = "agentlightning.weight_versions"  # one per token, if the weights changed during the answer
-GATEWAY_COMPLETE: Final = "agentlightning.gateway.complete"
-"""Set by the gateway: whether the whole answer passed through it. Incomplete answers must not be trained on."""
+GATEWAY_COMPLETE: Final = "agentlightning.gateway.complete"  # whether the whole answer passed; else not trained on
 GATEWAY_REPLACED: Final = "agentlightning.gateway.replaced"  # names of sampling parameters that others replaced
+TOOL_CALLS_UNPARSED: Final = "agentlightning.gateway.tool_calls_unparsed"  # number of calls left in the text
 CACHED_SUFFIX: Final = " (cached)"  # ends the name of the gateway's span if its cache answered the call
 LATE: Final = "agentlightning.late"  # set on a span that ended after its attempt; rewards in it do not count
 UNFINISHED: Final = "agentlightning.unfinished"  # set by the tracer on a span that the end of its attempt has ended

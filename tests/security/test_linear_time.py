@@ -9,7 +9,7 @@ import pytest
 
 from agentlightning.resources import PromptTemplate
 from agentlightning.store.url import hide_password
-from agentlightning_algorithms.shared.policy.server.completion import split_calls
+from agentlightning_algorithms.shared.policy.server.tool_format import FORMATS, split_calls
 from agentlightning_algorithms.shared.prompt_search.critique import read_prompt
 from agentlightning_plugins.commands.doctor.checks import check_prompts
 from agentlightning_plugins.gateway.backends.provider import KeyRedactor
@@ -19,7 +19,19 @@ pytestmark = pytest.mark.serial
 REDACT = KeyRedactor("sk-the/real-provider-key").redact_error
 READERS: dict[str, tuple[Callable[[str], object], list[str]]] = {
     "keys in answers": (lambda text: REDACT(text.encode()), ["\\", "%25", "%", "&#", "s\\", "sk-the/", "\\u0073"]),
-    "tool calls": (split_calls, ["<tool_call>", "<tool_call></tool_call", "<tool_call>{"]),
+    "tool calls": (
+        lambda text: [split_calls(text, form) for form in FORMATS.values()],
+        [
+            *(
+                "<tool_call>",
+                "<tool_call></tool_call",
+                "<tool_call>{",
+                '<tool_call>{"name":"f","arguments":{}}</tool_call>',
+            ),
+            *("<think>", "</think>", "[TOOL_CALLS]", "<tool_call><function=f>\n</function>\n</tool_call>"),
+            "<tool_call><function=f>\n<parameter=a>\n",
+        ],
+    ),
     "an edited prompt": (read_prompt, ["<prompt", "<prompt>", "</prompt", "```\n", "```  "]),
     "passwords in errors": (hide_password, ["://a", "://", "?password", "&password="]),
     "a prompt in Jinja": (lambda text: check_prompts({"p": PromptTemplate(text, "jinja")}, []), ["{{", "{%", "{#a"]),

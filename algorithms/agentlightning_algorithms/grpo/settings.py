@@ -269,8 +269,10 @@ class GRPOSettings:
 
     def __post_init__(self) -> None:
         bind_fields(self, "grpo", leave=["test_dataset"])  # which would be read
-        require_least(1, steps=self.steps, tasks_per_step=self.tasks_per_step)
-        require_least(1, eval_rollouts=self.eval_rollouts)
+        require_least(1, steps=self.steps, tasks_per_step=self.tasks_per_step, eval_rollouts=self.eval_rollouts)
+        require_least(1, max_batch_size=self.max_batch_size, sample_threads=self.sample_threads)
+        require_least(1, train_threads=self.train_threads)
+        require_least(0.001, rollout_timeout_s=self.rollout_timeout_s)
         require_least(0, eval_every=self.eval_every, refill_rounds=self.refill_rounds, keep_steps=self.keep_steps or 0)
         require_least(0, staleness=self.staleness, profile_step=self.profile_step)
         if self.profile_step is not None and self.profile_step >= self.steps:

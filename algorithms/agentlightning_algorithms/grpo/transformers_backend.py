@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
@@ -45,6 +45,8 @@ class TransformersBackend:
         max_length: int | None = None,
         prefix_cache_mb: int = 512,
         kv_cache_mb: int = 4096,
+        tool_format: Literal["auto", "none", "hermes", "xml", "llama", "mistral"] = "auto",
+        keep_thinking: bool = False,
         ready_timeout_s: float = 300.0,
     ) -> None:
         """Takes the address, where port 0 is any free port, and how long loading may take.
@@ -52,10 +54,12 @@ class TransformersBackend:
         ``api_key`` is the key that completions require; an address beyond loopback needs a key.
         ``max_length`` is the maximum of a prompt and its response together, by default the model's;
         ``prefix_cache_mb`` is the memory for keys and values of earlier prompts, ``kv_cache_mb`` that of running
-        calls; calls that do not fit wait.
+        calls; calls that do not fit wait. ``tool_format`` is the form of the model's tool calls, by default the one
+        that its chat template writes; ``none``: calls with tools are refused. With ``keep_thinking``, prompts keep the
+        thoughts of earlier turns, which the chat template must be able to write.
         """
         require_least(0, prefix_cache_mb=prefix_cache_mb)
-        require_least(1, kv_cache_mb=kv_cache_mb)
+        require_least(1, kv_cache_mb=kv_cache_mb, max_length=max_length)
         if not api_key and not is_loopback(host):
             advice = "set an API key (--api-key, AGL_API_KEY), or listen on 127.0.0.1"
             raise ConfigError(f"host = {host!r} lets other machines in; {advice}")
@@ -64,6 +68,8 @@ class TransformersBackend:
             "max_length": max_length,
             "prefix_cache_mb": prefix_cache_mb,
             "kv_cache_mb": kv_cache_mb,
+            "tool_format": tool_format,
+            "keep_thinking": keep_thinking,
         }
         self._ready_timeout_s = ready_timeout_s
         self._host = host

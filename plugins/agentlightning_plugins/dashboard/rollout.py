@@ -95,6 +95,7 @@ def _summarize(spans: Sequence[Span], left_out: int) -> dict[str, Any]:
         "is_recorded": any(span.name in RECORDS for span in spans),
         "outcome": None if entry is None else entry.outcome,
         "tokens": _count_tokens(spans),
+        "tool_calls_unparsed": sum(int(span.attributes.get(semconv.TOOL_CALLS_UNPARSED) or 0) for span in spans),
     }
 
 

@@ -233,6 +233,8 @@ def _add_output(call: ModelCall, attributes: dict[str, Any]) -> None:
         semconv.GEN_AI_INPUT_TOKENS: input_tokens,
         semconv.GEN_AI_OUTPUT_TOKENS: output_tokens,
         semconv.WEIGHT_VERSION: completion.weight_version,
+        "agentlightning.gateway.forced_tokens": completion.forced_tokens,
+        semconv.TOOL_CALLS_UNPARSED: completion.tool_calls_unparsed or None,
         semconv.PROMPT_TOKEN_IDS: _freeze_numbers(prompt_token_ids),
         semconv.RESPONSE_TOKEN_IDS: _freeze_numbers(first.token_ids),
         semconv.LOGPROBS: _freeze_numbers(first.logprobs),

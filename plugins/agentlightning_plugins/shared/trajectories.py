@@ -7,11 +7,13 @@ trajectory starts, and the reason is counted.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
+from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter, reading
 from agentlightning.adapter.triplet import BROKE_OFF, TraceToTriplet
 from agentlightning.types import Span, Triplet
@@ -243,8 +245,13 @@ def explain_mismatch(
         kind = "retokenisation"
     elif decode is not None and kind == "retokenisation":
         kind = "template"
+    is_near = position >= len(previous.prompt["token_ids"]) - _RUN  # a prompt may end with the beginning of a thought
+    block = _find_dropped_block(previous, prompt, decode) if is_near and kind != "retokenisation" else None
     if len(prompt) > position == len(expected):
         kind, text = "other", "an earlier call continued from the same point"
+    elif block is not None:
+        kind = "template"
+        text = f"the chat template drops the {block} block of the answer once it is history, from token {position} on"
     elif kind == "template":
         where = "the answer" if position >= len(previous.prompt["token_ids"]) else "what came before the answer"
         text = f"the chat template renders {where} differently once it is history, from token {position} on"
@@ -253,6 +260,21 @@ def explain_mismatch(
     else:
         text = f"its tokens differ from token {position} on and do not realign"
     return Mismatch(kind, triplet.metadata.get("response_id"), previous.metadata.get("response_id"), position, text)
+
+
+_END_OF_THOUGHT: Final = re.compile(r"</(think|thinking|thought|reasoning)>|\[/(THINK)\]")
+
+
+def _find_dropped_block(previous: Triplet, prompt: Sequence[int], decode: Decode | None) -> str | None:
+    """Returns the name of the thought in an answer if a prompt that continues the answer does not contain it."""
+    answer = read_answer(previous) or {}
+    content = semconv.join_texts(answer.get("content"))
+    end = _END_OF_THOUGHT.search(content) if isinstance(content, str) else None
+    thought = str(answer.get("reasoning_content") or "") if end is None else content[: end.start()]
+    thought = re.sub(r"^\s*(<\w+>|\[\w+\])", "", thought).strip()
+    if (end is None and not thought) or (decode is not None and thought and thought in decode(prompt)):
+        return None
+    return "reasoning_content" if end is None else end[0].replace("/", "")
 
 
 def explain_edit(position: int, triplets: Sequence[Triplet], openings: dict[tuple[Any, str], int]) -> Mismatch | None:

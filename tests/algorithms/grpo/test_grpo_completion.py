@@ -7,7 +7,7 @@ import pytest
 
 from agentlightning_algorithms.shared.policy.draw import Generation, Token
 from agentlightning_algorithms.shared.policy.model import Policy
-from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer, ReplyReader, split_calls
+from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer, ReplyReader, TextReader
 from agentlightning_algorithms.shared.policy.server.conversation import Prompt
 from agentlightning_algorithms.shared.policy.server.request import (
     ChatRequest,
@@ -15,7 +15,9 @@ from agentlightning_algorithms.shared.policy.server.request import (
     TextRequest,
     parse_request,
 )
+from agentlightning_algorithms.shared.policy.server.tool_format import FORMATS, split_calls
 
+HERMES = FORMATS["hermes"]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -66,8 +68,8 @@ def streamed(
     ],
 )
 def test_tool_calls_are_removed_from_the_text(text: str, rest: str, calls: list[tuple[str, Any]]) -> None:
-    left, found = split_calls(text)
-    assert left == rest
+    left, found, unparsed = split_calls(text, HERMES)
+    assert (left, unparsed) == (rest, 0)
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
@@ -85,17 +87,16 @@ def test_tool_calls_are_removed_from_the_text(text: str, rest: str, calls: list[
         "",
     ],
 )
-def test_invalid_tool_calls_stay_in_the_text(block: str) -> None:
+def test_an_invalid_tool_call_stays_in_the_text_with_all_that_follows_it(block: str) -> None:
     text = f"<tool_call>{block}</tool_call>"
-    assert split_calls(text) == (text, [])
-    left, found = split_calls(text + CALL)
-    assert left == text
-    assert len(found) == 1
+    assert split_calls(text, HERMES) == (text, [], 1)
+    left, found, unparsed = split_calls(CALL + text + CALL, HERMES)
+    assert (left, len(found), unparsed) == (text + CALL, 1, 2)
 
 
 def test_an_unclosed_tool_call_stays_in_the_text() -> None:
     text = '<tool_call>\n{"name": "add", "arguments": {}}'
-    assert split_calls(text) == (text, [])
+    assert split_calls(text, HERMES) == (text, [], 1)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 50])
@@ -103,9 +104,10 @@ def test_an_unclosed_tool_call_stays_in_the_text() -> None:
     "text", [f"I add.\n{CALL}\n{CALL} so ", "<tool_call>no</tool_call>  <tool_call", f"a < b <tool {CALL}", " \n x \n"]
 )
 def test_tool_calls_are_found_however_the_text_is_split(completions: PolicyCompletions, text: str, step: int) -> None:
-    reader, tokens = ReplyReader(completions.tokenizer, (), 8), generation(completions, text).token_ids
+    reader = ReplyReader(TextReader(completions.tokenizer, ()), HERMES)
+    tokens = generation(completions, text).token_ids
     pieces = [reader.feed(tokens[at : at + step]) for at in range(0, len(tokens), step)]
-    said, calls = split_calls(text)
+    said, calls, _ = split_calls(text, HERMES)
     assert ("".join(pieces) + reader.finish(), reader.text) == (said, said)
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in reader.calls] == calls
     assert said.startswith("".join(pieces))

@@ -82,7 +82,7 @@ def test_tools_are_hidden_from_the_model_when_tool_choice_is_none(completions: P
         ({"stop": ""}, "stop", "empty string"),
         ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
         ({"response_format": {"type": "grammar"}}, "response_format", "not supported"),
-        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"typical_p": 0.9}, "typical_p", "not supported"),
         ({"min_tokens": 5}, "min_tokens", "not supported"),
         ({"stop_token_ids": [65]}, "stop_token_ids", "not supported"),

@@ -11,12 +11,14 @@ import pytest
 import torch
 from openai import AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError
 
+from agentlightning.adapter import TraceToTriplet, build_trajectories
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning_algorithms.grpo.transformers_backend import TransformersBackend
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy_backend import PolicySetup, digest_weights
 from tests.algorithms.server_thread import threads_for_servers
+from tests.plugins.gateway.gateway_setup import gateway
 from tests.waiting import until
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -203,6 +205,32 @@ async def test_each_turn_of_a_conversation_continues_the_tokens_of_earlier_turns
     after = await server.statistics()
     assert after["prompts_continued"] - before["prompts_continued"] == 2
     assert after["reused_tokens"] > before["reused_tokens"]
+
+
+async def test_the_tokens_that_begin_a_forced_call_are_recorded_as_forced_and_not_trained_on(
+    server: TransformersBackend, tiny_policy: Policy
+) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    async with gateway(model_list=[{"model_name": "m", **server.model_entry}]) as case:
+        rollout, client = await case.start()
+        for choice in ("auto", "required"):
+            answer = await client.chat.completions.create(
+                model="m", messages=HELLO, tools=tools, tool_choice=choice, max_tokens=8, seed=1
+            )
+        await case.proxy.flush()
+        free, forced = await case.spans(rollout)
+    begun = '<tool_call>\n{"name": "add", "arguments":'
+    n_forced = forced.attributes["agentlightning.gateway.forced_tokens"]
+    assert "agentlightning.gateway.forced_tokens" not in free.attributes
+    assert str(answer.choices[0].message.content).startswith(begun), "the random model completes no call"
+    assert forced.attributes["agentlightning.gateway.tool_calls_unparsed"] == 1
+    ids = forced.attributes["prompt_token_ids"]
+    assert list(ids[:-n_forced]) == list(free.attributes["prompt_token_ids"])
+    assert tiny_policy.tokenizer.decode(list(ids[-n_forced:])) == begun
+    [trajectory] = build_trajectories(TraceToTriplet().adapt([forced])).trajectories
+    assert trajectory.mask == [0] * len(ids) + [1] * 8
+    row = TrainingRow(ids, trajectory.ids[len(ids) :], [0.0] * 8, 1.0)
+    assert trajectory.logprobs[len(ids) :] == pytest.approx(tiny_policy.score([row])[0], abs=1e-4)
 
 
 async def test_an_equal_seed_repeats_a_response_and_a_stop_string_ends_it(client: AsyncOpenAI) -> None:

@@ -173,6 +173,22 @@ def test_with_a_tokenizer_the_text_decides_the_kind_of_a_mismatch() -> None:
     assert build_trajectories([before, other_text], decode=decode).counts["template"] == 1
 
 
+@pytest.mark.parametrize(
+    ("answer", "block"),
+    [("<think>Hm.</think>4", "<think>"), ("Hm.</think>4", "<think>"), ("[THINK]Hm.[/THINK]4", "[THINK]")],
+    ids=["whole", "begun by the prompt", "mistral"],
+)
+def test_a_thought_that_the_template_drops_from_the_history_is_named(answer: str, block: str) -> None:
+    history = [*START, said("assistant", answer), said("user", "on")]
+    calls = [call(HEAD, [20, 21, 22, 4], START, answer), call([*HEAD, 4, *range(500, 530)], [1], history, "b")]
+    for decode in (None, lambda ids: "".join({20: "<think>Hm.", 21: "</think>"}.get(token, "4") for token in ids)):
+        (mismatch,) = build_trajectories(calls, decode=decode).mismatches
+        assert mismatch.kind == "template"
+        assert f"the chat template drops the {block} block of the answer" in mismatch.explanation
+    (mismatch,) = build_trajectories(calls, decode=lambda ids: "Hm. is kept" + str(list(ids))).mismatches
+    assert "drops" not in mismatch.explanation
+
+
 def test_an_edited_history_is_counted_and_explained() -> None:
     edited = [*START, said("assistant", "what I wish it had said"), said("user", "on")]
     calls = [call(HEAD, ANSWER, START, "answer", id="a"), call([*HEAD, 1, 2, 3], [4], edited, "b", id="b")]

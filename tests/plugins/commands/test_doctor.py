@@ -26,6 +26,7 @@ from agentlightning_plugins.commands.doctor.checks import NAMES, Check, RolloutC
 from agentlightning_plugins.commands.doctor.run import Request, answer_request, check_environment, run_checks
 from agentlightning_plugins.shared.configuration.config import CommandConfig
 from agentlightning_plugins.shared.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode
+from tests.algorithms.tiny_model import save_tiny_model
 from tests.http_site import serving
 
 AGENTS = """
@@ -110,6 +111,13 @@ async def named(task, llm):
         await asyncio.to_thread(ask, llm, [{"role": "user", "content": "hi"}])
     return 1.0
 
+def with_tools(task, llm: agl.LLM) -> float:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    messages = [{"role": "user", "content": str(task)}]
+    with client(llm) as openai:
+        openai.chat.completions.create(model=llm.model, messages=messages, tools=[tool])
+    return 0.5
+
 NOT_AN_AGENT = 3
 """
 
@@ -145,7 +153,8 @@ class Server:
     """A model server whose tokens continue from call to call, unless a test changes them."""
 
     def __init__(self) -> None:
-        self.spoil_answer: Callable[[dict[str, Any]], None] = lambda choice: None
+        self.spoil_answer: Callable[[dict[str, Any]], Any] = lambda choice: None
+        self.spoil_answers: Callable[[dict[str, Any]], Any] = lambda answer: None
         self.spoil_history: Callable[[list[int]], list[int]] = lambda tokens: tokens
         self.url = ""
 
@@ -170,16 +179,16 @@ class Server:
             "logprobs": {"content": [{"token": "", "logprob": -0.5, "bytes": [], "top_logprobs": []} for _ in tokens]},
         }
         self.spoil_answer(choice)
-        return web.json_response(
-            {
-                "id": f"id-{len(body['messages'])}",
-                "object": "chat.completion",
-                "created": 0,
-                "model": "m",
-                "choices": [choice],
-                "prompt_token_ids": prompt,
-            }
-        )
+        answer = {
+            "id": f"id-{len(body['messages'])}",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "m",
+            "choices": [choice],
+            "prompt_token_ids": prompt,
+        }
+        self.spoil_answers(answer)
+        return web.json_response(answer)
 
 
 @pytest.fixture
@@ -193,7 +202,9 @@ async def server() -> AsyncIterator[Server]:
 
 async def test_every_check_of_a_working_agent_passes(agents: str, server: Server) -> None:
     checks = await check(agents, endpoint=server.url)
-    assert {name for name, check in checks.items() if check.state != "ok"} == {"task", "prompts"}, "none were given"
+    assert {name for name, check in checks.items() if check.state != "ok"} == {"task", "prompts", "tools", "model"}, (
+        "none were given"
+    )
     assert checks["calls"].text == "3 model calls went through the rollout's endpoint"
     assert checks["endpoint"].text == f"{server.url} answers; model m"
     assert checks["reward"].text == "the rollout's reward is 0.5"
@@ -487,7 +498,63 @@ async def test_a_server_that_omits_a_logprob_is_reported(agents: str, server: Se
     checks = await check(agents, endpoint=server.url)
     assert broken(checks) == ["logprobs", "triplets"]
     assert checks["logprobs"].text == "a call has 24 response tokens and 23 logprobs"
+    assert "must answer logprobs: true with a logprob for each sampled token" in checks["logprobs"].fix
     assert "must return one logprob for each sampled token" in checks["triplets"].text
+
+
+async def test_partial_token_ids_are_reported_with_the_option_that_the_server_lacks(
+    agents: str, server: Server
+) -> None:
+    server.spoil_answer = lambda choice: choice.update(token_ids=choice["token_ids"][:1])
+    checks = await check(agents, endpoint=server.url)
+    assert broken(checks) == ["logprobs", "triplets"]
+    assert checks["logprobs"].text == "a call has 1 response tokens and 24 logprobs"
+    assert "return_token_ids: true with token_ids in every chunk of a stream" in checks["logprobs"].fix
+    server.spoil_answer, server.spoil_answers = lambda choice: None, lambda answer: answer.pop("prompt_token_ids")
+    checks = await check(agents, endpoint=server.url)
+    assert "token ids" in broken(checks)
+    assert checks["token ids"].text == "3 of 3 answered calls have no token ids of the prompt"
+    assert "return_token_ids: true with prompt_token_ids" in checks["token ids"].fix
+
+
+# Tool calls, and the model that is trained.
+
+
+async def test_tool_calls_that_the_model_server_left_as_text_are_reported(agents: str, server: Server) -> None:
+    assert (await check(agents, "with_tools", endpoint=server.url))["tools"].state == "ok"
+    server.spoil_answer = lambda choice: choice.update(tool_calls_unparsed=2)
+    checks = await check(agents, "with_tools", endpoint=server.url)
+    assert broken(checks) == ["tools"]
+    assert checks["tools"].text.startswith("2 tool calls of the model are text")
+
+
+async def test_the_model_that_an_algorithm_trains_is_checked_with_the_requests_of_the_agent(
+    agents: str, tmp_path: Path
+) -> None:
+    save_tiny_model(tmp_path / "m", max_length=40)
+    (tmp_path / "c.yaml").write_text(
+        f"agent: {agents}:with_tools\nalgorithm: {{name: grpo, model: {tmp_path / 'm'}}}\n"
+    )
+
+    def doctor(*options: str) -> str:
+        done = CliRunner().invoke(command, [str(tmp_path / "c.yaml"), *options])
+        return next(line for line in done.output.splitlines() if line[10:15] == "model")
+
+    said = await asyncio.to_thread(doctor)
+    assert said.startswith("BROKEN    model        the first request has ")
+    assert f"tokens, but {tmp_path / 'm'} has 40 positions -> use a model with more positions" in said
+    save_tiny_model(tmp_path / "m", max_length=4000)
+    said = await asyncio.to_thread(doctor)
+    assert said.startswith("ok        model")
+    assert "has tool calls in the form hermes and 4000 positions; the first request has " in said
+    for template, expected in (
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "writes no tool calls"),
+        ("{% for m in messages %}{{ m.tool_calls }}{% endfor %}", "unknown form"),
+    ):
+        (tmp_path / "m" / "chat_template.jinja").write_text(template)
+        said = await asyncio.to_thread(doctor)
+        assert said.startswith("BROKEN")
+        assert expected in said
 
 
 # Reward and triplets.

@@ -153,6 +153,7 @@ def _metrics(step: int, chance: random.Random) -> dict[str, float]:
         "groups_without_spread": 0.3 + 0.009 * step,
         "responses_cut_off": 0.02,
         "failure_rate": 0.01,
+        "sampler/tool_calls_unparsed": 3.0,
         "response_length": 180 - step,
         "tokens_per_s": 5200 + chance.uniform(-300, 300),
         "sample_s": 22.0,
@@ -226,6 +227,7 @@ def _spans(rollout_id: str, attempt_id: str, question: str, reward: float, answe
             "agentlightning.gateway.complete": True,
             "agentlightning.gateway.backend": f"http://gpu-{number}:8000/v1",
             "agentlightning.gateway.cost": 0.0002,
+            "agentlightning.gateway.tool_calls_unparsed": number - 1,
         }
         return Span.from_attributes(
             **common,

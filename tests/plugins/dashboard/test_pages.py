@@ -256,6 +256,9 @@ def test_a_rollout_shows_conversation_tools_attempts_error_and_spans(page: Page)
     assert page.locator(".message .role").all_inner_texts() == ["system", "user", "assistant", "tool", "assistant"]
     assert '"expression": "17*250/100"' in page.locator(".call").inner_text()
     assert page.locator(".span").count() == 6
+    assert page.locator("dt:text-is('tool calls left as text') + dd").inner_text() == "1"
+    page.goto(f"/runs/{RUN}")
+    assert "3 tool calls of the step are text" in page.locator("body").inner_text()
     page.goto(f"/runs/{RUN}/rollouts/ro-failed")
     assert "share = total / count" in page.locator(".problem").inner_text()
     page.get_by_role("link", name="Attempt 1").click()

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 from openai import OpenAI
 
 from agentlightning import semconv
@@ -25,7 +26,8 @@ from agentlightning_plugins.shared.scripted_model.server import (
     logprob,
     render_prompt,
 )
-from tests.plugins.gateway.gateway_setup import ADD, HELLO, PROVIDER_KEY, gateway, stream_reader
+from tests.http_site import serving
+from tests.plugins.gateway.gateway_setup import ADD, HELLO, PROVIDER_KEY, entry, gateway, stream_reader
 from tests.waiting import until
 
 PROMPT_IDS = encode(render_prompt({"messages": HELLO}))
@@ -280,6 +282,32 @@ async def test_the_weight_version_may_come_in_a_header() -> None:
         async for _ in await client.chat.completions.create(model="m", messages=HELLO, stream=True):
             pass
         assert [span.attributes["agentlightning.weight_version"] for span in await case.spans(rollout)] == [12, 12]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_forced_tokens_and_tool_calls_that_are_left_as_text_are_recorded(stream: bool) -> None:
+    async def serve(request: web.Request) -> web.StreamResponse:
+        kind = "delta" if stream else "message"
+        choice = {"index": 0, kind: {"content": "<tool_call>"}, "finish_reason": "stop", "tool_calls_unparsed": 1}
+        choices = [choice, {**choice, "index": 1, "tool_calls_unparsed": 2}]
+        body = {"id": "c", "object": "chat.completion", "model": "m", "forced_tokens": 3, "choices": choices}
+        if not stream:
+            return web.json_response(body)
+        events = f"data: {json.dumps({**body, 'object': 'chat.completion.chunk'})}\n\ndata: [DONE]\n\n"
+        return web.Response(text=events, content_type="text/event-stream")
+
+    async with (
+        serving(web.post("/v1/chat/completions", serve)) as url,
+        gateway(model_list=[entry(f"{url}/v1")]) as case,
+    ):
+        rollout, client = await case.start()
+        answer = await client.chat.completions.create(model="m", messages=HELLO, stream=stream)
+        if stream:
+            async for _ in answer:
+                pass
+        span = await case.span(rollout)
+    assert span.attributes["agentlightning.gateway.forced_tokens"] == 3
+    assert span.attributes["agentlightning.gateway.tool_calls_unparsed"] == 3
 
 
 async def test_a_call_is_recorded_as_incomplete_if_the_agent_disconnects_during_the_stream() -> None:

@@ -106,6 +106,7 @@ _SHOWN = {"ok": "ok", "broken": "BROKEN", "unchecked": "-"}
 
 def _read_config(document: ConfigDocument) -> dict[str, Any]:
     """Reads the fields of ``Request`` from a configuration."""
+    from agentlightning.plugin.settings import read_spec
     from agentlightning.resources import resolve_secrets
     from agentlightning_plugins.shared.configuration.assembly import expand, find_class, load_data, load_resources
     from agentlightning_plugins.shared.configuration.config import read_config
@@ -120,6 +121,10 @@ def _read_config(document: ConfigDocument) -> dict[str, Any]:
     if config.algorithm is not None:
         name = config.algorithm if isinstance(config.algorithm, str) else config.algorithm["name"]
         given["trains_weights"] = find_class("algorithm", name).default_adapter == "triplet"
+        settings = {} if isinstance(config.algorithm, str) else config.algorithm
+        backend = read_spec(settings.get("backend") or "transformers")
+        if backend["name"] == "transformers" and "tool_format" not in backend and "model" in settings:
+            given["local_model"] = settings["model"]
     if isinstance(config.gateway, str) and "://" in config.gateway:
         url = expand(config.gateway).rstrip("/").removesuffix("/v1")
         given |= {"endpoint": f"{url}/v1", "api_key": find_token(), "gateway_store": expand(config.store)}

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from agentlightning import semconv
 from agentlightning.adapter import TraceToTriplet, build_trajectories
-from agentlightning.errors import AdapterError
+from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.resources import PromptTemplate, Resource
 from agentlightning.reward import find_final_reward
 from agentlightning.types import AttemptedRollout, Span, Triplet
@@ -21,7 +21,7 @@ from agentlightning_plugins.shared.terminal import shorten
 State: TypeAlias = Literal["ok", "broken", "unchecked"]
 NAMES: tuple[str, ...] = (
     *("environment", "agent", "endpoint", "rollout"),
-    *("calls", "task", "prompts", "spans", "token ids", "logprobs", "reward", "triplets", "template"),
+    *("calls", "task", "prompts", "spans", "token ids", "logprobs", "reward", "triplets", "template", "tools", "model"),
 )
 """Names of the checks, in the order in which they run."""
 
@@ -156,7 +156,7 @@ class RolloutChecks:
         """Runs the checks ``calls`` to ``template``."""
         triplets, check = self._triplets()
         before = [self._calls(), *self._texts(), self._spans(), self._token_ids(), self._logprobs(), self._reward()]
-        return [*before, check, self._template(triplets)]
+        return [*before, check, self._template(triplets), self._tools()]
 
     @property
     def _recorded(self) -> list[Span]:
@@ -236,9 +236,11 @@ class RolloutChecks:
         tokens = [semconv.read_token_data(span) for span in self._answered]
         without = [data for data in tokens if data is None or not data.prompt_token_ids or not data.response_token_ids]
         if without:
-            said = f"{len(without)} of {_count(tokens, 'answered call')} have no token ids"
-            fix = f"the model server must support return_token_ids: {_SERVER}. To tune only prompts: --tunes prompts"
-            return broken("token ids", said, fix)
+            has_response = any(data is not None and data.response_token_ids for data in without)
+            what, name = ("token ids of the prompt", "prompt_token_ids") if has_response else ("token ids", "token_ids")
+            said = f"{len(without)} of {_count(tokens, 'answered call')} have no {what}"
+            fix = f"the model server must answer return_token_ids: true with {name}: {_SERVER}"
+            return broken("token ids", said, f"{fix}. To tune only prompts: --tunes prompts")
         count = sum(len(data.response_token_ids) for data in tokens if data is not None)
         return ok("token ids", f"{count} sampled tokens, and the tokens of their prompts")
 
@@ -259,7 +261,11 @@ class RolloutChecks:
                 f"a call has {len(uneven[0].response_token_ids)} response tokens and "
                 f"{len(uneven[0].logprobs or ())} logprobs"
             )
-            return broken("logprobs", said, f"each sampled token needs a logprob: {_SERVER}")
+            if len(uneven[0].response_token_ids) < len(uneven[0].logprobs or ()):
+                fix = "the model server must answer return_token_ids: true with token_ids in every chunk of a stream"
+            else:
+                fix = "the model server must answer logprobs: true with a logprob for each sampled token"
+            return broken("logprobs", said, f"{fix}: {_SERVER}")
         return ok("logprobs", "each sampled token has one")
 
     def _not_needed(self, name: str) -> Check | None:
@@ -326,6 +332,60 @@ class RolloutChecks:
             return unchecked("template", "no call continues the conversation of another")
         begin = "begins" if joined == 1 else "begin"
         return ok("template", f"{_count(joined, 'call')} {begin} exactly with the tokens of the previous call")
+
+    def _tools(self) -> Check:
+        """Checks that the model server read the tool calls of the model."""
+        if not any(map(semconv.read_tools, self._answered)):
+            return unchecked("tools", "no answered call offers tools")
+        unparsed = sum(int(span.attributes.get(semconv.TOOL_CALLS_UNPARSED) or 0) for span in self._answered)
+        if unparsed:
+            said = f"{_count(unparsed, 'tool call')} of the model are text: malformed, cut off, or inside of a thought"
+            return broken("tools", said, "raise max_tokens, or first train the form of calls, with sft")
+        return ok("tools", "no tool call is left in the text of an answer")
+
+
+def check_model(model: str, calls: Sequence[Span]) -> Check:
+    """Checks that the policy server can read a model's tool calls, and that the model has positions for the requests.
+
+    ``model`` is the directory or hub name in the settings of an algorithm; nothing is downloaded.
+    """
+    try:
+        from transformers import AutoConfig, AutoTokenizer
+
+        from agentlightning_algorithms.shared.policy.server.request import CompletionError, read_messages
+        from agentlightning_algorithms.shared.policy.server.tool_format import TEMPLATE_ERRORS, find_format
+        from agentlightning_algorithms.shared.trained_model import find_model
+    except ImportError as error:
+        return unchecked("model", f"needs the extra grpo: {one_line(error)}")
+    try:
+        path = find_model(model)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        form = find_format(tokenizer)
+    except ConfigError as error:
+        return broken("model", one_line(error, 600), "follow the message")
+    except (OSError, ValueError):
+        return unchecked("model", f"{model} is not on this machine yet")
+    if form is None and any(map(semconv.read_tools, calls)):
+        said = f"the agent offers tools, but the chat template of {model} writes no tool calls"
+        return broken("model", said, "use a model with a chat template for tools, or set tool_format of the backend")
+    lengths = []
+    for span in calls:
+        options: Any = {"tools": semconv.read_tools(span) or None, "add_generation_prompt": True, "tokenize": False}
+        try:
+            text = tokenizer.apply_chat_template(read_messages(semconv.read_input_messages(span)), **options)
+        except (CompletionError, *TEMPLATE_ERRORS) as error:
+            said = f"the chat template of {model} refuses a request: {one_line(error)}"
+            return broken("model", said, "change the messages of the agent, or use another model")
+        lengths.append(len(tokenizer.encode(text, add_special_tokens=False)))
+    positions = getattr(config, "max_position_embeddings", None)
+    if lengths and positions and max(lengths) >= positions:
+        which, length = ("first", lengths[0]) if lengths[0] >= positions else ("longest", max(lengths))
+        said = f"the {which} request has {length} tokens, but {model} has {positions} positions"
+        return broken("model", said, "use a model with more positions, or an agent with a shorter prompt")
+    first = f"; the first request has {lengths[0]} tokens" if lengths else ""
+    calls_of = "no tool calls" if form is None else f"tool calls in the form {form.name}"
+    return ok("model", f"{model} has {calls_of} and {positions or 'unlimited'} positions{first}")
 
 
 def _describe_call(span: Span) -> str:

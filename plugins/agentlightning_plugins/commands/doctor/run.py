@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from agentlightning import __version__
+from agentlightning import __version__, semconv
 from agentlightning.adapter import TraceToTriplet
 from agentlightning.errors import LightningError
 from agentlightning.litagent import LitAgent, wrap
@@ -36,6 +36,7 @@ from agentlightning_plugins.commands.doctor.checks import (
     Check,
     RolloutChecks,
     broken,
+    check_model,
     describe_failure,
     ok,
     one_line,
@@ -78,6 +79,8 @@ class Request:
     tracer: str = "otel"
     agent_match: str | None = None
     trains_weights: bool = True
+    local_model: str | None = None
+    """Directory or hub name of the model that the algorithm samples and trains."""
     timeout_s: float = 60.0
 
 
@@ -120,9 +123,14 @@ async def run_checks(request: Request) -> list[Check]:
         )
         was_disabled, logger.disabled = logger.disabled, True  # the log would only repeat the checks
         try:
-            return checks + rollout_checks.checks()
+            checks += rollout_checks.checks()
         finally:
             logger.disabled = was_disabled
+        model_check = unchecked("model", "no algorithm of CONFIG samples a model of its own")
+        if request.local_model is not None and request.trains_weights:
+            calls = [span for span in spans if semconv.is_gateway_call(span)]
+            model_check = await asyncio.to_thread(check_model, request.local_model, calls)
+        return [*checks, model_check]
 
 
 async def _begin_attempt(url: str, stack: contextlib.AsyncExitStack) -> str:

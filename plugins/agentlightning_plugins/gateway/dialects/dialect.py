@@ -117,6 +117,10 @@ class Completion:
     input_tokens: int | None = None
     output_tokens: int | None = None
     weight_version: int | None = None
+    forced_tokens: int | None = None
+    """Number of tokens at the end of the prompt that begin the answer and were not sampled."""
+    tool_calls_unparsed: int = 0
+    """Number of tool calls in the text of the choices."""
     error: str | None = None
     """The error that the backend sent instead of an answer, or instead of the rest of a stream."""
     is_ended: bool = False

@@ -307,6 +307,8 @@ def _read_envelope(answer: Mapping[str, Any], completion: Completion) -> None:
         completion.prompt_token_ids = _read_ids(answer.get("prompt_token_ids"))
     if completion.weight_version is None:
         completion.weight_version = read_version(answer.get("weight_version"))
+    if "forced_tokens" in answer:  # our extension
+        completion.forced_tokens = read_version(answer["forced_tokens"])
     usage = answer.get("usage")
     if usage:
         completion.input_tokens = usage.get("prompt_tokens")
@@ -356,6 +358,7 @@ def _take_choices(
             choice.finish_reason = finish_reason
             if "weight_versions" in data:  # our extension: the weights changed during the answer
                 choice.weight_versions = [*data["weight_versions"]]
+            completion.tool_calls_unparsed += read_version(data.get("tool_calls_unparsed")) or 0
         if "prompt_token_ids" in data:
             choice.prompt_token_ids = choice.prompt_token_ids or _read_ids(data["prompt_token_ids"])
             if not wants_ids:

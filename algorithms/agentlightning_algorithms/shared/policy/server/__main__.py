@@ -31,6 +31,7 @@ from agentlightning.errors import ConfigError
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.sampler import Sampler
 from agentlightning_algorithms.shared.policy.server.app import PolicyApp
+from agentlightning_algorithms.shared.policy.server.tool_format import FORMATS
 from agentlightning_algorithms.shared.policy_backend import API_KEY_VARIABLE
 from agentlightning_plugins.shared.garbage_collection import relax_collector
 from agentlightning_plugins.shared.log_setup import setup_server_log
@@ -72,6 +73,8 @@ def open_app(options: argparse.Namespace, key: str, api_key: str | None) -> Poli
         key=key,
         api_key=api_key,
         is_local=is_loopback(options.host),
+        tool_format=options.tool_format,
+        keep_thinking=options.keep_thinking,
     )
 
 
@@ -121,6 +124,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", default="cpu", help="such as cpu or cuda:0")
     add("--max-batch-size", type=int, default=64, help="responses sampled together")
     add("--max-length", type=int, help="maximum tokens of a prompt and its response together; default: the model's")
+    add("--tool-format", default="auto", choices=["auto", "none", *FORMATS], help="auto: as the chat template writes")
+    add("--keep-thinking", action="store_true", help="prompts keep thoughts of earlier turns, if the template can")
     add("--prefix-cache-mb", type=int, default=512, help="memory for the prefix cache; 0: no cache")
     add("--kv-cache-mb", type=int, default=4096, help="memory for keys and values of running responses; others wait")
     add("--threads", type=int, help="torch threads; 1 is fastest for tiny models")

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -20,7 +21,7 @@ from agentlightning_algorithms.shared.policy.draw import Generation, SamplingPar
 from agentlightning_algorithms.shared.policy.model import Policy, open_adapter
 from agentlightning_algorithms.shared.policy.sampler import Sampler
 from agentlightning_algorithms.shared.policy.server.completion import CompletionAnswer
-from agentlightning_algorithms.shared.policy.server.conversation import Json, Prompt
+from agentlightning_algorithms.shared.policy.server.conversation import Prompt
 from agentlightning_algorithms.shared.policy.server.request import (
     ChatRequest,
     CompletionError,
@@ -29,6 +30,7 @@ from agentlightning_algorithms.shared.policy.server.request import (
     parse_body,
     parse_request,
 )
+from agentlightning_algorithms.shared.policy.server.tool_format import Json
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy_backend import digest_weights
 from agentlightning_plugins.shared.token import StoreTokens
@@ -79,12 +81,15 @@ class PolicyApp:
         api_key: str | None = None,
         max_length: int | None = None,
         is_local: bool = True,
+        tool_format: str = "auto",
+        keep_thinking: bool = False,
     ) -> None:
         """Takes a policy, and a function that makes a sampler for it and for each adapter.
 
         ``key`` is required for ``/weights`` and ``/statistics``; ``api_key``, unless it is None, for all other paths
         but ``/health``: a key, or ``file:PATH`` for each line of a file, which may change. ``max_length`` bounds the
         tokens of a prompt and its response together; with ``is_local``, requests from web pages are refused.
+        ``tool_format`` and ``keep_thinking`` are those of ``PolicyCompletions``.
         """
         self._policy = policy
         self._make_sampler = make_sampler
@@ -96,6 +101,7 @@ class PolicyApp:
         """The server of this application; None until ``serve``."""
         self._swapping = asyncio.Lock()
         self._max_length = min(max_length or policy.max_length, policy.max_length)
+        self._prompts: dict[str, Any] = {"tool_format": tool_format, "keep_thinking": keep_thinking}
         self._served = {model_name: self._serve(policy, model_name)}
 
     def close(self) -> None:
@@ -104,7 +110,8 @@ class PolicyApp:
             served.sampler.close()
 
     def _serve(self, policy: Policy, name: str) -> _Served:
-        return _Served(self._make_sampler(policy), PolicyCompletions(policy, name, self._max_length))
+        completions = PolicyCompletions(policy, name, self._max_length, **self._prompts)
+        return _Served(self._make_sampler(policy), completions)
 
     def build(self) -> web.Application:
         """Returns the application; the caller serves it, and then closes this object."""

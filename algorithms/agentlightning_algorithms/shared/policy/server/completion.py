@@ -4,33 +4,47 @@ As in vLLM (0.10.2 and later), ``return_token_ids`` adds ``prompt_token_ids`` an
 fields are ``weight_version``, the version of the weights that sampled the answer; ``weight_versions`` of a choice, the
 version for each token, if the weights changed meanwhile; and ``continued_tokens`` in ``usage.prompt_tokens_details``,
 next to ``cached_tokens``: prompt tokens reused from an earlier answer and its prompt, and not tokenized again.
+``tool_calls_unparsed`` of a choice is the number of tool calls that its text contains, and ``forced_tokens`` the number
+of tokens at the end of the prompt that ``tool_choice`` forced: they begin the answer's message, and were not sampled.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
+import logging
 import math
-import re
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
 from agentlightning_algorithms.shared.policy.draw import Generation, Token
-from agentlightning_algorithms.shared.policy.server.conversation import Json, Prompt
-from agentlightning_algorithms.shared.policy.server.request import (
-    ChatRequest,
-    PolicyCompletions,
-    TextRequest,
-    parse_object,
+from agentlightning_algorithms.shared.policy.server.conversation import Prompt
+from agentlightning_algorithms.shared.policy.server.request import ChatRequest, PolicyCompletions, TextRequest
+from agentlightning_algorithms.shared.policy.server.tool_format import (
+    END_OF_THOUGHT,
+    THINK,
+    Json,
+    ToolFormat,
+    new_call_id,
+    split_calls,
 )
 
 # JSON has no infinity; OpenAI and vLLM report this for tokens of probability 0.
 _LOWEST = -9999.0
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+logger = logging.getLogger("agentlightning")
+
+
+@lru_cache
+def _warn_of_unparsed(model: str) -> None:
+    logger.warning(
+        "an answer of %s contains tool calls that are malformed or inside of a thought; they are text, and are counted "
+        "as tool_calls_unparsed",
+        model,
+    )
 
 
 class TextReader:
@@ -39,9 +53,13 @@ class TextReader:
     Text is held back while it ends in an incomplete character or may be the beginning of a stop string.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], silent: Container[int] | None = None
+    ) -> None:
+        """``silent`` are the tokens that have no text; None: all special tokens."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._silent = silent
         self._token_ids: list[int] = []
         self._before = self._read = 0
         self._held = ""
@@ -49,7 +67,8 @@ class TextReader:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Takes more tokens and returns the text that is final."""
-        self._token_ids.extend(token_ids)
+        silent = self._silent
+        self._token_ids.extend(token_ids if silent is None else (token for token in token_ids if token not in silent))
         fresh = self._decode()
         if fresh.endswith(_UNFINISHED):
             return ""
@@ -66,7 +85,7 @@ class TextReader:
             return ""
         # Decoders treat the first token differently, so the tokens before the new ones are decoded with them.
         known, both = (
-            str(self._tokenizer.decode(self._token_ids[self._before : end], skip_special_tokens=True))
+            str(self._tokenizer.decode(self._token_ids[self._before : end], skip_special_tokens=self._silent is None))
             if end > self._before
             else ""
             for end in (self._read, len(self._token_ids))
@@ -88,47 +107,64 @@ class TextReader:
 
 
 class ReplyReader:
-    """Reads one response: its text, and its tool calls where ``max_calls`` is not 0.
+    """Reads one response: its text and, if ``form`` is given, its tool calls.
 
     Attributes:
         text: the text so far.
         calls: the first ``max_calls`` tool calls, in OpenAI's format, once the response has ended.
         dropped: the number of further tool calls.
+        unparsed: the number of tool calls that are left in the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], max_calls: float) -> None:
+    def __init__(
+        self,
+        reader: TextReader,
+        form: ToolFormat | None,
+        tools: Sequence[Json] = (),
+        *,
+        max_calls: float = math.inf,
+        begun: str = "",
+        thinks: bool = False,
+    ) -> None:
+        """Takes the form of calls, the tools, and how the prompt ends: with a call that has begun, or in a thought."""
         self.text = ""
         self.calls: list[Json] = []
-        self.dropped = 0
-        self._max_calls = max_calls
-        self._reader = TextReader(tokenizer, stop)
-        self._held = ""
+        self.dropped = self.unparsed = 0
+        self._reader = reader
+        self._form, self._tools, self._max_calls = form, tools, max_calls
+        self._all = begun
+        """The text as sampled, and what of it was searched for calls."""
+        self._searched = 0
+        self._thinks, self._thinks_first = thinks, thinks
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Takes more tokens and returns the text that is final; text from the first call on is held back."""
-        self._held += self._reader.feed(token_ids)
-        end = len(self._held)
-        if self._max_calls:
-            end = self._held.find(_OPEN)
-            if end < 0:  # its tag may have begun, and white space before it would be removed
-                tag = next(n for n in range(len(_OPEN) - 1, -1, -1) if self._held.endswith(_OPEN[:n]))
-                end = len(self._held) - tag
-            end = len(self._held[:end].rstrip())
-        fresh, self._held = self._held[:end], self._held[end:]
+        self._all += self._reader.feed(token_ids)
+        end = len(self._all)
+        if self._form is not None:
+            start, self._searched, self._thinks = self._form.find(self._all, self._searched, self._thinks)
+            if start < 0:  # a tag may have begun, and white space before a call would be removed
+                tags = (END_OF_THOUGHT,) if self._thinks else (THINK, *self._form.tags)
+                longest = min(end, max(map(len, tags)) - 1)
+                begun = (n for n in range(longest, 0, -1) if any(tag.startswith(self._all[end - n :]) for tag in tags))
+                self._searched = end - next(begun, 0)
+            end = len(self.text) + len(self._all[len(self.text) : self._searched].rstrip())
+            if start < 0:
+                self._searched = end
+        fresh = self._all[len(self.text) : end]
         self.text += fresh
         return fresh
 
     def finish(self) -> str:
         """Returns the text that was held back, without the calls."""
-        text = self.text + self._held + self._reader.finish()
-        calls: list[tuple[str, str]] = []
-        if self._max_calls:
-            text, calls = split_calls(text)
-        for name, arguments in calls:
-            if len(self.calls) < self._max_calls:
-                function = {"name": name, "arguments": arguments}
-                self.calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
-        self.dropped = len(calls) - len(self.calls)
+        text = self._all + self._reader.finish()
+        if self._form is not None:
+            text, calls, self.unparsed = split_calls(text, self._form, self._tools, thinks=self._thinks_first)
+            for name, arguments in calls:
+                if len(self.calls) < self._max_calls:
+                    function = {"name": name, "arguments": arguments}
+                    self.calls.append({"id": new_call_id(), "type": "function", "function": function})
+            self.dropped = len(calls) - len(self.calls)
         fresh, self.text = text[len(self.text) :], text
         return fresh
 
@@ -140,35 +176,6 @@ class ReplyReader:
         return message
 
 
-def split_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Returns a text without its tool calls, and the name and the arguments, as JSON, of each call.
-
-    Calls are in the format of the Hermes family, which the chat templates of Qwen 2.5 and 3 use, too:
-
-        <tool_call>
-        {"name": "add", "arguments": {"a": 1, "b": 2}}
-        </tool_call>
-
-    A block that is not such an object stays in the text. White space before a call is removed with it, and so is white
-    space after it unless it separates two texts.
-    """
-    calls: list[tuple[str, str]] = []
-    said, end = "", 0
-    closed = text[: text.rfind(_CLOSE) + len(_CLOSE)]  # each opening would search an unclosed rest to its end
-    for block in re.finditer(f"{_OPEN}(.*?){_CLOSE}", closed, re.DOTALL):
-        call = parse_object(block[1]) or {}
-        name, arguments = call.get("name"), call.get("arguments")
-        if isinstance(name, str) and isinstance(arguments, dict):
-            before = text[end : block.start()].rstrip()
-            said += before if said or not calls else before.lstrip()
-            calls.append((name, json.dumps(arguments, ensure_ascii=False)))
-            end = block.end()
-    rest = text[end:]
-    if calls and not rest.strip():
-        return said, calls
-    return said + (rest if said or not calls else rest.lstrip()), calls
-
-
 class CompletionAnswer:
     """The answer to one request: complete from :meth:`whole`, or in chunks from the other methods."""
 
@@ -177,10 +184,20 @@ class CompletionAnswer:
         self._request = request
         self._prompt = prompt
         self._chat = isinstance(request, ChatRequest)
-        max_calls: float = 0
-        if isinstance(request, ChatRequest) and request.offered_tools:
-            max_calls = 1 if request.parallel_tool_calls is False else math.inf
-        self._readers = [ReplyReader(completions.tokenizer, request.stops, max_calls) for _ in range(request.n or 1)]
+        tools = (isinstance(request, ChatRequest) and request.offered_tools) or ()
+        form = completions.tool_format if tools else None
+        self._readers = [
+            ReplyReader(
+                TextReader(completions.tokenizer, request.stops, completions.special_tokens if form else None),
+                form,
+                tools,
+                max_calls=1 if isinstance(request, ChatRequest) and request.parallel_tool_calls is False else math.inf,
+                begun=prompt.begun,
+                thinks=prompt.thinks,
+            )
+            for _ in range(request.n or 1)
+        ]
+        self._forced: Json = {"forced_tokens": prompt.n_forced} if prompt.n_forced else {}
         self._begun: set[int] = set()
         self._offsets = [0] * len(self._readers)
         self._head: Json = {
@@ -199,13 +216,13 @@ class CompletionAnswer:
             text: Json = {"message": reader.message()} if self._chat else {"text": reader.text}
             reason = self._finish_reason(index, generation)
             choices.append({**self._choice(index, generation.tokens), **text, "finish_reason": reason})
-            _add_versions(choices[-1], generation)
+            self._add_extensions(index, choices[-1], generation)
         self._remember(generations)
         version = min(generation.weight_version for generation in generations)
         answer = {**self._head, "choices": choices, "usage": self._usage(generations), "weight_version": version}
         if self._request.return_token_ids and self._chat:
             answer["prompt_token_ids"] = self._prompt.token_ids
-        return answer
+        return {**answer, **self._forced}
 
     def begin(self, weight_version: int) -> Iterator[Json]:
         """Yields the first chunk of a chat stream, with role and prompt; yields nothing for a text completion."""
@@ -218,7 +235,7 @@ class CompletionAnswer:
             first = self._chunk([{"index": index, **opening} for index in range(len(self._readers))])
             if self._request.return_token_ids:
                 first["prompt_token_ids"] = self._prompt.token_ids
-            yield first
+            yield {**first, **self._forced}
 
     def feed(self, index: int, tokens: Sequence[Token]) -> Json:
         """Returns the chunk for further tokens of a choice; it has no text while the text is held back."""
@@ -229,7 +246,7 @@ class CompletionAnswer:
         """Returns the last chunk of a choice, with the text that was held back, tool calls and the finish reason."""
         text = self._readers[index].finish()
         choice: Json = {"index": index, "logprobs": None, "finish_reason": self._finish_reason(index, generation)}
-        _add_versions(choice, generation)
+        self._add_extensions(index, choice, generation)
         return self._chunk([{**choice, **self._delta(text, self._readers[index].calls)}])
 
     def close(self, generations: Sequence[Generation]) -> Iterator[Json]:
@@ -248,6 +265,15 @@ class CompletionAnswer:
         if calls:
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         return {"delta": delta}
+
+    def _add_extensions(self, index: int, choice: Json, generation: Generation) -> None:
+        versions, unparsed = generation.weight_versions, self._readers[index].unparsed
+        if versions is not None:
+            choice["weight_versions"] = versions
+        if unparsed:
+            choice["tool_calls_unparsed"] = unparsed
+            self._completions.conversations.counts["tool_calls_unparsed"] += unparsed
+            _warn_of_unparsed(self._completions.model_name)
 
     def _finish_reason(self, index: int, generation: Generation) -> str:
         return "tool_calls" if self._readers[index].calls else generation.finish_reason
@@ -297,9 +323,3 @@ class CompletionAnswer:
             for reader, generation in zip(self._readers, generations, strict=True):
                 if not reader.dropped:  # otherwise the agent continues without a part of the answer
                     self._completions.conversations.remember(self._prompt, reader.message(), generation.token_ids)
-
-
-def _add_versions(choice: Json, generation: Generation) -> None:
-    versions = generation.weight_versions
-    if versions is not None:
-        choice["weight_versions"] = versions

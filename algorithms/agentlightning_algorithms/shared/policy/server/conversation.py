@@ -8,8 +8,8 @@ joined. So the server recognises its own answers, reuses their tokens and prompt
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import json
 import threading
 from array import array
 from collections import Counter
@@ -18,14 +18,13 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
-import orjson
 from transformers import PreTrainedTokenizerBase
 
-Json = dict[str, Any]
+from agentlightning_algorithms.shared.policy.server.tool_format import Json, parse_object
 
 COUNTS: Final = (
     "prompts_new", "prompts_continued", "prompts_unknown", "prompts_rewritten",
-    "drift_template", "drift_tokens", "drift_none",
+    "drift_template", "drift_tokens", "drift_none", "tool_calls_unparsed",
 )  # fmt: skip
 """Names of the counters.
 
@@ -35,6 +34,7 @@ COUNTS: Final = (
   (``drift_none``).
 - ``prompts_unknown``: prompts with answers that are not the server's, were changed or evicted; tokenized as a whole.
 - ``prompts_rewritten``: prompts whose text up to a known answer now renders differently; tokenized as a whole.
+- ``tool_calls_unparsed``: tool calls that answers contain as text, because they are malformed or inside of a thought.
 """
 
 
@@ -52,6 +52,12 @@ class Prompt(NamedTuple):
     """Digest of tools, template arguments and messages; empty for a text completion."""
     continued: int = 0
     """Tokens reused from the previous answer and its prompt."""
+    thinks: bool = False
+    """Whether the prompt ends inside of a thought."""
+    begun: str = ""
+    """The beginning of the answer, if a tool call is forced; the last tokens of the prompt are its tokens."""
+    n_forced: int = 0
+    """Number of tokens at the end of the prompt that were forced: the beginning of the answer, and what precedes it."""
 
 
 class _Answered(NamedTuple):
@@ -190,13 +196,13 @@ class Conversations:
         self, messages: Sequence[Json], tools: Sequence[Json] | None, arguments: Json | None, *, generate: bool
     ) -> str:
         # Not sorted by key: templates write tools and arguments in the client's order.
-        dump = orjson.dumps([messages, tools, arguments or {}, generate])
+        dump = _dump([messages, tools, arguments or {}, generate], sort_keys=False)
         if len(dump) > _JSON_OVERHEAD * self._max_chars:
             raise self._too_long("the JSON of messages and tools", len(dump))
         return str(self._render_cached(dump))
 
-    def _render_dump(self, dump: bytes) -> str:
-        messages, tools, arguments, generate = orjson.loads(dump)
+    def _render_dump(self, dump: str) -> str:
+        messages, tools, arguments, generate = json.loads(dump)
         return str(
             self._tokenizer.apply_chat_template(
                 messages, tools=tools or None, add_generation_prompt=generate, tokenize=False, **arguments
@@ -214,7 +220,7 @@ class Conversations:
 
 def _digests(messages: Sequence[Json], tools: Sequence[Json] | None, arguments: Json | None) -> list[bytes]:
     """Returns a digest of each prefix of a conversation."""
-    first = hashlib.blake2b(_dump([tools or [], arguments or {}]), digest_size=16).digest()
+    first = hashlib.blake2b(_dump([tools or [], arguments or {}]).encode(), digest_size=16).digest()
     return list(accumulate(messages, _digest, initial=first))[1:]
 
 
@@ -223,17 +229,17 @@ def _digest(before: bytes, message: Json) -> bytes:
     canonical = {key: value for key, value in message.items() if value}
     if calls := message.get("tool_calls"):
         canonical["tool_calls"] = [[call.get("id"), _read_function(call)] for call in calls]
-    return hashlib.blake2b(before + _dump(canonical), digest_size=16).digest()
+    return hashlib.blake2b(before + _dump(canonical).encode(), digest_size=16).digest()
 
 
 def _read_function(call: Json) -> list[Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(orjson.JSONDecodeError):
-            arguments = orjson.loads(arguments)
+    if isinstance(arguments, str) and (found := parse_object(arguments)) is not None:
+        arguments = found
     return [function.get("name"), arguments]
 
 
-def _dump(value: object) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+def _dump(value: object, *, sort_keys: bool = True) -> str:
+    # Not with orjson, which has no integers beyond 64 bits.
+    return json.dumps(value, sort_keys=sort_keys, ensure_ascii=False, separators=(",", ":"))

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Final, TypeVar
 
-from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentlightning.semconv import join_texts
 from agentlightning_algorithms.shared.policy.draw import SamplingParams
 from agentlightning_algorithms.shared.policy.model import Policy
-from agentlightning_algorithms.shared.policy.server.conversation import Conversations, Json, Prompt, PromptTooLongError
+from agentlightning_algorithms.shared.policy.server.conversation import Conversations, Prompt, PromptTooLongError
+from agentlightning_algorithms.shared.policy.server.tool_format import (
+    FORMATS,
+    KEEP_THOUGHTS,
+    TEMPLATE_ERRORS,
+    THINK,
+    Json,
+    begin_call,
+    check_thoughts,
+    find_format,
+    parse_object,
+    special_tokens,
+)
 
 
 class CompletionError(Exception):
@@ -69,6 +79,32 @@ class ChatRequest(CompletionRequest):
         return self.tools if self.tools and self.tool_choice != "none" else None
 
     @property
+    def forced_tool(self) -> str | None:
+        """The tool that has to be called; empty for any; None if the model may answer with a text.
+
+        Raises:
+            CompletionError: ``tool_choice`` is unknown, or names a tool that is not offered.
+        """
+        choice = self.tool_choice
+        if choice in (None, "auto", "none"):
+            return None
+        functions = [tool.get("function") for tool in self.tools or ()]
+        names = [str(function.get("name")) for function in functions if isinstance(function, dict)]
+        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        name = names[0] if len(names) == 1 else ""
+        if isinstance(function, dict):
+            name = str(function.get("name"))
+        elif choice != "required":
+            raise CompletionError(
+                f"tool_choice = {choice!r:.200} is not supported; use auto, none, required, or a function by its name.",
+                param="tool_choice",
+            )
+        if not names or (name and name not in names):
+            said = f"the tools are {', '.join(names)}" if names else "there are no tools"
+            raise CompletionError(f"tool_choice = {choice!r:.200}, but {said}.", param="tool_choice")
+        return name
+
+    @property
     def template_arguments(self) -> Json:
         """Arguments of the chat template, which ignores those that it does not read.
 
@@ -118,7 +154,6 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "response_format": (None, {"type": "text"}),
     "skip_special_tokens": (None, True),
     "thinking_token_budget": (None,),
-    "tool_choice": (None, "auto", "none"),
     # -1 would shorten only a prompt that leaves no room for the answer, and the server refuses such a prompt.
     "truncate_prompt_tokens": (None, -1),
     "typical_p": (None, 0, 1),
@@ -177,8 +212,28 @@ def parse_request(kind: type[RequestT], body: Any, models: Collection[str]) -> R
 class PolicyCompletions:
     """Turns requests into prompts and sampling parameters."""
 
-    def __init__(self, policy: Policy, model_name: str, max_length: int) -> None:
-        """Takes a policy, its name, and the maximum tokens of a prompt and its response together."""
+    def __init__(
+        self,
+        policy: Policy,
+        model_name: str,
+        max_length: int,
+        *,
+        tool_format: str = "auto",
+        keep_thinking: bool = False,
+    ) -> None:
+        """Takes a policy, its name, and the maximum tokens of a prompt and its response together.
+
+        ``tool_format`` is the form of tool calls: ``auto`` for that of the chat template, ``none``, or one of
+        ``FORMATS``. With ``keep_thinking``, prompts keep the thoughts of earlier turns.
+
+        Raises:
+            ConfigError: the chat template writes tool calls in an unknown form, or cannot keep thoughts.
+        """
+        self.tool_format = find_format(policy.tokenizer) if tool_format == "auto" else FORMATS.get(tool_format)
+        if keep_thinking:
+            check_thoughts(policy.tokenizer)
+        self._template_arguments = KEEP_THOUGHTS if keep_thinking else {}
+        self.special_tokens = special_tokens(policy.tokenizer)
         self.model_name = model_name
         self.max_length = max_length
         self.conversations = Conversations(policy.tokenizer, policy.stop_ids, max_length=max_length)
@@ -205,14 +260,30 @@ class PolicyCompletions:
 
     def _chat_prompt(self, request: ChatRequest) -> Prompt:
         messages = read_messages(request.messages)
-        arguments = request.template_arguments
+        arguments = {**self._template_arguments, **request.template_arguments}
+        tools, forced = request.offered_tools, request.forced_tool
+        if tools and self.tool_format is None:
+            raise CompletionError(
+                "the model's chat template writes no tool calls, so the server cannot read calls; leave tools out, or "
+                "start the server with the tool_format that the model was trained with.",
+                param="tools",
+            )
         try:
-            return self.conversations.prompt(messages, request.offered_tools, arguments or None)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            prompt = self.conversations.prompt(messages, tools, arguments or None)
+        except TEMPLATE_ERRORS as error:
             fields = [name for name in ("chat_template_kwargs", "reasoning_effort") if getattr(request, name)]
             refused = " and ".join(["these messages", *fields])
             param = fields[0] if fields else "messages"
             raise CompletionError(f"the chat template refuses {refused}: {error}", param=param) from error
+        if forced is None:
+            return prompt._replace(thinks=prompt.text.rstrip().endswith(THINK))
+        try:
+            before, begun = begin_call(self.tokenizer, forced or None, arguments)
+        except ValueError as error:
+            raise CompletionError(f"tool_choice: {error}.", param="tool_choice") from error
+        added = self.conversations.encode(before + begun)
+        text, token_ids = prompt.text + before + begun, [*prompt.token_ids, *added]
+        return prompt._replace(token_ids=token_ids, text=text, begun=begun, n_forced=len(added))
 
     def sampling_params(self, request: ChatRequest | TextRequest, prompt_length: int) -> list[SamplingParams]:
         """Returns the sampling parameters of each of the ``n`` responses, and checks that they fit after the prompt."""
@@ -309,16 +380,3 @@ def _restore_arguments(message: dict[str, Any]) -> dict[str, Any]:
                 call = {**call, "function": {**function, "arguments": arguments}}
         restored.append(call)
     return {**message, "tool_calls": restored}
-
-
-def parse_object(text: str) -> Json | None:
-    """Parses a JSON object; returns None for anything else."""
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")  # Python's parser accepts NaN and Infinity
