@@ -21,7 +21,7 @@ from agentlightning.frozen import FrozenDict, FrozenList, freeze, freeze_attribu
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan as ReadableSpan
 else:
-    ReadableSpan = Any  # the SDK takes long to import
+    ReadableSpan = object  # the SDK takes long to import
 
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
@@ -83,7 +83,8 @@ Text = Annotated[str, BeforeValidator(lambda text: valid_text(text) if isinstanc
 """Observed text; lone surrogates become escapes."""
 
 
-def _keep_finite(values: dict[str, float]) -> FrozenDict:
+def keep_finite(values: dict[str, float]) -> FrozenDict:
+    """Freezes metrics; leaves NaN and infinities out, with a warning, so that they do not fail the training."""
     finite = {name: value for name, value in values.items() if math.isfinite(value)}
     if len(finite) < len(values):
         logger.warning("metrics that are not finite numbers are left out: %s", ", ".join(values.keys() - finite.keys()))
@@ -254,7 +255,7 @@ class Metrics(Record):
     run_id: str = DEFAULT_RUN_ID
     step: Int64
     time: float
-    values: Annotated[dict[str, float], AfterValidator(_keep_finite)]
+    values: Annotated[dict[str, float], AfterValidator(keep_finite)]
     """NaN and infinities are dropped with a warning, so that they do not fail the training."""
 
 
