@@ -123,7 +123,9 @@ async def compare(visit: Visit) -> dict[str, Any]:
             "config": {},
             "algorithm": "",
         }
-        sides.append({**(described if run is None else describe_run(run)), "last": last, "curves": curves})
+        sides.append(
+            {**(described if run is None else describe_run(run)), "run_id": run_id, "last": last, "curves": curves}
+        )
     names = sorted({name for side in sides for name in side["last"]}) if len(sides) == 2 else []
     texts = [dump(side["config"]) for side in sides]
     return {
