@@ -125,10 +125,10 @@ def argument_type(name: str, annotation: Any) -> Any:
         members = [member for member in arguments if get_origin(member) not in ignored]
         return functools.reduce(or_, [argument_type(name, member) for member in members])
     if origin is Sequence:
-        items: Any = list[argument_type(name, arguments[0])]  # type: ignore[misc] # a type that exists at run time only
+        items: Any = list[argument_type(name, arguments[0])]  # type: ignore[misc] # exists only at run time
         return Annotated[items, Strict(False)]
     if origin is tuple:
-        pair: Any = tuple[tuple(argument_type(name, each) for each in arguments)]  # type: ignore[misc]
+        pair: Any = tuple[tuple(argument_type(name, each) for each in arguments)]  # type: ignore[misc] # as above
         return Annotated[pair, BeforeValidator(_list_to_tuple)]  # JSON has no tuples
     if annotation is Any or annotation == Mapping[str, Any]:
         json: Any = Any if annotation is Any else Annotated[dict[str, Any], Strict(False)]

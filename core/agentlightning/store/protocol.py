@@ -6,7 +6,7 @@ import inspect
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
@@ -71,10 +71,9 @@ class LightningStore(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Makes the methods of every store check their arguments before they run."""
         super().__init_subclass__(**options)
-        for name, declared in _METHODS.items():
-            method = getattr(cls, name)
-            if method is declared or name in cls.__dict__:
-                setattr(cls, name, checked(method, declared))
+        for name, declared in vars(LightningStore).items():
+            if inspect.isfunction(declared) and (name in vars(cls) or getattr(cls, name) is declared):
+                setattr(cls, name, checked(getattr(cls, name), declared))
 
     # --- about the store ---
 
@@ -499,11 +498,3 @@ class LightningStore(ABC):
 
         Raises ConfigError for an unknown kind, and StoreError if the reader is too slow and events were dropped.
         """
-
-
-_METHODS: Final = {
-    name: method
-    for name, method in vars(LightningStore).items()
-    if inspect.isfunction(method) and not name.startswith("_") and len(inspect.signature(method).parameters) > 1
-}
-"""The methods that take arguments."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import or_
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, NotRequired, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, NotRequired, Union, get_args, get_origin, get_type_hints
 from urllib.parse import quote, urlencode
 
 from pydantic import ConfigDict, Field
@@ -113,15 +113,17 @@ def read_rollout(content: dict[str, Any]) -> Rollout:
     return (AttemptedRollout if "attempt" in content else Rollout).model_validate(content)
 
 
-T = TypeVar("T")
-_Batch: TypeAlias = Annotated[T, Field(max_length=MAX_BATCH)]
-
-
 def _json_type(name: str, annotation: Any) -> Any:
     """Returns the type that a parameter with this annotation has in a message."""
     given = [member for member in _members(annotation) if member is not Unset]
-    kinds = [_Batch[argument_type(name, kind)] if get_origin(kind) is Sequence else kind for kind in given]  # type: ignore[misc]
-    return argument_type(name, reduce(or_, kinds))
+    return argument_type(
+        name, reduce(or_, [_limited(name, kind) if get_origin(kind) is Sequence else kind for kind in given])
+    )
+
+
+def _limited(name: str, kind: Any) -> Any:
+    items = argument_type(name, kind)
+    return Annotated[items, Field(max_length=MAX_BATCH)]
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
