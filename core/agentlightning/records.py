@@ -5,6 +5,7 @@ durations are seconds. ``record.model_copy(update={...})`` returns a changed cop
 """
 
 import functools
+import html
 import logging
 import math
 import os
@@ -134,6 +135,10 @@ class Run(Record):
     scores: JsonObject = Field(default_factory=FrozenDict)
     """Last value of each metric, set only in the run that ``Trainer.fit`` returns; stores keep these as metrics."""
 
+    def _repr_html_(self) -> str:  # for notebooks
+        rows = [f"<tr><td>{html.escape(key)}</td><td>{last:.4g}</td></tr>" for key, last in self.scores.items()]
+        return f"<p>Run <b>{html.escape(self.name)}</b>: {self.status}</p><table>{''.join(rows)}</table>"
+
 
 class RolloutConfig(Record):
     """Timeouts and retries of a rollout."""
@@ -256,7 +261,6 @@ class Metrics(Record):
     step: Int64
     time: float
     values: Annotated[dict[str, float], AfterValidator(keep_finite)]
-    """NaN and infinities are dropped with a warning, so that they do not fail the training."""
 
 
 class Triplet(Record):
