@@ -18,7 +18,7 @@ from agentlightning_plugins.shared.monitoring.runs import find_run
 
 logger = logging.getLogger("agentlightning")
 _NEWEST: Final = 50
-"""Number of newest runs that are searched for work."""
+"""Number of newest runs whose workers are listed, and that are searched for work."""
 
 
 class RunFolder:
@@ -66,15 +66,16 @@ class RunFolder:
         return PaginatedResult[Run](items=items, limit=limit, offset=offset, total=len(names))
 
     async def find_open_runs(self) -> list[str]:
-        newest = await self.query_runs(offset=max(0, len(self._names()) - _NEWEST))
-        return [run.run_id for run in newest if run.status == "running"]
+        return [run.run_id for run in await self._newest() if run.status == "running"]
+
+    async def _newest(self) -> PaginatedResult[Run]:
+        return await self.query_runs(offset=max(0, len(self._names()) - _NEWEST))
 
     async def query_workers(self, **query: Any) -> PaginatedResult[Worker]:
-        pages = [await self.with_run(name).query_workers(**query) for name in await self.find_open_runs()]
+        pages = [await self.with_run(run.run_id).query_workers(**query) for run in await self._newest()]
         items = [worker for page in pages for worker in page]
-        return PaginatedResult[Worker](
-            items=items, limit=query.get("limit", -1), offset=0, total=sum(page.total for page in pages)
-        )
+        total = sum(page.total for page in pages)
+        return PaginatedResult[Worker](items=items, limit=query.get("limit", -1), offset=0, total=total)
 
     async def statistics(self) -> dict[str, float]:
         counts = [Counter(await store.statistics()) for store in self._stores.values()]

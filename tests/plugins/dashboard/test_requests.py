@@ -351,7 +351,7 @@ def test_agl_dashboard_shows_and_compares_all_runs_of_a_folder(tmp_path: Path) -
         await store.create_run("word-adder", config={"name": name})
         await store.add_metrics(1, {"val_reward": sum(rewards)})
         for number, reward in enumerate(rewards):
-            rollout = await store.start_rollout(f"task {number}", mode="val", metadata={"step": 1})
+            rollout = await store.start_rollout(f"task {number}", mode="val", metadata={"step": 1}, worker_id=name)
             await store.update_attempt(rollout.rollout_id, "latest", status="succeeded", reward=reward)
         await store.update_run("default", "succeeded")
         await store.close()
@@ -376,4 +376,6 @@ def test_agl_dashboard_shows_and_compares_all_runs_of_a_folder(tmp_path: Path) -
             404,
             200,
         ]
-        assert _read(f"{root}/fleet.json")[1]["statistics"]["rollouts"] == 6
+        fleet = _read(f"{root}/fleet.json")[1]
+        assert (fleet["statistics"]["rollouts"], fleet["total"]) == (6, 2)
+        assert {worker["worker_id"] for worker in fleet["workers"]} == {"first", "second"}
