@@ -62,7 +62,9 @@ class Baseline(FastAlgorithm):
             try:
                 for position, (task, mode) in enumerate(self._tasks(train_dataset, val_dataset)):
                     rollout_id = self.context.rollout_id(mode, epoch, position)
-                    request = EnqueueRolloutRequest(input=task, mode=mode, rollout_id=rollout_id, config=retry_lost())
+                    request = EnqueueRolloutRequest(
+                        input=task, mode=mode, rollout_id=rollout_id, config=retry_lost(), metadata={"step": epoch + 1}
+                    )
                     await store.enqueue_many_rollouts([request])
                     in_flight.add(asyncio.create_task(self._wait_for_result(rollout_id)))
                     if len(in_flight) >= self.max_queue_length:

@@ -64,7 +64,7 @@ class Evaluation(FastAlgorithm):
                     input=dataset[task],
                     mode=self.mode,
                     config=self.config,
-                    metadata={"task_id": task, "repetition": repetition},
+                    metadata={"step": 1, "task_id": task, "repetition": repetition},
                     rollout_id=self.context.rollout_id(self.name, task, repetition),
                 )
                 for task, repetition in batch

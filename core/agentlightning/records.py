@@ -5,6 +5,7 @@ durations are seconds. ``record.model_copy(update={...})`` returns a changed cop
 """
 
 import functools
+import html
 import logging
 import math
 import os
@@ -21,7 +22,7 @@ from agentlightning.frozen import FrozenDict, FrozenList, freeze, freeze_attribu
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan as ReadableSpan
 else:
-    ReadableSpan = Any  # the SDK takes long to import
+    ReadableSpan = object  # the SDK takes long to import
 
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
@@ -83,7 +84,8 @@ Text = Annotated[str, BeforeValidator(lambda text: valid_text(text) if isinstanc
 """Observed text; lone surrogates become escapes."""
 
 
-def _keep_finite(values: dict[str, float]) -> FrozenDict:
+def keep_finite(values: dict[str, float]) -> FrozenDict:
+    """Freezes metrics; leaves NaN and infinities out, with a warning, so that they do not fail the training."""
     finite = {name: value for name, value in values.items() if math.isfinite(value)}
     if len(finite) < len(values):
         logger.warning("metrics that are not finite numbers are left out: %s", ", ".join(values.keys() - finite.keys()))
@@ -132,6 +134,10 @@ class Run(Record):
     metadata: JsonObject | None = None
     scores: JsonObject = Field(default_factory=FrozenDict)
     """Last value of each metric, set only in the run that ``Trainer.fit`` returns; stores keep these as metrics."""
+
+    def _repr_html_(self) -> str:  # for notebooks
+        rows = [f"<tr><td>{html.escape(key)}</td><td>{last:.4g}</td></tr>" for key, last in self.scores.items()]
+        return f"<p>Run <b>{html.escape(self.name)}</b>: {self.status}</p><table>{''.join(rows)}</table>"
 
 
 class RolloutConfig(Record):
@@ -254,8 +260,7 @@ class Metrics(Record):
     run_id: str = DEFAULT_RUN_ID
     step: Int64
     time: float
-    values: Annotated[dict[str, float], AfterValidator(_keep_finite)]
-    """NaN and infinities are dropped with a warning, so that they do not fail the training."""
+    values: Annotated[dict[str, float], AfterValidator(keep_finite)]
 
 
 class Triplet(Record):

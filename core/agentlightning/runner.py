@@ -44,6 +44,7 @@ T = TypeVar("T")
 logger = logging.getLogger("agentlightning")
 
 _CLAIM_AT_ONCE = 4
+_GOODBYE_S = 1.0
 _DEATHS_BEFORE_ALONE = 2
 """After this many workers have died before its first span, a rollout runs alone, so that it cannot end others."""
 
@@ -202,6 +203,9 @@ class LitAgentRunner(Runner[T]):
                 task.cancel()
             await asyncio.gather(*self._running.values(), return_exceptions=True)
             self._stop_background_tasks()
+            with contextlib.suppress(StoreError, OSError, TimeoutError):  # the store may be gone already
+                async with asyncio.timeout(_GOODBYE_S):
+                    await store.update_worker(self.worker_id, heartbeat_stats={"stopped": True}, attempt_ids=[])
 
     async def step(
         self,

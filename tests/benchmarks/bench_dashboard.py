@@ -121,7 +121,7 @@ async def list_pages(url: str, rollouts: int) -> dict[str, float]:
     )
     filters += (f"text=zzz&before={rollouts // 2}", "status=failed&min=0.5", "status=succeeded&mode=val")
     pages += tuple(f"{run}/rollouts?{one}" for one in filters)
-    pages += (f"{run}/rollouts/{some.rollout_id}", f"{run}/ledger", f"{run}/ledger?step={step + 1}")
+    pages += (f"{run}/rollouts/{some.rollout_id}", f"{run}/ledger", f"{run}/ledger?step={step}")
     pages += (f"{run}/group?name={rollouts // 16}-0", f"{run}/resources", "/fleet", f"/compare?a={RUN}&b=default")
     large = {f"{run}/rollouts/ro-spans": LARGE_MS, f"{run}/rollouts/ro-tokens/tokens": LARGE_MS}
     return dict.fromkeys(pages, PAGE_MS) | large | {f"{run}/rollouts/ro-tokens/tokens?by=gap&start=50000": LARGE_MS}

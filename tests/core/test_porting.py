@@ -153,6 +153,7 @@ def test_adapter_settings_without_a_name_apply_to_the_default_adapter() -> None:
     ("name", "attributes", "reward"),
     [
         ("reward.task", {"agentops.task.output": '{"type": "reward", "value": 0.25}'}, 0.25),
+        ("agentlightning.annotation", {"reward": 0.5}, 0.5),
         ("reward.task", {"agentops.entity.output": '{"type": "reward", "value": 1}'}, 1.0),
         ("agentlightning.reward", {"reward": 0.75}, 0.75),
         ("reward.task", {"agentops.task.output": '{"type": "reward", "value": null}'}, None),

@@ -8,12 +8,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentlightning.types import Attempt, AttemptedRollout, PaginatedResult, Rollout, Span, SpanEvent
+from agentlightning.types import Attempt, AttemptedRollout, PaginatedResult, Rollout, Run, Span, SpanEvent
 
 
 @pytest.fixture
 def rollout() -> Rollout:
     return Rollout(rollout_id="ro-1", input={"messages": ["hello"]}, start_time=1.0, metadata={"group": "g"})
+
+
+def test_a_notebook_shows_a_run_with_its_scores_as_escaped_html() -> None:
+    shown = Run(name="<b>", status="succeeded", scores={"val_reward": 0.75})._repr_html_()
+    assert shown == ("<p>Run <b>&lt;b&gt;</b>: succeeded</p><table><tr><td>val_reward</td><td>0.75</td></tr></table>")
 
 
 def test_a_changed_copy_equals_a_newly_created_record(rollout: Rollout) -> None:

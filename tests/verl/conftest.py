@@ -136,7 +136,7 @@ def has_begun(directory: Path, step: int) -> bool:
     async def look() -> bool:
         store = agl.create_store(f"sqlite:///{directory}.db")
         try:
-            rollouts = await store.query_rollouts(metadata={"step": step - 1})
+            rollouts = await store.query_rollouts(metadata={"step": step})
             return any(rollout.mode == "train" for rollout in rollouts)
         finally:
             await store.close()

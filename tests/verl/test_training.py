@@ -71,11 +71,10 @@ def test_weights_change_and_each_version_is_published(trained: Training) -> None
             for span in trained.spans[rollout.rollout_id]:
                 version = span.attributes.get("agentlightning.weight_version")
                 if version is not None:
-                    versions[rollout.metadata["step"] + 1].add(version)
+                    versions[rollout.metadata["step"]].add(version)
     assert {step: versions[step] for step in STEPS} == {step: {step - 1} for step in STEPS}
     pinned = [
-        {r.resources_id for r in trained.rollouts if r.mode == "train" and r.metadata["step"] == step - 1}
-        for step in STEPS
+        {r.resources_id for r in trained.rollouts if r.mode == "train" and r.metadata["step"] == step} for step in STEPS
     ]
     assert all(a.isdisjoint(b) for a, b in pairwise(pinned))
     assert all(trained.metrics[step]["actor/grad_norm"] > 0 for step in STEPS)
@@ -193,7 +192,7 @@ def test_validation_runs_the_whole_set_with_its_own_sampling(trained: Training) 
     answers = [
         tuple(span.attributes["response_token_ids"])
         for rollout in trained.rollouts
-        if rollout.mode == "train" and rollout.metadata["task_id"] == 1 and rollout.metadata["step"] == 0
+        if rollout.mode == "train" and rollout.metadata["task_id"] == 1 and rollout.metadata["step"] == 1
         for span in trained.spans[rollout.rollout_id]
         if "response_token_ids" in span.attributes
     ]
@@ -208,7 +207,7 @@ def test_a_killed_run_continues_from_its_checkpoint(trained: Training) -> None:
     assert "step    1" not in after
     assert "step    3" in after
     tasks = {
-        step: {r.metadata["task_id"] for r in trained.rollouts if r.mode == "train" and r.metadata["step"] == step - 1}
+        step: {r.metadata["task_id"] for r in trained.rollouts if r.mode == "train" and r.metadata["step"] == step}
         for step in STEPS
     }
     assert tasks == {1: {0, 1, 2, 3}, 2: {4, 5, 6, 7}, 3: {0, 1, 2, 3}}, "no task is skipped or repeated"
@@ -238,7 +237,7 @@ def test_the_ledger_of_each_step_has_an_entry_for_every_rollout(trained: Trainin
         tasks: dict[str, int] = {
             r.rollout_id: r.metadata["task_id"]
             for r in trained.rollouts
-            if r.mode == "train" and r.metadata["step"] == step - 1 and r.status in ("succeeded", "failed")
+            if r.mode == "train" and r.metadata["step"] == step and r.status in ("succeeded", "failed")
         }
         assert entries.keys() <= tasks.keys()
         assert len(entries) == 16, "all of the batch: 4 tasks with 4 rollouts each"

@@ -163,14 +163,17 @@ class RolloutCollector:
         return RolloutBatch(episodes, version, position, seconds, metrics)
 
     def group_requests(self, index: int, task: Any, step: int, *place: int) -> list[EnqueueRolloutRequest]:
-        """Returns the requests of a group; ``place`` identifies it in the run."""
+        """Returns the requests of a group; ``place`` identifies it in the run.
+
+        The step in their metadata is the one that trains on them, as in metrics and ledger: the first is 1.
+        """
         group = "-".join(map(str, place))
         return [
             EnqueueRolloutRequest(
                 input=task,
                 rollout_id=self.context.rollout_id("train", *place, repetition),
                 metadata={
-                    "step": step,
+                    "step": step + 1,
                     "task_id": index,
                     "group": group,
                     "repetition": repetition,

@@ -159,7 +159,7 @@ class RolloutController:
                 input=self.tasks[mode][index],
                 mode=mode,
                 resources_id=self._resources[mode],
-                metadata={"step": step - 1 if mode == "train" else step, "task_id": index, "group": group},
+                metadata={"step": step, "task_id": index, "group": group},
                 config=retry_lost(self.settings.rollout_timeout_s, max_attempts=2),
             )
             (queued,) = await self.store.enqueue_many_rollouts([request])

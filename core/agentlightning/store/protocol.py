@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -9,7 +10,6 @@ from typing import Any, Literal, TypedDict
 
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
-from agentlightning.frozen import freeze
 from agentlightning.records import (
     UNSET,
     Attempt,
@@ -32,9 +32,11 @@ from agentlightning.records import (
     TaskInput,
     Unset,
     Worker,
+    WorkerStatus,
     new_resources_id,
 )
 from agentlightning.resources import Resource, ResourcesUpdate
+from agentlightning.store.check import checked
 
 
 class StoreCapabilities(TypedDict):
@@ -65,6 +67,13 @@ class LightningStore(ABC):
     def tokens(self) -> Sequence[str]:
         """All valid tokens: ``token``, and others while an operator replaces it."""
         return () if self.token is None else (self.token,)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Makes the methods of every store check their arguments before they run."""
+        super().__init_subclass__(**options)
+        for name, declared in vars(LightningStore).items():
+            if inspect.isfunction(declared) and (name in vars(cls) or getattr(cls, name) is declared):
+                setattr(cls, name, checked(getattr(cls, name), declared))
 
     # --- about the store ---
 
@@ -117,14 +126,8 @@ class LightningStore(ABC):
         rollout_id: str | None = None,
     ) -> Rollout:
         """Queues one rollout, like ``enqueue_many_rollouts``; ``resources_id=None`` pins the newest snapshot."""
-        request = EnqueueRolloutRequest(
-            input=freeze(input, "input"),
-            mode=mode,
-            resources_id=resources_id,
-            config=config,
-            metadata=freeze(metadata, "metadata"),
-            rollout_id=rollout_id,
-        )
+        arguments = {"input": input, "mode": mode, "resources_id": resources_id, "config": config}
+        request = EnqueueRolloutRequest.model_validate({**arguments, "metadata": metadata, "rollout_id": rollout_id})
         return (await self.enqueue_many_rollouts([request]))[0]
 
     @abstractmethod
@@ -414,7 +417,7 @@ class LightningStore(ABC):
     async def query_workers(
         self,
         *,
-        status_in: Sequence[str] | None = None,
+        status_in: Sequence[WorkerStatus] | None = None,
         worker_id_contains: str | None = None,
         filter_logic: FilterLogic = "and",
         sort_by: str | None = None,

@@ -52,9 +52,8 @@ async def delete_ended(
     """Implements ``LightningStore.delete_rollouts`` with conditions."""
     for status in status_in or ():
         check_choice("status_in", status, sorted(ENDED_ROLLOUT))
-    for name, number in (("keep", keep), ("limit", limit)):
-        if number is not None:
-            check_int(name, number, 0)
+    if limit is not None:
+        check_int("limit", limit, 0)
     ended = ENDED if status_in is None else Condition("status", "in", tuple(status_in))
     where = (Condition("run_id", "eq", run_id), ended)
     at_most = math.inf if limit is None else limit

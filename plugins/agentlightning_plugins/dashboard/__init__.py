@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
 
 @click.command("dashboard")
-@click.argument("where", required=False, metavar="[RUN_DIR|URL]")
+@click.argument("where", required=False, metavar="[RUN_DIR|FOLDER|URL]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Any address but loopback needs a token.")
 @click.option("--port", default=4748, show_default=True, type=click.IntRange(0, 65535), help="0 selects a free port.")
 @click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="Token of the store, also for signing in.")
 @click.option("--read-only", is_flag=True, help="Disable the actions: cancel, retry, label, promote.")
 @log_options
 def command(where: str | None, host: str, port: int, token: str | None, read_only: bool) -> None:
-    """Show the runs of a store in a browser; the store is in RUN_DIR or at URL, by default the newest run's."""
+    """Show runs in a browser: of the store in RUN_DIR or at URL, or of all run directories in a folder such as runs/.
+
+    Without an argument, it shows the newest run under runs/.
+    """
     from agentlightning_plugins.shared.token import StoreTokens
     from agentlightning_plugins.shared.web.request import is_loopback
 
@@ -44,6 +47,10 @@ def _open(where: str, token: str | None) -> LightningStore:
     if "://" in where:
         return create_store(where, token=token if where.startswith("http") else None)
     path = Path(where)
+    if path.is_dir() and not (path / "store.db").exists():
+        from agentlightning_plugins.dashboard.folder import RunFolder
+
+        return cast("LightningStore", RunFolder(path))  # has all methods that the dashboard calls without a run
     file = path / "store.db" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{file} does not exist; give the directory of a run, an SQLite file, or the URL of a store")

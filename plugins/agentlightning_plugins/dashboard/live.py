@@ -40,9 +40,10 @@ class LiveRuns:
         """Sends an event ``changed`` when the run has new events, at a limited rate, while the request is admitted."""
         response = web.StreamResponse(headers=_HEADERS)
         await response.prepare(request)
-        run = self._runs.get(store.run_id)
+        run_id = request.match_info["run_id"]
+        run = self._runs.get(run_id)
         if run is None or run.task.done():
-            run = self._runs[store.run_id] = _LiveRun(store)
+            run = self._runs[run_id] = _LiveRun(store)
         run.readers += 1
         seen = run.number
         try:
@@ -62,8 +63,8 @@ class LiveRuns:
             run.readers -= 1
             if not run.readers:
                 run.task.cancel()
-                if self._runs.get(store.run_id) is run:
-                    del self._runs[store.run_id]
+                if self._runs.get(run_id) is run:
+                    del self._runs[run_id]
         return response
 
     async def stop(self) -> None:

@@ -52,7 +52,7 @@ async def find_rollout(visit: Visit) -> Rollout:
     """Returns the rollout in the path; raises NotFoundError if the run does not have it."""
     rollout_id = visit.names["rollout_id"]
     rollout = await visit.run_store.get_rollout_by_id(rollout_id)
-    if rollout is None or rollout.run_id != visit.run_id:
+    if rollout is None or rollout.run_id != visit.run_store.run_id:
         raise NotFoundError(f"run {visit.run_id!r} has no rollout {rollout_id!r}; it may have been deleted")
     return rollout
 

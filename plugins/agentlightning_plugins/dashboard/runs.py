@@ -116,14 +116,9 @@ async def compare(visit: Visit) -> dict[str, Any]:
             last |= each.values
         run = await find_run(view)
         curves = {name: make_series(steps, name) for name in ("reward", "val_reward")}
-        described: dict[str, Any] = {
-            "run_id": run_id,
-            "name": run_id,
-            "status": "unknown",
-            "config": {},
-            "algorithm": "",
-        }
-        sides.append({**(described if run is None else describe_run(run)), "last": last, "curves": curves})
+        described: dict[str, Any] = {"name": run_id, "status": "unknown", "config": {}, "algorithm": ""}
+        described |= describe_run(run) if run is not None else {}
+        sides.append({**described, "run_id": run_id, "last": last, "curves": curves})
     names = sorted({name for side in sides for name in side["last"]}) if len(sides) == 2 else []
     texts = [dump(side["config"]) for side in sides]
     return {

@@ -113,7 +113,7 @@ def _read_reward(span: Span) -> Any:
         output = semconv.parse_json(span.attributes.get(key))
         if isinstance(output, Mapping) and output.get("type") == "reward":
             return output.get("value")
-    return span.attributes.get("reward") if span.name == semconv.SPAN_REWARD else None
+    return span.attributes.get("reward") if span.name in (semconv.SPAN_REWARD, semconv.SPAN_ANNOTATION) else None
 
 
 READER: Final[Mapping[str, Callable[[Span], Any]]] = {f"{semconv.REWARD}.0.value": _read_reward}

@@ -136,7 +136,7 @@ async def check_ledger(store: agl.LightningStore) -> None:
     rollouts = [rollout for rollout in (await store.query_rollouts()).items if rollout.mode == "train"]
     for step in (1, 2):
         entries = await read_ledger(store, step)
-        of_step = [rollout for rollout in rollouts if (rollout.metadata or {})["step"] == step - 1]
+        of_step = [rollout for rollout in rollouts if (rollout.metadata or {})["step"] == step]
         assert [entry.rollout_id for entry in entries] == [rollout.rollout_id for rollout in of_step]
         assert len(entries) == 16
         assert {entry.outcome for entry in entries} <= {"trained", "flat_group"}
@@ -185,7 +185,7 @@ def test_every_step_publishes_weights_and_trains_only_on_calls_of_the_matching_a
             versions.setdefault((rollout.mode, step), set()).update(
                 span.attributes[agl.semconv.WEIGHT_VERSION] for span in calls if span.rollout_id == rollout.rollout_id
             )
-        assert versions == {("val", 0): {0}, ("train", 0): {0}, ("train", 1): {1}, ("val", 2): {2}}
+        assert versions == {("val", 0): {0}, ("train", 1): {0}, ("train", 2): {1}, ("val", 2): {2}}
         trained = [span for span in spans if span.name == "agentlightning.training"]
         rows = [step.values.get("rows", 0.0) for step in (await store.query_metrics()).items]
         assert len(trained) == sum(rows)

@@ -64,7 +64,7 @@ async def uneven_agent(task: str, llm: agl.LLM, rollout: agl.AttemptedRollout) -
         if place["group"] == "0":
             await asyncio.to_thread(later_step_began.wait, LIMIT_S)
             text += await ask()
-        elif place["step"]:
+        elif place["step"] > 1:
             later_step_began.set()
             await asyncio.to_thread(straggler_ended.wait, LIMIT_S)
     return float(len(text) % 2)

@@ -141,7 +141,7 @@ async def _fill(file: Path) -> str:
     store = agl.create_store(f"sqlite:///{file}")
     try:
         enqueued = [
-            await store.enqueue_rollout(i, mode="train", metadata={"step": 0, "group": f"g{i}"}) for i in range(4)
+            await store.enqueue_rollout(i, mode="train", metadata={"step": 1, "group": f"g{i}"}) for i in range(4)
         ]
         episodes = []
         for rollout in enqueued[:2]:

@@ -128,7 +128,7 @@ def test_a_training_killed_twice_ends_like_an_uninterrupted_one(forks: Any, tmp_
         assert {item.step for item in metrics if "val_reward" in item.values} == {0, 2, 3}
         counted = Counter((r.mode, (r.metadata or {})["step"]) for r in rollouts)
         assert counted == {
-            **{("train", step): 12 for step in range(STEPS)},
+            **{("train", step + 1): 12 for step in range(STEPS)},
             ("val", 0): 4, ("val", 2): 4, ("val", 3): 4,
         }  # fmt: skip
         assert [r for r in rollouts if r.status != "succeeded"] == []

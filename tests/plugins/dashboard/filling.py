@@ -66,7 +66,7 @@ async def fill(store: LightningStore, *, steps: int = 40) -> dict[str, str]:
                 name = f"ro-step{step}-{place}-{repetition}"
                 metadata = {"step": step, "task_id": place, "group": f"{step}-0-{place}", "repetition": repetition}
                 await run_rollout(run, name, _QUESTIONS[place], float(is_right), metadata)
-    await _record_training(run, steps)
+    await _record_training(run, steps - 1)
     ids["plain"] = f"ro-step{steps}-0-0"
     ids["failed"] = await _fail(run, steps)
     ids["hostile"] = await _be_hostile(run)
@@ -96,7 +96,7 @@ async def _record_training(run: LightningStore, step: int) -> None:
     counts = {"trained": 12.0, "flat_group": 4.0}
     for place in range(4):
         for repetition in range(4):
-            rollout = await run.get_rollout_by_id(f"ro-step{step - 1}-{place}-{repetition}")
+            rollout = await run.get_rollout_by_id(f"ro-step{step}-{place}-{repetition}")
             assert isinstance(rollout, AttemptedRollout)
             ids = (rollout.rollout_id, rollout.attempt.attempt_id)
             outcome: Outcome = "flat_group" if place == 3 else "trained"

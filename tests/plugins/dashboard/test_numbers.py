@@ -169,7 +169,13 @@ async def test_every_page_and_report_shows_the_numbers_of_the_store(opened: tupl
             recorded = steps[-1].values.items()
             assert outcomes == {key[8:]: int(value) for key, value in recorded if key[:8] == "outcome/" and value}
 
-        # workers and backends
+        # each point of a curve leads to the rollouts of its step
+        for target in set(re.findall(r'href="(/runs/default/(?:rollouts|ledger)\?[^"]*step=\d+)"', page.html)):
+            assert (await client.get(target.replace("?", ".json?"))).json()["rollouts"], (name, target)
+
+        # workers and backends; the workers of a finished run have ended
+        ended = (await client.get("/fleet.json")).json()["workers"]
+        assert {worker["state"] for worker in [*ended, *top["workers"]]} <= {"ended"}, name
         assert int(fleet.figures.get("rollouts", "0").replace(",", "")) == len(rollouts)
         again = await read("/fleet")
         assert re.findall(r"newest ([\d,]+) calls?", fleet.html) == re.findall(r"newest ([\d,]+) calls?", again.html)

@@ -244,8 +244,8 @@ def test_keyboard_shortcuts_move_through_the_list_and_from_rollout_to_rollout(pa
 
 def test_a_point_of_the_curve_leads_to_the_rollouts_of_its_step(page: Page) -> None:
     page.goto(f"/runs/{RUN}")
-    page.locator("#reward .wide-only a[href*='ledger?step=40']").dispatch_event("click")
-    page.wait_for_url("**/ledger?step=40")
+    page.locator("#reward .wide-only a[href*='ledger?step=39']").dispatch_event("click")
+    page.wait_for_url("**/ledger?step=39")
     assert page.locator("[data-rows] tbody tr").count() == 16
     page.goto(f"/runs/{RUN}")
     assert page.locator("#reward .wide-only a[href*='mode=val&step=40']").count() == 1

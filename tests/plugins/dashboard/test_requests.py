@@ -339,3 +339,43 @@ def test_agl_dashboard_and_agl_store_show_a_store_and_a_store_server(tmp_path: P
             assert (_read(second)[0], _read(second, "t")[1]["total"]) == (401, 1)
     with _serve(tmp_path, "dashboard", str(tmp_path)) as page:
         assert _read(page)[1]["runs"][0]["name"] == "a run of mine"
+
+
+def test_agl_dashboard_shows_and_compares_all_runs_of_a_folder(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+
+    async def train(name: str, rewards: list[float]) -> None:
+        (runs / name).mkdir(parents=True)
+        (runs / name / "run.json").write_text("{}")
+        store = create_store(f"sqlite:///{runs / name / 'store.db'}")
+        await store.create_run("word-adder", config={"name": name})
+        await store.add_metrics(1, {"val_reward": sum(rewards)})
+        for number, reward in enumerate(rewards):
+            rollout = await store.start_rollout(f"task {number}", mode="val", metadata={"step": 1}, worker_id=name)
+            await store.update_attempt(rollout.rollout_id, "latest", status="succeeded", reward=reward)
+        await store.update_run("default", "succeeded")
+        await store.close()
+
+    asyncio.run(train("first", [0.0, 0.0, 1.0]))
+    asyncio.run(train("second", [1.0, 1.0, 1.0]))
+    with _serve(tmp_path, "dashboard", str(runs)) as page:
+        root = page.removesuffix("/index.json")
+        assert [(run["run_id"], run["total"], run["val_reward"]) for run in _read(page)[1]["runs"]] == [
+            ("second", 3, 3.0),
+            ("first", 3, 1.0),
+        ]
+        comparison = _read(f"{root}/compare.json?a=first&b=second")[1]
+        assert [run["run_id"] for run in comparison["runs"]] == ["first", "second"]
+        assert (comparison["tasks"]["count"], comparison["tasks"]["gained"]) == (3, 2)
+        rollout_id = comparison["tasks"]["flipped"][0]["rollouts"][0]
+        assert _read(f"{root}/runs/first/rollouts/{rollout_id}.json")[0] == 200
+        assert _read(f"{root}/runs/second/rollouts/{rollout_id}.json")[0] == 404
+        assert [_read(f"{root}/{path}.json")[0] for path in ("runs/first", "runs/..", "runs/third", "fleet")] == [
+            200,
+            404,
+            404,
+            200,
+        ]
+        fleet = _read(f"{root}/fleet.json")[1]
+        assert (fleet["statistics"]["rollouts"], fleet["total"]) == (6, 2)
+        assert {worker["worker_id"] for worker in fleet["workers"]} == {"first", "second"}

@@ -416,14 +416,6 @@ async def test_resources_cannot_have_the_id_latest(
         await (client if is_remote else store).update_resources("latest", {"prompt": "Hi"})
 
 
-async def test_an_empty_id_is_refused(client: LightningStoreClient) -> None:
-    await client.start_rollout("task")
-    with pytest.raises(ConfigError, match="rollout_id is empty"):
-        await client.get_rollout_by_id("")
-    with pytest.raises(ConfigError, match="resources_id is empty"):
-        await client.get_resources_by_id("")
-
-
 async def test_an_unreachable_server_is_an_error_after_the_retries() -> None:
     server = LightningStoreServer(InMemoryLightningStore(), port=0)
     await server.start()

@@ -34,10 +34,10 @@ class Rollouts:
         self._waiters = waiters
 
     async def update(self, rollout_id: str, status: RolloutStatus | Unset, changes: Mapping[str, Any]) -> Rollout:
-        """Sets the status and other fields. ``changes`` has frozen values."""
+        """Sets the status and other fields. ``changes`` has valid, frozen values."""
 
         def transition(rollout: Rollout, now: float) -> Rollout:
-            changed = Rollout.model_validate({**dict(rollout), **changes}) if changes else rollout
+            changed = rollout.model_copy(update=changes) if changes else rollout
             return changed if status is UNSET else move_rollout(changed, status, now)
 
         return await self._change(rollout_id, transition)

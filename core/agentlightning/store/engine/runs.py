@@ -64,8 +64,6 @@ class Runs:
         return await self._database.commit(plan)
 
     async def publish(self, run_id: str, resources_id: str, resources: Mapping[str, Resource | str]) -> ResourcesUpdate:
-        if not resources_id:
-            raise ConfigError("resources_id is empty; give a name, or call add_resources")
         if resources_id == "latest":
             raise ConfigError("resources_id='latest' means the newest resources of a run; choose another name")
         if split_version_id(resources_id)[1] is not None:

@@ -6,11 +6,10 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Literal, Self, TypeVar, cast, get_args
+from typing import Any, Literal, Self, TypeVar, cast
 
 from agentlightning.errors import ConfigError
 from agentlightning.event import EVENT_KINDS, Event
-from agentlightning.frozen import freeze
 from agentlightning.records import (
     DEFAULT_RUN_ID,
     UNSET,
@@ -34,7 +33,7 @@ from agentlightning.records import (
 )
 from agentlightning.resources import Resource, ResourcesUpdate
 from agentlightning.store.backend import Backend, Condition
-from agentlightning.store.check import check_choice, check_fields, check_int, check_run_id
+from agentlightning.store.check import check_choice, check_int, check_run_id
 from agentlightning.store.engine.attempts import Attempts
 from agentlightning.store.engine.database import Database
 from agentlightning.store.engine.queue import Queue
@@ -95,7 +94,6 @@ class BackendStore(LightningStore):
             self._watchdog.start()
 
     def with_run(self, run_id: str) -> Self:
-        check_run_id(run_id)
         view = self.__class__.__new__(self.__class__)  # shares everything but the run, also of a subclass
         view.__dict__.update(self.__dict__, run_id=run_id)
         return view
@@ -144,13 +142,8 @@ class BackendStore(LightningStore):
         metadata: Mapping[str, Any] | None = None,
         worker_id: str | None = None,
     ) -> AttemptedRollout:
-        request = EnqueueRolloutRequest(
-            input=freeze(input, "input"),
-            mode=mode,
-            resources_id=resources_id,
-            config=config,
-            metadata=freeze(metadata, "metadata"),
-        )
+        arguments = {"input": input, "mode": mode, "resources_id": resources_id, "config": config}
+        request = EnqueueRolloutRequest.model_validate({**arguments, "metadata": metadata})
         return await self._queue.start(self.run_id, request, worker_id)
 
     async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
@@ -176,9 +169,7 @@ class BackendStore(LightningStore):
         **filters: Any,
     ) -> PaginatedResult[Rollout]:
         scope = [Condition("run_id", "eq", run_id if run_id is not None else self.run_id)]
-        scope += [
-            Condition(f"metadata.{key}", "eq", value) for key, value in freeze(metadata or {}, "metadata").items()
-        ]
+        scope += [Condition(f"metadata.{key}", "eq", value) for key, value in (metadata or {}).items()]
         query = make_query(Rollout, scope, cursor=cursor, **filters)
         page = await find(self._database.backend, query, cursor)
         return page.model_copy(update={"items": await self._database.with_attempts(page.items)})
@@ -198,8 +189,6 @@ class BackendStore(LightningStore):
         metadata: Mapping[str, Any] | Unset | None = UNSET,
     ) -> Rollout:
         changes = _given(input=input, mode=mode, resources_id=resources_id, config=config, metadata=metadata)
-        if status is not UNSET:
-            check_choice("status", status, get_args(RolloutStatus))
         if isinstance(resources_id, str):
             await self._database.check_resources(resources_id)
         return await self._rollouts.update(rollout_id, status, changes)
@@ -247,8 +236,6 @@ class BackendStore(LightningStore):
         spans_dropped: int | Unset = UNSET,
         reward: float | Unset | None = UNSET,
     ) -> Attempt:
-        if status is not UNSET:
-            check_choice("status", status, get_args(AttemptStatus))
         changes = _given(
             worker_id=worker_id,
             last_heartbeat_time=last_heartbeat_time,
@@ -257,7 +244,6 @@ class BackendStore(LightningStore):
             spans_dropped=spans_dropped,
             reward=reward,
         )
-        changes = check_fields(Attempt, changes)
         return await self._attempts.update(rollout_id, attempt_id, status, changes)
 
     async def release_attempt(self, rollout_id: str, attempt_id: str) -> Rollout:
@@ -302,8 +288,6 @@ class BackendStore(LightningStore):
         return await self._runs.publish(self.run_id, resources_id, resources)
 
     async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
-        if version is not None:
-            check_int("version", version, 0)
         return await self._database.resources(resources_id, version)
 
     async def get_latest_resources(self) -> ResourcesUpdate | None:
@@ -329,11 +313,7 @@ class BackendStore(LightningStore):
         heartbeat_stats: Mapping[str, Any] | Unset | None = UNSET,
         attempt_ids: Sequence[str] | Unset | None = UNSET,
     ) -> Worker:
-        if not worker_id:
-            raise ConfigError("worker_id is empty")
-        given = _given(heartbeat_stats=heartbeat_stats, attempt_ids=attempt_ids)
-        changes = check_fields(Worker, {"worker_id": worker_id, **given})
-        return await self._workers.beat(worker_id, changes, changes.pop("attempt_ids", UNSET))
+        return await self._workers.beat(worker_id, _given(heartbeat_stats=heartbeat_stats), attempt_ids)
 
     async def end_worker(self, worker_id: str) -> int:
         return await self._workers.end(worker_id)
@@ -348,19 +328,14 @@ class BackendStore(LightningStore):
         config: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Run:
-        run = Run(
-            run_id=check_run_id(run_id) if run_id is not None else self.run_id,
-            name=name,
-            config=freeze(config or {}, "config"),
-            metadata=freeze(metadata, "metadata"),
-        )
-        return await self._runs.create(run)
+        run_id = self.run_id if run_id is None else run_id
+        arguments = {"run_id": run_id, "name": name, "config": config or {}, "metadata": metadata}
+        return await self._runs.create(Run.model_validate(arguments))
 
     async def get_run_by_id(self, run_id: str) -> Run | None:
         return await self._database.record(Run, run_id)
 
     async def update_run(self, run_id: str, status: RunStatus) -> Run:
-        check_choice("status", status, get_args(RunStatus))
         return await self._runs.update(run_id, status)
 
     async def query_runs(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Run]:
@@ -387,9 +362,5 @@ class BackendStore(LightningStore):
 
 
 def _given(**arguments: Any) -> dict[str, Any]:
-    """Returns the arguments that were given, with JSON frozen."""
-    return {
-        name: freeze(value, name) if name in ("input", "metadata", "heartbeat_stats") else value
-        for name, value in arguments.items()
-        if value is not UNSET
-    }
+    """Returns the arguments that were given."""
+    return {name: value for name, value in arguments.items() if value is not UNSET}

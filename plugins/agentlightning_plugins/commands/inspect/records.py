@@ -254,7 +254,7 @@ def workers() -> None:
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(-1), help="-1 for all.")
 @with_store
 async def list_workers(
-    store: LightningStore, status: tuple[str, ...], contains: str | None, limit: int, as_json: bool
+    store: LightningStore, status: tuple[WorkerStatus, ...], contains: str | None, limit: int, as_json: bool
 ) -> None:
     """List workers, sorted by their last heartbeat."""
     page = await store.query_workers(

@@ -66,7 +66,8 @@ async def read_activity(view: LightningStore) -> dict[str, Any]:
 
 def find_state(worker: Worker, now: float) -> str:
     """Returns the state of a worker by the store's clock: its status, or ``lost`` or ``ended``."""
-    if worker.ended_at is not None or (worker.status == "unknown" and worker.last_heartbeat_time is not None):
+    has_stopped = worker.ended_at is not None or (worker.heartbeat_stats or {}).get("stopped")
+    if has_stopped or (worker.status == "unknown" and worker.last_heartbeat_time is not None):
         return "ended"
     if worker.last_heartbeat_time is not None and now - worker.last_heartbeat_time > _LOST_S:
         return "lost" if worker.current_rollout_id else "ended"

@@ -22,7 +22,7 @@ _NAMES: Final = {
     "test_reward": "test reward",
     "best_score": "best prompt",
 }
-_MODES: Final = {"val_reward": "val", "test_reward": "test"}
+_MODES: Final = {"train_reward": "train", "val_reward": "val", "test_reward": "test"}
 
 
 def reward_chart(
@@ -37,8 +37,8 @@ def reward_chart(
     drawn = []
     base = f"/runs/{quote(run_id or '', safe='')}"
     for name, points in series.items():
-        target = f"{base}/rollouts?mode={_MODES.get(name, 'train')}&step="
-        if has_ledger and name not in _MODES:  # the step in the metadata of rollouts is one less
+        target = f"{base}/rollouts?{f'mode={_MODES[name]}&' if name in _MODES else ''}step="
+        if has_ledger and name not in _MODES:
             target = f"{base}/ledger?step="
         marks = [_point(point, f"{target}{point['step']:.0f}" if run_id else "") for point in points]
         drawn.append(Series(_NAMES.get(name, name), marks, is_line=name != "test_reward"))
@@ -59,7 +59,7 @@ def metric_chart(name: str, points: Sequence[Mapping[str, float]]) -> Markup:
 
 def ledger_histogram(rollouts: Sequence[Mapping[str, Any]], key: str, x_label: str, run_id: str, step: int) -> Markup:
     """Draws how often the rollouts of a training step have each value; a bar of rewards links to its rollouts."""
-    target = f"/runs/{quote(run_id, safe='')}/rollouts?mode=train&step={step - 1}"
+    target = f"/runs/{quote(run_id, safe='')}/rollouts?mode=train&step={step}"
     return histogram(
         [rollout[key] for rollout in rollouts if rollout[key] is not None],
         title=f"{x_label} of the rollouts of step {step}",

@@ -33,7 +33,7 @@ async def read_ledger(store: LightningStore, step: int | None = None) -> list[Le
 
     ``step`` is the version of the weights that the training step produced.
     """
-    conditions = {} if step is None else {"metadata": {"step": step - 1}}
+    conditions = {} if step is None else {"metadata": {"step": step}}
     rollouts = [
         rollout
         async for rollout in every(store.query_rollouts, sort_by="start_time", **conditions)
@@ -77,4 +77,4 @@ def _missing(rollout: Rollout) -> LedgerEntry:
         outcome = "unfinished"
     attempt_id = rollout.attempt.attempt_id if isinstance(rollout, AttemptedRollout) else ""
     group = str(metadata.get("group", rollout.rollout_id))
-    return LedgerEntry(rollout.rollout_id, attempt_id, step + 1 if isinstance(step, int) else 0, group, outcome)
+    return LedgerEntry(rollout.rollout_id, attempt_id, step if isinstance(step, int) else 0, group, outcome)

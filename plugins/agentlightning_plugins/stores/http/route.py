@@ -9,39 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import or_
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    Final,
-    Literal,
-    NotRequired,
-    TypeAlias,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Final, NotRequired, Union, get_args, get_origin, get_type_hints
 from urllib.parse import quote, urlencode
 
-from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat
+from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
-from agentlightning.errors import ConfigError
-from agentlightning.frozen import freeze
-from agentlightning.resources import AnyResource, Resource, read_resources
-from agentlightning.types import (
-    MAX_INT,
-    UNSET,
-    AttemptedRollout,
-    Int64,
-    JsonObject,
-    Metrics,
-    PaginatedResult,
-    Record,
-    Rollout,
-    Unset,
-)
+from agentlightning.store.check import argument_type
+from agentlightning.types import UNSET, AttemptedRollout, PaginatedResult, Record, Rollout, Unset
 
 MAX_BATCH: Final = 100_000
 """Maximum number of rollouts, spans or ids in one request."""
@@ -122,34 +97,14 @@ class Route:
         read = _reader(self.result)
         return read if self.result_key is None else lambda content: read(content[self.result_key])
 
-    @cached_property
-    def _encoders(self) -> dict[str, Callable[[Any, str], Any]]:
-        return {
-            name: _JSON_TYPES[kind][1]
-            for name, parameter in self.parameters.items()
-            for kind in _members(parameter.annotation)
-            if kind in _JSON_TYPES
-        }
-
     def encode(self, arguments: Mapping[str, Any], run_id: str) -> tuple[str, dict[str, Any] | None]:
-        """Returns the path with its query string, and the body, for a call with these arguments.
-
-        Raises:
-            ConfigError: an argument is not JSON, or a name in the path is empty. It is refused here, because it would
-                be sent as different JSON, or to the path of another route.
-        """
+        """Returns the path with its query string, and the body, for a call with these valid arguments."""
         given = {name: value for name, value in arguments.items() if value is not UNSET}
         names = {name: quote(str(given.pop(name, run_id)), safe="") for name in self.path_names}
-        for name, value in names.items():
-            if not value:
-                raise ConfigError(f"{name} is empty; give an id")
         path = self.path.format(**names)
         if self.method == "GET":
             query = urlencode({name: value for name, value in given.items() if value is not None})
             return f"{path}?{query}" if query else path, None
-        for name, encode in self._encoders.items():
-            if given.get(name) is not None:
-                given[name] = encode(given[name], name)
         return path, given if self.message is not None else None
 
 
@@ -158,54 +113,17 @@ def read_rollout(content: dict[str, Any]) -> Rollout:
     return (AttemptedRollout if "attempt" in content else Rollout).model_validate(content)
 
 
-T = TypeVar("T")
-_Batch: TypeAlias = Annotated[list[T], Field(max_length=MAX_BATCH)]
-_INTEGERS: Final[dict[str, Any]] = {
-    "limit": Annotated[int, Field(ge=-1, le=MAX_INT)],
-    "offset": Annotated[int, Field(ge=0, le=MAX_INT)],
-    "keep": Annotated[int, Field(ge=0, le=MAX_INT)],
-    "spans_dropped": Annotated[int, Field(ge=0, le=MAX_INT)],
-}
-"""Types of integer parameters with a limited range, by name."""
-
-
-def _finite(values: Mapping[str, float], name: str) -> Mapping[str, float]:
-    return Metrics(step=0, time=0.0, values=dict(values)).values
-
-
-def _dump_resources(resources: Mapping[str, Resource | str], name: str) -> dict[str, Any]:
-    return {key: resource.model_dump(mode="json") for key, resource in read_resources(resources).items()}
-
-
-_JSON_TYPES: Final[dict[Any, tuple[Any, Callable[[Any, str], Any]]]] = {
-    Any: (Any, freeze),
-    Mapping[str, Any]: (JsonObject, freeze),
-    Mapping[str, float]: (dict[str, FiniteFloat], _finite),
-    Mapping[str, Resource | str]: (dict[str, AnyResource], _dump_resources),
-}
-"""For each type of a parameter: the type in a message, and the function that encodes a value."""
-
-
-def _list_to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value  # JSON has no tuples, and strict validation requires one
-
-
 def _json_type(name: str, annotation: Any) -> Any:
     """Returns the type that a parameter with this annotation has in a message."""
-    arguments, origin = get_args(annotation), get_origin(annotation)
-    if annotation in _JSON_TYPES:
-        return _JSON_TYPES[annotation][0]
-    if origin in (Union, UnionType):
-        ignored = (Literal,) if str in arguments else ()  # ``str | Literal["latest"]`` is a str
-        members = [member for member in arguments if member is not Unset and get_origin(member) not in ignored]
-        return reduce(or_, [_json_type(name, member) for member in members])
-    if origin is Sequence:
-        return _Batch[_json_type(name, arguments[0])]  # type: ignore[misc] # a type that only exists at run time
-    if origin is tuple:
-        return Annotated[annotation, BeforeValidator(_list_to_tuple)]
-    if annotation is float:
-        return FiniteFloat
-    return _INTEGERS.get(name, Int64) if annotation is int else annotation
+    given = [member for member in _members(annotation) if member is not Unset]
+    return argument_type(
+        name, reduce(or_, [_limited(name, kind) if get_origin(kind) is Sequence else kind for kind in given])
+    )
+
+
+def _limited(name: str, kind: Any) -> Any:
+    items = argument_type(name, kind)
+    return Annotated[items, Field(max_length=MAX_BATCH)]
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

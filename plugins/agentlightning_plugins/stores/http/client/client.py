@@ -86,7 +86,7 @@ class LightningStoreClient(RemoteMethods):
     def with_run(self, run_id: str) -> LightningStoreClient:
         """Returns the same store as seen from another run; both objects share their connections."""
         view = copy.copy(self)
-        view.run_id = check_run_id(run_id)
+        view.run_id = run_id
         return view
 
     @property
