@@ -26,7 +26,7 @@ from agentlightning.store.span_writer import AttemptKey, SpanWriter
 from agentlightning.types import Span, TraceStatus
 from agentlightning_plugins.gateway.access import EndedAttempts
 from agentlightning_plugins.gateway.backends.answer_cache import CACHE_ANSWER, CACHE_KEY, AnswerCache
-from agentlightning_plugins.gateway.call import ModelCall, stated_tokens, used_tokens
+from agentlightning_plugins.gateway.call import ModelCall, SampledHistory, stated_tokens, used_tokens
 from agentlightning_plugins.gateway.control import GatewayMetrics
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, CallRefused, CompletionChoice, Dialect
 from agentlightning_plugins.gateway.dialects.wire import dump_json
@@ -51,6 +51,7 @@ class CallRecorder:
         metrics: GatewayMetrics,
         cache: AnswerCache | None,
         ended: EndedAttempts,
+        history: SampledHistory,
     ) -> None:
         self._store = store
         self._writer = writer
@@ -58,6 +59,7 @@ class CallRecorder:
         self._metrics = metrics
         self._cache = cache
         self._ended = ended
+        self._history = history
         self._warned: set[str] = set()
         self._without_tools: dict[AttemptKey, None] = {}
         """Attempts whose tools were left out, which is logged once."""
@@ -79,6 +81,7 @@ class CallRecorder:
         if call.backend is not None:
             tokens, price = used_tokens(call), call.backend.price
             self._usage.add(call.attempt, sum(tokens), price.cost(*tokens) if price is not None else 0.0)
+        self._history.remember(call.attempt, call.completion)
         self._writer.put(call_to_span(call, is_late=self._ended.is_over(call.attempt)))
         if call.left_out_tools and call.attempt not in self._without_tools:
             self._without_tools[call.attempt] = None

@@ -96,6 +96,10 @@ def swallows(task, prompt):
         pass
     return 0.0
 
+def reminds(task, llm):
+    ask(llm, [{"role": "user", "content": "hi"}, {"role": "system", "content": "Today is Monday."}])
+    return 1.0
+
 def survives_twice(task, llm):
     survives(task, llm)
     survives(task, llm)
@@ -450,6 +454,13 @@ async def test_a_server_that_answers_no_call_is_reported(agents: str) -> None:
     assert broken(checks) == ["calls", "triplets"]
     assert f"none of 1 model call to scripted at {server.endpoint} was answered; the last: " in checks["calls"].text
     assert "context too long" in checks["calls"].text
+
+
+async def test_a_template_that_may_refuse_late_system_messages_is_reported_with_the_setting(agents: str) -> None:
+    refuses = Answer(status=400, error="System message must be at the beginning.")
+    async with ScriptedOpenAI([refuses]) as server:
+        checks = await check(agents, "reminds", endpoint=server.endpoint)
+    assert "late_system: user" in checks["calls"].fix
 
 
 def test_lost_spans_are_counted() -> None:

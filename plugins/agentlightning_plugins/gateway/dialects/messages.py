@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from agentlightning_plugins.gateway.dialects.chat_part import Part, PartTranslation, take, to_content, to_tool_call
+from agentlightning_plugins.gateway.dialects.chat_part import (
+    Part,
+    PartTranslation,
+    take,
+    to_content,
+    to_tool_call,
+    to_tool_result,
+)
 from agentlightning_plugins.gateway.dialects.dialect import (
+    UNPARSED,
     Completion,
     CompletionChoice,
     CompletionToolCall,
@@ -370,8 +378,7 @@ def _to_others(role: str, blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Translates a user's message: tool results become separate messages, before the rest."""
     for block in blocks:
         if block["type"] == "tool_result":
-            content = block.get("content")
-            content = "" if content is None else to_content(content, _to_part)
+            content = to_tool_result(block.get("content"), _to_part, has_failed=block.get("is_error") is True)
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
     others = [block for block in blocks if block["type"] != "tool_result"]
     if others:
@@ -414,4 +421,4 @@ def _parse_arguments(text: str) -> dict[str, Any]:
         arguments = parse_json(text.encode()) if text else {}
     except ValueError:
         arguments = None
-    return arguments if isinstance(arguments, dict) else {"unparsed_arguments": text}
+    return arguments if isinstance(arguments, dict) else {UNPARSED: text}

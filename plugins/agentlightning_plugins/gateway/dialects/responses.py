@@ -6,7 +6,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from agentlightning_plugins.gateway.dialects.chat_part import Part, PartTranslation, take, to_content, to_tool_call
+from agentlightning_plugins.gateway.dialects.chat_part import (
+    Part,
+    PartTranslation,
+    take,
+    to_content,
+    to_tool_call,
+    to_tool_result,
+)
 from agentlightning_plugins.gateway.dialects.dialect import (
     Completion,
     CompletionChoice,
@@ -420,19 +427,11 @@ def _add_item(item: Mapping[str, Any], messages: list[dict[str, Any]]) -> None:
             calls = _assistant(messages).setdefault("tool_calls", [])
             calls.append(to_tool_call(call.id, call.name, call.arguments))
         case kind if kind in _OUTPUTS:
-            call_id, content = item.get("call_id") or item.get("id"), _to_output(item.get("output"))
+            call_id, has_failed = item.get("call_id") or item.get("id"), item.get("status") == "failed"
+            content = to_tool_result(item.get("output"), _to_part, has_failed=has_failed)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         case _:
             messages.append({"role": "user", "content": [dict(item)]})
-
-
-def _to_output(output: Any) -> Any:
-    """Translates the output of a tool: parts stay parts; what chat messages have no parts for becomes JSON."""
-    if isinstance(output, dict) and output.get("image_url"):  # a screenshot
-        output = [{**output, "type": "input_image"}]
-    if isinstance(output, list) and not all(isinstance(part, dict) and "type" in part for part in output):
-        output = dump_json(output).decode()
-    return dump_json(output).decode() if isinstance(output, dict) else to_content(output, _to_part)
 
 
 def _assistant(messages: list[dict[str, Any]], *later: str) -> dict[str, Any]:

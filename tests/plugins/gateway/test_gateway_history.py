@@ -1,0 +1,151 @@
+"""The history of a conversation reaches the model as the model saw and sampled it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning import semconv
+from agentlightning.adapter import TraceToTriplet
+from agentlightning_plugins.gateway.dialects.messages import MessagesTranslation
+from agentlightning_plugins.gateway.dialects.responses import ResponsesTranslation
+from agentlightning_plugins.shared.chat_history import link_calls
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
+from tests.plugins.gateway.gateway_setup import HELLO, gateway
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.332.b68; cc_entrypoint=sdk; cch={};"
+SPACED = '{"path": "a/b",  "n": 1.0, "z": {"y": [true]}}'
+
+
+async def ask_chat(client: Any, case: Any, turns: list[Any]) -> None:
+    messages: list[Any] = [{"role": "system", "content": "Act."}, *HELLO]
+    for result in turns:
+        answer = await client.chat.completions.create(model="m", messages=messages)
+        calls = [call.to_dict() for call in answer.choices[0].message.tool_calls or ()]
+        for call in calls:
+            call["function"]["arguments"] = json.dumps(as_javascript(json.loads(call["function"]["arguments"])))
+        messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": result} for call in calls]
+
+
+async def ask_responses(client: Any, case: Any, turns: list[Any]) -> None:
+    items: list[Any] = [{"role": "user", "content": "Hi"}]
+    tools: Any = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "read", "parameters": {}}]
+    for result in turns:
+        answer = await client.responses.create(model="m", instructions="Act.", input=items, tools=tools)
+        calls = [item.to_dict() for item in answer.output]
+        for call in calls:
+            if call["type"] == "function_call":
+                call["arguments"] = json.dumps(as_javascript(json.loads(call["arguments"])))
+        items += calls
+        items += [{"type": f"{c['type']}_output", "call_id": c["call_id"], "output": result} for c in calls]
+
+
+async def ask_messages(client: Any, case: Any, turns: list[Any]) -> None:
+    messages: list[Any] = list(HELLO)
+    client = await case.anthropic_client(client)
+    for turn, result in enumerate(turns):
+        system = [{"type": "text", "text": BILLING.format(f"a{turn}f")}, {"type": "text", "text": "Act."}]
+        answer = await client.messages.create(model="m", max_tokens=9, system=system, messages=messages)
+        calls = [block.to_dict() for block in answer.content]
+        for call in calls:
+            call["input"] = as_javascript(call["input"])
+        results = [{"type": "tool_result", "tool_use_id": call["id"], "content": result} for call in calls]
+        messages += [{"role": "assistant", "content": calls}, {"role": "user", "content": results}]
+
+
+def as_javascript(value: Any) -> Any:
+    return json.loads(
+        json.dumps(value), parse_float=lambda text: int(float(text)) if float(text) % 1 == 0 else float(text)
+    )
+
+
+@pytest.mark.parametrize("ask", [ask_chat, ask_responses, ask_messages])
+@pytest.mark.parametrize("name", ["read", "patch"])
+async def test_a_conversation_whose_tool_arguments_come_back_as_equal_json_is_one_trajectory(
+    ask: Any, name: str
+) -> None:
+    sampled = SPACED if name == "read" else '{"input":  "*** Begin\\u00e9"}'
+    async with ScriptedOpenAI(lambda _: Answer(tool_calls=[(name, sampled)])) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        await ask(client, case, ["one", "two", "three"])
+        sent = [request.body["messages"] for request in server.requests]
+        triplets = TraceToTriplet().adapt(await case.spans(rollout))
+    texts = [call["function"]["arguments"] for message in sent[-1] for call in message.get("tool_calls") or ()]
+    assert texts == [sampled] * 2
+    assert sent[0] == sent[1][: len(sent[0])] == sent[2][: len(sent[0])]  # also a line that changes with every call
+    assert link_calls(triplets) == [None, 0, 1]
+
+
+async def test_arguments_that_mean_something_else_or_belong_to_another_call_are_not_restored() -> None:
+    async with ScriptedOpenAI([Answer(tool_calls=[("read", '{"a": 1}')])]) as server, gateway(server) as case:
+        _, client = await case.start()
+        _, stranger = await case.start()
+        answer = await client.chat.completions.create(model="m", messages=HELLO)
+        call = (answer.choices[0].message.tool_calls or [])[0].to_dict()
+        for own, other in (({"arguments": '{"a":true}'}, {}), ({"arguments": '{"a":1}'}, {"id": "x"}), ({}, {"id": 5})):
+            changed = {**call, "function": {"name": "read", "arguments": '{"a":1}', **own}, **other}
+            history: list[Any] = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [changed, None]}]
+            await client.chat.completions.create(model="m", messages=history)
+            assert server.requests[-1].body["messages"] == history
+        same = {**call, "function": {"name": "read", "arguments": '{"a":1}'}}
+        await stranger.chat.completions.create(model="m", messages=[{"role": "assistant", "tool_calls": [same]}])
+        assert server.requests[-1].body["messages"][0]["tool_calls"] == [same]
+
+
+RESULTS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "an error of Messages": ("m", {"content": "no such file", "is_error": True}, "Error: no such file"),
+    "an error with parts": (
+        "m",
+        {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "is_error": True},
+        [{"type": "text", "text": text} for text in ("Error: ", "a", "b")],
+    ),
+    "an error without content": ("m", {"is_error": True}, "Error: "),
+    "no content of Messages": ("m", {"content": []}, ""),
+    "a failed patch": ("apply_patch_call", {"output": "no match", "status": "failed"}, "Error: no match"),
+    "texts of Responses": (
+        "function_call",
+        {"output": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+    ),
+    "an array that has no parts": ("function_call", {"output": [1, {"a": 2}]}, '[1,{"a":2}]'),
+    "an empty array": ("function_call", {"output": []}, ""),
+    "no output": ("function_call", {"output": None}, ""),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_result_of_a_tool_reaches_the_model_as_its_api_means_it(name: str) -> None:
+    kind, result, expected = RESULTS[name]
+    body: dict[str, Any] = {"input": [{"type": f"{kind}_output", "call_id": "c", **result}]}
+    translation: Any = ResponsesTranslation(body)
+    if kind == "m":
+        block = {"type": "tool_result", "tool_use_id": "c", **result}
+        translation = MessagesTranslation({"messages": [{"role": "user", "content": [block]}]})
+    assert translation.request()["messages"] == [{"role": "tool", "tool_call_id": "c", "content": expected}]
+
+
+@pytest.mark.parametrize("setting", ["keep", "user"])
+async def test_late_system_messages_become_the_users_if_the_template_refuses_them(setting: Any) -> None:
+    system, late = {"role": "system", "content": "Act."}, {"role": "system", "content": "Today is Monday."}
+    said: list[Any] = [system, *HELLO, late, {"role": "assistant", "content": "ok"}, late]
+    async with ScriptedOpenAI() as server, gateway(server, late_system=setting) as case:
+        rollout, client = await case.start()
+        await client.chat.completions.create(model="m", messages=said)
+        await (await case.anthropic_client(client)).messages.create(
+            model="m", max_tokens=9, system="Act.", messages=said[1:]
+        )
+        sent = [request.body["messages"] for request in server.requests]
+        read = semconv.read_input_messages((await case.spans(rollout))[0])
+    role = "user" if setting == "user" else "system"
+    expected = [system, *HELLO, {**late, "role": role}, said[3], {**late, "role": role}]
+    assert sent == [expected] * 2
+    assert read == expected
+
+
+def test_a_setting_for_late_system_messages_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(agl.ConfigError, match="late_system = 'drop'; give one of: keep, user"):
+        agl.LLMProxy(late_system="drop")
