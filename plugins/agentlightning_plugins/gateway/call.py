@@ -202,6 +202,10 @@ class ModelCall:
     """Body of the request, without fields that are not passed on."""
     model: str
     trace: TraceContext
+    conversation: str | None = None
+    """The id of the agent's conversation, if a header names it."""
+    parent_conversation: str | None = None
+    """The id of the conversation that began this one, if it is a sub-agent's."""
     query: str = ""
     """Query of the backend's URL, without the question mark."""
     history: SampledHistory | None = None
@@ -329,6 +333,16 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _QUERY: Final = frozenset({"api-version", "beta"})
 """Query parameters of Azure and Anthropic that are passed on from the agent's URL."""
 _CODES: Final = {413: "request_too_large", 415: "unsupported_encoding"}
+_CONVERSATIONS: Final = (
+    ("x-claude-code-agent-id", "x-claude-code-session-id"),
+    ("x-claude-code-session-id", ""),
+    ("x-session-id", "x-parent-session-id"),
+    ("thread-id", "session-id"),
+    ("session-id", ""),
+    ("x-codex-window-id", ""),
+)
+"""Headers of coding agents with the id of a conversation, and of the conversation that began it. The first counts."""
+_MAX_ID: Final = 200
 _MAX_WARNINGS: Final = 100
 _warned: Final[set[str]] = set()
 """Fields that were not passed on; each is logged once."""
@@ -353,7 +367,11 @@ async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: Attempt
         raise CallRefused(400, "the request is not an object with a 'model'", "invalid_request")
     trace = TraceContext.from_header(request.headers.get("traceparent"))
     query = [(name, value) for name, value in request.query.items() if name in _QUERY] if request.query_string else ()
-    return ModelCall(attempt, dialect, _keep_fields(body, dialect), model, trace, urlencode(query))
+    own, parent = next((pair for pair in _CONVERSATIONS if request.headers.get(pair[0])), ("", ""))
+    ids = [request.headers.get(name, "")[:_MAX_ID] or None for name in (own, parent)]
+    call = ModelCall(attempt, dialect, _keep_fields(body, dialect), model, trace, query=urlencode(query))
+    call.conversation, call.parent_conversation = ids[0], ids[1] if ids[0] != ids[1] else None
+    return call
 
 
 def _keep_fields(body: Mapping[str, Any], dialect: Dialect) -> Mapping[str, Any]:

@@ -127,6 +127,8 @@ class CallRecorder:
         )
 
 
+_SUB_AGENT: Final = "subagent"
+"""The name of agents that another conversation began; the agent itself keeps its name."""
 _OK: Final = TraceStatus(status_code="OK")
 _MIN_INT64: Final = -(2**63)
 _MAX_INT64: Final = 2**63 - 1
@@ -170,6 +172,10 @@ def call_to_span(call: ModelCall, *, is_late: bool = False) -> Span:
             value = [value]
         if value is not None:
             attributes[f"gen_ai.request.{_SAMPLING[key]}"] = value
+    if call.conversation is not None and call.generates:
+        attributes[semconv.GEN_AI_CONVERSATION_ID] = call.conversation
+        if call.parent_conversation is not None:
+            attributes |= {semconv.PARENT_CONVERSATION: call.parent_conversation, semconv.GEN_AI_AGENT_NAME: _SUB_AGENT}
     if call.first_time:
         attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = call.first_time - call.start_time
     if call.cache_key is not None:

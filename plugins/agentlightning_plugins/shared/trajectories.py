@@ -41,8 +41,9 @@ class Mismatch(NamedTuple):
     """One sentence for users."""
 
 
-LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs", "repeated"]
-"""``repeated``: the call has the same tokens as another call, and a later call continues the other one."""
+LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs", "repeated", "side_call"]
+"""``side_call``: the agent made it beside its work, such as for a title.
+``repeated``: the call has the same tokens as another call, and a later call continues the other one."""
 Irregularity: TypeAlias = Literal["broke_off", "several_roots"]
 """``broke_off``: a call broke off at the gateway. ``several_roots``: one agent began several conversations."""
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -125,7 +126,11 @@ class TraceToTrajectories(TraceAdapter[Trajectories]):
         """Builds the trajectories of one attempt; raises AdapterError as ``TraceToTriplet.adapt`` does."""
         with reading(source):
             found = build_trajectories(self.source.adapt(source))
-        roots = Counter(t.turns[0].triplet.metadata.get("agent_name") for t in found.trajectories if t.is_root)
+        roots = Counter(
+            tuple(trajectory.turns[0].triplet.metadata.get(name) for name in ("agent_name", "conversation_id"))
+            for trajectory in found.trajectories
+            if trajectory.is_root
+        )
         counts: dict[Irregularity, int] = {
             "broke_off": self.source.explain_left_out(source).get(BROKE_OFF, 0),
             "several_roots": sum(number - 1 for number in roots.values()),
@@ -182,6 +187,8 @@ def build_trajectories(triplets: Sequence[Triplet], *, decode: Decode | None = N
 
 def _reason_to_leave_out(triplet: Triplet) -> LeftOut | None:
     prompt, response = triplet.prompt, triplet.response
+    if triplet.metadata.get("side_call"):
+        return "side_call"
     if not prompt.get("token_ids") or not response.get("token_ids"):
         return "no_tokens"
     logprobs = response.get("logprobs")

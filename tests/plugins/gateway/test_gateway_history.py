@@ -9,12 +9,13 @@ import pytest
 
 import agentlightning as agl
 from agentlightning import semconv
-from agentlightning.adapter import TraceToTriplet
+from agentlightning.adapter import TraceToTriplet, build_trajectories
 from agentlightning_plugins.gateway.dialects.messages import MessagesTranslation
 from agentlightning_plugins.gateway.dialects.responses import ResponsesTranslation
 from agentlightning_plugins.shared.chat_history import link_calls
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
-from tests.plugins.gateway.gateway_setup import HELLO, gateway
+from agentlightning_plugins.shared.training_records.record import explain_unused
+from tests.plugins.gateway.gateway_setup import ADD, HELLO, gateway
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.332.b68; cc_entrypoint=sdk; cch={};"
 SPACED = '{"path": "a/b",  "n": 1.0, "z": {"y": [true]}}'
@@ -149,3 +150,60 @@ async def test_late_system_messages_become_the_users_if_the_template_refuses_the
 def test_a_setting_for_late_system_messages_that_does_not_exist_is_refused() -> None:
     with pytest.raises(agl.ConfigError, match="late_system = 'drop'; give one of: keep, user"):
         agl.LLMProxy(late_system="drop")
+
+
+CONVERSATIONS: dict[str, tuple[dict[str, str], dict[str, str], tuple[str, str]]] = {
+    "Claude Code": (
+        {"X-Claude-Code-Session-Id": "s"},
+        {"X-Claude-Code-Session-Id": "s", "x-claude-code-agent-id": "a"},
+        ("a", "s"),
+    ),
+    "opencode": ({"x-session-id": "s"}, {"x-session-id": "t", "x-parent-session-id": "s"}, ("t", "s")),
+    "Codex": (
+        {"session-id": "s", "thread-id": "s", "x-codex-window-id": "s:1"},
+        {"session-id": "s", "thread-id": "t"},
+        ("t", "s"),
+    ),
+}
+TOOLS: list[Any] = [ADD]
+
+
+@pytest.mark.parametrize("agent", CONVERSATIONS)
+async def test_conversations_of_an_agent_and_its_sub_agents_are_told_apart_and_side_calls_left_out(agent: str) -> None:
+    main, sub, (sub_id, parent) = CONVERSATIONS[agent]
+    title: list[Any] = [{"role": "system", "content": "Write a title."}, *HELLO]
+    work: list[Any] = [{"role": "system", "content": "Work."}, *HELLO]
+    summary: list[Any] = [*work, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "Summarise."}]
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        rollout, client = await case.start()
+        for headers, messages, tools in (
+            (main, title, []),
+            (main, work, TOOLS),
+            (sub, work, TOOLS),
+            (main, summary, []),
+            (main, [*work, {"role": "user", "content": "Go on."}], TOOLS),
+            (main, summary, []),  # the last answer, without tools
+        ):
+            more = {"tools": tools} if tools else {}
+            await client.chat.completions.create(model="m", messages=messages, extra_headers=headers, **more)
+        spans = await case.spans(rollout)
+    assert [span.attributes["gen_ai.conversation.id"] for span in spans] == ["s", "s", sub_id, "s", "s", "s"]
+    assert spans[2].attributes[semconv.PARENT_CONVERSATION] == parent
+    assert all(semconv.PARENT_CONVERSATION not in span.attributes for span in spans if span is not spans[2])
+    triplets = TraceToTriplet().adapt(spans)
+    assert [bool(triplet.metadata.get("side_call")) for triplet in triplets] == [True, False, False, True, False, False]
+    assert [triplet.metadata["conversation_id"] for triplet in triplets] == ["s", "s", sub_id, "s", "s", "s"]
+    assert [explain_unused(triplet) for triplet in triplets].count("side_call") == 2
+    assert build_trajectories(triplets).left_out == {"side_call": 2}
+    assert len(TraceToTriplet(agent_match="^subagent$").adapt(spans)) == 1
+    both = TraceToTriplet(side_calls=True).adapt(spans)
+    assert len(build_trajectories(both).trajectories) == len(build_trajectories(triplets).trajectories) + 2
+
+
+async def test_calls_without_tools_are_trained_on_if_no_header_names_their_conversation() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        rollout, client = await case.start()
+        await client.chat.completions.create(model="m", messages=[{"role": "system", "content": "Plan."}, *HELLO])
+        await client.chat.completions.create(model="m", messages=HELLO, tools=TOOLS)
+        triplets = TraceToTriplet().adapt(await case.spans(rollout))
+    assert build_trajectories(triplets).left_out == {}
