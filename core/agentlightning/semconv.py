@@ -41,8 +41,7 @@ TRACER_NAME: Final = "agentlightning.tracer.name"
 REWARD: Final = "agentlightning.reward"  # ``.{i}.name`` and ``.{i}.value``; the first is the primary reward
 MAX_REWARD: Final = 1e30
 """Largest absolute value of a reward: sums and squares of rewards stay finite."""
-LINK: Final = "agentlightning.link"
-"""``.{i}.key_match`` and ``.{i}.value_match``: refer to the span that has this attribute with this value."""
+LINK: Final = "agentlightning.link"  # ``.{i}.key_match``, ``.{i}.value_match``: the span with this attribute and value
 TAG: Final = "agentlightning.tag"  # ``.{i}``
 MESSAGE_BODY: Final = "agentlightning.message.body"
 FEEDBACK_TEXT: Final = "agentlightning.feedback.text"
@@ -86,6 +85,7 @@ TRAINING: Final = "agentlightning.training"  # begins the names of the spans of 
 TRAINING_ID: Final = "training-"  # begins the ids of these spans, so that no other span can take their ids
 
 GEN_AI_CONVERSATION_ID: Final = "gen_ai.conversation.id"
+RETRY_OF: Final = "agentlightning.gateway.retry_of"  # the span of the try before, which the client gave up
 PARENT_CONVERSATION: Final = "agentlightning.gateway.parent_conversation"  # the one that began a sub-agent's
 GEN_AI_AGENT_NAME: Final = "gen_ai.agent.name"
 GEN_AI_TOOL_NAME: Final = "gen_ai.tool.name"

@@ -245,6 +245,12 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[T
     return _join_frames(sorted(calls, key=lambda call: (call.anchor.start, call.anchor.span.sequence_id)))
 
 
+def find_given_up(nodes: Iterable[Node]) -> set[str]:
+    """Returns the ids of the gateway's spans whose request the client sent again, and then got an answer."""
+    complete = (node.span.attributes for node in nodes if node.span.attributes.get(semconv.GATEWAY_COMPLETE))
+    return {str(attributes[semconv.RETRY_OF]) for attributes in complete if semconv.RETRY_OF in attributes}
+
+
 def find_side_calls(calls: Sequence[TracedCall]) -> set[TracedCall]:
     """Finds the calls that coding agents make beside their work, such as for a title or to summarise a conversation.
 

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter, reading
-from agentlightning.adapter.call import Node, TracedCall, build_tree, find_calls, find_side_calls
+from agentlightning.adapter.call import Node, TracedCall, build_tree, find_calls, find_given_up, find_side_calls
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.records import Span, Triplet
@@ -134,7 +134,8 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
     ``weight_version``, ``complete`` (True: the whole answer passed the gateway), ``span_id`` and ``choice`` (of n
     answers), or None for unknown values. If the weights changed during an answer, ``weight_versions`` has one for each
     token. ``untrusted`` (True) is present if only the agent itself claims which tokens were sampled, so that they are
-    left out, ``conversation_id`` if the agent names it, and ``side_call`` (True) if trajectories leave the call out.
+    left out, ``conversation_id`` if the agent names it, and ``unused`` with the reason if trajectories leave the call
+    out: ``side_call``, or ``given_up`` for a try that the client repeated.
     Calls without a complete answer give no triplet.
 
     ``reward`` is what the agent emitted for this call; ``find_final_reward`` of the same spans gives the reward of
@@ -199,11 +200,13 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
                 self._log_missing(source, left_out)
                 return []
             position, is_exclusive = self._choose_clock(calls), self.credit is None
-            side = set() if self.side_calls else find_side_calls(calls)
+            unused = dict.fromkeys([] if self.side_calls else find_side_calls(calls), "side_call")
+            given_up = find_given_up(nodes)
+            unused |= {call: "given_up" for call in calls if call.gateway and call.gateway.span.span_id in given_up}
             rewards = match_rewards(nodes, calls, self.reward_match, is_exclusive=is_exclusive, settled_at=position)
             if self.credit is None:
-                return [each for call in calls for each in _to_triplets(call, rewards.get(call), call in side)]
-            triplets = [list(_to_triplets(call, None, call in side)) for call in calls]
+                return [each for call in calls for each in _to_triplets(call, rewards.get(call), unused.get(call))]
+            triplets = [list(_to_triplets(call, None, unused.get(call))) for call in calls]
             credited = self.credit.apply(nodes, calls, triplets, rewards, find_final_reward(source))
             return [triplet for own in credited for triplet in own]
 
@@ -234,8 +237,11 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         """Returns the calls that give triplets, and the number of other calls by reason."""
         calls = []
         left_out: Counter[str] = Counter()
+        given_up = find_given_up(nodes)
         for call in find_calls(nodes, self._is_call):
             reason = self._reason_to_leave_out(call)
+            if reason == BROKE_OFF and call.gateway and call.gateway.span.span_id in given_up:
+                reason = "given up by the client, which tried again"
             if reason is None:
                 calls.append(call)
             else:
@@ -271,7 +277,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
 TracerTraceToTriplet = TraceToTriplet
 
 
-def _to_triplets(call: TracedCall, reward: float | None, is_side: bool) -> Iterator[Triplet]:
+def _to_triplets(call: TracedCall, reward: float | None, unused: str | None) -> Iterator[Triplet]:
     spans = [node.span for node in reversed(call.nodes)]  # the gateway's span, the most complete one, comes first
 
     def read(reader: Callable[[Span], T]) -> T | None:
@@ -318,7 +324,7 @@ def _to_triplets(call: TracedCall, reward: float | None, is_side: bool) -> Itera
                 "finish_reason": finish_reason,
                 "choice": choice,
                 **({"weight_versions": list(mixed)} if mixed else {}),
-                **({"side_call": True} if is_side else {}),
+                **({"unused": unused} if unused else {}),
                 **({"untrusted": True} if is_claimed and tokens is None else {}),
             },
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import random
@@ -202,6 +203,12 @@ class ModelCall:
     """Body of the request, without fields that are not passed on."""
     model: str
     trace: TraceContext
+    digest: bytes = b""
+    """Hash of the body."""
+    is_retry: bool = False
+    """Whether the client says that it sends the request again."""
+    retry_of: str | None = None
+    """The span of the client's try before, if the gateway knows it."""
     conversation: str | None = None
     """The id of the agent's conversation, if a header names it."""
     parent_conversation: str | None = None
@@ -370,6 +377,8 @@ async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: Attempt
     own, parent = next((pair for pair in _CONVERSATIONS if request.headers.get(pair[0])), ("", ""))
     ids = [request.headers.get(name, "")[:_MAX_ID] or None for name in (own, parent)]
     call = ModelCall(attempt, dialect, _keep_fields(body, dialect), model, trace, query=urlencode(query))
+    call.digest = hashlib.blake2b(text, digest_size=16).digest()
+    call.is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
     call.conversation, call.parent_conversation = ids[0], ids[1] if ids[0] != ids[1] else None
     return call
 

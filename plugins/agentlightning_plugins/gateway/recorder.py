@@ -176,6 +176,8 @@ def call_to_span(call: ModelCall, *, is_late: bool = False) -> Span:
         attributes[semconv.GEN_AI_CONVERSATION_ID] = call.conversation
         if call.parent_conversation is not None:
             attributes |= {semconv.PARENT_CONVERSATION: call.parent_conversation, semconv.GEN_AI_AGENT_NAME: _SUB_AGENT}
+    if call.retry_of is not None:
+        attributes[semconv.RETRY_OF] = call.retry_of
     if call.first_time:
         attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = call.first_time - call.start_time
     if call.cache_key is not None:

@@ -41,8 +41,8 @@ class Mismatch(NamedTuple):
     """One sentence for users."""
 
 
-LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs", "repeated", "side_call"]
-"""``side_call``: the agent made it beside its work, such as for a title.
+LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs", "repeated", "side_call", "given_up"]
+"""``side_call``: the agent made it beside its work, such as for a title. ``given_up``: the client tried again.
 ``repeated``: the call has the same tokens as another call, and a later call continues the other one."""
 Irregularity: TypeAlias = Literal["broke_off", "several_roots"]
 """``broke_off``: a call broke off at the gateway. ``several_roots``: one agent began several conversations."""
@@ -187,8 +187,9 @@ def build_trajectories(triplets: Sequence[Triplet], *, decode: Decode | None = N
 
 def _reason_to_leave_out(triplet: Triplet) -> LeftOut | None:
     prompt, response = triplet.prompt, triplet.response
-    if triplet.metadata.get("side_call"):
-        return "side_call"
+    unused: LeftOut | None = triplet.metadata.get("unused")
+    if unused is not None:
+        return unused
     if not prompt.get("token_ids") or not response.get("token_ids"):
         return "no_tokens"
     logprobs = response.get("logprobs")

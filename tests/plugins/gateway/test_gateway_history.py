@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 import agentlightning as agl
 from agentlightning import semconv
-from agentlightning.adapter import TraceToTriplet, build_trajectories
+from agentlightning.adapter import TraceToTrajectories, TraceToTriplet, build_trajectories
 from agentlightning_plugins.gateway.dialects.messages import MessagesTranslation
 from agentlightning_plugins.gateway.dialects.responses import ResponsesTranslation
 from agentlightning_plugins.shared.chat_history import link_calls
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.shared.training_records.record import explain_unused
-from tests.plugins.gateway.gateway_setup import ADD, HELLO, gateway
+from tests.plugins.gateway.gateway_setup import ADD, HELLO, entry, gateway
+from tests.waiting import until
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.332.b68; cc_entrypoint=sdk; cch={};"
 SPACED = '{"path": "a/b",  "n": 1.0, "z": {"y": [true]}}'
@@ -191,7 +196,8 @@ async def test_conversations_of_an_agent_and_its_sub_agents_are_told_apart_and_s
     assert spans[2].attributes[semconv.PARENT_CONVERSATION] == parent
     assert all(semconv.PARENT_CONVERSATION not in span.attributes for span in spans if span is not spans[2])
     triplets = TraceToTriplet().adapt(spans)
-    assert [bool(triplet.metadata.get("side_call")) for triplet in triplets] == [True, False, False, True, False, False]
+    said = [triplet.metadata.get("unused") for triplet in triplets]
+    assert said == ["side_call", None, None, "side_call", None, None]
     assert [triplet.metadata["conversation_id"] for triplet in triplets] == ["s", "s", sub_id, "s", "s", "s"]
     assert [explain_unused(triplet) for triplet in triplets].count("side_call") == 2
     assert build_trajectories(triplets).left_out == {"side_call": 2}
@@ -207,3 +213,75 @@ async def test_calls_without_tools_are_trained_on_if_no_header_names_their_conve
         await client.chat.completions.create(model="m", messages=HELLO, tools=TOOLS)
         triplets = TraceToTriplet().adapt(await case.spans(rollout))
     assert build_trajectories(triplets).left_out == {}
+
+
+@pytest.mark.parametrize("failure", [Answer(status=500), Answer(status=429, headers={"x-should-retry": "true"})])
+async def test_clients_do_not_try_again_what_the_gateway_has_tried(failure: Answer) -> None:
+    async with ScriptedOpenAI([failure]) as server, gateway(server, num_retries=1) as case:
+        rollout, client = await case.start()
+        messages = (await case.anthropic_client(client)).with_options(max_retries=2).messages
+        client = client.with_options(max_retries=2)
+        calls: list[Any] = [
+            (lambda: client.chat.completions.create(model="m", messages=HELLO), failure.status),
+            (lambda: messages.create(model="m", max_tokens=9, messages=HELLO), failure.status),
+            (lambda: client.responses.create(model="m", input="hi"), 400),  # Codex reads only the status
+        ]
+        for number, (call, status) in enumerate(calls):
+            with pytest.raises((openai.APIStatusError, anthropic.APIStatusError), match="scripted error") as caught:
+                await call()
+            assert caught.value.response.headers.get_list("x-should-retry") == ["false"]
+            assert caught.value.status_code == status
+            assert len(server.requests) == 2 * (number + 1)
+        spans = await case.spans(rollout)
+    assert [span.attributes["http.response.status_code"] for span in spans] == [failure.status] * 3
+
+
+async def test_a_budget_is_refused_with_a_status_that_codex_does_not_try_again() -> None:
+    async with ScriptedOpenAI() as server, gateway(server, budget={"calls": 1}) as case:
+        _, client = await case.start()
+        await client.responses.create(model="m", input="hi")
+        with pytest.raises(openai.BadRequestError, match="has used 1 of its 1 calls") as caught:
+            await client.responses.create(model="m", input="hi")
+    assert caught.value.code == "budget_exceeded"
+
+
+@pytest.mark.parametrize("first", ["still runs", "was sampled", "was given up"])
+async def test_a_request_that_a_client_sends_again_is_one_turn(first: str) -> None:
+    again = {"x-stainless-retry-count": "1"}
+    release = asyncio.Event()
+    slow = Answer("one", until=release) if first != "was sampled" else Answer("one")
+    async with ScriptedOpenAI([slow, Answer("two"), Answer("three")]) as server:
+        models = [entry(server.endpoint, seed_calls=True)]
+        async with gateway(model_list=models) as case:
+            rollout, client = await case.start(metadata={"seed": 7})
+            create = functools.partial(client.chat.completions.create, model="m", messages=HELLO)
+            task = asyncio.create_task(create())
+            await until(lambda: bool(server.requests))
+            if first == "was sampled":
+                await task
+            elif first == "was given up":
+                task.cancel()
+                await until(lambda: case.spans(rollout))
+            await create(extra_headers=again)
+            release.set()
+            await asyncio.gather(task, return_exceptions=True)
+            await create()  # another turn
+            spans = await case.spans(rollout)
+        seeds = [request.body["seed"] for request in server.requests]
+    assert seeds[0] == seeds[1] != seeds[2]
+    by_answer = {
+        semconv.read_output_messages(span)[0]["content"]: span for span in spans if span.status.status_code == "OK"
+    }
+    retried = by_answer["two"]
+    (orphan,) = [span for span in spans if span.span_id == retried.attributes[semconv.RETRY_OF]]
+    assert semconv.RETRY_OF not in by_answer["three"].attributes
+    adapter = TraceToTriplet()
+    triplets = adapter.adapt(spans)
+    trained = [turn.triplet.metadata["span_id"] for t in build_trajectories(triplets).trajectories for turn in t.turns]
+    assert sorted(trained) == sorted([retried.span_id, by_answer["three"].span_id])
+    if first == "was given up":
+        assert adapter.explain_left_out(spans) == {"given up by the client, which tried again": 1}
+        assert TraceToTrajectories().adapt(spans).irregularities.get("broke_off") is None
+    else:
+        (given_up,) = [triplet for triplet in triplets if triplet.metadata["span_id"] == orphan.span_id]
+        assert explain_unused(given_up) == "given_up"

@@ -190,6 +190,8 @@ class Dialect(Protocol):
     span_name: str
     operation: str
     """OpenTelemetry's ``gen_ai.operation.name``."""
+    final_status: int | None = None
+    """The status of errors after which a client must not try again; None if clients read ``x-should-retry``."""
     fields: Set[str] | None = None
     """Fields of a request that are passed on; None: all, which lets agents set any option of the backend."""
 
@@ -279,8 +281,10 @@ class CallRefused(LightningError):
 
     def to_response(self, dialect: Dialect) -> web.Response:
         """Returns the answer for an agent that speaks this dialect."""
-        headers, body = CIMultiDict(self.headers), self.body
+        headers, body, status = CIMultiDict(self.headers), self.body, self.status
+        if headers.get("x-should-retry") == "false":
+            status = dialect.final_status or status
         if body is None:
             headers["Content-Type"] = "application/json"
             body = dump_json(dialect.error_body(self.status, str(self), self.code))
-        return web.Response(status=self.status, body=body, headers=headers)
+        return web.Response(status=status, body=body, headers=headers)

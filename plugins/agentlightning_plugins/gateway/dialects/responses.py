@@ -63,6 +63,7 @@ class Responses(OpenAIDialect):
     path = "responses"
     span_name = "responses"
     operation = "chat"
+    final_status = 400  # Codex tries every other one again
     fields = RESPONSE_FIELDS
 
     def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:

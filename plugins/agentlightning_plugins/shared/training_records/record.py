@@ -27,8 +27,8 @@ LEDGER_SPAN: Final = f"{semconv.TRAINING}.rollout"
 
 Outcome: TypeAlias = Literal[
     "trained", "failed", "no_reward", "no_calls", "spans_dropped", "unreadable_spans", "filtered", "flat_group",
-    "no_tokens", "untrusted", "no_logprobs", "repeated", "side_call", "too_long", "stale", "cut_off", "mismatch",
-    "unusable_images", "not_finite", "cancelled", "unfinished", "not_recorded",
+    "no_tokens", "untrusted", "no_logprobs", "repeated", "side_call", "given_up", "too_long", "stale", "cut_off",
+    "mismatch", "unusable_images", "not_finite", "cancelled", "unfinished", "not_recorded",
 ]  # fmt: skip
 """Outcome of a rollout or a call; every value except ``trained`` is a reason why it was not trained on:
 
@@ -38,7 +38,7 @@ Outcome: TypeAlias = Literal[
 ``no_tokens``, ``no_logprobs``: the model server did not report them. ``untrusted``: only the agent itself, with the
 token of its attempt, claims which tokens were sampled. ``repeated``: another row contains its tokens.
 ``side_call``: a coding agent made it beside its work, such as for a title; the adapter's setting ``side_calls`` trains
-on such calls.
+on such calls. ``given_up``: the client sent its request again before it got the answer.
 ``too_long``: more tokens than the model has positions. ``stale``: sampled by weights that are too old. ``cut_off``: its
 reply ended at the token limit. ``mismatch``: sampler and trainer disagree on every token. ``unusable_images``: its
 images cannot be read, the trainer and the sampler encode them as different tokens, or the model sampled an image token.
@@ -394,8 +394,9 @@ def count_sampled(calls: Iterable[Triplet]) -> int:
 
 def explain_unused(call: Triplet) -> Outcome:
     """Returns the reason why a call is not part of a trajectory."""
-    if call.metadata.get("side_call"):
-        return "side_call"
+    unused: Outcome | None = call.metadata.get("unused")
+    if unused is not None:
+        return unused
     if not call.prompt.get("token_ids") or not call.response.get("token_ids"):
         return "untrusted" if call.metadata.get("untrusted") else "no_tokens"
     return "repeated" if call.response.get("logprobs") else "no_logprobs"
