@@ -58,6 +58,7 @@ class LLMProxy(ModelNames):
         pause_wait_s: float = PAUSE_WAIT_S,
         cache: bool = False,
         late_system: LateSystem = "keep",
+        fail_attempts: bool = True,
         finish_s: float = 2.0,
     ) -> None:
         """Prepares the gateway; ``start`` opens it.
@@ -90,6 +91,7 @@ class LLMProxy(ModelNames):
                 request, if the store contains one. For prompt search and evaluation.
             late_system: ``user`` passes system messages after the first other message on as the user's, for chat
                 templates that refuse them; ``keep`` passes them on as they are.
+            fail_attempts: whether an attempt fails if its last model call failed, even if its agent returns a reward.
             finish_s: how long calls in flight may take to end when the gateway stops; the others get an error.
 
         Raises:
@@ -121,6 +123,7 @@ class LLMProxy(ModelNames):
             pause_wait_s=pause_wait_s,
             cache=cache,
             late_system=late_system,
+            fails_attempts=fail_attempts,
             finish_s=finish_s,
             operator_key=secrets.token_urlsafe(32),
         )

@@ -49,6 +49,7 @@ class Settings:
     pause_wait_s: float
     cache: bool
     late_system: LateSystem
+    fails_attempts: bool
     finish_s: float
     operator_key: str = field(repr=False)
     """Key whose holder may operate the gateway, as with the store's token."""
@@ -98,7 +99,14 @@ class GatewayServer:
         self._cache = AnswerCache() if settings.cache else None
         self._history = SampledHistory(settings.late_system)
         self._recorder = CallRecorder(
-            store, self._writer, self._usage, self._metrics, self._cache, self._ended, self._history
+            store,
+            self._writer,
+            self._usage,
+            self._metrics,
+            self._cache,
+            self._ended,
+            self._history,
+            fails_attempts=settings.fails_attempts,
         )
         self._relay = Relay(
             self._recorder, read_timeout_s=settings.read_timeout_s, keeps_answers=self._cache is not None
@@ -195,7 +203,9 @@ class GatewayServer:
         try:
             return await self._pass_through_chain(call, request)
         except CallRefused as error:
-            return self._recorder.refuse(call, error)
+            response = self._recorder.refuse(call, error)
+            await self._recorder.store(call)
+            return response
         except asyncio.CancelledError:  # by aiohttp, because the client disconnected
             self._recorder.abandon(call)
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import sys
 from typing import Any
 
 import anthropic
@@ -14,16 +15,20 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.adapter import TraceToTrajectories, TraceToTriplet, build_trajectories
+from agentlightning_algorithms.grpo.episode import fill_rewards, read_episode
 from agentlightning_plugins.gateway.dialects.messages import MessagesTranslation
 from agentlightning_plugins.gateway.dialects.responses import ResponsesTranslation
 from agentlightning_plugins.shared.chat_history import link_calls
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
-from agentlightning_plugins.shared.training_records.record import explain_unused
+from agentlightning_plugins.shared.training_records.record import RolloutOutcome, explain_unused
+from tests.plugins.agents.command_lab import run, tracer
 from tests.plugins.gateway.gateway_setup import ADD, HELLO, entry, gateway
 from tests.waiting import until
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.332.b68; cc_entrypoint=sdk; cch={};"
 SPACED = '{"path": "a/b",  "n": 1.0, "z": {"y": [true]}}'
+
+__all__ = ["tracer"]
 
 
 async def ask_chat(client: Any, case: Any, turns: list[Any]) -> None:
@@ -285,3 +290,52 @@ async def test_a_request_that_a_client_sends_again_is_one_turn(first: str) -> No
     else:
         (given_up,) = [triplet for triplet in triplets if triplet.metadata["span_id"] == orphan.span_id]
         assert explain_unused(given_up) == "given_up"
+
+
+SWALLOWS = """
+import json, os, urllib.request
+for _ in range(2):
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    try:
+        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+    except OSError:
+        pass
+print(0)
+"""
+BROKEN = Answer(body=b"no answer")
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "error"),
+    [
+        pytest.param([Answer("ok"), Answer(status=500)], {}, "scripted error", id="server"),
+        pytest.param(
+            [Answer("ok"), Answer(status=400, error="context too long")], {}, "context too long", id="context"
+        ),
+        pytest.param([Answer("ok"), BROKEN], {}, "is invalid for chat/completions", id="invalid"),
+        pytest.param([Answer(status=500), Answer("ok")], {}, None, id="recovered"),
+        pytest.param([Answer("ok")], {"budget": {"calls": 1}}, None, id="budget"),
+        pytest.param([Answer("ok"), Answer(status=500)], {"fail_attempts": False}, None, id="setting"),
+    ],
+)
+async def test_an_attempt_whose_last_model_call_failed_has_failed_whatever_its_command_prints(
+    tracer: agl.OtelTracer, script: list[Answer], settings: dict[str, Any], error: str | None
+) -> None:
+    agent = agl.CommandAgent([sys.executable, "-c", SWALLOWS], reward="stdout")
+    async with ScriptedOpenAI(script) as server, gateway(server, num_retries=0, **settings) as case:
+        resources = {"llm": case.proxy.as_resource(model="m")}
+        rollout, spans = await run(case.store, agent, resources=resources)
+    attempt = rollout.attempt
+    if error is None:
+        assert (rollout.status, attempt.status, attempt.reward, attempt.error) == ("succeeded", "succeeded", 0.0, None)
+        return
+    assert (rollout.status, attempt.status, attempt.reward) == ("failed", "failed", None)
+    assert attempt.error is not None
+    assert attempt.error.type == "model_error"
+    assert error in attempt.error.message
+    episode = read_episode(rollout, spans, TraceToTriplet())
+    assert fill_rewards([episode], 0.0) == [None]
+    outcome = RolloutOutcome("r", "a", "g", None, attempt.error.type, has_failed=True)
+    assert outcome.to_entry(1, {"x": "failed"}).outcome == "model_error"
