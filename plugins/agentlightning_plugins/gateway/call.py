@@ -136,6 +136,9 @@ class SampledHistory:
             if isinstance(message.get("tool_calls"), list):
                 calls = [self._restore_call(attempt, call) for call in message["tool_calls"]]
                 message = {**message, "tool_calls": calls}
+            thoughts = message.get("reasoning_content") or message.get("reasoning")
+            if thoughts and isinstance(thoughts, str):
+                message = {**message, "reasoning_content": thoughts, "reasoning": thoughts}  # servers read one of them
             if message.get("role") not in ("system", "developer"):
                 is_late = True
             elif is_late and self._late_system == "user":

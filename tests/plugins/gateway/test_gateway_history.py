@@ -339,3 +339,19 @@ async def test_an_attempt_whose_last_model_call_failed_has_failed_whatever_its_c
     assert fill_rewards([episode], 0.0) == [None]
     outcome = RolloutOutcome("r", "a", "g", None, attempt.error.type, has_failed=True)
     assert outcome.to_entry(1, {"x": "failed"}).outcome == "model_error"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_thoughts_of_earlier_answers_reach_a_chat_server_under_both_names(name: str) -> None:
+    thought: list[Any] = [*HELLO, {"role": "assistant", "content": "Hello.", name: "Hm."}, *HELLO]
+    reasoning: Any = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "Hm."}]}
+    said: list[Any] = [{"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Hello."}]
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        _, client = await case.start()
+        await client.chat.completions.create(model="m", messages=thought)
+        await client.responses.create(model="m", input=[*HELLO, reasoning, {"role": "assistant", "content": "Hello."}])
+        await (await case.anthropic_client(client)).messages.create(
+            model="m", max_tokens=9, messages=[*HELLO, {"role": "assistant", "content": said}]
+        )
+        sent = [request.body["messages"][1] for request in server.requests]
+    assert sent == [{"role": "assistant", "content": "Hello.", "reasoning_content": "Hm.", "reasoning": "Hm."}] * 3
