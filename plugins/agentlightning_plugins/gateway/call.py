@@ -170,17 +170,14 @@ def _count_chars(forms: Mapping[str, str]) -> int:
 
 
 def _normal_form(text: str) -> str | None:
-    """Returns a text that is the same for equal JSON, also as JavaScript writes it; None if it is not JSON."""
+    """Returns a text that is the same for equal JSON, as for JavaScript's 1 and 1.0; None if it is not JSON."""
     try:
-        return json.dumps(json.loads(text, parse_float=_read_float), sort_keys=True)
+        read = json.loads(
+            text, parse_float=lambda digits: int(value) if (value := float(digits)).is_integer() else value
+        )
+        return json.dumps(read, sort_keys=True)
     except (ValueError, RecursionError):
         return None
-
-
-def _read_float(text: str) -> float:
-    """Reads a number; JavaScript does not tell 1.0 from 1."""
-    value = float(text)
-    return int(value) if value.is_integer() else value
 
 
 def _settle_content(content: Any) -> Any:

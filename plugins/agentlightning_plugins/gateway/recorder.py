@@ -30,7 +30,7 @@ from agentlightning.store.span_writer import AttemptKey, SpanWriter
 from agentlightning.types import Span, TraceStatus
 from agentlightning_plugins.gateway.access import EndedAttempts
 from agentlightning_plugins.gateway.backends.answer_cache import CACHE_ANSWER, CACHE_KEY, AnswerCache
-from agentlightning_plugins.gateway.call import ModelCall, SampledHistory, stated_tokens, used_tokens
+from agentlightning_plugins.gateway.call import ModelCall, stated_tokens, used_tokens
 from agentlightning_plugins.gateway.control import GatewayMetrics
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, CallRefused, CompletionChoice, Dialect
 from agentlightning_plugins.gateway.dialects.wire import dump_json
@@ -55,7 +55,6 @@ class CallRecorder:
         metrics: GatewayMetrics,
         cache: AnswerCache | None,
         ended: EndedAttempts,
-        history: SampledHistory,
         *,
         fails_attempts: bool = True,
     ) -> None:
@@ -65,7 +64,6 @@ class CallRecorder:
         self._metrics = metrics
         self._cache = cache
         self._ended = ended
-        self._history = history
         self._fails_attempts = fails_attempts
         self._failing: dict[AttemptKey, None] = {}
         """Attempts whose last call failed, according to their metadata."""
@@ -90,7 +88,8 @@ class CallRecorder:
         if call.backend is not None:
             tokens, price = used_tokens(call), call.backend.price
             self._usage.add(call.attempt, sum(tokens), price.cost(*tokens) if price is not None else 0.0)
-        self._history.remember(call.attempt, call.completion)
+        if call.history is not None:
+            call.history.remember(call.attempt, call.completion)
         self._writer.put(call_to_span(call, is_late=self._ended.is_over(call.attempt)))
         if call.left_out_tools and call.attempt not in self._without_tools:
             self._without_tools[call.attempt] = None

@@ -98,16 +98,8 @@ class GatewayServer:
         )
         self._cache = AnswerCache() if settings.cache else None
         self._history = SampledHistory(settings.late_system)
-        self._recorder = CallRecorder(
-            store,
-            self._writer,
-            self._usage,
-            self._metrics,
-            self._cache,
-            self._ended,
-            self._history,
-            fails_attempts=settings.fails_attempts,
-        )
+        told = {"fails_attempts": settings.fails_attempts}
+        self._recorder = CallRecorder(store, self._writer, self._usage, self._metrics, self._cache, self._ended, **told)
         self._relay = Relay(
             self._recorder, read_timeout_s=settings.read_timeout_s, keeps_answers=self._cache is not None
         )

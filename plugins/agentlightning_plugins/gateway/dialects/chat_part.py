@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from agentlightning_plugins.gateway.dialects.dialect import CompletionChoice
+from agentlightning_plugins.gateway.dialects.dialect import CompletionChoice, flatten
 from agentlightning_plugins.gateway.dialects.openai import to_chunk
 from agentlightning_plugins.gateway.dialects.wire import dump_json, is_json
 
@@ -109,7 +109,7 @@ class PartTranslation(ABC):
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
         if isinstance(choice.get("stop_reason"), str):
             self._stop_sequence = choice["stop_reason"]
-        delta = choice.get("delta") or {}
+        delta = flatten(choice.get("delta") or {})
         logprobs = (choice.get("logprobs") or {}).get("content") or () if self._keeps_logprobs else ()
         yield from self._read_text("reasoning", delta.get("reasoning_content") or delta.get("reasoning"))
         yield from self._read_text("text", delta.get("content"), logprobs)
@@ -171,6 +171,12 @@ class PartTranslation(ABC):
 def take(**fields: Any) -> dict[str, Any]:
     """Returns the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def without_idle_choice(chat: dict[str, Any]) -> dict[str, Any]:
+    """Returns a chat request without the fields that servers refuse if there are no tools."""
+    idle = () if chat.get("tools") else ("tools", "tool_choice", "parallel_tool_calls")
+    return {name: value for name, value in chat.items() if name not in idle}
 
 
 def to_content(content: Any, to_part: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:

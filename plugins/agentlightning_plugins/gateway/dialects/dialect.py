@@ -142,6 +142,19 @@ def tool_call_part(id: str | None, name: str | None, arguments: str | None) -> d
     return {"type": "tool_call", "id": id, "name": name, "arguments": arguments}
 
 
+def flatten(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message of a chat answer with a text as its content: some servers list texts and thoughts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    found = {"text": "", "thinking": message.get("reasoning_content") or message.get("reasoning") or ""}
+    for part in content:
+        for kind in found.keys() & part.keys():
+            value = part[kind]
+            found[kind] += value if isinstance(value, str) else "".join(piece["text"] for piece in value)
+    return {**message, "content": found["text"], "reasoning_content": found["thinking"]}
+
+
 class TranslationError(ValueError):
     """A call cannot be expressed in the backend's dialect; the message explains why."""
 

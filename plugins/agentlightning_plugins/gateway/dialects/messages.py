@@ -12,6 +12,7 @@ from agentlightning_plugins.gateway.dialects.chat_part import (
     to_content,
     to_tool_call,
     to_tool_result,
+    without_idle_choice,
 )
 from agentlightning_plugins.gateway.dialects.dialect import (
     UNPARSED,
@@ -280,7 +281,7 @@ class MessagesTranslation(PartTranslation):
 
     def _to_usage(self) -> dict[str, Any]:
         usage = self._usage
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        cached = min((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0, self._prompt_tokens)
         return {
             "input_tokens": self._prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
@@ -324,7 +325,7 @@ def to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("tools"):
         chat["tools"] = to_chat_tools(body)
     choice, output = body.get("tool_choice") or {}, body.get("output_config") or {}
-    return chat | take(
+    chat |= take(
         stop=body.get("stop_sequences"),
         user=(body.get("metadata") or {}).get("user_id"),
         tool_choice=_to_tool_choice(choice),
@@ -333,6 +334,7 @@ def to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
         reasoning_effort=output.get("effort"),
         stream_options={"include_usage": True} if body.get("stream") else None,
     )
+    return without_idle_choice(chat)
 
 
 def to_chat_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:

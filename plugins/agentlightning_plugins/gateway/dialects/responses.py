@@ -13,6 +13,7 @@ from agentlightning_plugins.gateway.dialects.chat_part import (
     to_content,
     to_tool_call,
     to_tool_result,
+    without_idle_choice,
 )
 from agentlightning_plugins.gateway.dialects.dialect import (
     Completion,
@@ -202,6 +203,7 @@ _REPEATED: Final[Mapping[str, Any]] = {
     "user": None,
 }
 """Fields that a response repeats from its request, with their defaults."""
+_COUNTED: Final = ("prompt", "completion")
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _PREFIX: Final = {"reasoning": "rs", "text": "msg", "refusal": "msg", "tool_call": "fc"}
 _EVENT: Final = {
@@ -335,7 +337,7 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "input_tokens_details": {"cached_tokens": taken.get("cached_tokens") or 0, "cache_write_tokens": 0},
         "output_tokens": usage.get("completion_tokens") or 0,
         "output_tokens_details": {"reasoning_tokens": made.get("reasoning_tokens") or 0},
-        "total_tokens": usage.get("total_tokens") or 0,
+        "total_tokens": usage.get("total_tokens") or sum(usage.get(f"{kind}_tokens") or 0 for kind in _COUNTED),
     }
 
 
@@ -366,9 +368,7 @@ def _to_chat_request(body: Mapping[str, Any], tools: FunctionTools) -> dict[str,
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = {function_name(tool.get("name"), tool.get("namespace")) for tool in choice.get("tools") or ()}
         chat["tools"] = [tool for tool in tools.functions if tool["function"]["name"] in allowed]
-    if not chat.get("tools"):  # servers refuse these fields without tools
-        chat = {key: value for key, value in chat.items() if key not in ("tools", "tool_choice", "parallel_tool_calls")}
-    return chat
+    return without_idle_choice(chat)
 
 
 def to_chat_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
