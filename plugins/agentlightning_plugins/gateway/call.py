@@ -92,8 +92,8 @@ class TraceContext(NamedTuple):
 LateSystem: TypeAlias = Literal["keep", "user"]
 _MAX_REMEMBERED: Final = 2**26
 """Characters of tool arguments that are kept to be restored."""
-_INPUT: Final = "input"
-"""The key under which custom tools of Responses get their text."""
+_IDLE: Final = ("tools", "tool_choice", "parallel_tool_calls")  # fields that servers refuse if there are no tools
+_INPUT: Final = "input"  # the key under which custom tools of Responses get their text
 
 
 class SampledHistory:
@@ -144,7 +144,7 @@ class SampledHistory:
             elif is_late and self._late_system == "user":
                 message = {**message, "role": "user"}
             else:
-                message = {**message, "content": _settle_content(message.get("content"))}
+                message = {**message, "content": settle(message.get("content"))}
             restored.append(message)
         return restored
 
@@ -178,17 +178,6 @@ def _normal_form(text: str) -> str | None:
         return json.dumps(read, sort_keys=True)
     except (ValueError, RecursionError):
         return None
-
-
-def _settle_content(content: Any) -> Any:
-    if isinstance(content, str):
-        return settle(content)
-    if not isinstance(content, list):
-        return content
-    return [
-        {**part, "text": settle(part["text"])} if isinstance(part, dict) and isinstance(part.get("text"), str) else part
-        for part in content
-    ]
 
 
 @dataclass(slots=True)
@@ -276,7 +265,9 @@ class ModelCall:
                     f"{backend.endpoint} of model {self.model!r} does not speak {dialect.name}, only "
                     f"{', '.join(sorted(spoken))}; set the entry's 'provider' if it does, or to 'litellm'"
                 )
-            body = {name: value for name, value in translation.request().items() if name in CHAT_FIELDS}
+            chat = translation.request()
+            idle = () if chat.get("tools") else _IDLE
+            body = {name: value for name, value in chat.items() if name in CHAT_FIELDS and name not in idle}
             self.left_out_tools = getattr(translation, "left_out_tools", ())
             dialect, path = CHAT, CHAT.path
         messages = body.get("messages") if dialect.name == CHAT.name else None

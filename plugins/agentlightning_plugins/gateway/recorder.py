@@ -158,8 +158,6 @@ class CallRecorder:
         )
 
 
-_SUB_AGENT: Final = "subagent"
-"""The name of agents that another conversation began; the agent itself keeps its name."""
 _OK: Final = TraceStatus(status_code="OK")
 _MIN_INT64: Final = -(2**63)
 _MAX_INT64: Final = 2**63 - 1
@@ -206,7 +204,7 @@ def call_to_span(call: ModelCall, *, is_late: bool = False) -> Span:
     if call.conversation is not None and call.generates:
         attributes[semconv.GEN_AI_CONVERSATION_ID] = call.conversation
         if call.parent_conversation is not None:
-            attributes |= {semconv.PARENT_CONVERSATION: call.parent_conversation, semconv.GEN_AI_AGENT_NAME: _SUB_AGENT}
+            attributes |= {semconv.PARENT_CONVERSATION: call.parent_conversation, semconv.GEN_AI_AGENT_NAME: "subagent"}
     if call.retry_of is not None:
         attributes[semconv.RETRY_OF] = call.retry_of
     if call.first_time:

@@ -331,8 +331,7 @@ class RolloutChecks:
 def _fix_refusal(span: Span) -> str:
     """Returns the remedy for a call that the model server refused."""
     roles = [message.get("role") for message in semconv.read_input_messages(span)]
-    leading = next((place for place, role in enumerate(roles) if role != "system"), 0)
-    if "system" not in roles[leading:]:
+    if "system" not in roles[1:]:
         return _SEE_SERVER
     return f"if its chat template refuses late system messages, give the gateway late_system: user; else {_SEE_SERVER}"
 

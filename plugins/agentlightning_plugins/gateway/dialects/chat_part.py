@@ -173,12 +173,6 @@ def take(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def without_idle_choice(chat: dict[str, Any]) -> dict[str, Any]:
-    """Returns a chat request without the fields that servers refuse if there are no tools."""
-    idle = () if chat.get("tools") else ("tools", "tool_choice", "parallel_tool_calls")
-    return {name: value for name, value in chat.items() if name not in idle}
-
-
 def to_content(content: Any, to_part: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
     """Translates the parts of a message; a single text becomes a plain string."""
     if not isinstance(content, list):
@@ -202,8 +196,3 @@ def to_tool_result(output: Any, to_part: Callable[[Mapping[str, Any]], dict[str,
     if not has_failed:
         return content
     return [{"type": "text", "text": _FAILED}, *content] if isinstance(content, list) else f"{_FAILED}{content}"
-
-
-def to_tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    """Returns a tool call of a chat message."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -142,6 +142,11 @@ def tool_call_part(id: str | None, name: str | None, arguments: str | None) -> d
     return {"type": "tool_call", "id": id, "name": name, "arguments": arguments}
 
 
+def to_tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    """Returns a tool call of a chat message."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def flatten(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a message of a chat answer with a text as its content: some servers list texts and thoughts."""
     content = message.get("content")

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from agentlightning_plugins.gateway.dialects.chat_part import (
-    Part,
-    PartTranslation,
-    take,
-    to_content,
-    to_tool_call,
-    to_tool_result,
-    without_idle_choice,
-)
+from agentlightning_plugins.gateway.dialects.chat_part import Part, PartTranslation, take, to_content, to_tool_result
 from agentlightning_plugins.gateway.dialects.dialect import (
     UNPARSED,
     Completion,
@@ -22,6 +14,7 @@ from agentlightning_plugins.gateway.dialects.dialect import (
     Dialect,
     Translation,
     TranslationError,
+    to_tool_call,
 )
 from agentlightning_plugins.gateway.dialects.fields import COUNT_FIELDS, MESSAGE_FIELDS
 from agentlightning_plugins.gateway.dialects.openai import CHAT
@@ -290,23 +283,14 @@ class MessagesTranslation(PartTranslation):
         }
 
 
-class CountTranslation:
+class CountTranslation(MessagesTranslation):
     """Counts the tokens of a request: requests one token from a chat server and reads the usage in its answer."""
-
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        self._body = body
 
     def request(self) -> dict[str, Any]:
         return to_chat_request({**self._body, "stream": False}) | {"max_tokens": 1}
 
     def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
         return {"input_tokens": answer["usage"]["prompt_tokens"]}
-
-    def feed(self, chunk: dict[str, Any]) -> bytes:
-        raise ValueError("the backend streams an answer for which no stream was requested")
-
-    def close(self) -> bytes:
-        return b""
 
 
 def to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,7 +309,7 @@ def to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("tools"):
         chat["tools"] = to_chat_tools(body)
     choice, output = body.get("tool_choice") or {}, body.get("output_config") or {}
-    chat |= take(
+    return chat | take(
         stop=body.get("stop_sequences"),
         user=(body.get("metadata") or {}).get("user_id"),
         tool_choice=_to_tool_choice(choice),
@@ -334,7 +318,6 @@ def to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
         reasoning_effort=output.get("effort"),
         stream_options={"include_usage": True} if body.get("stream") else None,
     )
-    return without_idle_choice(chat)
 
 
 def to_chat_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -6,21 +6,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from agentlightning_plugins.gateway.dialects.chat_part import (
-    Part,
-    PartTranslation,
-    take,
-    to_content,
-    to_tool_call,
-    to_tool_result,
-    without_idle_choice,
-)
+from agentlightning_plugins.gateway.dialects.chat_part import Part, PartTranslation, take, to_content, to_tool_result
 from agentlightning_plugins.gateway.dialects.dialect import (
     Completion,
     CompletionChoice,
     CompletionToolCall,
     Translation,
     TranslationError,
+    to_tool_call,
 )
 from agentlightning_plugins.gateway.dialects.fields import RESPONSE_FIELDS
 from agentlightning_plugins.gateway.dialects.openai import CHAT, OpenAIDialect
@@ -368,7 +361,7 @@ def _to_chat_request(body: Mapping[str, Any], tools: FunctionTools) -> dict[str,
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = {function_name(tool.get("name"), tool.get("namespace")) for tool in choice.get("tools") or ()}
         chat["tools"] = [tool for tool in tools.functions if tool["function"]["name"] in allowed]
-    return without_idle_choice(chat)
+    return chat
 
 
 def to_chat_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 VOLATILE: Final[Sequence[tuple[re.Pattern[str], str]]] = (
     # Claude Code's checksum of the request, in the first block of its system prompt.
@@ -13,8 +13,13 @@ VOLATILE: Final[Sequence[tuple[re.Pattern[str], str]]] = (
 """Patterns in system messages, and what replaces them."""
 
 
-def settle(text: str) -> str:
-    """Returns the text of a system message without what changes with every call."""
-    for pattern, replacement in VOLATILE:
-        text = pattern.sub(replacement, text)
-    return text
+def settle(content: Any) -> Any:
+    """Returns the content of a system message, a text or a list of parts, without what changes with every call."""
+    if isinstance(content, list):
+        return [
+            {**part, "text": settle(part["text"])} if isinstance(part, dict) and "text" in part else part
+            for part in content
+        ]
+    for pattern, replacement in VOLATILE if isinstance(content, str) else ():
+        content = pattern.sub(replacement, content)
+    return content
