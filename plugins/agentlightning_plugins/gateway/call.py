@@ -205,7 +205,7 @@ class ModelCall:
     query: str = ""
     """Query of the backend's URL, without the question mark."""
     history: SampledHistory | None = None
-    """What models sampled for this attempt before."""
+    """The answers that models sampled before, to restore them."""
     seed: int | None = None
     """Seed derived from the rollout's seed, for backends that seed calls."""
     start_time: float = field(default_factory=time.time)
