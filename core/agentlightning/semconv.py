@@ -41,8 +41,7 @@ TRACER_NAME: Final = "agentlightning.tracer.name"
 REWARD: Final = "agentlightning.reward"  # ``.{i}.name`` and ``.{i}.value``; the first is the primary reward
 MAX_REWARD: Final = 1e30
 """Largest absolute value of a reward: sums and squares of rewards stay finite."""
-LINK: Final = "agentlightning.link"
-"""``.{i}.key_match`` and ``.{i}.value_match``: refer to the span that has this attribute with this value."""
+LINK: Final = "agentlightning.link"  # ``.{i}.key_match``, ``.{i}.value_match``: the span with this attribute and value
 TAG: Final = "agentlightning.tag"  # ``.{i}``
 MESSAGE_BODY: Final = "agentlightning.message.body"
 FEEDBACK_TEXT: Final = "agentlightning.feedback.text"
@@ -61,14 +60,12 @@ GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
 GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
 GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"  # links a client's span and the gateway's
 GEN_AI_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
-GEN_AI_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
-"""Seconds from the request to the first chunk of a streamed answer."""
+GEN_AI_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds from the request, for a stream
 GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_INPUT_MESSAGES: Final = "gen_ai.input.messages"
 GEN_AI_OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
-GEN_AI_SYSTEM_INSTRUCTIONS: Final = "gen_ai.system_instructions"
-"""The system message as a list of parts, if the input messages do not include it."""
+GEN_AI_SYSTEM_INSTRUCTIONS: Final = "gen_ai.system_instructions"  # as parts, if the input messages lack it
 GEN_AI_TOOL_DEFINITIONS: Final = "gen_ai.tool.definitions"
 PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
 RESPONSE_TOKEN_IDS: Final = "response_token_ids"
@@ -87,6 +84,9 @@ UNTRUSTED: Final = "agentlightning.untrusted"
 TRAINING: Final = "agentlightning.training"  # begins the names of the spans of training records and their attributes
 TRAINING_ID: Final = "training-"  # begins the ids of these spans, so that no other span can take their ids
 
+GEN_AI_CONVERSATION_ID: Final = "gen_ai.conversation.id"
+RETRY_OF: Final = "agentlightning.gateway.retry_of"  # the span of the try before, which the client gave up
+PARENT_CONVERSATION: Final = "agentlightning.gateway.parent_conversation"  # the one that began a sub-agent's
 GEN_AI_AGENT_NAME: Final = "gen_ai.agent.name"
 GEN_AI_TOOL_NAME: Final = "gen_ai.tool.name"
 ANSWERED_TOOL_CALL: Final = "agentlightning.answered_tool_call"

@@ -13,7 +13,9 @@ CHAT_TEMPLATE = """
 {% endif %}
 {%- for message in messages %}
     {%- if message.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}
-    {{- '<|im_start|>' + message.role + '\n' + message.content }}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+    {{- message.content }}
     {%- for call in message.tool_calls or [] %}
         {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
         {{- call.function.arguments | tojson + '}\n</tool_call>' }}

@@ -225,6 +225,15 @@ async def test_a_trained_tool_call_is_parsed_and_recorded_with_its_tokens(
         assert triplet.response["logprobs"] == pytest.approx(score(policy, triplet), abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_thoughts_of_earlier_answers_reach_the_chat_template(
+    gateway: agl.LLMProxy, policy: Policy, name: str
+) -> None:
+    said = [*MESSAGES, {"role": "assistant", "content": "5", name: "Hm."}, *MESSAGES]
+    triplet = await ask(gateway, messages=said)
+    assert "<think>Hm.</think>5" in policy.tokenizer.decode(triplet.prompt["token_ids"])
+
+
 async def test_a_teacher_served_by_vllm_scores_like_the_same_model_in_this_process(
     backend: VLLMBackend, policy: Policy, server: Any
 ) -> None:

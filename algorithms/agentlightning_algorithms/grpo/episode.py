@@ -15,6 +15,7 @@ from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter, reading
 from agentlightning.errors import AdapterError
 from agentlightning.reward import count_failed, find_final_reward, find_reward_spans, get_rewards_from_span
+from agentlightning.store.lifecycle import MODEL_ERROR
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Dataset, Rollout, Span, Triplet
 from agentlightning_algorithms.grpo.sampling import FIXED, flatten
@@ -167,7 +168,7 @@ def fill_rewards(episodes: Sequence[Episode], failed_reward: float | None) -> li
     """Returns the rewards of a batch, in which a rollout without one is not better than the others of its group.
 
     It counts as ``failed_reward`` or, if that is lower, as the lowest reward of its group, or of the batch if the group
-    has none. With ``failed_reward`` None, its reward is None.
+    has none. With ``failed_reward`` None, its reward is None; so is that of a rollout whose model failed.
     """
     groups: dict[str, list[float]] = {}
     for episode in episodes:
@@ -175,7 +176,7 @@ def fill_rewards(episodes: Sequence[Episode], failed_reward: float | None) -> li
     every = [reward for rewards in groups.values() for reward in rewards]
 
     def fill(episode: Episode) -> float | None:
-        if episode.reward is not None or failed_reward is None:
+        if episode.reward is not None or failed_reward is None or episode.error == MODEL_ERROR:
             return episode.reward
         return count_failed(groups[episode.group] or every, failed_reward)
 

@@ -36,7 +36,8 @@ from agentlightning_plugins.shared.training_records.record import (
 from agentlightning_plugins.shared.trajectories import Decode, Turn, build_trajectories
 
 _COUNTS = (
-    "calls", "calls_without_tokens", "calls_repeated", "calls_too_long", "calls_cut_off", "calls_stale",
+    "calls", "calls_without_tokens", "calls_repeated", "calls_side", "calls_given_up", "calls_too_long",
+    "calls_cut_off", "calls_stale",
     "calls_of_other_sampling",
     "drift/template", "drift/retokenisation", "drift/other",
 )  # fmt: skip
@@ -199,8 +200,10 @@ def _call_rows(
     """Yields rows without advantages, each with its calls; counts calls that drifted or are unusable."""
     found = build_trajectories(episode.triplets, decode=decode)
     counts["calls"] += len(episode.triplets)
-    counts["calls_repeated"] += (repeated := found.left_out.get("repeated", 0))
-    counts["calls_without_tokens"] += sum(found.left_out.values()) - repeated
+    counts["calls_repeated"] += found.left_out.get("repeated", 0)
+    counts["calls_side"] += found.left_out.get("side_call", 0)
+    counts["calls_given_up"] += found.left_out.get("given_up", 0)
+    counts["calls_without_tokens"] += sum(found.left_out.get(reason, 0) for reason in ("no_tokens", "no_logprobs"))
     counts.update({f"drift/{kind}": count for kind, count in found.counts.items()})
     rollout = episode.rollout.rollout_id
     for trajectory in found.trajectories:

@@ -16,6 +16,7 @@ from agentlightning.algorithm.algorithm import Gateway
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.resources import Resource
 from agentlightning.reward import count_failed
+from agentlightning.store.lifecycle import MODEL_ERROR
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Triplet
 from agentlightning_algorithms.shared.policy_backend import serve_models
@@ -201,6 +202,8 @@ class RolloutController:
             )
         if triplets is None:
             error, triplets = error or "SpansDropped", []
+        if error == MODEL_ERROR:  # a reward would be for what the agent could not do
+            triplets = []
         # An adapter may not report which model the agent requested.
         own = {None, *MODEL_NAMES.values()}
         triplets = [triplet for triplet in triplets if triplet.metadata.get("requested_model") in own]

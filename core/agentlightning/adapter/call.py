@@ -191,6 +191,12 @@ class TracedCall:
         return [{**answer, "content": answer.get("content") or None, "tool_calls": self.tool_calls}]
 
     @property
+    def conversation_id(self) -> str | None:
+        """The id of the agent's conversation, if the gateway knows it."""
+        value = None if self.gateway is None else self.gateway.span.attributes.get(semconv.GEN_AI_CONVERSATION_ID)
+        return None if value is None else str(value)
+
+    @property
     def settled_at(self) -> float:
         """The earliest time at which a reward for this call can be recorded.
 
@@ -237,6 +243,40 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[T
         call.response_id = call.response_id or response_id
         call.is_complete = bool(node.span.attributes[semconv.GATEWAY_COMPLETE])
     return _join_frames(sorted(calls, key=lambda call: (call.anchor.start, call.anchor.span.sequence_id)))
+
+
+def find_given_up(nodes: Iterable[Node]) -> set[str]:
+    """Returns the ids of the gateway's spans whose request the client sent again, and then got an answer."""
+    complete = (node.span.attributes for node in nodes if node.span.attributes.get(semconv.GATEWAY_COMPLETE))
+    return {str(attributes[semconv.RETRY_OF]) for attributes in complete if semconv.RETRY_OF in attributes}
+
+
+def find_side_calls(calls: Sequence[TracedCall]) -> set[TracedCall]:
+    """Finds the calls that coding agents make beside their work, such as for a title or to summarise a conversation.
+
+    They have no tools, in a conversation whose other calls have some, and another system message or later calls with
+    tools. Only conversations that the agent itself names are searched.
+    """
+    found: set[TracedCall] = set()
+    working: dict[str, list[Span]] = {}
+    for call in calls:
+        if call.gateway is not None and call.conversation_id and _has_tools(call.gateway.span):
+            working.setdefault(call.conversation_id, []).append(call.gateway.span)
+    for call in calls:
+        spans = working.get(call.conversation_id or "")
+        if spans and call.gateway is not None and not _has_tools(call.gateway.span):
+            is_last = call.gateway.start >= (spans[-1].start_time or 0.0)
+            if not is_last or _read_system(call.gateway.span) != _read_system(spans[0]):
+                found.add(call)
+    return found
+
+
+def _has_tools(span: Span) -> bool:
+    return semconv.GEN_AI_TOOL_DEFINITIONS in span.attributes
+
+
+def _read_system(span: Span) -> object:
+    return next((each["content"] for each in semconv.read_input_messages(span) if each.get("role") == "system"), None)
 
 
 def _find_unnamed(calls: Sequence[TracedCall], gateways: Sequence[Node]) -> dict[str, list[TracedCall]]:

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter, reading
-from agentlightning.adapter.call import Node, TracedCall, build_tree, find_calls
+from agentlightning.adapter.call import Node, TracedCall, build_tree, find_calls, find_given_up, find_side_calls
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.records import Span, Triplet
@@ -134,7 +134,9 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
     ``weight_version``, ``complete`` (True: the whole answer passed the gateway), ``span_id`` and ``choice`` (of n
     answers), or None for unknown values. If the weights changed during an answer, ``weight_versions`` has one for each
     token. ``untrusted`` (True) is present if only the agent itself claims which tokens were sampled, so that they are
-    left out. Calls without a complete answer give no triplet.
+    left out, ``conversation_id`` if the agent names it, and ``unused`` with the reason if trajectories leave the call
+    out: ``side_call``, or ``given_up`` for a try that the client repeated.
+    Calls without a complete answer give no triplet.
 
     ``reward`` is what the agent emitted for this call; ``find_final_reward`` of the same spans gives the reward of
     the attempt. With a ``credit`` rule, ``reward`` is what the rule assigns to the call, and ``metadata["credit"]``
@@ -150,6 +152,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         reward_match: RewardMatchPolicy = RewardMatchPolicy.FIRST_OCCURRENCE,
         *,
         credit: CreditSpec | None = None,
+        side_calls: bool = False,
     ) -> None:
         """Selects the calls.
 
@@ -161,6 +164,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
                 agents.
             exclude_llm_call_in_reward: leave out calls that compute a reward, such as a judge's.
             reward_match: how rewards find their calls.
+            side_calls: train on side calls of coding agents too, such as titles and summaries (``find_side_calls``).
             credit: a rule that assigns a reward to each call, its name (``agl plugins`` lists them), or
                 ``{"name": ..., **settings}``. Without one, algorithms give every call the final reward.
 
@@ -177,6 +181,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         except ValueError:
             allowed = ", ".join(RewardMatchPolicy)
             raise ConfigError(f"reward_match = {reward_match!r}; it is one of: {allowed}") from None
+        self.side_calls = side_calls
         self.credit = None if credit is None else load_credit_rule(credit)
         self._warned: set[str] = set()
         """Reasons for missing triplets that were already logged; each is logged as a warning only once."""
@@ -195,10 +200,13 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
                 self._log_missing(source, left_out)
                 return []
             position, is_exclusive = self._choose_clock(calls), self.credit is None
+            unused = dict.fromkeys([] if self.side_calls else find_side_calls(calls), "side_call")
+            given_up = find_given_up(nodes)
+            unused |= {call: "given_up" for call in calls if call.gateway and call.gateway.span.span_id in given_up}
             rewards = match_rewards(nodes, calls, self.reward_match, is_exclusive=is_exclusive, settled_at=position)
             if self.credit is None:
-                return [triplet for call in calls for triplet in _to_triplets(call, rewards.get(call))]
-            triplets = [list(_to_triplets(call, None)) for call in calls]
+                return [each for call in calls for each in _to_triplets(call, rewards.get(call), unused.get(call))]
+            triplets = [list(_to_triplets(call, None, unused.get(call))) for call in calls]
             credited = self.credit.apply(nodes, calls, triplets, rewards, find_final_reward(source))
             return [triplet for own in credited for triplet in own]
 
@@ -229,8 +237,11 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         """Returns the calls that give triplets, and the number of other calls by reason."""
         calls = []
         left_out: Counter[str] = Counter()
+        given_up = find_given_up(nodes)
         for call in find_calls(nodes, self._is_call):
             reason = self._reason_to_leave_out(call)
+            if reason == BROKE_OFF and call.gateway and call.gateway.span.span_id in given_up:
+                reason = "given up by the client, which tried again"
             if reason is None:
                 calls.append(call)
             else:
@@ -266,7 +277,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
 TracerTraceToTriplet = TraceToTriplet
 
 
-def _to_triplets(call: TracedCall, reward: float | None) -> Iterator[Triplet]:
+def _to_triplets(call: TracedCall, reward: float | None, unused: str | None) -> Iterator[Triplet]:
     spans = [node.span for node in reversed(call.nodes)]  # the gateway's span, the most complete one, comes first
 
     def read(reader: Callable[[Span], T]) -> T | None:
@@ -285,6 +296,7 @@ def _to_triplets(call: TracedCall, reward: float | None) -> Iterator[Triplet]:
         "weight_version": next((version for version in versions if version is not None), None),
         "complete": True if call.gateway is not None else None,
         "span_id": call.anchor.span.span_id,
+        **({} if call.conversation_id is None else {"conversation_id": call.conversation_id}),
     }
     image_urls = semconv.find_image_urls(messages)
     for choice in range(max(1, len(answers))):
@@ -312,6 +324,7 @@ def _to_triplets(call: TracedCall, reward: float | None) -> Iterator[Triplet]:
                 "finish_reason": finish_reason,
                 "choice": choice,
                 **({"weight_versions": list(mixed)} if mixed else {}),
+                **({"unused": unused} if unused else {}),
                 **({"untrusted": True} if is_claimed and tokens is None else {}),
             },
         )

@@ -37,6 +37,8 @@ _ATTEMPT_TRANSITIONS: Final[Mapping[AttemptStatus, frozenset[AttemptStatus]]] = 
     "running": _ATTEMPT_ENDS,
 }
 
+MODEL_ERROR: Final = "model_error"
+"""Error type of an attempt whose last model call failed; the gateway writes it to the metadata by this key."""
 LOST_CLAIM: Final = "LostClaim"  # the error type of an attempt whose worker died before its first span
 MAX_LOST_CLAIMS: Final = 5
 """A rollout fails when this many workers have died before its first span: its task probably kills their processes."""

@@ -296,13 +296,29 @@ def attempt_over(attempt: AttemptKey | None) -> CallRefused:
     return CallRefused(410, message, "attempt_over")
 
 
+@dataclass(slots=True)
+class _Turn:
+    """A request and its repetitions by the client."""
+
+    span_id: str
+    """The span of the last try."""
+    number: int | None = None
+    """Its number among the calls with as many messages, while it has one."""
+    n_running: int = 0
+    is_answered: bool = False
+
+
 class CallSeeds:
-    """Seeds the calls of each attempt by the rollouts' seeds (``metadata["seed"]``), which it reads from the store."""
+    """Seeds the calls of each attempt by the rollouts' seeds (``metadata["seed"]``), which it reads from the store.
+
+    Tries of a client that repeats a request are one turn: they have one seed, and each names the try before.
+    """
 
     def __init__(self, store: LightningStore) -> None:
         self._store = store
         self._known: dict[AttemptKey, tuple[object, defaultdict[int, list[int]]]] = {}
         """For each attempt, the seed of its rollout, and for each turn a heap of the free numbers of its calls."""
+        self._turns: dict[tuple[AttemptKey | None, str, bytes], _Turn] = {}
 
     @contextlib.asynccontextmanager
     async def seeded(self, call: ModelCall, backends: Iterable[ModelBackend]) -> AsyncIterator[None]:
@@ -312,21 +328,39 @@ class CallSeeds:
         completed calls of this length, in order of arrival. A call that fails, or that the agent abandons, gives its
         number back, so that a repeated call, and all later ones, get the seeds that they would have had without it.
         """
+        turn = self._join_turn(call)
         seed, turns = await self._find(call, backends)
-        if seed is None:
-            yield
-            return
         length = count_messages(call.body)
-        free = turns[length]
-        number = heapq.heappop(free)
-        if not free:
-            free.append(number + 1)
-        call.seed = derive_seed(seed, length, number)
+        if seed is not None:
+            if turn.number is None:
+                free = turns[length]
+                turn.number = heapq.heappop(free)
+                if not free:
+                    free.append(turn.number + 1)
+            call.seed = derive_seed(seed, length, turn.number)
+        turn.n_running += 1
         try:
             yield
         finally:
-            if not call.is_complete:
-                heapq.heappush(free, number)
+            turn.n_running -= 1
+            turn.is_answered |= call.is_complete
+            if turn.number is not None and not turn.n_running and not turn.is_answered:
+                heapq.heappush(turns[length], turn.number)
+                turn.number = None
+
+    def _join_turn(self, call: ModelCall) -> _Turn:
+        """Returns the turn of a call: that of the try before, if the client says that it tries again."""
+        if call.attempt is None:
+            return _Turn("")
+        key = call.attempt, call.dialect.name, call.digest
+        turn = self._turns.pop(key, None)
+        if turn is None or not call.is_retry:
+            turn = _Turn("")
+        call.retry_of, turn.span_id = turn.span_id or None, call.trace.span_id
+        self._turns[key] = turn
+        if len(self._turns) > _MAX_REMEMBERED:
+            del self._turns[next(iter(self._turns))]
+        return turn
 
     async def _find(
         self, call: ModelCall, backends: Iterable[ModelBackend]

@@ -19,9 +19,13 @@ class LlmProxyTraceToTriplet(TraceToTriplet):
     """
 
     def __init__(
-        self, reward_match: RewardMatchPolicy = RewardMatchPolicy.FIRST_OCCURRENCE, *, credit: CreditSpec | None = None
+        self,
+        reward_match: RewardMatchPolicy = RewardMatchPolicy.FIRST_OCCURRENCE,
+        *,
+        credit: CreditSpec | None = None,
+        side_calls: bool = False,
     ) -> None:
-        super().__init__(reward_match=reward_match, credit=credit)
+        super().__init__(reward_match=reward_match, credit=credit, side_calls=side_calls)
 
     def _select(self, nodes: Sequence[Node]) -> tuple[list[TracedCall], Counter[str]]:
         calls, left_out = super()._select(nodes)

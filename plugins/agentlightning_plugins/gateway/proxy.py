@@ -15,6 +15,7 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.upstream import INTERVAL_S
+from agentlightning_plugins.gateway.call import LateSystem
 from agentlightning_plugins.gateway.launch import ServerProcess, ServerThread
 from agentlightning_plugins.gateway.limits import PAUSE_WAIT_S, UsageLimits, read_limits
 from agentlightning_plugins.gateway.remote import ModelNames
@@ -56,6 +57,8 @@ class LLMProxy(ModelNames):
         health_interval_s: float = INTERVAL_S,
         pause_wait_s: float = PAUSE_WAIT_S,
         cache: bool = False,
+        late_system: LateSystem = "keep",
+        fail_attempts: bool = True,
         finish_s: float = 2.0,
     ) -> None:
         """Prepares the gateway; ``start`` opens it.
@@ -86,6 +89,9 @@ class LLMProxy(ModelNames):
                 0 answers immediately.
             cache: whether a request at temperature 0 or with a seed gets the answer of an earlier call with the same
                 request, if the store contains one. For prompt search and evaluation.
+            late_system: ``user`` passes system messages after the first other message on as the user's, for chat
+                templates that refuse them; ``keep`` passes them on as they are.
+            fail_attempts: whether an attempt fails if its last model call failed, even if its agent returns a reward.
             finish_s: how long calls in flight may take to end when the gateway stops; the others get an error.
 
         Raises:
@@ -93,6 +99,8 @@ class LLMProxy(ModelNames):
         """
         if launch_mode not in get_args(LaunchMode):
             raise ConfigError(f"launch_mode = {launch_mode!r}; modes: {', '.join(get_args(LaunchMode))}")
+        if late_system not in get_args(LateSystem):
+            raise ConfigError(f"late_system = {late_system!r}; give one of: {', '.join(get_args(LateSystem))}")
         require_least(0, num_retries=num_retries, pause_wait_s=pause_wait_s, finish_s=finish_s)
         require_least(0.001, read_timeout_s=read_timeout_s, health_interval_s=health_interval_s)
         host = host or "127.0.0.1"
@@ -114,6 +122,8 @@ class LLMProxy(ModelNames):
             health_interval_s=health_interval_s,
             pause_wait_s=pause_wait_s,
             cache=cache,
+            late_system=late_system,
+            fails_attempts=fail_attempts,
             finish_s=finish_s,
             operator_key=secrets.token_urlsafe(32),
         )

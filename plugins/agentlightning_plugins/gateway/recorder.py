@@ -12,15 +12,19 @@ With n > 1 the unprefixed token data belong to choice 0; choice i > 0 has
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import aiohttp
 from aiohttp import web
 
 from agentlightning import semconv
+from agentlightning.errors import StoreError
 from agentlightning.frozen import FrozenList
+from agentlightning.store.lifecycle import MODEL_ERROR
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey, SpanWriter
 from agentlightning.types import Span, TraceStatus
@@ -51,6 +55,8 @@ class CallRecorder:
         metrics: GatewayMetrics,
         cache: AnswerCache | None,
         ended: EndedAttempts,
+        *,
+        fails_attempts: bool = True,
     ) -> None:
         self._store = store
         self._writer = writer
@@ -58,6 +64,9 @@ class CallRecorder:
         self._metrics = metrics
         self._cache = cache
         self._ended = ended
+        self._fails_attempts = fails_attempts
+        self._failing: dict[AttemptKey, None] = {}
+        """Attempts whose last call failed, according to their metadata."""
         self._warned: set[str] = set()
         self._without_tools: dict[AttemptKey, None] = {}
         """Attempts whose tools were left out, which is logged once."""
@@ -79,6 +88,8 @@ class CallRecorder:
         if call.backend is not None:
             tokens, price = used_tokens(call), call.backend.price
             self._usage.add(call.attempt, sum(tokens), price.cost(*tokens) if price is not None else 0.0)
+        if call.history is not None:
+            call.history.remember(call.attempt, call.completion)
         self._writer.put(call_to_span(call, is_late=self._ended.is_over(call.attempt)))
         if call.left_out_tools and call.attempt not in self._without_tools:
             self._without_tools[call.attempt] = None
@@ -104,13 +115,36 @@ class CallRecorder:
         self.finish(call, _DISCONNECTED, "the agent disconnected before the answer was complete")
 
     async def store(self, call: ModelCall) -> None:
-        """Waits, for a limited time, until a durable store contains a finished call.
+        """Waits, for a limited time, until a durable store contains a finished call, and each store a failure.
 
         The agent gets the end of its answer afterwards, so the store has all calls of a rollout that has succeeded,
         even if this process is killed.
         """
+        if call.attempt is not None and self._fails_attempts and call.generates:
+            await self._note_failure(call, call.attempt)
         if call.attempt is not None and self._store.capabilities["durable"]:
             await self._writer.flush(*call.attempt, timeout_s=_STORE_WAIT_S)
+
+    async def _note_failure(self, call: ModelCall, attempt: AttemptKey) -> None:
+        """Writes to an attempt whether its last call failed; if so, it fails too, whatever its agent returns."""
+        has_failed = not call.is_complete and call.error_code not in (BUDGET_EXCEEDED, "attempt_over")
+        if has_failed == (attempt in self._failing):
+            return
+        try:
+            async with asyncio.timeout(_STORE_WAIT_S):
+                known = await self._store.query_attempts(attempt[0])
+                metadata = next((each.metadata or {} for each in known if each.attempt_id == attempt[1]), {})
+                message = (call.error or "")[:_MAX_DESCRIPTION] if has_failed else None
+                await self._store.update_attempt(*attempt, metadata={**metadata, MODEL_ERROR: message})
+        except (StoreError, OSError, aiohttp.ClientError) as error:
+            logger.warning("attempt %s cannot be told how its last model call ended: %s", attempt[1], error)
+            return
+        if not has_failed:
+            del self._failing[attempt]
+            return
+        self._failing[attempt] = None
+        if len(self._failing) > _MAX_ATTEMPTS:
+            del self._failing[next(iter(self._failing))]
 
     def _check_token_ids(self, call: ModelCall) -> None:
         if all(choice.token_ids is not None for choice in call.completion.choices.values()):
@@ -167,6 +201,12 @@ def call_to_span(call: ModelCall, *, is_late: bool = False) -> Span:
             value = [value]
         if value is not None:
             attributes[f"gen_ai.request.{_SAMPLING[key]}"] = value
+    if call.conversation is not None and call.generates:
+        attributes[semconv.GEN_AI_CONVERSATION_ID] = call.conversation
+        if call.parent_conversation is not None:
+            attributes |= {semconv.PARENT_CONVERSATION: call.parent_conversation, semconv.GEN_AI_AGENT_NAME: "subagent"}
+    if call.retry_of is not None:
+        attributes[semconv.RETRY_OF] = call.retry_of
     if call.first_time:
         attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = call.first_time - call.start_time
     if call.cache_key is not None:

@@ -20,7 +20,7 @@ from agentlightning_plugins.gateway.backends.answer_cache import AnswerCache
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.provider import ModelBackend
 from agentlightning_plugins.gateway.backends.upstream import HealthCheck, Upstream
-from agentlightning_plugins.gateway.call import ModelCall, estimate_tokens, read_call
+from agentlightning_plugins.gateway.call import LateSystem, ModelCall, SampledHistory, estimate_tokens, read_call
 from agentlightning_plugins.gateway.control import PROBES, Controls, GatewayMetrics
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused, Dialect, load_dialects
 from agentlightning_plugins.gateway.dialects.openai import CHAT
@@ -48,6 +48,8 @@ class Settings:
     health_interval_s: float
     pause_wait_s: float
     cache: bool
+    late_system: LateSystem
+    fails_attempts: bool
     finish_s: float
     operator_key: str = field(repr=False)
     """Key whose holder may operate the gateway, as with the store's token."""
@@ -95,7 +97,9 @@ class GatewayServer:
             lambda: self._server.is_stopping,
         )
         self._cache = AnswerCache() if settings.cache else None
-        self._recorder = CallRecorder(store, self._writer, self._usage, self._metrics, self._cache, self._ended)
+        self._history = SampledHistory(settings.late_system)
+        told = {"fails_attempts": settings.fails_attempts}
+        self._recorder = CallRecorder(store, self._writer, self._usage, self._metrics, self._cache, self._ended, **told)
         self._relay = Relay(
             self._recorder, read_timeout_s=settings.read_timeout_s, keeps_answers=self._cache is not None
         )
@@ -181,6 +185,7 @@ class GatewayServer:
         await self._ended.ask(self._store, attempt)
         self._ended.refuse(attempt)
         call = await read_call(request, dialect, attempt)
+        call.history = self._history
         await self._usage.restore(self._store, attempt)
         self._ended.refuse(attempt)  # it may have ended since
         return call
@@ -190,7 +195,9 @@ class GatewayServer:
         try:
             return await self._pass_through_chain(call, request)
         except CallRefused as error:
-            return self._recorder.refuse(call, error)
+            response = self._recorder.refuse(call, error)
+            await self._recorder.store(call)
+            return response
         except asyncio.CancelledError:  # by aiohttp, because the client disconnected
             self._recorder.abandon(call)
             raise

@@ -43,8 +43,9 @@ class Mismatch(NamedTuple):
     """One sentence for users."""
 
 
-LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs", "repeated"]
-"""``repeated``: the call has the same tokens as another call, and a later call continues the other one."""
+LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs", "repeated", "side_call", "given_up"]
+"""``side_call``: the agent made it beside its work, such as for a title. ``given_up``: the client tried again.
+``repeated``: the call has the same tokens as another call, and a later call continues the other one."""
 Irregularity: TypeAlias = Literal["broke_off", "several_roots"]
 """``broke_off``: a call broke off at the gateway. ``several_roots``: one agent began several conversations."""
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -127,7 +128,11 @@ class TraceToTrajectories(TraceAdapter[Trajectories]):
         """Builds the trajectories of one attempt; raises AdapterError as ``TraceToTriplet.adapt`` does."""
         with reading(source):
             found = build_trajectories(self.source.adapt(source))
-        roots = Counter(t.turns[0].triplet.metadata.get("agent_name") for t in found.trajectories if t.is_root)
+        roots = Counter(
+            tuple(trajectory.turns[0].triplet.metadata.get(name) for name in ("agent_name", "conversation_id"))
+            for trajectory in found.trajectories
+            if trajectory.is_root
+        )
         counts: dict[Irregularity, int] = {
             "broke_off": self.source.explain_left_out(source).get(BROKE_OFF, 0),
             "several_roots": sum(number - 1 for number in roots.values()),
@@ -155,7 +160,7 @@ def build_trajectories(triplets: Sequence[Triplet], *, decode: Decode | None = N
     of_triplet: dict[int, Trajectory] = {}
     mismatches: list[Mismatch] = []
     left_out: Counter[LeftOut] = Counter()
-    openings: dict[tuple[Any, str], int] = {}
+    known: dict[tuple[Any, str], int] = {}
     for position, (triplet, previous) in enumerate(zip(triplets, link_calls(triplets), strict=True)):
         reason = _reason_to_leave_out(triplet)
         if reason is not None:
@@ -170,19 +175,23 @@ def build_trajectories(triplets: Sequence[Triplet], *, decode: Decode | None = N
             mismatch = None
             if previous in of_triplet:
                 mismatch = explain_mismatch(triplets[previous], triplet, decode)
-            elif previous is None:
-                mismatch = explain_edit(position, triplets, openings)
+            else:
+                mismatch = explain_edit(position, triplets, known, previous)
             mismatches += [mismatch] if mismatch else []
             trajectory = Trajectory(is_root=mismatch is None)
             trajectories[id(trajectory)] = trajectory
         trajectory.extend(triplet)
         of_triplet[position] = trajectory
         index.add(trajectory)
+        known |= dict.fromkeys(_answer_keys(triplet, [read_answer(triplet) or {}]), position)
     return Trajectories(list(trajectories.values()), mismatches, dict(left_out))
 
 
 def _reason_to_leave_out(triplet: Triplet) -> LeftOut | None:
     prompt, response = triplet.prompt, triplet.response
+    unused: LeftOut | None = triplet.metadata.get("unused")
+    if unused is not None:
+        return unused
     if not prompt.get("token_ids") or not response.get("token_ids"):
         return "no_tokens"
     logprobs = response.get("logprobs")
@@ -277,28 +286,47 @@ def _find_dropped_block(previous: Triplet, prompt: Sequence[int], decode: Decode
     return "reasoning_content" if end is None else end[0].replace("/", "")
 
 
-def explain_edit(position: int, triplets: Sequence[Triplet], openings: dict[tuple[Any, str], int]) -> Mismatch | None:
-    """Returns a mismatch if a call that continues no earlier call has an edited history.
+def explain_edit(
+    position: int, triplets: Sequence[Triplet], known: dict[tuple[Any, str], int], previous: int | None
+) -> Mismatch | None:
+    """Returns a mismatch if a call belongs to an earlier call's conversation, and does not begin with its history.
 
-    ``openings`` maps each agent and its first messages to the latest such call, and is updated.
+    ``previous`` is the call that it continues, if that call has no tokens. Else the earlier call has the same first
+    messages, or its answer or one of its tool calls is in the history. ``known`` maps each agent and each of these
+    three to the latest such call, and is updated.
     """
     triplet = triplets[position]
     messages = read_messages(triplet)
-    opening = messages[: next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), None)]
-    if not opening:
-        return None
+    answers = [message for message in messages if message.get("role") == "assistant"]
+    opening = messages[: messages.index(answers[0])] if answers else messages
     key = (triplet.metadata.get("agent_name"), repr([(m.get("role"), m.get("content")) for m in opening]))
-    before = openings.get(key)
-    openings[key] = position
-    if before is None or len(opening) == len(messages):  # a new conversation
+    keys = [*_answer_keys(triplet, answers[::-1]), *([key] if opening else [])]
+    before = next((known[each] for each in keys if each in known), None) if answers else None
+    known |= {key: position} if opening else {}
+    at = len(opening)
+    if previous is not None:
+        before, text = previous, "the call that it continues has no tokens"
+    elif before is None:  # a new conversation
         return None
-    previous = triplets[before]
-    answer = read_answer(previous)
-    history = [*read_messages(previous), *([] if answer is None else [answer])]
-    edited = find_first_edit(history, messages)
-    at = len(opening) if edited is None else edited
-    text = f"the agent changed the history of the conversation, from message {at} on"
-    return Mismatch("other", triplet.metadata.get("response_id"), previous.metadata.get("response_id"), at, text)
+    else:
+        answer = read_answer(triplets[before])
+        history = [*read_messages(triplets[before]), *([] if answer is None else [answer])]
+        edited = find_first_edit(history, messages)
+        at = at if edited is None else edited
+        text = f"the agent changed the history of the conversation, from message {at} on"
+    return Mismatch(
+        "other", triplet.metadata.get("response_id"), triplets[before].metadata.get("response_id"), at, text
+    )
+
+
+def _answer_keys(triplet: Triplet, answers: Sequence[Mapping[str, Any]]) -> list[tuple[Any, str]]:
+    """Returns keys for answers of a call's agent: their texts, and the ids of their tool calls."""
+    names = []
+    for answer in answers:
+        calls = answer.get("tool_calls") or ()
+        names += [f"call {call['id']}" for call in calls if call.get("id")]
+        names += [f"text {answer['content']}"] if answer.get("content") else []
+    return [(triplet.metadata.get("agent_name"), name) for name in names]
 
 
 def _by_tokens(expected: Sequence[int], prompt: Sequence[int], position: int, response_start: int) -> MismatchKind:

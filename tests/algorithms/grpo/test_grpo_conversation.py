@@ -213,3 +213,16 @@ def test_a_template_that_writes_ids_of_tool_calls_gets_the_ids_from_the_agent(
         message["tool_calls"][0]["id"] = f"call_{number}"
         result = {"role": "tool", "tool_call_id": f"call_{number}", "content": "3"}
         assert conversations.prompt([ASK, message, result], [TOOL]).text.startswith(f"[call_{number}]")
+
+
+def test_an_answer_with_thoughts_continues_although_they_come_back_under_both_names(
+    conversations: Conversations,
+) -> None:
+    first = conversations.prompt([ASK], None)
+    message = {"role": "assistant", "content": "3", "reasoning_content": "Hm."}
+    known = answer(conversations, first, message, "<think>Hm.</think>3")
+    back = [ASK, {**message, "reasoning": "Hm."}, ASK]
+    prompt = conversations.prompt(back, None)
+    assert prompt.continued == len(known)
+    assert conversations.counts["drift_template"] == 0
+    assert conversations.prompt([ASK, {**message, "reasoning_content": "No.", "reasoning": "No."}], None).continued == 0

@@ -189,6 +189,42 @@ def test_a_thought_that_the_template_drops_from_the_history_is_named(answer: str
     assert "drops" not in mismatch.explanation
 
 
+def calling(id: str, arguments: str) -> dict[str, Any]:
+    tool_call = {"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [tool_call]}
+
+
+@pytest.mark.parametrize("kind", ["text", "tool call", "no tokens"])
+def test_a_call_of_a_conversation_that_does_not_continue_it_is_always_counted(kind: str) -> None:
+    def system(number: int) -> dict[str, Any]:
+        return {"role": "system", "content": "cch=1" if kind == "no tokens" else f"cch={number}"}
+
+    answer = calling("c", '{"a": 1}') if kind == "tool call" else said("assistant", "answer")
+    back = calling("c", '{"b":2}') if kind == "tool call" else answer
+    first, second = (
+        call([number, 5], [6], [system(number), said("user", "go"), *more], id=name)
+        for number, name, more in ((1, "a", []), (2, "b", [back, said("user", "on")]))
+    )
+    first.response["raw_content"] = [answer]
+    if kind == "no tokens":
+        first.response["token_ids"] = []
+    result = build_trajectories([first, second])
+    assert result.counts == {"template": 0, "retokenisation": 0, "other": 1}
+    (mismatch,) = result.mismatches
+    assert (mismatch.response_id, mismatch.previous_response_id) == ("b", "a")
+    assert not result.trajectories[-1].is_root
+    text = "the call that it continues has no tokens"
+    if kind != "no tokens":
+        text = "the agent changed the history of the conversation, from message 0 on"
+    assert mismatch.explanation == text
+
+
+def test_examples_in_a_prompt_are_no_conversation_that_was_left() -> None:
+    shown = [SYSTEM, said("user", "1 + 1?"), said("assistant", "2")]
+    calls = [call([n], [9], [*shown[n:], said("user", str(n))], "so", id=str(n), agent_name=str(n)) for n in range(2)]
+    assert build_trajectories(calls).mismatches == []
+
+
 def test_an_edited_history_is_counted_and_explained() -> None:
     edited = [*START, said("assistant", "what I wish it had said"), said("user", "on")]
     calls = [call(HEAD, ANSWER, START, "answer", id="a"), call([*HEAD, 1, 2, 3], [4], edited, "b", id="b")]

@@ -97,6 +97,10 @@ def swallows(task, prompt):
         pass
     return 0.0
 
+def reminds(task, llm):
+    ask(llm, [{"role": "user", "content": "hi"}, {"role": "system", "content": "Today is Monday."}])
+    return 1.0
+
 def survives_twice(task, llm):
     survives(task, llm)
     survives(task, llm)
@@ -410,7 +414,7 @@ async def test_a_connection_error_that_the_agent_swallows_is_reported_with_url_a
 async def test_a_failed_call_among_answered_calls_is_reported(agents: str) -> None:
     async with ScriptedOpenAI([Answer("one"), Answer(status=400, error="context too long")]) as server:
         checks = await check(agents, "survives_twice", endpoint=server.endpoint, trains_weights=False)
-    assert broken(checks) == ["calls"]
+    assert broken(checks) == ["rollout", "calls"]
     assert f"1 of 2 model calls to scripted at {server.endpoint} failed; the last: " in checks["calls"].text
 
 
@@ -458,9 +462,16 @@ async def test_agent_resources_task_and_algorithm_are_read_from_a_configuration(
 async def test_a_server_that_answers_no_call_is_reported(agents: str) -> None:
     async with ScriptedOpenAI([Answer(status=400, error="context too long")]) as server:
         checks = await check(agents, "survives", endpoint=server.endpoint)
-    assert broken(checks) == ["calls", "triplets"]
+    assert broken(checks) == ["rollout", "calls", "triplets"]
     assert f"none of 1 model call to scripted at {server.endpoint} was answered; the last: " in checks["calls"].text
     assert "context too long" in checks["calls"].text
+
+
+async def test_a_template_that_may_refuse_late_system_messages_is_reported_with_the_setting(agents: str) -> None:
+    refuses = Answer(status=400, error="System message must be at the beginning.")
+    async with ScriptedOpenAI([refuses]) as server:
+        checks = await check(agents, "reminds", endpoint=server.endpoint)
+    assert "late_system: user" in checks["calls"].fix
 
 
 def test_lost_spans_are_counted() -> None:

@@ -124,6 +124,7 @@ async def test_a_request_of_the_responses_api_is_translated_to_chat() -> None:
                 "role": "assistant",
                 "content": "Wait.",
                 "reasoning_content": "Hm.",
+                "reasoning": "Hm.",
                 "tool_calls": [
                     {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}},
                     {"id": "c2", "type": "function", "function": {"name": "add", "arguments": "{}"}},
@@ -310,6 +311,7 @@ async def test_a_request_of_the_messages_api_is_translated_to_chat() -> None:
                 "role": "assistant",
                 "content": "Wait.",
                 "reasoning_content": "Hm.",
+                "reasoning": "Hm.",
                 "tool_calls": [
                     {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}},
                     {"id": "c2", "type": "function", "function": {"name": "add", "arguments": "{}"}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +15,15 @@ from hypothesis import strategies as st
 from openai.types.responses import Response
 from pydantic import TypeAdapter
 
+from agentlightning import semconv
+from agentlightning.types import Span
+from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.dialects.dialect import Completion
-from agentlightning_plugins.gateway.dialects.messages import Messages, MessagesTranslation
-from agentlightning_plugins.gateway.dialects.openai import CHAT
+from agentlightning_plugins.gateway.dialects.messages import CountTokens, Messages, MessagesTranslation
+from agentlightning_plugins.gateway.dialects.openai import CHAT, to_chunk
 from agentlightning_plugins.gateway.dialects.responses import Responses, ResponsesTranslation
+from agentlightning_plugins.gateway.dialects.wire import read_events
+from tests.plugins.gateway.gateway_setup import entry, stream_reader
 
 pytestmark = pytest.mark.environment("main")  # needs a recent version of anthropic to read events
 
@@ -239,3 +245,95 @@ def test_a_tool_call_that_has_begun_to_arrive_is_passed_on_at_once(translation: 
     assert "sub" in feed(piece(*B, index=1))
     with pytest.raises(ValueError, match="'add' after its arguments have ended"):
         feed(piece(None, None, ', "z": 1}', index=0))
+
+
+LISTED = [
+    {"type": "thinking", "thinking": [{"type": "text", "text": "Add "}, {"type": "text", "text": "them."}]},
+    {"type": "text", "text": "The sum "},
+    {"type": "text", "text": "is 3."},
+]
+ADD_1, SUB_2 = ("add", {"x": 1}), ("sub", {"y": {}})
+KINDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "text": ({"content": "Hello"}, ("Hello", "", "", [])),
+    "nothing": ({"content": None}, ("", "", "", [])),
+    "thoughts": ({"content": "Hello", "reasoning": "Hm."}, ("Hello", "Hm.", "", [])),
+    "a list": ({"content": LISTED}, ("The sum is 3.", "Add them.", "", [])),
+    "a refusal": ({"content": None, "refusal": "No."}, ("", "", "No.", [])),
+    "calls": ({"content": None, "tool_calls": [piece(*A), piece(*B)]}, ("", "", "", [ADD_1, SUB_2])),
+    "an object": ({"content": "So:", "tool_calls": [piece("a", "add", {"x": 1})]}, ("So:", "", "", [ADD_1])),
+    "the old call": ({"function_call": {"name": "add", "arguments": '{"x": 1}'}}, ("", "", "", [ADD_1])),
+    "listed calls": (
+        {"content": LISTED, "tool_calls": [piece(*A, index=0), piece(*B, index=0)]},
+        ("The sum is 3.", "Add them.", "", [ADD_1, SUB_2]),
+    ),
+}
+APIS: Any = {
+    "chat": (CHAT, lambda: None),
+    "responses": (Responses(), lambda: ResponsesTranslation({"input": ""})),
+    "messages": (Messages(), lambda: MessagesTranslation({"messages": []})),
+}
+
+
+def read_span(completion: Completion) -> tuple[Any, ...]:
+    """Returns what an adapter reads in the span of an answer: text, thoughts, refusal, calls, reason."""
+    choice = completion.choices[0]
+    span = Span.from_attributes(attributes={semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([choice.to_message()])})
+    (message,) = semconv.read_output_messages(span)
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
+    texts = [message.get(name) or "" for name in ("content", "reasoning_content", "refusal")]
+    return *texts, calls, choice.finish_reason
+
+
+def expect(api: str, told: tuple[Any, ...], reason: str) -> tuple[Any, ...]:
+    """Returns what the span says of an answer as an API shows it."""
+    text, thoughts, refusal, calls = told
+    if api == "messages" and refusal:  # the API has only a text and a reason
+        return refusal, thoughts, "", calls, "content_filter"
+    if api != "chat" and reason in ("stop", "tool_calls") and not (api == "messages" and reason == "tool_calls"):
+        reason = "tool_calls" if calls else "stop"
+    return text, thoughts, refusal, calls, reason
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "tool_calls", "content_filter"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("api", APIS)
+def test_every_answer_is_shown_and_recorded_alike_whole_streamed_and_turned_into_the_other(
+    api: str, kind: str, reason: str
+) -> None:
+    (dialect, translate), (message, told) = APIS[api], KINDS[kind]
+    answer: Any = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "usage": USAGE}
+    answer["choices"] = [{"index": 0, "finish_reason": reason, "message": {"role": "assistant", **message}}]
+    recorded, *shown = (Completion() for _ in range(5))
+    CHAT.read_answer(copy.deepcopy(answer), recorded)
+    assert read_span(recorded) == (*told, reason)
+    whole, events = answer, [to_chunk(answer)]
+    if api != "chat":
+        whole, stream = translate().answer(copy.deepcopy(answer)), translate()
+        events = read_events(stream.feed(to_chunk(answer)) + stream.close())
+    dialect.read_answer(copy.deepcopy(whole), shown[0])
+    for completion, seen in ((shown[1], events), (shown[2], read_events(dialect.to_events(copy.deepcopy(whole))))):
+        for event in copy.deepcopy(seen):
+            dialect.read_chunk(event, completion)
+    dialect.read_answer(dialect.collect(copy.deepcopy(events)), shown[3])
+    assert [read_span(completion) for completion in shown] == [expect(api, told, reason)] * 4
+    assert all(completion.error is None for completion in shown)
+
+
+SAID = {"reasoning_content": None, "content": "Hi", "refusal": None, "calls": [], "finish_reason": "stop"}
+
+
+def test_usage_is_never_below_zero_and_a_missing_total_is_the_sum() -> None:
+    usage = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 9}}
+    answer = {**to_whole(SAID), "usage": usage}
+    messages = MessagesTranslation({"messages": []}).answer(copy.deepcopy(answer))["usage"]
+    assert (messages["input_tokens"], messages["cache_read_input_tokens"]) == (0, 5)
+    assert ResponsesTranslation({"input": ""}).answer(answer)["usage"]["total_tokens"] == 8
+
+
+@pytest.mark.parametrize("dialect", [Messages(), CountTokens()])
+def test_a_tool_choice_without_tools_does_not_reach_a_chat_server(dialect: Any) -> None:
+    body = {"model": "m", "messages": [], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    (backend,) = ModelTable([entry("http://127.0.0.1:1/v1")]).backends
+    sent = stream_reader(dialect, body)[0].prepare(backend).body
+    assert sent.keys().isdisjoint({"tool_choice", "parallel_tool_calls"})

@@ -7,12 +7,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentlightning.errors import NotFoundError
-from agentlightning.records import LIVE_ATTEMPT, UNSET, Attempt, AttemptedRollout, AttemptStatus, Rollout, Span, Unset
+from agentlightning.records import (
+    LIVE_ATTEMPT,
+    UNSET,
+    Attempt,
+    AttemptedRollout,
+    AttemptFailure,
+    AttemptStatus,
+    Rollout,
+    Span,
+    Unset,
+)
 from agentlightning.store.backend import Condition, Put, Query, Row
 from agentlightning.store.check import check_span
 from agentlightning.store.engine.change import Change
 from agentlightning.store.engine.database import Database, join
-from agentlightning.store.lifecycle import Outcome, assign_work, lose_claim, move_attempt, release
+from agentlightning.store.lifecycle import MODEL_ERROR, Outcome, assign_work, lose_claim, move_attempt, release
 from agentlightning.store.quota import SpanQuota
 
 
@@ -35,7 +45,10 @@ class Attempts:
             if "spans_dropped" in wanted:  # the runner, the gateway and the server of the store report their own losses
                 wanted["spans_dropped"] = max(wanted["spans_dropped"], before.spans_dropped)
             if status is not UNSET:
-                outcome = move_attempt(rollout.record, before, status, now)
+                failed = (before.metadata or {}).get(MODEL_ERROR) if status == "succeeded" else None
+                if failed is not None:  # its agent did not notice, and any reward would be for what it could not do
+                    wanted |= {"error": AttemptFailure(type=MODEL_ERROR, message=str(failed)), "reward": None}
+                outcome = move_attempt(rollout.record, before, status if failed is None else "failed", now)
                 if before.status not in LIVE_ATTEMPT and before.error is not None:
                     wanted.pop("error", None)
             if any(getattr(outcome.attempt, name) != value for name, value in wanted.items()):

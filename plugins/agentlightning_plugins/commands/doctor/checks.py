@@ -186,11 +186,11 @@ class RolloutChecks:
         if not answered:
             why = one_line(recorded[-1].status.description or "no reason given")
             said = f"none of {_count(recorded, 'model call')} to {self.server} was answered; the last: {why}"
-            return broken("calls", said, _SEE_SERVER)
+            return broken("calls", said, _fix_refusal(recorded[-1]))
         if failed := [span for span in recorded if span not in answered]:
             why = one_line(failed[-1].status.description or "no reason given")
             said = f"{len(failed)} of {_count(recorded, 'model call')} to {self.server} failed; the last: {why}"
-            return broken("calls", said, _SEE_SERVER)
+            return broken("calls", said, _fix_refusal(failed[-1]))
         return ok("calls", f"{_count(answered, 'model call')} went through the rollout's endpoint")
 
     def _prompt_calls(self, traced: Sequence[Span]) -> Check:
@@ -386,6 +386,14 @@ def check_model(model: str, calls: Sequence[Span]) -> Check:
     first = f"; the first request has {lengths[0]} tokens" if lengths else ""
     calls_of = "no tool calls" if form is None else f"tool calls in the form {form.name}"
     return ok("model", f"{model} has {calls_of} and {positions or 'unlimited'} positions{first}")
+
+
+def _fix_refusal(span: Span) -> str:
+    """Returns the remedy for a call that the model server refused."""
+    roles = [message.get("role") for message in semconv.read_input_messages(span)]
+    if "system" not in roles[1:]:
+        return _SEE_SERVER
+    return f"if its chat template refuses late system messages, give the gateway late_system: user; else {_SEE_SERVER}"
 
 
 def _describe_call(span: Span) -> str:

@@ -119,7 +119,8 @@ class Upstream:
             The whole answer, or a stream of events that the caller must read and close.
 
         Raises:
-            CallRefused: the error of the last backend, or the call does not fit the backend.
+            CallRefused: the error of the last backend, which tells clients not to try again, or the call does not fit
+                the backend.
         """
         sent_headers = {name: value for name, value in headers.items() if name.lower() in _SENT}
         sent_headers["Content-Type"] = "application/json"
@@ -145,9 +146,10 @@ class Upstream:
                     if error.status not in RETRIED_STATUS:
                         raise
                     backend.retry_at = time.monotonic() + (_retry_after_s(error) or _COOLDOWN_S)
+                    headers = CIMultiDict({**error.headers, "x-should-retry": "false"})  # we have tried, or must not
+                    failure = CallRefused(error.status, str(error), error.code, headers, body=error.body)
                     if error.code == _SILENT:
-                        raise
-                    failure = error
+                        raise failure from None
                 else:
                     backend.mark(None)
                     return answer

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from agentlightning_plugins.gateway.dialects.dialect import CompletionChoice
+from agentlightning_plugins.gateway.dialects.dialect import CompletionChoice, flatten
 from agentlightning_plugins.gateway.dialects.openai import to_chunk
-from agentlightning_plugins.gateway.dialects.wire import is_json
+from agentlightning_plugins.gateway.dialects.wire import dump_json, is_json
 
+_FAILED = "Error: "
 PartKind: TypeAlias = Literal["reasoning", "text", "refusal", "tool_call"]
 
 
@@ -108,7 +109,7 @@ class PartTranslation(ABC):
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
         if isinstance(choice.get("stop_reason"), str):
             self._stop_sequence = choice["stop_reason"]
-        delta = choice.get("delta") or {}
+        delta = flatten(choice.get("delta") or {})
         logprobs = (choice.get("logprobs") or {}).get("content") or () if self._keeps_logprobs else ()
         yield from self._read_text("reasoning", delta.get("reasoning_content") or delta.get("reasoning"))
         yield from self._read_text("text", delta.get("content"), logprobs)
@@ -177,9 +178,21 @@ def to_content(content: Any, to_part: Callable[[Mapping[str, Any]], dict[str, An
     if not isinstance(content, list):
         return content
     parts = [to_part(part) for part in content]
+    if not parts:
+        return ""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def to_tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    """Returns a tool call of a chat message."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+def to_tool_result(output: Any, to_part: Callable[[Mapping[str, Any]], dict[str, Any]], *, has_failed: bool) -> Any:
+    """Translates the output of a tool: parts stay parts; what chat messages have no parts for becomes JSON.
+
+    Chat messages have no field for a failure, so the text says it.
+    """
+    if isinstance(output, dict) and output.get("image_url"):  # a screenshot
+        output = [{**output, "type": "input_image"}]
+    is_parts = isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output)
+    content = to_content(output, to_part) if is_parts else "" if output is None else output
+    content = content if isinstance(content, str) or is_parts else dump_json(content).decode()
+    if not has_failed:
+        return content
+    return [{"type": "text", "text": _FAILED}, *content] if isinstance(content, list) else f"{_FAILED}{content}"

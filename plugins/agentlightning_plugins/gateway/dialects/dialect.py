@@ -15,6 +15,8 @@ from agentlightning_plugins.gateway.dialects.wire import dump_json, is_json, to_
 
 MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError)
 """Errors that dialects and translations raise for JSON that does not fit their API."""
+UNPARSED: Final = "unparsed_arguments"
+"""The key of arguments that are no JSON object, for APIs that take only objects."""
 
 
 @dataclass(slots=True)
@@ -144,6 +146,24 @@ def tool_call_part(id: str | None, name: str | None, arguments: str | None) -> d
     return {"type": "tool_call", "id": id, "name": name, "arguments": arguments}
 
 
+def to_tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    """Returns a tool call of a chat message."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def flatten(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message of a chat answer with a text as its content: some servers list texts and thoughts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    found = {"text": "", "thinking": message.get("reasoning_content") or message.get("reasoning") or ""}
+    for part in content:
+        for kind in found.keys() & part.keys():
+            value = part[kind]
+            found[kind] += value if isinstance(value, str) else "".join(piece["text"] for piece in value)
+    return {**message, "content": found["text"], "reasoning_content": found["thinking"]}
+
+
 class TranslationError(ValueError):
     """A call cannot be expressed in the backend's dialect; the message explains why."""
 
@@ -192,6 +212,8 @@ class Dialect(Protocol):
     span_name: str
     operation: str
     """OpenTelemetry's ``gen_ai.operation.name``."""
+    final_status: int | None = None
+    """The status of errors after which a client must not try again; None if clients read ``x-should-retry``."""
     fields: Set[str] | None = None
     """Fields of a request that are passed on; None: all, which lets agents set any option of the backend."""
 
@@ -281,8 +303,10 @@ class CallRefused(LightningError):
 
     def to_response(self, dialect: Dialect) -> web.Response:
         """Returns the answer for an agent that speaks this dialect."""
-        headers, body = CIMultiDict(self.headers), self.body
+        headers, body, status = CIMultiDict(self.headers), self.body, self.status
+        if headers.get("x-should-retry") == "false":
+            status = dialect.final_status or status
         if body is None:
             headers["Content-Type"] = "application/json"
             body = dump_json(dialect.error_body(self.status, str(self), self.code))
-        return web.Response(status=self.status, body=body, headers=headers)
+        return web.Response(status=status, body=body, headers=headers)

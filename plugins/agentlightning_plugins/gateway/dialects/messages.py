@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from agentlightning_plugins.gateway.dialects.chat_part import Part, PartTranslation, take, to_content, to_tool_call
+from agentlightning_plugins.gateway.dialects.chat_part import Part, PartTranslation, take, to_content, to_tool_result
 from agentlightning_plugins.gateway.dialects.dialect import (
+    UNPARSED,
     Completion,
     CompletionChoice,
     CompletionToolCall,
     Dialect,
     Translation,
     TranslationError,
+    to_tool_call,
 )
 from agentlightning_plugins.gateway.dialects.fields import COUNT_FIELDS, MESSAGE_FIELDS
 from agentlightning_plugins.gateway.dialects.openai import CHAT
@@ -272,7 +274,7 @@ class MessagesTranslation(PartTranslation):
 
     def _to_usage(self) -> dict[str, Any]:
         usage = self._usage
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        cached = min((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0, self._prompt_tokens)
         return {
             "input_tokens": self._prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
@@ -281,23 +283,14 @@ class MessagesTranslation(PartTranslation):
         }
 
 
-class CountTranslation:
+class CountTranslation(MessagesTranslation):
     """Counts the tokens of a request: requests one token from a chat server and reads the usage in its answer."""
-
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        self._body = body
 
     def request(self) -> dict[str, Any]:
         return to_chat_request({**self._body, "stream": False}) | {"max_tokens": 1}
 
     def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
         return {"input_tokens": answer["usage"]["prompt_tokens"]}
-
-    def feed(self, chunk: dict[str, Any]) -> bytes:
-        raise ValueError("the backend streams an answer for which no stream was requested")
-
-    def close(self) -> bytes:
-        return b""
 
 
 def to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -370,8 +363,7 @@ def _to_others(role: str, blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Translates a user's message: tool results become separate messages, before the rest."""
     for block in blocks:
         if block["type"] == "tool_result":
-            content = block.get("content")
-            content = "" if content is None else to_content(content, _to_part)
+            content = to_tool_result(block.get("content"), _to_part, has_failed=block.get("is_error") is True)
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
     others = [block for block in blocks if block["type"] != "tool_result"]
     if others:
@@ -414,4 +406,4 @@ def _parse_arguments(text: str) -> dict[str, Any]:
         arguments = parse_json(text.encode()) if text else {}
     except ValueError:
         arguments = None
-    return arguments if isinstance(arguments, dict) else {"unparsed_arguments": text}
+    return arguments if isinstance(arguments, dict) else {UNPARSED: text}

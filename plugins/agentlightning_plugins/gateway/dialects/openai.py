@@ -17,6 +17,7 @@ from agentlightning_plugins.gateway.dialects.dialect import (
     CompletionChoice,
     Dialect,
     TokenOptions,
+    flatten,
     tool_call_part,
 )
 from agentlightning_plugins.gateway.dialects.fields import CHAT_FIELDS, COMPLETION_FIELDS, EMBEDDING_FIELDS
@@ -369,6 +370,9 @@ def _take_choices(
             choice.text += data.get("text") or ""
             continue
         content = message.get("content")
+        if content.__class__ is list:
+            message = flatten(message)
+            content = message["content"]
         if content:
             choice.text += content
         if not content or len(message) > 1 + ("role" in message):  # rare in chunks of a stream

@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from agentlightning_plugins.gateway.dialects.chat_part import Part, PartTranslation, take, to_content, to_tool_call
+from agentlightning_plugins.gateway.dialects.chat_part import Part, PartTranslation, take, to_content, to_tool_result
 from agentlightning_plugins.gateway.dialects.dialect import (
     Completion,
     CompletionChoice,
     CompletionToolCall,
     Translation,
     TranslationError,
+    to_tool_call,
 )
 from agentlightning_plugins.gateway.dialects.fields import RESPONSE_FIELDS
 from agentlightning_plugins.gateway.dialects.openai import CHAT, OpenAIDialect
@@ -56,6 +57,7 @@ class Responses(OpenAIDialect):
     path = "responses"
     span_name = "responses"
     operation = "chat"
+    final_status = 400  # Codex tries every other one again
     fields = RESPONSE_FIELDS
 
     def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -194,6 +196,7 @@ _REPEATED: Final[Mapping[str, Any]] = {
     "user": None,
 }
 """Fields that a response repeats from its request, with their defaults."""
+_COUNTED: Final = ("prompt", "completion")
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _PREFIX: Final = {"reasoning": "rs", "text": "msg", "refusal": "msg", "tool_call": "fc"}
 _EVENT: Final = {
@@ -327,7 +330,7 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "input_tokens_details": {"cached_tokens": taken.get("cached_tokens") or 0, "cache_write_tokens": 0},
         "output_tokens": usage.get("completion_tokens") or 0,
         "output_tokens_details": {"reasoning_tokens": made.get("reasoning_tokens") or 0},
-        "total_tokens": usage.get("total_tokens") or 0,
+        "total_tokens": usage.get("total_tokens") or sum(usage.get(f"{kind}_tokens") or 0 for kind in _COUNTED),
     }
 
 
@@ -358,8 +361,6 @@ def _to_chat_request(body: Mapping[str, Any], tools: FunctionTools) -> dict[str,
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = {function_name(tool.get("name"), tool.get("namespace")) for tool in choice.get("tools") or ()}
         chat["tools"] = [tool for tool in tools.functions if tool["function"]["name"] in allowed]
-    if not chat.get("tools"):  # servers refuse these fields without tools
-        chat = {key: value for key, value in chat.items() if key not in ("tools", "tool_choice", "parallel_tool_calls")}
     return chat
 
 
@@ -420,19 +421,11 @@ def _add_item(item: Mapping[str, Any], messages: list[dict[str, Any]]) -> None:
             calls = _assistant(messages).setdefault("tool_calls", [])
             calls.append(to_tool_call(call.id, call.name, call.arguments))
         case kind if kind in _OUTPUTS:
-            call_id, content = item.get("call_id") or item.get("id"), _to_output(item.get("output"))
+            call_id, has_failed = item.get("call_id") or item.get("id"), item.get("status") == "failed"
+            content = to_tool_result(item.get("output"), _to_part, has_failed=has_failed)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         case _:
             messages.append({"role": "user", "content": [dict(item)]})
-
-
-def _to_output(output: Any) -> Any:
-    """Translates the output of a tool: parts stay parts; what chat messages have no parts for becomes JSON."""
-    if isinstance(output, dict) and output.get("image_url"):  # a screenshot
-        output = [{**output, "type": "input_image"}]
-    if isinstance(output, list) and not all(isinstance(part, dict) and "type" in part for part in output):
-        output = dump_json(output).decode()
-    return dump_json(output).decode() if isinstance(output, dict) else to_content(output, _to_part)
 
 
 def _assistant(messages: list[dict[str, Any]], *later: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, with_config
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
 from agentlightning import semconv
+from agentlightning.store.lifecycle import MODEL_ERROR
 from agentlightning.types import Span, Triplet
 
 logger = logging.getLogger("agentlightning")
@@ -26,17 +27,19 @@ LEDGER_SPAN: Final = f"{semconv.TRAINING}.rollout"
 """Name of the span with the outcome of a rollout; each rollout of a batch has one such span per step."""
 
 Outcome: TypeAlias = Literal[
-    "trained", "failed", "no_reward", "no_calls", "spans_dropped", "unreadable_spans", "filtered", "flat_group",
-    "no_tokens", "untrusted", "no_logprobs", "repeated", "too_long", "stale", "cut_off", "mismatch", "unusable_images",
-    "not_finite", "cancelled", "unfinished", "not_recorded",
+    "trained", "failed", "model_error", "no_reward", "no_calls", "spans_dropped", "unreadable_spans", "filtered",
+    "flat_group", "no_tokens", "untrusted", "no_logprobs", "repeated", "side_call", "given_up", "too_long", "stale",
+    "cut_off", "mismatch", "unusable_images", "not_finite", "cancelled", "unfinished", "not_recorded",
 ]  # fmt: skip
 """Outcome of a rollout or a call; every value except ``trained`` is a reason why it was not trained on:
 
-``failed``, ``no_reward``: it has no reward to compare. ``no_calls``: it called no model. ``spans_dropped``,
-``unreadable_spans``: its trace is incomplete or wrong. ``filtered``: the setting ``rollout_filter`` removed it.
-``flat_group``: all rollouts of its task have the same reward.
+``failed``, ``no_reward``: it has no reward to compare. ``model_error``: its last model call failed. ``no_calls``: it
+called no model. ``spans_dropped``, ``unreadable_spans``: its trace is incomplete or wrong. ``filtered``: the setting
+``rollout_filter`` removed it. ``flat_group``: all rollouts of its task have the same reward.
 ``no_tokens``, ``no_logprobs``: the model server did not report them. ``untrusted``: only the agent itself, with the
 token of its attempt, claims which tokens were sampled. ``repeated``: another row contains its tokens.
+``side_call``: a coding agent made it beside its work, such as for a title; the adapter's setting ``side_calls`` trains
+on such calls. ``given_up``: the client sent its request again before it got the answer.
 ``too_long``: more tokens than the model has positions. ``stale``: sampled by weights that are too old. ``cut_off``: its
 reply ended at the token limit. ``mismatch``: sampler and trainer disagree on every token. ``unusable_images``: its
 images cannot be read, the trainer and the sampler encode them as different tokens, or the model sampled an image token.
@@ -317,7 +320,11 @@ def _finite(values: Sequence[float]) -> list[float | None]:
     return [value if value - value == 0 else None for value in values]
 
 
-_UNUSABLE: Final[Mapping[str, Outcome]] = {"SpansDropped": "spans_dropped", "AdapterError": "unreadable_spans"}
+_UNUSABLE: Final[Mapping[str, Outcome]] = {
+    "SpansDropped": "spans_dropped",
+    "AdapterError": "unreadable_spans",
+    MODEL_ERROR: "model_error",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +399,9 @@ def count_sampled(calls: Iterable[Triplet]) -> int:
 
 def explain_unused(call: Triplet) -> Outcome:
     """Returns the reason why a call is not part of a trajectory."""
+    unused: Outcome | None = call.metadata.get("unused")
+    if unused is not None:
+        return unused
     if not call.prompt.get("token_ids") or not call.response.get("token_ids"):
         return "untrusted" if call.metadata.get("untrusted") else "no_tokens"
     return "repeated" if call.response.get("logprobs") else "no_logprobs"

@@ -227,6 +227,8 @@ def _digests(messages: Sequence[Json], tools: Sequence[Json] | None, arguments: 
 def _digest(before: bytes, message: Json) -> bytes:
     # Clients add null fields to answers, and may format arguments differently.
     canonical = {key: value for key, value in message.items() if value}
+    if thoughts := canonical.pop("reasoning", None):  # another name of the same
+        canonical.setdefault("reasoning_content", thoughts)
     if calls := message.get("tool_calls"):
         canonical["tool_calls"] = [[call.get("id"), _read_function(call)] for call in calls]
     return hashlib.blake2b(before + _dump(canonical).encode(), digest_size=16).digest()
