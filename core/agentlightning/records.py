@@ -466,6 +466,11 @@ class PaginatedResult(BaseModel, Sequence[T], Generic[T]):
     """Number of matches without the limit."""
     cursor: str | None = None
     """Argument for the next page, at constant cost; None on the last page, or if the order is not the stored one."""
+    truncated: bool = False
+    """Whether the search ended at its time limit before it had examined every record, so that matches may be missing.
+
+    Only conditions and orders that no database can test are limited, such as ``sort_by="input"``.
+    """
 
     def __len__(self) -> int:
         return len(self.items)
