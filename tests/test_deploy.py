@@ -32,9 +32,11 @@ DEPLOY = REPO / "deploy"
 PROGRAM = "/opt/lightning/.venv/bin/agl "
 
 
-def documents() -> list[tuple[Path, Any]]:
+def documents(run: str = "mine") -> list[tuple[Path, Any]]:
+    """Returns the YAML documents of all files, with the name of a run as ``envsubst`` inserts it."""
     paths = sorted([*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.yml")])
-    return [(path, document) for path in paths for document in yaml.safe_load_all(path.read_text())]
+    texts = [(path, path.read_text().replace("$AGL_RUN", run)) for path in paths]
+    return [(path, document) for path, text in texts for document in yaml.safe_load_all(text)]
 
 
 def command_lines() -> Iterator[tuple[Path, list[str]]]:
@@ -128,21 +130,41 @@ async def test_prometheus_rules_and_the_grafana_dashboard_use_metrics_that_store
 
 async def test_runners_are_scaled_by_a_metric_that_the_store_exports() -> None:
     store = InMemoryLightningStore()
-    await store.enqueue_rollout("waits")
+    await store.with_run("mine").enqueue_rollout("waits")
     text = (await StoreApplication(store)._metrics.render()).decode()
     await store.close()
     (rule,) = yaml.safe_load((DEPLOY / "prometheus" / "adapter.yaml").read_text())["rules"]["external"]
     (scaler,) = [each for _, each in documents() if each.get("kind") == "HorizontalPodAutoscaler"]
     (metric,) = [each["external"] for each in scaler["spec"]["metrics"]]
-    (run,) = metric["metric"]["selector"]["matchLabels"].values()
+    assert metric["metric"]["selector"]["matchLabels"] == {"run": "mine"}
     assert metric["metric"]["name"] == rule["name"]["as"]
-    assert f'{rule["seriesQuery"]}{{run="{run}"}} 1.0' in text.splitlines()
+    assert f'{rule["seriesQuery"]}{{run="mine"}} 1.0' in text.splitlines()
     assert rule["metricsQuery"].startswith(f"max by (run) ({rule['seriesQuery']}{{")
     deployed = {each["metadata"]["name"] for _, each in documents() if each.get("kind") == "Deployment"}
     assert scaler["spec"]["scaleTargetRef"]["name"] in deployed
     (keda,) = [each["spec"] for _, each in documents() if each.get("kind") == "ScaledObject"]
     assert keda["scaleTargetRef"]["name"] in deployed
-    assert keda["triggers"][0]["metadata"]["query"] == f'max({rule["seriesQuery"]}{{run="{run}"}})'
+    assert keda["triggers"][0]["metadata"]["query"] == f'max({rule["seriesQuery"]}{{run="mine"}})'
+
+
+def test_runners_and_scalers_of_two_runs_are_separate() -> None:
+    found: dict[str, list[str]] = {}
+    for run in ("mine", "yours"):
+        for path, document in documents(run):
+            if document.get("kind") in ("Deployment", "Job", "HorizontalPodAutoscaler", "ScaledObject"):
+                name, spec = document["metadata"]["name"], document["spec"]
+                pods = spec.get("template", {"spec": {"containers": []}})
+                if "runner" not in name:
+                    continue
+                assert name == f"lightning-runner-{run}", path
+                for container in pods["spec"]["containers"]:
+                    assert {"name": "AGL_RUN", "value": run} in container["env"], path
+                    assert pods["metadata"]["labels"]["run"] == run
+                if document["kind"] == "Deployment":
+                    assert spec["selector"]["matchLabels"] == pods["metadata"]["labels"]
+                found.setdefault(run, []).append(f"{document['kind']} of {path.name}")
+    assert found["mine"] == found["yours"]
+    assert len(found["mine"]) == 4
 
 
 def test_nginx_accepts_the_example_configuration(tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""Where the queue of a fleet bends: ``python tests/benchmarks/simulate_fleet.py [--machines 10 100 1000]``.
+
+A discrete-event simulation of claims, results, heartbeats and leases. Each server is one core, and so is each core of
+the database; work waits in line for both. The costs are measured: ``bench_servers.py`` (server and database, for one
+rollout) and ``bench_fleet.py`` (real runners, which this must agree with).
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+LEASE_S: Final = 60.0
+BEAT_S: Final = 10.0
+CLAIM_SHARE: Final = 0.3
+"""The part of a rollout's cost that its claim has; the rest is spans and the result."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Runners that always have work, and what serves them. Costs are seconds of one core for one rollout."""
+
+    runners: int
+    concurrency: int
+    agent_s: float
+    servers: int = 2
+    server_s: float = 0.0022
+    database_cores: int = 4
+    database_s: float = 0.003
+    beat_s: float = 0.005
+    """Cost of a runner's heartbeat and polls in ``BEAT_S``, for a server."""
+
+
+class Outcome(NamedTuple):
+    """What a fleet did once it ran steadily; ``offered`` is its rate if nothing ever waited."""
+
+    rate: float
+    offered: float
+    claim_s: float
+    server_load: float
+    database_load: float
+    lost_leases: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rate:,.1f} rollouts/s of {self.offered:,.1f}, claims take up to {self.claim_s:.1f} s, load of "
+            f"servers {self.server_load:.0%}, database {self.database_load:.0%}, {self.lost_leases} leases lost"
+        )
+
+
+class Cores:
+    """Cores with one line of work in front of each; work goes to the shortest line."""
+
+    def __init__(self, number: int) -> None:
+        self.busy_s = 0.0
+        self.free_at = [0.0] * number
+
+    def work(self, now: float, cost_s: float) -> float:
+        """Returns when work that arrives now is done."""
+        ends_at = max(now, heapq.heappop(self.free_at)) + cost_s
+        heapq.heappush(self.free_at, ends_at)
+        self.busy_s += cost_s
+        return ends_at
+
+
+def simulate(fleet: Fleet, rollouts: int = 20_000) -> Outcome:
+    """Runs a fleet until so many rollouts are done; the first quarter, in which all claim at once, does not count."""
+    servers, database = Cores(fleet.servers), Cores(fleet.database_cores)
+    events: list[tuple[float, int, Callable[[float], None]]] = []
+    numbers = itertools.count()
+    done, lost, slowest_s, began = 0, 0, 0.0, 0.0
+    slots = fleet.runners * fleet.concurrency
+
+    def at(when: float, act: Callable[[float], None]) -> None:
+        heapq.heappush(events, (when, next(numbers), act))
+
+    def serve(now: float, share: float) -> float:
+        return database.work(servers.work(now, fleet.server_s * share), fleet.database_s * share)
+
+    def claim(now: float) -> None:
+        nonlocal slowest_s
+        got = serve(now, CLAIM_SHARE)
+        if done >= rollouts // 4:
+            slowest_s = max(slowest_s, got - now)
+        at(got + fleet.agent_s, finish)
+
+    def finish(now: float) -> None:
+        nonlocal done, began
+        done += 1
+        if done == rollouts // 4:
+            began, servers.busy_s, database.busy_s = now, 0.0, 0.0
+        at(serve(now, 1 - CLAIM_SHARE), claim)
+
+    def beat(now: float) -> None:
+        nonlocal lost
+        answered = servers.work(now, fleet.beat_s)
+        lost += fleet.concurrency if answered - now + BEAT_S > LEASE_S else 0
+        at(max(answered, now + BEAT_S), beat)
+
+    for number in range(slots):
+        at(fleet.agent_s * number / slots, claim)
+    for number in range(fleet.runners):
+        at(BEAT_S * number / fleet.runners, beat)
+    now = 0.0
+    while done < rollouts:
+        now, _, act = heapq.heappop(events)
+        act(now)
+    took_s = now - began
+    rate = (rollouts - rollouts // 4) / took_s
+    loads = servers.busy_s / took_s / fleet.servers, database.busy_s / took_s / fleet.database_cores
+    offered = slots / (fleet.agent_s + fleet.server_s + fleet.database_s)
+    return Outcome(rate, offered, slowest_s, *loads, lost)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machines", type=int, nargs="+", default=[10, 30, 100, 300, 1000])
+    parser.add_argument("--runners", type=int, default=4, help="runners of each machine, with 8 rollouts each")
+    parser.add_argument("--agent-s", type=float, default=15.0)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--server-ms", type=float, default=2.2)
+    options = parser.parse_args()
+    base = Fleet(0, 8, options.agent_s, options.servers, options.server_ms / 1e3)
+    for machines in options.machines:
+        fleet = replace(base, runners=machines * options.runners)
+        print(f"{machines:>5} machines: {simulate(fleet, max(20_000, 4 * fleet.runners * 8))}", flush=True)
