@@ -90,7 +90,7 @@ async def main() -> None:
         f"{options.runners} runners: {rate:.1f} rollouts/s; CPU of the server {used * 1e3:.1f} ms a rollout and "
         f"{idle * 1e3:.2f} ms a second for each idle runner; {connections:.1f} connections a runner"
     )
-    fleet = Fleet(options.runners, options.concurrency, agent_s, servers=1, server_s=used, beat_s=idle * 10)
+    fleet = Fleet(options.runners, options.concurrency, agent_s, servers=1, server_s=used, beat_s=max(0.0, idle * 10))
     print(f"simulated: {simulate(fleet, options.rollouts)}")
 
 

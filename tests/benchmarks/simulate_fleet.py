@@ -1,8 +1,7 @@
 """Where the queue of a fleet bends: ``python tests/benchmarks/simulate_fleet.py [--machines 10 100 1000]``.
 
 A discrete-event simulation of claims, results, heartbeats and leases. Each server is one core, and so is each core of
-the database; work waits in line for both. The costs are measured: ``bench_servers.py`` (server and database, for one
-rollout) and ``bench_fleet.py`` (real runners, which this must agree with).
+the database; work waits in line for both. The costs are measured by ``bench_servers.py`` and ``bench_fleet.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ CLAIM_SHARE: Final = 0.3
 
 @dataclass(frozen=True)
 class Fleet:
-    """Runners that always have work, and what serves them. Costs are seconds of one core for one rollout."""
+    """Runners that always have work, and the costs of each rollout (``beat_s``: of a runner in ``BEAT_S``)."""
 
     runners: int
     concurrency: int
@@ -31,8 +30,7 @@ class Fleet:
     server_s: float = 0.0022
     database_cores: int = 4
     database_s: float = 0.003
-    beat_s: float = 0.005
-    """Cost of a runner's heartbeat and polls in ``BEAT_S``, for a server."""
+    beat_s: float = 0.002
 
 
 class Outcome(NamedTuple):
@@ -84,15 +82,14 @@ def simulate(fleet: Fleet, rollouts: int = 20_000) -> Outcome:
     def claim(now: float) -> None:
         nonlocal slowest_s
         got = serve(now, CLAIM_SHARE)
-        if done >= rollouts // 4:
-            slowest_s = max(slowest_s, got - now)
+        slowest_s = max(slowest_s, got - now)
         at(got + fleet.agent_s, finish)
 
     def finish(now: float) -> None:
-        nonlocal done, began
+        nonlocal done, began, slowest_s
         done += 1
         if done == rollouts // 4:
-            began, servers.busy_s, database.busy_s = now, 0.0, 0.0
+            began, servers.busy_s, database.busy_s, slowest_s = now, 0.0, 0.0, 0.0
         at(serve(now, 1 - CLAIM_SHARE), claim)
 
     def beat(now: float) -> None:
@@ -112,12 +109,11 @@ def simulate(fleet: Fleet, rollouts: int = 20_000) -> Outcome:
     took_s = now - began
     rate = (rollouts - rollouts // 4) / took_s
     loads = servers.busy_s / took_s / fleet.servers, database.busy_s / took_s / fleet.database_cores
-    offered = slots / (fleet.agent_s + fleet.server_s + fleet.database_s)
-    return Outcome(rate, offered, slowest_s, *loads, lost)
+    return Outcome(rate, slots / (fleet.agent_s + fleet.server_s + fleet.database_s), slowest_s, *loads, lost)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--machines", type=int, nargs="+", default=[10, 30, 100, 300, 1000])
     parser.add_argument("--runners", type=int, default=4, help="runners of each machine, with 8 rollouts each")
     parser.add_argument("--agent-s", type=float, default=15.0)

@@ -34,7 +34,7 @@ from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.stores.http.client.connection import StoreConnection
 from agentlightning_plugins.stores.http.message import MAX_POLL_S
 from agentlightning_plugins.stores.http.methods import RemoteMethods
-from agentlightning_plugins.stores.http.route import Route, read_rollout
+from agentlightning_plugins.stores.http.route import Route, read_record, read_rollout
 
 _EVENT: Final[TypeAdapter[Event]] = TypeAdapter(Event, config=ConfigDict(defer_build=True))
 _RELEASE_S: Final = 2.0
@@ -184,7 +184,7 @@ class LightningStoreClient(RemoteMethods):
                 await self._release(request_id)
                 raise
             if claimed or limit == 0 or time.monotonic() >= deadline:
-                return [AttemptedRollout.model_validate(item) for item in claimed]
+                return [read_record(AttemptedRollout, item) for item in claimed]
 
     async def delete_rollouts(self, rollout_ids: Sequence[str] | None = None, **conditions: Any) -> int:
         """Deletes page by page, so that each request is short, however many rollouts match."""
