@@ -290,8 +290,8 @@ def test_commands_and_metrics_in_the_table_of_symptoms_exist() -> None:
 
 
 def test_the_simulated_queue_bends_where_the_servers_are_full() -> None:
-    fleet = Fleet(runners=0, concurrency=8, agent_s=15.0, servers=2, server_s=0.005)
-    small, large = [simulate(replace(fleet, runners=number), 6_000) for number in (100, 1_000)]
+    fleet = Fleet(runners=0, concurrency=8, agent_s=5.0, servers=2, server_s=0.005)
+    small, large = [simulate(replace(fleet, runners=number), 16_000) for number in (60, 500)]
     assert small.rate == pytest.approx(small.offered, rel=0.02)
     assert (small.lost_leases, small.server_load < 0.3, small.claim_s < 0.1) == (0, True, True)
     assert large.rate < 0.9 * large.offered
