@@ -1,4 +1,4 @@
-"""What runners cost a store: ``python tests/benchmarks/bench_fleet.py [--runners 3] [--rollouts 300]``.
+"""The costs of runners for a store: ``python tests/benchmarks/bench_fleet.py [--runners 3] [--rollouts 300]``.
 
 `agl runner` processes run an agent that records 10 spans and sleeps for ``--agent-s``, over one `agl store` in a file.
 The costs are those of real clients, with heartbeats, event streams and resources; ``bench_servers.py`` measures what a

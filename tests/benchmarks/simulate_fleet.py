@@ -1,4 +1,4 @@
-"""Where the queue of a fleet bends: ``python tests/benchmarks/simulate_fleet.py [--machines 10 100 1000]``.
+"""The load at which the queue of a fleet bends: ``python tests/benchmarks/simulate_fleet.py [--machines 10 100 1000]``.
 
 A discrete-event simulation of claims, results, heartbeats and leases. Each server is one core, and so is each core of
 the database; work waits in line for both. The costs are measured by ``bench_servers.py`` and ``bench_fleet.py``.
@@ -34,7 +34,7 @@ class Fleet:
 
 
 class Outcome(NamedTuple):
-    """What a fleet did once it ran steadily; ``offered`` is its rate if nothing ever waited."""
+    """The rate and loads of a fleet once it ran steadily; ``offered`` is its rate if nothing ever waited."""
 
     rate: float
     offered: float

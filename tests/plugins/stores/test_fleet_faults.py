@@ -1,4 +1,4 @@
-"""What a fleet meets in months: neighbouring versions, wrong clocks, half-open connections; and its servers' spans."""
+"""Conditions that a fleet meets in months: other versions, wrong clocks, half-open connections; its servers' spans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentlightning.types import RolloutConfig
 from agentlightning_plugins.stores.http.client import LightningStoreClient, connection
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import MemoryBackend
-from tests.plugins.stores.actions import make_span, read_attempted
+from tests.plugins.stores.actions import close, make_span, next_event, read_attempted, subscribe
 from tests.plugins.stores.served import serve
 from tests.plugins.stores.test_operations import serving
 from tests.waiting import LIMIT_S, until
@@ -40,7 +40,15 @@ def change(value):
     kept = {{name: change(each) for name, each in value.items() if name not in {left_out}}}
     return {{**kept, **{added}}} if "rollout_id" in value or "items" in value else kept
 
+def change_event(event):
+    content = {{**json.loads(encode_event(event)), **{added}}}
+    if {added} and content.get("kind") == "rollout_started":
+        content["kind"] = "of_the_next_version"
+    return json.dumps(content).encode()
+
 application.encode = lambda result: json.dumps(change(json.loads(encode(result)))).encode()
+from agentlightning_plugins.stores.http.server import events
+encode_event, events.to_json = events.to_json, change_event
 """
 NEWER = {"left_out": [], "added": {"of_the_next_version": {"deep": [1]}}}
 OLDER = {"left_out": ["truncated", "late_status", "spans_dropped", "reward", "cursor"], "added": {}}
@@ -54,6 +62,7 @@ async def test_a_client_works_with_a_server_of_the_next_and_of_the_previous_vers
     times = ANOTHER_VERSION.format(**server)
     async with serving(tmp_path, times=times, AGL_BACKEND="memory://") as service:
         client = LightningStoreClient(service.url)
+        events = await subscribe(client, None)
         queued = await client.enqueue_rollout({"question": 1}, metadata={"group": "g"})
         claimed = await client.dequeue_rollout("worker", timeout=LIMIT_S)
         assert claimed is not None
@@ -63,6 +72,11 @@ async def test_a_client_works_with_a_server_of_the_next_and_of_the_previous_vers
         await client.update_attempt(claimed.rollout_id, "latest", status="succeeded", reward=0.5)
         (done,) = await client.wait_for_rollouts([queued.rollout_id], timeout=LIMIT_S)
         assert (done.status, done.input) == ("succeeded", {"question": 1})
+        kinds = [""]
+        while kinds[-1] != "rollout_finished":
+            kinds.append((await next_event(events)).kind)
+        assert "rollout_enqueued" in kinds
+        await close(events)
         page = await client.query_rollouts(metadata={"group": "g"}, limit=5)
         assert (len(page), page.total, page.truncated) == (1, 1, False)
         assert len(await client.query_spans(queued.rollout_id)) == 1

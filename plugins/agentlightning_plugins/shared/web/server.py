@@ -22,7 +22,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from opentelemetry.trace import NoOpTracer, SpanKind, Tracer
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, install_command
 from agentlightning_plugins.shared.log_setup import REQUEST_ID_HEADER, begin_request
 
 logger = logging.getLogger("agentlightning")
@@ -397,7 +397,7 @@ def _own_tracer() -> Tracer:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
-        raise ConfigError("OTEL_TRACES_EXPORTER=otlp needs the extra otlp: pip install 'lightning[otlp]'") from None
+        raise ConfigError(f"OTEL_TRACES_EXPORTER=otlp needs an extra: {install_command('otlp')}") from None
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 

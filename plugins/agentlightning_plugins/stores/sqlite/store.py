@@ -71,9 +71,8 @@ class SqliteBackend(DurableBackend):
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._pool, self._read, query, plan, is_cancelled)
-        except asyncio.CancelledError:
+        finally:
             is_cancelled.set()
-            raise
 
     async def count(self) -> dict[str, int]:
         self._check_open()

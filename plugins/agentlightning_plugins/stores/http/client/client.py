@@ -13,9 +13,10 @@ from urllib.parse import urlencode
 from weakref import WeakKeyDictionary
 
 from pydantic import ConfigDict, TypeAdapter
+from pydantic_core import from_json
 
 from agentlightning.errors import NotFoundError, StoreError
-from agentlightning.event import Event
+from agentlightning.event import EVENT_KINDS, Event
 from agentlightning.resources import Resource, ResourcesUpdate, split_version_id
 from agentlightning.run import attempt_token
 from agentlightning.store.check import check_run_id, check_span
@@ -299,7 +300,9 @@ class LightningStoreClient(RemoteMethods):
         """
         query = urlencode([*(("kinds", kind) for kind in kinds or ()), *([("every_run", "true")] if every_run else [])])
         async for data in self._connection.events(f"/events?{query}", run_id=self.run_id):
-            yield _EVENT.validate_json(data)
+            content = from_json(data)
+            if content.get("kind") in EVENT_KINDS:  # a newer server may have others
+                yield _EVENT.validate_python(content)
 
 
 class _VersionCache:
