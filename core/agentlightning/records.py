@@ -467,10 +467,7 @@ class PaginatedResult(BaseModel, Sequence[T], Generic[T]):
     cursor: str | None = None
     """Argument for the next page, at constant cost; None on the last page, or if the order is not the stored one."""
     truncated: bool = False
-    """Whether the search ended at its time limit before it had examined every record, so that matches may be missing.
-
-    Only conditions and orders that no database can test are limited, such as ``sort_by="input"``.
-    """
+    """Whether a search that no database can do, such as by ``sort_by="input"``, ended at its time limit of 10 s."""
 
     def __len__(self) -> int:
         return len(self.items)

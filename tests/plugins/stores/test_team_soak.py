@@ -183,7 +183,7 @@ async def test_every_rollout_succeeds_exactly_once_while_each_part_of_the_fleet_
                 await server.start()
             await client.statistics()
             endpoint = f"http://127.0.0.1:{gateway_port}/v1"
-            await client.add_resources({"llm": ProxyLLM(endpoint=endpoint, model="m")})
+            await client.add_resources({"llm": ProxyLLM(endpoint=endpoint, model="m", api_key="agentlightning")})
             for program in (gateway, *runners):
                 await program.start()
             keeping += [asyncio.create_task(program.keep_running()) for program in programs]

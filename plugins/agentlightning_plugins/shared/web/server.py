@@ -371,8 +371,8 @@ def stop_on_signals() -> asyncio.Event:
 async def _answer(request: Any, handler: Callable[[Any], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
     """Answers a request with its id, which is also in the log, in the header X-Request-Id."""
     own_id = begin_request(request.headers.get(REQUEST_ID_HEADER))
-    match = getattr(request, "match_info", None)
-    route = match.route.resource.canonical if match is not None and match.route.resource is not None else ""
+    routed = request.match_info.route.resource if isinstance(request, web.Request) else None
+    route = "" if routed is None else routed.canonical
     about = {"http.request.method": request.method, "http.route": route, "request_id": own_id}
     span = _own_tracer().start_span(f"{request.method} {route}".strip(), kind=SpanKind.SERVER, attributes=about)
     try:
@@ -387,10 +387,9 @@ async def _answer(request: Any, handler: Callable[[Any], Awaitable[web.StreamRes
 
 @functools.cache
 def _own_tracer() -> Tracer:
-    """Returns the tracer of the requests of this process's servers, which exports nothing by default.
+    """Returns the tracer of this process's servers, which exports only with ``OTEL_TRACES_EXPORTER=otlp``.
 
-    With ``OTEL_TRACES_EXPORTER=otlp`` it exports as OpenTelemetry's other variables say, such as
-    ``OTEL_EXPORTER_OTLP_ENDPOINT``. Spans of agents have a provider of their own.
+    OpenTelemetry's other variables say how. Spans of agents have a provider of their own.
     """
     if os.environ.get("OTEL_TRACES_EXPORTER") != "otlp":
         return NoOpTracer()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import random
@@ -20,44 +21,22 @@ if TYPE_CHECKING:
 
 _CLOSE_S: Final = 3.0
 """How long the database may take to finish accepted writes once the requests in flight have ended."""
-_SHOWN_BYTES: Final = 100_000_000
-"""The progress of compacting that is worth a line."""
+_SHOWN_BYTES: Final = 100_000_000  # the progress of compacting that is worth a line
 
 logger = logging.getLogger("agentlightning")
 
 
+_option = functools.partial(click.option, show_envvar=True, show_default=True)
+
+
 @click.group("store", invoke_without_command=True)
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    envvar="AGL_HOST",
-    show_envvar=True,
-    show_default=True,
-    help="Address to listen on; any but loopback needs a token.",
-)
-@click.option(
-    "--port",
-    default=4747,
-    envvar="AGL_PORT",
-    show_envvar=True,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port to listen on; 0 takes a free one.",
-)
-@click.option(
-    "--backend",
-    default="sqlite:///agl.db",
-    envvar="AGL_BACKEND",
-    show_envvar=True,
-    show_default=True,
-    metavar="URL",
-    help="The store to serve.",
-)
-@click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="Token that clients must send.")
-@click.option(
+@_option("--host", default="127.0.0.1", envvar="AGL_HOST", help="Address to listen on; any but loopback needs a token.")
+@_option("--port", default=4747, envvar="AGL_PORT", type=click.IntRange(0, 65535), help="Port, or 0 for a free one.")
+@_option("--backend", default="sqlite:///agl.db", envvar="AGL_BACKEND", metavar="URL", help="The store to serve.")
+@_option("--token", envvar="AGL_TOKEN", help="Token that clients must send.")
+@_option(
     "--token-file",
     envvar="AGL_TOKEN_FILE",
-    show_envvar=True,
     type=click.Path(dir_okay=False, path_type=Path),
     help="File with a token on each line: clients may send any, the first signs attempt tokens. A change takes effect "
     "within seconds.",

@@ -47,14 +47,16 @@ def number_parameters(sql: str) -> str:
 
 async def explain_plan(connection: asyncpg.Connection, sql: str) -> list[str]:
     """Returns PostgreSQL's plan of a statement, in which parameters are ``$1`` and not their values."""
-    async with connection.transaction():
-        await connection.execute("SET LOCAL plan_cache_mode = force_generic_plan")
-        await connection.execute(f"PREPARE agl_slow AS {number_parameters(sql)}")
-        try:
-            nothing = ", ".join(["NULL"] * sql.count("?"))
+    nothing = ", ".join(["NULL"] * sql.count("?"))
+    try:
+        async with connection.transaction():
+            await connection.execute("SET LOCAL plan_cache_mode = force_generic_plan")
+            await connection.execute(f"PREPARE agl_slow AS {number_parameters(sql)}")
             rows = await connection.fetch(f"EXPLAIN EXECUTE agl_slow{nothing and f'({nothing})'}")
-        finally:
             await connection.execute("DEALLOCATE agl_slow")
+    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
+        connection.terminate()  # the prepared statement may remain
+        return [f"none ({type(error).__name__})"]
     return [line.strip() for (line,) in rows]
 
 

@@ -94,8 +94,6 @@ class PostgresBackend(DurableBackend):
         return self._thread.writes.submit(work)
 
     async def _read(self, read: Read, sql: str | None = None) -> Any:
-        """Does a read, and cancels it with its caller. A slow one with ``sql`` is logged with its plan."""
-
         async def timed(connection: asyncpg.Connection) -> Any:
             began = time.monotonic()
             result = await read(connection)
@@ -113,11 +111,7 @@ class PostgresBackend(DurableBackend):
             raise
 
     async def _log_slow(self, connection: asyncpg.Connection, sql: str, took_s: float) -> None:
-        try:
-            plan = await explain_plan(connection, sql)
-        except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
-            plan = [f"none ({type(error).__name__})"]
-        self._slow.log(sql, took_s, plan)
+        self._slow.log(sql, took_s, await explain_plan(connection, sql))
 
 
 class DatabaseThread:
