@@ -1,7 +1,7 @@
 """The load at which the queue of a fleet bends: ``python tests/benchmarks/simulate_fleet.py [--machines 10 100 1000]``.
 
-A discrete-event simulation of claims, results, heartbeats and leases. Each server is one core, and so is each core of
-the database; work waits in line for both. The costs are measured by ``bench_servers.py`` and ``bench_fleet.py``.
+A discrete-event simulation of claims, results, heartbeats and leases: work waits in line for servers, a core each, and
+for cores of the database. The costs are measured by ``bench_servers.py`` and ``bench_fleet.py``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-LEASE_S: Final = 60.0
-BEAT_S: Final = 10.0
-CLAIM_SHARE: Final = 0.3
-"""The part of a rollout's cost that its claim has; the rest is spans and the result."""
+LEASE_S, BEAT_S = 60.0, 10.0
+CLAIM_SHARE: Final = 0.3  # of a rollout's cost; the rest is spans and the result
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def simulate(fleet: Fleet, rollouts: int = 20_000) -> Outcome:
     servers, database = Cores(fleet.servers), Cores(fleet.database_cores)
     events: list[tuple[float, int, Callable[[float], None]]] = []
     numbers = itertools.count()
-    done, lost, slowest_s, began = 0, 0, 0.0, 0.0
+    done, lost, slowest_s, began, now = 0, 0, 0.0, 0.0, 0.0
     slots = fleet.runners * fleet.concurrency
 
     def at(when: float, act: Callable[[float], None]) -> None:
@@ -95,32 +93,34 @@ def simulate(fleet: Fleet, rollouts: int = 20_000) -> Outcome:
     def beat(now: float) -> None:
         nonlocal lost
         answered = servers.work(now, fleet.beat_s)
-        lost += fleet.concurrency if answered - now + BEAT_S > LEASE_S else 0
+        lost += fleet.concurrency * (answered - now + BEAT_S > LEASE_S)
         at(max(answered, now + BEAT_S), beat)
 
     for number in range(slots):
         at(fleet.agent_s * number / slots, claim)
     for number in range(fleet.runners):
         at(BEAT_S * number / fleet.runners, beat)
-    now = 0.0
     while done < rollouts:
         now, _, act = heapq.heappop(events)
         act(now)
     took_s = now - began
-    rate = (rollouts - rollouts // 4) / took_s
     loads = servers.busy_s / took_s / fleet.servers, database.busy_s / took_s / fleet.database_cores
-    return Outcome(rate, slots / (fleet.agent_s + fleet.server_s + fleet.database_s), slowest_s, *loads, lost)
+    return Outcome(
+        (rollouts - rollouts // 4) / took_s,
+        slots / (fleet.agent_s + fleet.server_s + fleet.database_s),
+        slowest_s,
+        *loads,
+        lost,
+    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description="Each machine has 4 runners of 8 rollouts of 15 s.")
     parser.add_argument("--machines", type=int, nargs="+", default=[10, 30, 100, 300, 1000])
-    parser.add_argument("--runners", type=int, default=4, help="runners of each machine, with 8 rollouts each")
-    parser.add_argument("--agent-s", type=float, default=15.0)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--server-ms", type=float, default=2.2)
     options = parser.parse_args()
-    base = Fleet(0, 8, options.agent_s, options.servers, options.server_ms / 1e3)
+    base = Fleet(0, 8, 15.0, options.servers, options.server_ms / 1e3)
     for machines in options.machines:
-        fleet = replace(base, runners=machines * options.runners)
-        print(f"{machines:>5} machines: {simulate(fleet, max(20_000, 4 * fleet.runners * 8))}", flush=True)
+        found = simulate(replace(base, runners=4 * machines), max(20_000, 128 * machines))
+        print(f"{machines:>5} machines: {found}", flush=True)
