@@ -10,11 +10,11 @@ import argparse
 import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 LEASE_S, BEAT_S = 60.0, 10.0
-CLAIM_SHARE: Final = 0.3  # of a rollout's cost; the rest is spans and the result
+CLAIM_SHARE = 0.3  # of a rollout's cost; the rest is spans and the result
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,8 @@ def simulate(fleet: Fleet, rollouts: int = 20_000) -> Outcome:
         act(now)
     took_s = now - began
     loads = servers.busy_s / took_s / fleet.servers, database.busy_s / took_s / fleet.database_cores
-    return Outcome(
-        (rollouts - rollouts // 4) / took_s,
-        slots / (fleet.agent_s + fleet.server_s + fleet.database_s),
-        slowest_s,
-        *loads,
-        lost,
-    )
+    offered = slots / (fleet.agent_s + fleet.server_s + fleet.database_s)
+    return Outcome((rollouts - rollouts // 4) / took_s, offered, slowest_s, *loads, lost)
 
 
 if __name__ == "__main__":
@@ -120,7 +115,6 @@ if __name__ == "__main__":
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--server-ms", type=float, default=2.2)
     options = parser.parse_args()
-    base = Fleet(0, 8, 15.0, options.servers, options.server_ms / 1e3)
     for machines in options.machines:
-        found = simulate(replace(base, runners=4 * machines), max(20_000, 128 * machines))
-        print(f"{machines:>5} machines: {found}", flush=True)
+        fleet = Fleet(4 * machines, 8, 15.0, options.servers, options.server_ms / 1e3)
+        print(f"{machines:>5} machines: {simulate(fleet, max(20_000, 128 * machines))}", flush=True)
