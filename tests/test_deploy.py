@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from agentlightning_plugins.gateway.limits import Admission
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.stores.http.server.application import StoreApplication
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.benchmarks.simulate_fleet import Fleet, simulate
 from tests.nginx import find_nginx
 from tests.source import REPO
 
@@ -32,9 +35,11 @@ DEPLOY = REPO / "deploy"
 PROGRAM = "/opt/lightning/.venv/bin/agl "
 
 
-def documents() -> list[tuple[Path, Any]]:
+def documents(run: str = "mine") -> list[tuple[Path, Any]]:
+    """Returns the YAML documents of all files, with the name of a run as ``envsubst`` inserts it."""
     paths = sorted([*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.yml")])
-    return [(path, document) for path in paths for document in yaml.safe_load_all(path.read_text())]
+    texts = [(path, path.read_text().replace("$AGL_RUN", run)) for path in paths]
+    return [(path, document) for path, text in texts for document in yaml.safe_load_all(text)]
 
 
 def command_lines() -> Iterator[tuple[Path, list[str]]]:
@@ -128,21 +133,41 @@ async def test_prometheus_rules_and_the_grafana_dashboard_use_metrics_that_store
 
 async def test_runners_are_scaled_by_a_metric_that_the_store_exports() -> None:
     store = InMemoryLightningStore()
-    await store.enqueue_rollout("waits")
+    await store.with_run("mine").enqueue_rollout("waits")
     text = (await StoreApplication(store)._metrics.render()).decode()
     await store.close()
     (rule,) = yaml.safe_load((DEPLOY / "prometheus" / "adapter.yaml").read_text())["rules"]["external"]
     (scaler,) = [each for _, each in documents() if each.get("kind") == "HorizontalPodAutoscaler"]
     (metric,) = [each["external"] for each in scaler["spec"]["metrics"]]
-    (run,) = metric["metric"]["selector"]["matchLabels"].values()
+    assert metric["metric"]["selector"]["matchLabels"] == {"run": "mine"}
     assert metric["metric"]["name"] == rule["name"]["as"]
-    assert f'{rule["seriesQuery"]}{{run="{run}"}} 1.0' in text.splitlines()
+    assert f'{rule["seriesQuery"]}{{run="mine"}} 1.0' in text.splitlines()
     assert rule["metricsQuery"].startswith(f"max by (run) ({rule['seriesQuery']}{{")
     deployed = {each["metadata"]["name"] for _, each in documents() if each.get("kind") == "Deployment"}
     assert scaler["spec"]["scaleTargetRef"]["name"] in deployed
     (keda,) = [each["spec"] for _, each in documents() if each.get("kind") == "ScaledObject"]
     assert keda["scaleTargetRef"]["name"] in deployed
-    assert keda["triggers"][0]["metadata"]["query"] == f'max({rule["seriesQuery"]}{{run="{run}"}})'
+    assert keda["triggers"][0]["metadata"]["query"] == f'max({rule["seriesQuery"]}{{run="mine"}})'
+
+
+def test_runners_and_scalers_of_two_runs_are_separate() -> None:
+    found: dict[str, list[str]] = {}
+    for run in ("mine", "yours"):
+        for path, document in documents(run):
+            if document.get("kind") in ("Deployment", "Job", "HorizontalPodAutoscaler", "ScaledObject"):
+                name, spec = document["metadata"]["name"], document["spec"]
+                pods = spec.get("template", {"spec": {"containers": []}})
+                if "runner" not in name:
+                    continue
+                assert name == f"lightning-runner-{run}", path
+                for container in pods["spec"]["containers"]:
+                    assert {"name": "AGL_RUN", "value": run} in container["env"], path
+                    assert pods["metadata"]["labels"]["run"] == run
+                if document["kind"] == "Deployment":
+                    assert spec["selector"]["matchLabels"] == pods["metadata"]["labels"]
+                found.setdefault(run, []).append(f"{document['kind']} of {path.name}")
+    assert found["mine"] == found["yours"]
+    assert len(found["mine"]) == 4
 
 
 def test_nginx_accepts_the_example_configuration(tmp_path: Path) -> None:
@@ -178,3 +203,98 @@ def test_pods_do_not_run_as_root_and_probes_use_the_probe_paths() -> None:
         (container,) = pods[name]["containers"]
         assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
         assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
+@pytest.mark.parametrize("unit", sorted(path.name for path in (DEPLOY / "systemd").iterdir()))
+def test_systemd_knows_every_setting_of_the_units(unit: str, tmp_path: Path) -> None:
+    text = (DEPLOY / "systemd" / unit).read_text()
+    sections = re.findall(r"^\[(\w+)\]$", text, re.MULTILINE)
+    assert sections == ["Unit", "Service", "Install"]
+    for line in text.splitlines():
+        assert re.fullmatch(r"(#.*|\[\w+\]|[A-Z][A-Za-z]+=.+|)", line), line
+    assert "TimeoutStopSec=" in text
+    program = shutil.which("systemd-analyze")
+    if program is not None:
+        copy = tmp_path / unit
+        copy.write_text(text.replace(PROGRAM.strip(), "/bin/true"))
+        done = subprocess.run([program, "verify", copy], capture_output=True, text=True, check=False)
+        assert unit not in done.stderr, done.stderr
+
+
+def test_services_of_the_compose_file_have_their_dependencies_volumes_and_files() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    services = compose["services"]
+    ports: list[str] = []
+    for name, service in services.items():
+        assert set(service.get("depends_on", ())) <= set(services), name
+        ports += [port.rpartition(":")[0] for port in service.get("ports", ())]
+        for volume in service.get("volumes", ()):
+            source = volume.partition(":")[0]
+            assert source in compose["volumes"] or source == "./agents" or (DEPLOY / source).is_file(), name
+        if "build" in service:
+            assert (DEPLOY / service["build"]["dockerfile"].removeprefix("deploy/")).is_file()
+    assert len(set(ports)) == len(ports) == 3
+    assert all("healthcheck" in services[name] for name in ("postgres", "store-a", "store-b", "gateway"))
+
+
+def test_parts_of_the_manifests_refer_to_each_other() -> None:
+    found = [(path, document) for path, document in documents() if path.parent.name == "kubernetes"]
+    pods = [(p, d["spec"]["template"]) for p, d in found if d["kind"] in ("Deployment", "Job")]
+    for path, document in found:
+        assert {"apiVersion", "kind", "metadata"} <= set(document), path
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", document["metadata"]["name"]), path
+        selector = document.get("spec", {}).get("selector", {})
+        if document["kind"] == "Service":
+            chosen = [pod for _, pod in pods if selector.items() <= pod["metadata"]["labels"].items()]
+            assert len(chosen) == 1, path
+            containers = chosen[0]["spec"]["containers"]
+            names = {port.get("name") for each in containers for port in each.get("ports", ())}
+            numbers = {port["containerPort"] for each in containers for port in each.get("ports", ())}
+            for port in document["spec"]["ports"]:
+                assert port.get("targetPort", port["port"]) in names | numbers, path
+        elif "matchLabels" in selector and document["kind"] == "Deployment":
+            assert selector["matchLabels"].items() <= document["spec"]["template"]["metadata"]["labels"].items(), path
+    for path, pod in pods:
+        volumes = {volume["name"] for volume in pod["spec"].get("volumes", ())}
+        for container in pod["spec"]["containers"]:
+            assert {mount["name"] for mount in container.get("volumeMounts", ())} <= volumes, path
+
+
+def test_each_row_of_the_table_of_failures_names_tests_that_exist() -> None:
+    page = (REPO / "docs" / "operations.md").read_text()
+    table = page.partition("## Failures")[2].partition("## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 15
+    tests = {
+        name for path in (REPO / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named, row
+        assert set(named) <= tests, row
+
+
+def test_commands_and_metrics_in_the_table_of_symptoms_exist() -> None:
+    add_plugin_commands(get_manager())
+    page = (REPO / "docs" / "operations.md").read_text()
+    table = page.partition("## Symptoms")[2].partition("## ")[0]
+    lines = [line.split() for line in re.findall(r"`agl ([^`]+)`", table)]
+    assert len(lines) >= 6
+    for words in lines:
+        name, command = words[0], cli.get_command(click.Context(cli), words[0])
+        assert command is not None, words
+        if isinstance(command, click.Group) and len(words) > 1:
+            name, command = words[1], command.commands[words[1]]
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options, (name, words)
+
+
+def test_the_simulated_queue_bends_where_the_servers_are_full() -> None:
+    fleet = Fleet(runners=0, concurrency=8, agent_s=5.0, servers=2, server_s=0.005)
+    small, large = [simulate(replace(fleet, runners=number), 16_000) for number in (60, 500)]
+    assert small.rate == pytest.approx(small.offered, rel=0.02)
+    assert (small.lost_leases, small.server_load < 0.3, small.claim_s < 0.1) == (0, True, True)
+    assert large.rate < 0.9 * large.offered
+    assert large.rate <= 2 / 0.005
+    assert large.server_load > 0.9
+    assert large.claim_s > 1.0

@@ -7,7 +7,7 @@ stream. ``store.subscribe``, trackers, plugins and the dashboard read it.
 import time
 from typing import Annotated, Final, Literal, TypeAlias, get_args
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from agentlightning.records import (
     DEFAULT_RUN_ID,
@@ -21,6 +21,8 @@ from agentlightning.records import (
 
 
 class _Event(Record):
+    model_config = ConfigDict(extra="ignore")  # a newer server may add fields
+
     run_id: str = DEFAULT_RUN_ID
     time: float = Field(default_factory=time.time)
 

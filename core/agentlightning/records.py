@@ -471,6 +471,8 @@ class PaginatedResult(BaseModel, Sequence[T], Generic[T]):
     """Number of matches without the limit."""
     cursor: str | None = None
     """Argument for the next page, at constant cost; None on the last page, or if the order is not the stored one."""
+    truncated: bool = False
+    """Whether a search that no database can do, such as by ``sort_by="input"``, ended at its time limit of 10 s."""
 
     def __len__(self) -> int:
         return len(self.items)

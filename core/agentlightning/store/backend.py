@@ -115,6 +115,8 @@ class Page(NamedTuple, Generic[R]):
     """Number of matches without limit and offset, if the query has ``count``."""
     position: int | None
     """Insertion position of the last row, for ``Query.after``; None if the page is empty or sorted by a field."""
+    truncated: bool = False
+    """Whether the backend ended the search before it had examined every record."""
 
 
 Claim: TypeAlias = Callable[[Sequence[tuple[Row[Rollout], int]]], tuple[Sequence[Write], Sequence[Event]]]

@@ -89,6 +89,7 @@ async def find(backend: Backend, query: Query[R], cursor: str | None = None) -> 
         offset=query.offset,
         total=total,
         cursor=f"{page.position}.{total}.{seen}" if more else None,
+        truncated=page.truncated,
     )
 
 

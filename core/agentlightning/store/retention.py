@@ -86,8 +86,13 @@ async def delete_in_order(
             return
         after = page.position
         took = time.monotonic() - began
-        size = max(1, min(_LARGEST_SLICE, int(size * min(2.0, _SLICE_S / max(took, 1e-6)))))
+        size = min(_LARGEST_SLICE, next_slice(size, took))
         await asyncio.sleep(took)
+
+
+def next_slice(size: int, took_s: float) -> int:
+    """Returns the size of the next slice of a long work, so that other writers wait for about ``_SLICE_S``."""
+    return max(1, int(size * min(2.0, _SLICE_S / max(took_s, 1e-6))))
 
 
 async def _delete_rows(backend: Backend, rows: Sequence[Row[Rollout]]) -> int:

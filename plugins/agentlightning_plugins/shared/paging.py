@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, TypeVar
 
+from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import PaginatedResult, Span
 
@@ -18,6 +19,8 @@ async def every(query: Callable[..., Awaitable[PaginatedResult[T]]], *args: Any,
     while True:
         place = {"offset": offset} if cursor is None else {"cursor": cursor}
         page = await query(*args, limit=_PAGE, **place, **conditions)
+        if page.truncated:
+            raise StoreError("the store ended this search at its time limit; search one run, or by fewer conditions")
         for item in page.items:
             yield item
         if len(page.items) < _PAGE:

@@ -213,6 +213,8 @@ def print_page(
 
     ``optional``: as in ``print_table``.
     """
+    if page.truncated:
+        echo("The search ended at its time limit; matches may be missing. Use fewer conditions.", err=True)
     if as_json:
         print_json([to_json(record) for record in page])
         return

@@ -67,3 +67,12 @@ def make_database(postgresql_server: PostgresServer, request: pytest.FixtureRequ
 def database(make_database: Callable[..., str]) -> str:
     """The URL of an empty database."""
     return make_database()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, quick_path: Path) -> str:
+    """An empty database of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{quick_path}/store.db"
+    make: Callable[[], str] = request.getfixturevalue("make_database")
+    return make()

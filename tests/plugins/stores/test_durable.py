@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,15 +29,6 @@ from tests.waiting import LIMIT_S, until
 pytestmark = pytest.mark.environment("main")  # the conformance kit shows that old drivers work
 
 DurableBackend: TypeAlias = SqliteBackend | PostgresBackend
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, quick_path: Path) -> str:
-    """An empty database."""
-    if request.param == "sqlite":
-        return f"sqlite:///{quick_path}/store.db"
-    make: Callable[[], str] = request.getfixturevalue("make_database")
-    return make()
 
 
 @pytest.fixture

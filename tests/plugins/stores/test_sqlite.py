@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import closing
@@ -409,20 +410,34 @@ async def fill_and_delete(store: SqliteLightningStore) -> None:
     assert await store.delete_rollouts(keep=0) >= 20
 
 
-async def test_compact_shrinks_the_file_at_once(quick_path: Path) -> None:
+async def test_compact_shrinks_the_file_in_slices_between_which_others_write(
+    quick_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = quick_path / "store.db"
     store = SqliteLightningStore(path)
     await fill_and_delete(store)
     await store.enqueue_rollout("kept")
     await store.close()
     assert path.stat().st_size > 15_000_000
+    monkeypatch.setattr("agentlightning_plugins.stores.http.command._SHOWN_BYTES", 1_000_000)
+    store, pages = SqliteLightningStore(path), []
+    with closing(sqlite3.connect(path)) as connection:
+        async for _ in store.compact():
+            pages += connection.execute("PRAGMA page_count").fetchone()
+            await store.enqueue_rollout("written meanwhile")
+            if len(pages) == 4:
+                break
+    await store.close()
+    assert pages == sorted(pages, reverse=True)
+    assert 0 < pages[0] - pages[1] <= 256
     result = await asyncio.to_thread(CliRunner().invoke, command, ["compact", f"sqlite:///{path}"])
     assert result.exit_code == 0, result.output
-    assert " MB before, 0." in result.output
+    assert "MB so far" in result.output
+    assert re.search(r"1\d\.\d MB before, 0\.\d MB now", result.output)
     assert path.stat().st_size < 1_000_000
     store = SqliteLightningStore(path)
-    assert [rollout.input for rollout in await store.query_rollouts()] == ["kept"]
-    await store.enqueue_rollout("it can be written")
+    inputs = [rollout.input for rollout in await store.query_rollouts()]
+    assert inputs == ["kept", *["written meanwhile"] * 4]
     await store.close()
 
 

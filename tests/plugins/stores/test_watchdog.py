@@ -8,26 +8,17 @@ import textwrap
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
 from agentlightning.errors import ConfigError
 from agentlightning.event import Event
 from agentlightning.store import Retention
-from agentlightning.store.backend import Page, Put, Query, Write
+from agentlightning.store.backend import Page, Put, Query
 from agentlightning.store.engine import BackendStore, watchdog
 from agentlightning.store.retention import WORKER_AGE_S, delete_old_workers
-from agentlightning.types import (
-    Attempt,
-    AttemptedRollout,
-    EnqueueRolloutRequest,
-    Record,
-    Rollout,
-    RolloutConfig,
-    Span,
-    Worker,
-)
+from agentlightning.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Record, RolloutConfig, Span, Worker
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
 from tests.plugins.stores.actions import number_deleted
 from tests.source import run_python
@@ -229,27 +220,6 @@ async def test_time_limits_hold_while_a_retention_policy_works_and_closing_the_s
     assert not ended.is_set()
     await store.close()
     assert ended.is_set()
-
-
-async def test_retention_deletes_in_slices_that_other_writers_can_wait_for() -> None:
-    sizes: list[int] = []
-
-    class SlowBackend(MemoryBackend):
-        """Deletes 200 rollouts per second at most."""
-
-        async def commit(self, writes: Sequence[Write], *others: Any) -> bool:
-            sizes.append(len(writes))
-            await asyncio.sleep(0.005 * len(writes))
-            return await super().commit(writes, *others)
-
-    ended = Rollout(rollout_id="ro-", input=0, status="failed", start_time=0.5, end_time=1.0)
-    backend = SlowBackend()
-    store = BackendStore(backend, watchdog_interval_s=None)
-    for number in range(100):
-        await MemoryBackend.commit(backend, [Put(ended.model_copy(update={"rollout_id": f"ro-{number}"}))])
-    assert await number_deleted(Retention(max_rollouts=0), store, 2.0) == 100
-    assert max(sizes) <= 10  # 50 ms; a busy machine makes slices smaller
-    await store.close()
 
 
 @pytest.mark.parametrize("stored", [50, 500])

@@ -422,13 +422,28 @@ def test_lines_are_not_wrapped_without_a_terminal(monkeypatch: pytest.MonkeyPatc
         AttemptFinished(
             run_id="run", rollout_id="ro-1", attempt_id="at-1", status="failed", error="ValueError: [x] " + "no " * 50
         ),
+        RolloutFinished(run_id="run", rollout_id="ro-1", status="failed"),
     ]
-    lines = console_output(events, monkeypatch, [0.0] * 4)
+    lines = console_output(events, monkeypatch, [0.0] * 5)
     assert lines[0] == "run [a]"
     assert lines[1].startswith("step    1  reward 0.123")
     assert "seconds 1.5" in lines[1]
     assert lines[2].startswith("rollout ro-1 failed: ValueError: [x] no")
     assert len(lines[2]) > 150
+
+
+def test_errors_of_attempts_count_only_if_their_rollout_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[AttemptFinished | RolloutFinished | RunFinished] = []
+    for number, statuses in enumerate([["succeeded"], ["failed", "succeeded"], ["failed", "failed"]]):
+        about = {"run_id": "run", "rollout_id": f"ro-{number}"}
+        for status in statuses:
+            error = "LostClaim: the worker died" if status == "failed" else None
+            events.append(AttemptFinished(**about, attempt_id="at-1", status=status, error=error))
+        events.append(RolloutFinished(**about, status=statuses[-1]))
+    lines = console_output([*events, RunFinished(run_id="run", status="succeeded")], monkeypatch, [0.0] * 20)
+    assert [line for line in lines if "LostClaim" in line] == [
+        "rollout ro-2 failed: LostClaim: the worker died", "1 of 3 rollouts: LostClaim: the worker died"
+    ]  # fmt: skip
 
 
 def test_missing_rewards_and_a_run_without_success_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import functools
 import logging
+import os
 import resource
 import signal
 import termios
@@ -18,8 +20,9 @@ from typing import Any, Final, TypeAlias, cast
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
+from opentelemetry.trace import NoOpTracer, SpanKind, Tracer
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, install_command
 from agentlightning_plugins.shared.log_setup import REQUEST_ID_HEADER, begin_request
 
 logger = logging.getLogger("agentlightning")
@@ -235,6 +238,7 @@ class WebServer:
         Raises:
             ConfigError: the address is not available.
         """
+        _own_tracer()  # if it cannot be made, before a request arrives
         settings: dict[str, Any] = {
             "access_log": None,
             "auto_decompress": False,  # ``read_body`` inflates: in a thread, and only what its caller allows
@@ -367,10 +371,38 @@ def stop_on_signals() -> asyncio.Event:
 async def _answer(request: Any, handler: Callable[[Any], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
     """Answers a request with its id, which is also in the log, in the header X-Request-Id."""
     own_id = begin_request(request.headers.get(REQUEST_ID_HEADER))
-    response = await handler(request)
+    routed = request.match_info.route.resource if isinstance(request, web.Request) else None
+    route = "" if routed is None else routed.canonical
+    about = {"http.request.method": request.method, "http.route": route, "request_id": own_id}
+    span = _own_tracer().start_span(f"{request.method} {route}".strip(), kind=SpanKind.SERVER, attributes=about)
+    try:
+        response = await handler(request)
+        span.set_attribute("http.response.status_code", response.status)
+    finally:
+        span.end()
     if not response.prepared:
         response.headers.setdefault(REQUEST_ID_HEADER, own_id)
     return response
+
+
+@functools.cache
+def _own_tracer() -> Tracer:
+    """Returns the tracer of this process's servers, which exports only with ``OTEL_TRACES_EXPORTER=otlp``.
+
+    OpenTelemetry's other variables say how. Spans of agents have a provider of their own.
+    """
+    if os.environ.get("OTEL_TRACES_EXPORTER") != "otlp":
+        return NoOpTracer()
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError:
+        raise ConfigError(f"OTEL_TRACES_EXPORTER=otlp needs an extra: {install_command('otlp')}") from None
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider.get_tracer("agentlightning")
 
 
 async def _close_after(request: web.Request, response: web.StreamResponse) -> None:

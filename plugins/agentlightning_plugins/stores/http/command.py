@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import random
@@ -20,42 +21,22 @@ if TYPE_CHECKING:
 
 _CLOSE_S: Final = 3.0
 """How long the database may take to finish accepted writes once the requests in flight have ended."""
+_SHOWN_BYTES: Final = 100_000_000  # the progress of compacting that is worth a line
 
 logger = logging.getLogger("agentlightning")
 
 
+_option = functools.partial(click.option, show_envvar=True, show_default=True)
+
+
 @click.group("store", invoke_without_command=True)
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    envvar="AGL_HOST",
-    show_envvar=True,
-    show_default=True,
-    help="Address to listen on; any but loopback needs a token.",
-)
-@click.option(
-    "--port",
-    default=4747,
-    envvar="AGL_PORT",
-    show_envvar=True,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port to listen on; 0 takes a free one.",
-)
-@click.option(
-    "--backend",
-    default="sqlite:///agl.db",
-    envvar="AGL_BACKEND",
-    show_envvar=True,
-    show_default=True,
-    metavar="URL",
-    help="The store to serve.",
-)
-@click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="Token that clients must send.")
-@click.option(
+@_option("--host", default="127.0.0.1", envvar="AGL_HOST", help="Address to listen on; any but loopback needs a token.")
+@_option("--port", default=4747, envvar="AGL_PORT", type=click.IntRange(0, 65535), help="Port, or 0 for a free one.")
+@_option("--backend", default="sqlite:///agl.db", envvar="AGL_BACKEND", metavar="URL", help="The store to serve.")
+@_option("--token", envvar="AGL_TOKEN", help="Token that clients must send.")
+@_option(
     "--token-file",
     envvar="AGL_TOKEN_FILE",
-    show_envvar=True,
     type=click.Path(dir_okay=False, path_type=Path),
     help="File with a token on each line: clients may send any, the first signs attempt tokens. A change takes effect "
     "within seconds.",
@@ -105,9 +86,9 @@ def command(
 @command.command("compact")
 @click.argument("url", default="sqlite:///agl.db", envvar="AGL_BACKEND")
 def compact_command(url: str) -> None:
-    """Shrink the file of a SQLite store to the size of its contents.
+    """Shrink the file of a SQLite store by the space of deleted records.
 
-    Programs that have the file open wait until this is done. It needs as much free disk space as the file occupies.
+    Other programs may go on using the file: this works in slices of 50 ms. Ctrl-C keeps what is done.
     """
     from agentlightning.store.factory import create_store
     from agentlightning.store.url import hide_password
@@ -117,18 +98,22 @@ def compact_command(url: str) -> None:
         raise ConfigError(f"there is no file {path}; give the URL of the store, as in sqlite:///agl.db")
     store = create_store(url)
 
-    async def compact() -> tuple[int, int]:
+    async def compact() -> None:
+        before = shown = size = 0
         try:
             work = getattr(store, "compact", None)
             if work is None:
                 raise ConfigError(f"{hide_password(url)} needs no compacting: only sqlite:/// stores do")
-            sizes: tuple[int, int] = await work()
-            return sizes
+            async for size in work():
+                before, shown = before or size, shown or size
+                if shown - size > _SHOWN_BYTES:
+                    echo(f"{size / 1e6:.1f} MB so far", err=True)
+                    shown = size
         finally:
             await store.close()
+        echo(f"{hide_password(url)}: {before / 1e6:.1f} MB before, {size / 1e6:.1f} MB now")
 
-    before, after = asyncio.run(compact())
-    echo(f"{hide_password(url)}: {before / 1e6:.1f} MB before, {after / 1e6:.1f} MB now")
+    asyncio.run(compact())
 
 
 def _open(backend: str, wait_s: float, **settings: Any) -> LightningStore:

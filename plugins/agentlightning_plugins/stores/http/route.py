@@ -6,13 +6,13 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from operator import or_
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, NotRequired, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, NotRequired, TypeVar, Union, get_args, get_origin, get_type_hints
 from urllib.parse import quote, urlencode
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
 from agentlightning.store.check import argument_type
@@ -110,7 +110,26 @@ class Route:
 
 def read_rollout(content: dict[str, Any]) -> Rollout:
     """Makes a rollout from its JSON, with its attempt if there is one."""
-    return (AttemptedRollout if "attempt" in content else Rollout).model_validate(content)
+    return read_record(AttemptedRollout if "attempt" in content else Rollout, content)
+
+
+R = TypeVar("R", bound=Record)
+
+
+def read_record(kind: type[R], content: dict[str, Any]) -> R:
+    """Makes a record from its JSON, without the fields that only a newer server knows."""
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        for found in error.errors(include_url=False, include_input=False):
+            if found["type"] != "extra_forbidden":
+                raise
+            *path, name = found["loc"]
+            parent: Any = content
+            for step in path:
+                parent = parent[step]
+            del parent[name]
+        return kind.model_validate(content)
 
 
 def _json_type(name: str, annotation: Any) -> Any:
@@ -147,5 +166,5 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
             **{**content, "items": [read_one(item) for item in content["items"]]}
         )
     if isinstance(kind, type) and issubclass(kind, Record):
-        return kind.model_validate
+        return partial(read_record, kind)
     return lambda content: content

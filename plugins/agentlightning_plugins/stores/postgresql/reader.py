@@ -45,6 +45,21 @@ def number_parameters(sql: str) -> str:
     return first + "".join(f"${number}{part}" for number, part in enumerate(rest, 1))
 
 
+async def explain_plan(connection: asyncpg.Connection, sql: str) -> list[str]:
+    """Returns PostgreSQL's plan of a statement, in which parameters are ``$1`` and not their values."""
+    nothing = ", ".join(["NULL"] * sql.count("?"))
+    try:
+        async with connection.transaction():
+            await connection.execute("SET LOCAL plan_cache_mode = force_generic_plan")
+            await connection.execute(f"PREPARE agl_slow AS {number_parameters(sql)}")
+            rows = await connection.fetch(f"EXPLAIN EXECUTE agl_slow{nothing and f'({nothing})'}")
+            await connection.execute("DEALLOCATE agl_slow")
+    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
+        connection.terminate()  # the prepared statement may remain
+        return [f"none ({type(error).__name__})"]
+    return [line.strip() for (line,) in rows]
+
+
 Read: TypeAlias = Callable[[asyncpg.Connection], Awaitable[Any]]
 """A read, which is repeated from its beginning when the connection is lost."""
 
@@ -57,28 +72,35 @@ class Readers:
         self._free = asyncio.Semaphore(server.connections - 1)
         self._connections: deque[asyncpg.Connection] = deque()
         """The idle connections."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Future[Any], asyncio.Task[None]] = {}
+        """The reads that run, by the future of their caller."""
 
     def take(self, items: Iterable[Item[Read]]) -> None:
         """Accepts reads."""
         for item in items:
-            task = asyncio.create_task(self._serve(item))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            if not item.future.cancelled():
+                self._tasks[item.future] = asyncio.create_task(self._serve(item))
+
+    def cancel(self, work: asyncio.Future[Any]) -> None:
+        """Cancels a read, if it is not done; the server stops its statement."""
+        if work in self._tasks:
+            self._tasks[work].cancel()
 
     async def close(self) -> None:
         """Finishes the accepted reads and closes the connections."""
         while self._tasks:
-            await asyncio.wait(self._tasks)
+            await asyncio.wait(self._tasks.values())
         while self._connections:
             self._connections.pop().terminate()
 
     async def _serve(self, item: Item[Read]) -> None:
-        async with self._free:
-            try:
+        try:
+            async with self._free:
                 item.result = await self._read(item.work)
-            except Exception as error:  # isolation point: it is raised where the store was called
-                item.error = self._server.explain(error)
+        except Exception as error:  # isolation point: it is raised where the store was called
+            item.error = self._server.explain(error)
+        finally:
+            del self._tasks[item.future]
         settle([item])
 
     async def _read(self, read: Read) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Self, TypeVar
 
@@ -14,7 +15,7 @@ from agentlightning.store.backend import Listener, Page, Query
 from agentlightning.store.engine import BackendStore
 from agentlightning.types import DEFAULT_RUN_ID, Record
 from agentlightning_plugins.stores.postgresql.connection import Server
-from agentlightning_plugins.stores.postgresql.reader import PLANNER, Read, Readers, number_parameters
+from agentlightning_plugins.stores.postgresql.reader import PLANNER, Read, Readers, explain_plan, number_parameters
 from agentlightning_plugins.stores.postgresql.schema import migrate
 from agentlightning_plugins.stores.postgresql.writer import Writer
 from agentlightning_plugins.stores.shared.sql.batch import (
@@ -28,6 +29,7 @@ from agentlightning_plugins.stores.shared.sql.batch import (
 )
 from agentlightning_plugins.stores.shared.sql.changes import Work
 from agentlightning_plugins.stores.shared.sql.plan import Plan
+from agentlightning_plugins.stores.shared.sql.slow_log import SlowLog
 from agentlightning_plugins.stores.shared.watchers import Watchers
 
 R = TypeVar("R", bound=Record)
@@ -50,6 +52,7 @@ class PostgresBackend(DurableBackend):
             ConfigError: the server refuses the user, or the schema is of a newer version.
             StoreError: the server cannot be reached.
         """
+        self._slow = SlowLog(server.shown)
         self._thread = DatabaseThread(server)
         super().__init__(server.shown, DatabaseThread.stop, self._thread)
 
@@ -64,13 +67,13 @@ class PostgresBackend(DurableBackend):
     async def select(self, query: Query[R]) -> Page[R]:
         plan = PLANNER.plan(query)
         if not plan.is_done:
-            page: Page[R] = await self._read(lambda connection: _filter(connection, query, plan))
+            page: Page[R] = await self._read(lambda connection: _filter(connection, query, plan), plan.sql)
             return page
         total = None
         if plan.count_sql is None:
-            rows = await self._read(lambda connection: _fetch(connection, plan))
+            rows = await self._read(lambda connection: _fetch(connection, plan), plan.sql)
         else:
-            rows, total = await self._read(lambda connection: _fetch_counted(connection, query, plan))
+            rows, total = await self._read(lambda connection: _fetch_counted(connection, query, plan), plan.sql)
         if len(rows) < _MANY:
             return PLANNER.make_page(query, rows, total)
         return await asyncio.to_thread(PLANNER.make_page, query, rows, total)
@@ -90,9 +93,25 @@ class PostgresBackend(DurableBackend):
     def _submit(self, work: Work) -> asyncio.Future[Any]:
         return self._thread.writes.submit(work)
 
-    def _read(self, read: Read) -> asyncio.Future[Any]:
+    async def _read(self, read: Read, sql: str | None = None) -> Any:
+        async def timed(connection: asyncpg.Connection) -> Any:
+            began = time.monotonic()
+            result = await read(connection)
+            took_s = time.monotonic() - began
+            if sql is not None and self._slow.admits(sql, took_s):
+                self._thread.reads.submit(lambda connection: self._log_slow(connection, sql, took_s))
+            return result
+
         self._check_open()
-        return self._thread.reads.submit(read)
+        work = self._thread.reads.submit(timed)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            self._thread.cancel_read(work)
+            raise
+
+    async def _log_slow(self, connection: asyncpg.Connection, sql: str, took_s: float) -> None:
+        self._slow.log(sql, took_s, await explain_plan(connection, sql))
 
 
 class DatabaseThread:
@@ -125,6 +144,12 @@ class DatabaseThread:
                 self._loop.call_soon_threadsafe(self.writer.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def cancel_read(self, work: asyncio.Future[Any]) -> None:
+        """Cancels a read whose caller has been cancelled."""
+        with self._lock:
+            if not self._stopped:
+                self._loop.call_soon_threadsafe(self._readers.cancel, work)
 
     def _hand_over(self, take: Callable[[list[Any]], None], items: list[Item[Any]]) -> None:
         with self._lock:
@@ -189,14 +214,23 @@ async def _fetch_counted(
 async def _filter(connection: asyncpg.Connection, query: Query[R], plan: Plan) -> Page[R]:
     """Filters the rows in Python where SQL cannot, in a thread that fetches a few at a time."""
     loop = asyncio.get_running_loop()
+    is_cancelled = threading.Event()
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         cursor = await connection.cursor(number_parameters(plan.sql), *plan.parameters)
 
         def rows() -> Iterator[Sequence[Any]]:
             while chunk := asyncio.run_coroutine_threadsafe(cursor.fetch(_CHUNK), loop).result():
                 yield from chunk
+                if is_cancelled.is_set():
+                    return
 
-        return await loop.run_in_executor(None, PLANNER.finish, rows(), query)
+        filtering = loop.run_in_executor(None, PLANNER.finish, rows(), query)
+        try:
+            return await asyncio.shield(filtering)
+        except asyncio.CancelledError:  # the thread stops after its chunk; until then it uses the connection
+            is_cancelled.set()
+            await asyncio.wait({filtering})
+            raise
 
 
 class PostgresLightningStore(BackendStore):

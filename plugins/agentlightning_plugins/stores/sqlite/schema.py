@@ -7,10 +7,12 @@ import os
 import sqlite3
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from agentlightning.errors import ConfigError, StorageFullError, StoreError
+from agentlightning.store.retention import next_slice
 from agentlightning_plugins.stores.shared.clock import since_boot
 
 APPLICATION_ID: Final = 0x41474C53
@@ -245,21 +247,31 @@ def shrink(connection: sqlite3.Connection) -> None:
         connection.executescript(f"PRAGMA incremental_vacuum({min(free, _STEP_PAGES)})")  # execute() does one page
 
 
-def compact(path: Path, busy_timeout_s: float) -> tuple[int, int]:
-    """Rewrites the file without free pages; returns its size before and after, in bytes.
+def compact(path: Path, busy_timeout_s: float) -> Iterator[int]:
+    """Returns all free pages to the file system, in slices of about ``SLICE_S``, and pauses as long after each.
+
+    Yields the size of the file in bytes before the first slice, and after each.
 
     Raises:
-        StoreError: the disk is full, or other processes keep the file locked; the file is not changed.
+        StoreError: the disk is full, or other processes keep the file locked.
     """
-    before = _size(path)
+    pages = _STEP_PAGES
     try:
         with contextlib.closing(connect(path, busy_timeout_s)) as connection:
-            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-            connection.execute("VACUUM")
+            yield _size(path)
+            while connection.execute("PRAGMA freelist_count").fetchone()[0]:
+                began = time.monotonic()
+                connection.executescript(f"PRAGMA incremental_vacuum({pages})")
+                # The file shrinks when its log is copied into it; a busy reader only delays that.
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+                took_s = time.monotonic() - began
+                pages = next_slice(pages, took_s)
+                yield _size(path)
+                time.sleep(took_s)
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            yield _size(path)
     except sqlite3.Error as error:
         raise explain(error, path) from error
-    return before, _size(path)
 
 
 def _size(path: Path) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +23,7 @@ from agentlightning_plugins.stores.shared.clock import since_boot
 from agentlightning_plugins.stores.shared.sql.batch import COUNT, OPEN_RUNS, DurableBackend, count_all
 from agentlightning_plugins.stores.shared.sql.changes import Work
 from agentlightning_plugins.stores.shared.sql.plan import Plan
+from agentlightning_plugins.stores.shared.sql.slow_log import SlowLog
 from agentlightning_plugins.stores.sqlite.plan import PLANNER, is_short, run_plan
 from agentlightning_plugins.stores.sqlite.schema import compact, connect, explain, open_file
 from agentlightning_plugins.stores.sqlite.writer import Writer
@@ -28,6 +31,8 @@ from agentlightning_plugins.stores.sqlite.writer import Writer
 R = TypeVar("R", bound=Record)
 
 _READERS: Final = 4
+_STEPS: Final = 1_000_000
+"""Instructions of SQLite, some 20 ms, after which a read looks whether its caller is still there."""
 
 
 class SqliteBackend(DurableBackend):
@@ -48,6 +53,7 @@ class SqliteBackend(DurableBackend):
         self._path = path = path.absolute()  # a command may change to the folder of its configuration
         self._busy_timeout_s = busy_timeout_s
         self._idle: deque[sqlite3.Connection] = deque()
+        self._slow = SlowLog(str(path))
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="agl-sqlite-reader")
         self.writer = Writer(path, busy_timeout_s, self._booted_at)
         super().__init__(str(path), _close, self.writer, self._pool, self._idle)
@@ -61,8 +67,12 @@ class SqliteBackend(DurableBackend):
         with self._connection() as connection:
             if is_short(connection, query, plan):
                 return run_plan(connection, query, plan)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._read, query, plan)
+        is_cancelled = threading.Event()
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._pool, self._read, query, plan, is_cancelled)
+        finally:
+            is_cancelled.set()
 
     async def count(self) -> dict[str, int]:
         self._check_open()
@@ -80,9 +90,19 @@ class SqliteBackend(DurableBackend):
     def _submit(self, work: Work) -> asyncio.Future[Any]:
         return self.writer.submit(lambda transaction: transaction.apply(work))
 
-    def _read(self, query: Query[R], plan: Plan) -> Page[R]:
+    def _read(self, query: Query[R], plan: Plan, is_cancelled: threading.Event) -> Page[R]:
         with self._connection() as connection:
-            return run_plan(connection, query, plan)
+            connection.set_progress_handler(is_cancelled.is_set, _STEPS)
+            began = time.monotonic()
+            try:
+                page = run_plan(connection, query, plan)
+            finally:
+                connection.set_progress_handler(None, 0)
+            took_s = time.monotonic() - began
+            if self._slow.admits(plan.sql, took_s):
+                steps = connection.execute(f"EXPLAIN QUERY PLAN {plan.sql}", plan.parameters)
+                self._slow.log(plan.sql, took_s, [detail for *_, detail in steps])
+            return page
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -148,15 +168,17 @@ class SqliteLightningStore(BackendStore):
             backend.stop()
             raise
 
-    async def compact(self) -> tuple[int, int]:
-        """Rewrites the file without the space of deleted records; returns its size before and after, in bytes.
+    async def compact(self) -> AsyncGenerator[int]:
+        """Returns the space of deleted records to the file system, in slices with pauses for other programs.
 
-        Other writers wait meanwhile. The call needs as much free disk space as the file occupies.
+        Yields the size of the file in bytes: first as it is, then after each slice.
 
         Raises:
-            StoreError: the disk is full, or other processes keep the file locked; the file is not changed.
+            StoreError: the disk is full, or other processes keep the file locked; what was returned stays returned.
         """
-        return await asyncio.to_thread(compact, self._path, self._busy_timeout_s)
+        shrinking = compact(self._path, self._busy_timeout_s)
+        while (size := await asyncio.to_thread(next, shrinking, None)) is not None:
+            yield size
 
     @classmethod
     def from_url(cls, url: str, *, run_id: str = DEFAULT_RUN_ID, token: str | None = None) -> Self:

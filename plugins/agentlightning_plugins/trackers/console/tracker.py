@@ -44,6 +44,8 @@ class ConsoleTracker:
         self._finished = self._failed = 0
         self._without_reward = 0.0
         self._errors: dict[str, int] = {}
+        self._last_errors: dict[str, str] = {}
+        """The error of the last attempt of each rollout that has not ended: a later attempt may succeed."""
         self._has_advised = self._has_resources = False
         self._line = Text("waiting for the first step", style="dim")
         self._left = ""
@@ -63,10 +65,13 @@ class ConsoleTracker:
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, AttemptFinished) and event.error is not None:
-            self._show_error(event.rollout_id, event.error)
+            self._last_errors[event.rollout_id] = event.error
         elif isinstance(event, RolloutFinished):
             self._finished += 1
             self._failed += event.status == "failed"
+            error = self._last_errors.pop(event.rollout_id, None)
+            if error is not None and event.status == "failed":
+                self._show_error(event.rollout_id, error)
         elif isinstance(event, ResourcesPublished):
             if not self._has_resources and not self._brief:
                 self._say(Text(f"first resources: {event.resources_id}, version {event.version}"))

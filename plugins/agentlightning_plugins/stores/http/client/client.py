@@ -13,9 +13,10 @@ from urllib.parse import urlencode
 from weakref import WeakKeyDictionary
 
 from pydantic import ConfigDict, TypeAdapter
+from pydantic_core import from_json
 
 from agentlightning.errors import NotFoundError, StoreError
-from agentlightning.event import Event
+from agentlightning.event import EVENT_KINDS, Event
 from agentlightning.resources import Resource, ResourcesUpdate, split_version_id
 from agentlightning.run import attempt_token
 from agentlightning.store.check import check_run_id, check_span
@@ -34,7 +35,7 @@ from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.stores.http.client.connection import StoreConnection
 from agentlightning_plugins.stores.http.message import MAX_POLL_S
 from agentlightning_plugins.stores.http.methods import RemoteMethods
-from agentlightning_plugins.stores.http.route import Route, read_rollout
+from agentlightning_plugins.stores.http.route import Route, read_record, read_rollout
 
 _EVENT: Final[TypeAdapter[Event]] = TypeAdapter(Event, config=ConfigDict(defer_build=True))
 _RELEASE_S: Final = 2.0
@@ -184,7 +185,7 @@ class LightningStoreClient(RemoteMethods):
                 await self._release(request_id)
                 raise
             if claimed or limit == 0 or time.monotonic() >= deadline:
-                return [AttemptedRollout.model_validate(item) for item in claimed]
+                return [read_record(AttemptedRollout, item) for item in claimed]
 
     async def delete_rollouts(self, rollout_ids: Sequence[str] | None = None, **conditions: Any) -> int:
         """Deletes page by page, so that each request is short, however many rollouts match."""
@@ -299,7 +300,9 @@ class LightningStoreClient(RemoteMethods):
         """
         query = urlencode([*(("kinds", kind) for kind in kinds or ()), *([("every_run", "true")] if every_run else [])])
         async for data in self._connection.events(f"/events?{query}", run_id=self.run_id):
-            yield _EVENT.validate_json(data)
+            content = from_json(data)
+            if content.get("kind") in EVENT_KINDS:  # a newer server may have others
+                yield _EVENT.validate_python(content)
 
 
 class _VersionCache:

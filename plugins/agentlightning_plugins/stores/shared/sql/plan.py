@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -16,6 +17,8 @@ from agentlightning_plugins.stores.shared.sql.document import decode
 
 R = TypeVar("R", bound=Record)
 
+SEARCH_S: Final = 10.0
+"""How long a search may examine records in Python; what it has found then is its result, marked as truncated."""
 _FAR: Final = 1_000
 """The offset from which on the records of skipped rows are not read."""
 CURRENT: Final[dict[type[Record], str]] = {Attempt: "last_heartbeat_time", Span: "sequence_id"}
@@ -128,9 +131,15 @@ class Planner:
         is_narrowed = all(translate(query.kind, condition) is not None for condition in query.any_of)
         either = [] if is_narrowed else [make_test(item, read_field(item.field)) for item in query.any_of]
         stop = None if query.limit < 0 else query.offset + query.limit
+        ends_at = time.monotonic() + SEARCH_S
+        truncated = False
 
         def matches() -> Iterator[tuple[int, Row[R]]]:
+            nonlocal truncated
             for values in rows:
+                if time.monotonic() > ends_at:
+                    truncated = True
+                    return
                 row = self._row(query.kind, *values)
                 if all(test(row.record) for test in tests) and (not either or any(test(row.record) for test in either)):
                     yield values[0], row
@@ -143,7 +152,7 @@ class Planner:
         total = len(found) if query.count else None
         found = found[query.offset : stop]
         position = found[-1][0] if found and query.sort_by is None else None
-        return Page([row for _, row in found], total, position)
+        return Page([row for _, row in found], total, position, truncated)
 
     def _row(self, kind: type[R], position: int, revision: int, text: str, current: Any) -> Row[R]:
         record = decode(kind, text)
