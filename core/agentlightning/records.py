@@ -169,6 +169,8 @@ class Rollout(Record):
     metadata: JsonObject | None = None
     """Any JSON; every store indexes the keys ``task_id``, ``group`` and ``step``."""
     run_id: str = DEFAULT_RUN_ID
+    priority: Int64 = 0
+    """Of the queued rollouts of a run, those with the highest priority are claimed first."""
 
 
 class AttemptFailure(Record):
@@ -228,6 +230,8 @@ class EnqueueRolloutRequest(Record):
     metadata: JsonObject | None = None
     rollout_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:-]+$")
     """An id that the client chooses; enqueueing it again returns the existing rollout."""
+    priority: Int64 = 0
+    """Higher ones are claimed first; equal ones in the order in which they were queued."""
 
 
 class Worker(Record):

@@ -114,6 +114,7 @@ class LightningStore(ABC):
         resources_id: str | None = None,
         config: RolloutConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
+        priority: int = 0,
         rollout_id: str | None = None,
     ) -> Rollout:
         """Queues one rollout, like ``enqueue_many_rollouts``; ``resources_id=None`` pins the newest snapshot."""
@@ -123,6 +124,7 @@ class LightningStore(ABC):
             resources_id=resources_id,
             config=config,
             metadata=freeze(metadata, "metadata"),
+            priority=priority,
             rollout_id=rollout_id,
         )
         return (await self.enqueue_many_rollouts([request]))[0]
@@ -135,7 +137,7 @@ class LightningStore(ABC):
         """
 
     async def dequeue_rollout(self, worker_id: str | None = None, *, timeout: float = 0) -> AttemptedRollout | None:
-        """Takes the oldest queued rollout and creates its attempt in one step; waits up to ``timeout`` for one."""
+        """Takes the first queued rollout and creates its attempt in one step; waits up to ``timeout`` for one."""
         claimed = await self.dequeue_many_rollouts(limit=1, worker_id=worker_id, timeout=timeout)
         return claimed[0] if claimed else None
 
@@ -145,6 +147,7 @@ class LightningStore(ABC):
     ) -> Sequence[AttemptedRollout]:
         """Takes up to ``limit`` queued rollouts; waits up to ``timeout`` for the first.
 
+        The highest ``priority`` comes first; rollouts of the same priority come in the order in which they were queued.
         If the caller is cancelled, rollouts that were being claimed for it go back to the queue. Closing the store ends
         the wait with an empty result.
         """

@@ -867,7 +867,8 @@ async def test_several_stores_can_set_up_a_new_database_at_the_same_time(databas
 HANDS_OUT_TWICE = "test_a_claimed_rollout_is_never_handed_out_twice"
 PLANTED = [
     ("CASE n.queue_position WHEN 0", "CASE 0 WHEN n.queue_position THEN 1 WHEN 0", HANDS_OUT_TWICE),
-    ("ORDER BY r.queue_position", "ORDER BY -r.position", "test_rollouts_are_claimed_in_the_order_they_were_enqueued"),
+    ("r.priority DESC", "r.priority", "test_the_highest_priority_is_claimed_first_also_after_a_retry"),
+    ("DESC, r.queue_position", "DESC, -r.position", "test_rollouts_are_claimed_in_the_order_they_were_enqueued"),
     ("r.run_id = $1", "r.run_id <> $1 || ' '", "test_every_run_has_a_queue_of_its_own"),
     ("held.revision", "0 * held.revision", "test_concurrently_published_versions_are_kept"),
     ("s.span_id = n.id", "s.span_id = n.id || ' '", "test_a_span_that_is_stored_is_not_stored_again"),
