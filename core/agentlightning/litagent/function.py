@@ -35,6 +35,7 @@ class _Injected:
     resource_types: tuple[type[Resource], ...]
     """Types that its annotation or name implies; may be empty."""
     required: bool
+    default: Any = None
 
 
 class FunctionalLitAgent(LitAgent[Any]):
@@ -85,6 +86,16 @@ class FunctionalLitAgent(LitAgent[Any]):
         for parameter in self._injected:
             if parameter.name not in ("rollout", "resources") and not (has_model and LLM in parameter.resource_types):
                 _choose(parameter, resources, self)
+
+    def initial_prompts(self) -> Mapping[str, PromptTemplate]:
+        """Returns the default values of parameters that are prompts, under the names of the parameters."""
+        return {each.name: each.default for each in self._injected if isinstance(each.default, PromptTemplate)}
+
+    def unfilled_prompts(self, given: Mapping[str, Resource]) -> Mapping[str, PromptTemplate]:
+        """Returns ``initial_prompts`` without those whose parameter gets a given resource of another name."""
+        names = {each.name for each in self._injected}
+        others = [name for name, value in given.items() if name not in names and isinstance(value, PromptTemplate)]
+        return {} if others else self.initial_prompts()
 
     def _arguments(self, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
         scoped = scope_to_attempt(resources, rollout) if self._strip_proxy else dict(resources)
@@ -146,7 +157,7 @@ def _read_signature(function: Callable[..., Any]) -> tuple[_Injected, ...]:
         types = _implied_types(parameter.name, hint)
         if required and not types and parameter.name not in ("rollout", "resources"):
             _check_fillable(name, parameter.name, hint)
-        injected.append(_Injected(parameter.name, types, required))
+        injected.append(_Injected(parameter.name, types, required, None if required else parameter.default))
     return tuple(injected)
 
 
@@ -235,6 +246,16 @@ def _decorate(function: Any, strip_proxy: bool, decorator: str = "", required: s
         what = f"@{decorator} needs a parameter {required!r}; {function.__qualname__} has none"
         raise ConfigError(f"{what}. Use @rollout instead")
     return FunctionalLitAgent(function, strip_proxy=strip_proxy)
+
+
+def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) -> Mapping[str, Resource] | None:
+    """Returns the agent's own prompts, overridden by the given resources; None if there are none."""
+    inner = agent.agent if isinstance(agent, RewardedAgent) else agent
+    if isinstance(inner, FunctionalLitAgent):
+        own = inner.unfilled_prompts(given or {})
+    else:
+        own = agent.initial_prompts()
+    return {**own, **(given or {})} or None
 
 
 Prompts: TypeAlias = Mapping[str, str | PromptTemplate | None] | Iterable[str]

@@ -103,6 +103,9 @@ class Query(Generic[R]):
     offset: int = 0
     after: int | None = None
     """Selects only rows inserted after this position (``Page.position``), for the next page at constant cost."""
+    is_settled: bool = False
+    """Whether no record may be inserted later at a position before those of the page. The read waits for the writes
+    that have begun."""
     count: bool = False
     """Whether to set ``Page.total``; counting may cost a scan."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
@@ -35,6 +35,9 @@ from agentlightning.records import (
     new_resources_id,
 )
 from agentlightning.resources import Resource, ResourcesUpdate
+
+LIVE_SUFFIX: Final = ".live"
+"""The run ``<run>.live`` holds the states and candidates of a run's live learning."""
 
 
 class StoreCapabilities(TypedDict):
@@ -348,6 +351,14 @@ class LightningStore(ABC):
         ``sort_by="sequence_id"`` therefore means the order in which the spans were stored.
         """
 
+    @abstractmethod
+    async def poll_new_spans(self, cursor: str | None = None, *, limit: int = 1000) -> PaginatedResult[Span]:
+        """Returns up to ``limit`` spans of this run that were stored since a cursor, in the order of their arrival.
+
+        The result's ``cursor`` is the argument of the next call, also when there were no new spans; None begins with
+        the first span. Every span is returned once.
+        """
+
     # --- resources ---
 
     async def add_resources(self, resources: Mapping[str, Resource | str]) -> ResourcesUpdate:
@@ -397,6 +408,14 @@ class LightningStore(ABC):
     @abstractmethod
     async def get_latest_resources(self) -> ResourcesUpdate | None:
         """Returns the resources that were published last in this run."""
+
+    async def get_optimized_resources(self) -> ResourcesUpdate | None:
+        """Returns the resources that this run's learning has produced: its latest, or, before the first, a candidate.
+
+        The latest are those that an algorithm has published or live learning has promoted; a candidate is in trial.
+        """
+        candidates = self.with_run(self.run_id + LIVE_SUFFIX)
+        return await self.get_latest_resources() or await candidates.get_latest_resources()
 
     @abstractmethod
     async def query_resources(

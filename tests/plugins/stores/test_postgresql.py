@@ -854,6 +854,33 @@ async def test_another_programs_schema_is_refused_and_left_unchanged(database: s
     await connection.close()
 
 
+async def test_polling_waits_for_spans_of_a_transaction_that_began_before_and_commits_later(database: str) -> None:
+    store = PostgresLightningStore(database)
+    rollout = await store.start_rollout("task")
+    await store.add_span(make_span(rollout, "first"))
+    columns = "attempt, sequence_id, run_id, name, revision, record"
+    slow, watcher = await asyncpg.connect(database), await asyncpg.connect(database)
+    transaction = slow.transaction()
+    await transaction.start()
+    await slow.execute(  # takes a position now, and commits after "last", which has the next one
+        f"INSERT INTO agl.span (span_id, {columns}) SELECT 'ff', {columns} FROM agl.span"
+    )
+    await store.add_span(make_span(rollout, "last"))
+    polling = asyncio.create_task(store.poll_new_spans())
+
+    async def is_decided() -> bool:
+        return polling.done() or await watcher.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted") > 0
+
+    await until(is_decided)
+    await transaction.commit()
+    page = await polling
+    assert [span.name for span in page] == ["first", "first", "last"]
+    assert list(await store.poll_new_spans(page.cursor)) == []
+    for connection in (slow, watcher):
+        await connection.close()
+    await store.close()
+
+
 async def test_several_stores_can_set_up_a_new_database_at_the_same_time(database: str) -> None:
     stores = await asyncio.gather(*(asyncio.to_thread(PostgresLightningStore, database) for _ in range(5)))
     await asyncio.gather(*(store.enqueue_rollout(number) for number, store in enumerate(stores)))

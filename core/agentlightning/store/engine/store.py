@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Self, TypeVar, cast, get_args
 
 from agentlightning.errors import ConfigError
@@ -295,6 +296,16 @@ class BackendStore(LightningStore):
         scope = [Condition(name, "eq", value) for name, value in fields.items() if value is not None]
         query = make_query(Span, scope, sort_by=sort_by, cursor=cursor, **filters)
         return await find(self._database.backend, query, cursor)
+
+    async def poll_new_spans(self, cursor: str | None = None, *, limit: int = 1000) -> PaginatedResult[Span]:
+        check_int("limit", limit, 1)
+        query = make_query(Span, [Condition("run_id", "eq", self.run_id)], cursor=cursor or "0.0.0", limit=limit)
+        page = await self.backend.select(replace(query, is_settled=True))
+        position = query.after if page.position is None else page.position
+        spans = [row.record for row in page.rows]
+        return PaginatedResult[Span].model_construct(
+            items=spans, limit=limit, offset=0, total=len(spans), cursor=f"{position}.0.0"
+        )
 
     # --- resources ---
 
