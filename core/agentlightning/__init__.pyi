@@ -84,6 +84,7 @@ from agentlightning.store import SqliteLightningStore as SqliteLightningStore
 from agentlightning.store import create_store as create_store
 from agentlightning.tracer import AgentOpsTracer as AgentOpsTracer
 from agentlightning.tracer import DummyTracer as DummyTracer
+from agentlightning.tracer import LightningSpanProcessor as LightningSpanProcessor
 from agentlightning.tracer import OtelTracer as OtelTracer
 from agentlightning.tracer import Tracer as Tracer
 from agentlightning.tracer import get_active_tracer as get_active_tracer

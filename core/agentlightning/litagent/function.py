@@ -91,11 +91,10 @@ class FunctionalLitAgent(LitAgent[Any]):
         """Returns the default values of parameters that are prompts, under the names of the parameters."""
         return {each.name: each.default for each in self._injected if isinstance(each.default, PromptTemplate)}
 
-    def unfilled_prompts(self, given: Mapping[str, Resource]) -> Mapping[str, PromptTemplate]:
-        """Returns ``initial_prompts`` without those whose parameter gets a given resource of another name."""
+    def has_other_prompts(self, given: Mapping[str, Resource]) -> bool:
+        """Whether there are prompts that no parameter is named after, so they take the place of default values."""
         names = {each.name for each in self._injected}
-        others = [name for name, value in given.items() if name not in names and isinstance(value, PromptTemplate)]
-        return {} if others else self.initial_prompts()
+        return any(name not in names and isinstance(value, PromptTemplate) for name, value in given.items())
 
     def _arguments(self, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
         scoped = scope_to_attempt(resources, rollout) if self._strip_proxy else dict(resources)
@@ -251,11 +250,8 @@ def _decorate(function: Any, strip_proxy: bool, decorator: str = "", required: s
 def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) -> Mapping[str, Resource] | None:
     """Returns the agent's own prompts, overridden by the given resources; None if there are none."""
     inner = agent.agent if isinstance(agent, RewardedAgent) else agent
-    if isinstance(inner, FunctionalLitAgent):
-        own = inner.unfilled_prompts(given or {})
-    else:
-        own = agent.initial_prompts()
-    return {**own, **(given or {})} or None
+    is_filled = isinstance(inner, FunctionalLitAgent) and inner.has_other_prompts(given or {})
+    return {**({} if is_filled else agent.initial_prompts()), **(given or {})} or None
 
 
 Prompts: TypeAlias = Mapping[str, str | PromptTemplate | None] | Iterable[str]

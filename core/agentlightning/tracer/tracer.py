@@ -79,7 +79,7 @@ class Trace:
     def for_late_spans(self) -> Trace:
         """Returns a closed trace of the same attempt, which only forwards spans."""
         late = Trace(self.rollout_id, self.attempt_id, self._writer)
-        late._is_open = False
+        late.tracer, late._is_open = self.tracer, False
         return late
 
     def close(self) -> None:

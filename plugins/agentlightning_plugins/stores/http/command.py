@@ -12,6 +12,17 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
+from agentlightning.event import (
+    AttemptFinished,
+    Event,
+    ResourcesPublished,
+    RolloutEnqueued,
+    RolloutStarted,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+)
+from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.shared.log_setup import log_options
 
 if TYPE_CHECKING:
@@ -166,9 +177,12 @@ async def _serve(
             stop = stop_on_signals()
             lifetime = "" if store.capabilities["durable"] else " (not durable: lost when this process ends)"
             echo(f"Serving {hide_password(backend)}{lifetime} at {server.endpoint}")
-            following = loop.create_task(tokens.follow(server.replace_tokens))
+            tasks = [loop.create_task(tokens.follow(server.replace_tokens))]
+            if logger.isEnabledFor(logging.INFO):
+                tasks.append(loop.create_task(_narrate(store)))
             await stop.wait()
-            following.cancel()
+            for task in tasks:
+                task.cancel()
             echo("Stopping: finishing requests in flight, refusing new ones.")
     finally:
         closing = loop.create_task(store.close())
@@ -177,3 +191,38 @@ async def _serve(
             logger.warning("the database does not answer; ending without closing it")
             os._exit(1)
         closing.result()
+
+
+async def _narrate(store: LightningStore) -> None:
+    """Logs one line for each event, such as a claim or the end of a rollout, of all runs."""
+    while True:
+        try:
+            async for event in store.subscribe(every_run=True):
+                if (line := await _describe(store.with_run(event.run_id), event)) is not None:
+                    logger.info("%s%s", "" if event.run_id == DEFAULT_RUN_ID else f"run {event.run_id}: ", line)
+            return  # the store is closed
+        except StoreError as error:
+            logger.warning("events are missing here: %s", error)
+
+
+async def _describe(view: LightningStore, event: Event) -> str | None:
+    match event:
+        case RunStarted(name=name):
+            return f"run {name} started"
+        case RunFinished(status=status):
+            return f"the run ended: {status}"
+        case RolloutEnqueued(rollout_id=rollout_id):
+            return f"{rollout_id} queued"
+        case RolloutStarted(rollout_id=rollout_id, worker_id=worker_id):
+            return f"{rollout_id} claimed by {worker_id or 'a worker without a name'}"
+        case AttemptFinished(rollout_id=rollout_id, attempt_id=attempt_id, status=status, error=error):
+            attempt = await view.get_latest_attempt(rollout_id)
+            n_spans = (await view.query_spans(rollout_id, attempt_id, limit=0)).total
+            reward = None if attempt is None or attempt.attempt_id != attempt_id else attempt.reward
+            ended = f"{rollout_id} {status} with {n_spans} spans"
+            return ended + (f", reward {reward:g}" if reward is not None else "") + (f": {error}" if error else "")
+        case ResourcesPublished(resources_id=resources_id, version=version):
+            return f"resources {resources_id} published, version {version}"
+        case StepFinished(step=step, values=values):
+            return f"step {step}" + (f": reward {values['reward']:g}" if "reward" in values else "")
+    return None  # the end of the attempt says how the rollout ended
