@@ -23,6 +23,7 @@ from agentlightning.emitter import emit_feedback as emit_feedback
 from agentlightning.emitter import emit_message as emit_message
 from agentlightning.emitter import emit_object as emit_object
 from agentlightning.emitter import emit_reward as emit_reward
+from agentlightning.emitter import emit_state as emit_state
 from agentlightning.emitter import operation as operation
 from agentlightning.errors import AdapterError as AdapterError
 from agentlightning.errors import ConfigError as ConfigError

@@ -25,6 +25,7 @@ logger = logging.getLogger("agentlightning")
 SPAN_ANNOTATION: Final = "agentlightning.annotation"
 SPAN_MESSAGE: Final = "agentlightning.message"
 SPAN_FEEDBACK: Final = "agentlightning.feedback"
+SPAN_STATE: Final = "agentlightning.state"
 SPAN_OBJECT: Final = "agentlightning.object"
 SPAN_EXCEPTION: Final = "agentlightning.exception"
 SPAN_OPERATION: Final = "agentlightning.operation"
@@ -39,14 +40,13 @@ SPAN_SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 TRACER_NAME: Final = "agentlightning.tracer.name"
 
 REWARD: Final = "agentlightning.reward"  # ``.{i}.name`` and ``.{i}.value``; the first is the primary reward
-MAX_REWARD: Final = 1e30
-"""Largest absolute value of a reward: sums and squares of rewards stay finite."""
-LINK: Final = "agentlightning.link"
-"""``.{i}.key_match`` and ``.{i}.value_match``: refer to the span that has this attribute with this value."""
+MAX_REWARD: Final = 1e30  # largest absolute value of a reward: sums and squares of rewards stay finite
+LINK: Final = "agentlightning.link"  # ``.{i}.key_match``, ``.{i}.value_match``: the span with this attribute and value
 TAG: Final = "agentlightning.tag"  # ``.{i}``
 MESSAGE_BODY: Final = "agentlightning.message.body"
 FEEDBACK_TEXT: Final = "agentlightning.feedback.text"
 FEEDBACK_PROMPT: Final = "agentlightning.feedback.prompt"  # the prompt that the feedback is about; else about all
+STATE: Final = "agentlightning.state.json"  # variables of the agent, by name, as JSON
 OBJECT_TYPE: Final = "agentlightning.object.type"
 OBJECT_LITERAL: Final = "agentlightning.object.literal"
 OBJECT_JSON: Final = "agentlightning.object.json"

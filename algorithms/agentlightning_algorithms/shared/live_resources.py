@@ -19,7 +19,8 @@ from typing import Any, Final, Literal, Self, TypeAlias
 from agentlightning.emitter import emit_reward
 from agentlightning.errors import NotFoundError
 from agentlightning.resources import Resource, ResourcesUpdate
-from agentlightning.store.protocol import LIVE_SUFFIX, LightningStore
+from agentlightning.store.capabilities import LIVE_SUFFIX
+from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
 
 logger = logging.getLogger("agentlightning")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Literal
 
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
@@ -35,20 +35,7 @@ from agentlightning.records import (
     new_resources_id,
 )
 from agentlightning.resources import Resource, ResourcesUpdate
-
-LIVE_SUFFIX: Final = ".live"
-"""The run ``<run>.live`` holds the states and candidates of a run's live learning."""
-
-
-class StoreCapabilities(TypedDict):
-    """Optional capabilities of a store."""
-
-    thread_safe: bool
-    """Whether several threads and event loops may call the store."""
-    durable: bool
-    """Whether acknowledged writes survive the end of the process."""
-    otlp_traces: bool
-    """Whether the store accepts OTLP over HTTP at ``otlp_traces_endpoint()``."""
+from agentlightning.store.capabilities import LIVE_SUFFIX, StoreCapabilities
 
 
 class LightningStore(ABC):
@@ -353,11 +340,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def poll_new_spans(self, cursor: str | None = None, *, limit: int = 1000) -> PaginatedResult[Span]:
-        """Returns up to ``limit`` spans of this run that were stored since a cursor, in the order of their arrival.
-
-        The result's ``cursor`` is the argument of the next call, also when there were no new spans; None begins with
-        the first span. Every span is returned once.
-        """
+        """Returns this run's spans since a cursor (None: all), each once; the result's cursor is for the next call."""
 
     # --- resources ---
 
@@ -410,10 +393,7 @@ class LightningStore(ABC):
         """Returns the resources that were published last in this run."""
 
     async def get_optimized_resources(self) -> ResourcesUpdate | None:
-        """Returns the resources that this run's learning has produced: its latest, or, before the first, a candidate.
-
-        The latest are those that an algorithm has published or live learning has promoted; a candidate is in trial.
-        """
+        """Returns the promoted resources, which are the latest of this run; before there are any, the candidate."""
         candidates = self.with_run(self.run_id + LIVE_SUFFIX)
         return await self.get_latest_resources() or await candidates.get_latest_resources()
 

@@ -175,7 +175,7 @@ class Tracer(ABC):
         rollout_id: str | None = None,
         attempt_id: str | None = None,
         store: LightningStore | None = None,
-    ) -> TraceContext:
+    ) -> TraceScope:
         """Opens the trace of one attempt; everything inside belongs to it, including tasks and threads.
 
         Leaving it ends the spans that are still open and the root span, which is called ``name``, with the exception if
@@ -185,7 +185,7 @@ class Tracer(ABC):
         """
         if bool(rollout_id) != bool(attempt_id):
             raise ConfigError(f"give rollout_id and attempt_id together, got {rollout_id!r} and {attempt_id!r}")
-        return TraceContext(self, name or semconv.SPAN_ROLLOUT, rollout_id or "", attempt_id or "", store)
+        return TraceScope(self, name or semconv.SPAN_ROLLOUT, rollout_id or "", attempt_id or "", store)
 
     def get_last_trace(self) -> list[Span]:
         """Returns the spans of the caller's current trace, else of its last one."""
@@ -252,8 +252,8 @@ class Tracer(ABC):
         return writer
 
 
-class TraceContext:
-    """What ``Tracer.trace_context`` returns, for one ``with`` or ``async with``."""
+class TraceScope:
+    """The block in which a trace is open, for ``with`` or ``async with``; made by ``Tracer.trace_context``."""
 
     def __init__(
         self, tracer: Tracer, name: str, rollout_id: str, attempt_id: str, store: LightningStore | None

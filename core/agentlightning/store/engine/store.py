@@ -35,6 +35,7 @@ from agentlightning.records import (
 )
 from agentlightning.resources import Resource, ResourcesUpdate
 from agentlightning.store.backend import Backend, Condition
+from agentlightning.store.capabilities import StoreCapabilities
 from agentlightning.store.check import check_choice, check_fields, check_int, check_run_id
 from agentlightning.store.engine.attempts import Attempts
 from agentlightning.store.engine.database import Database
@@ -44,7 +45,7 @@ from agentlightning.store.engine.runs import Runs
 from agentlightning.store.engine.watchdog import Watchdog
 from agentlightning.store.engine.workers import Workers
 from agentlightning.store.filter import find, make_query
-from agentlightning.store.protocol import LightningStore, StoreCapabilities
+from agentlightning.store.protocol import LightningStore
 from agentlightning.store.retention import RetentionPolicy, delete_ended
 from agentlightning.store.waiting import Waiters, deadline_after
 
