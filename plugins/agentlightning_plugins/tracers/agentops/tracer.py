@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from opentelemetry.sdk.trace import TracerProvider
 
-from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.shared.instrumentation import OnImport, Undo, instrument_and_restore
 from agentlightning_plugins.tracers.shared.tracer import OtelTracer
 
@@ -29,17 +28,6 @@ class AgentOpsTracer(OtelTracer):
     """
 
     name = "agentops"
-
-    def __init__(
-        self,
-        join_global_provider: bool = True,
-        *,
-        otlp_endpoint: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        """See ``OtelTracer``; raises PluginImportError, with the install command, if AgentOps is not installed."""
-        get_manager().require(f"{__name__}:{type(self).__name__}")
-        super().__init__(join_global_provider, otlp_endpoint=otlp_endpoint, headers=headers)
 
     def _source(self) -> Hashable:
         return self.name

@@ -52,8 +52,9 @@ class OtelTracer(Tracer):
 
         Raises:
             ConfigError: ``otlp_endpoint`` is not a URL, or headers are given without it.
-            PluginError: the exporter is not installed.
+            PluginError: the exporter, or the extra of a subclass that is a component, is not installed.
         """
+        get_manager().require(f"{type(self).__module__}:{type(self).__qualname__}")
         self.join_global_provider = join_global_provider
         self._target = find_target(otlp_endpoint, headers)
 
