@@ -12,16 +12,7 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning.event import (
-    AttemptFinished,
-    Event,
-    ResourcesPublished,
-    RolloutEnqueued,
-    RolloutStarted,
-    RunFinished,
-    RunStarted,
-    StepFinished,
-)
+from agentlightning.event import Event
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.shared.log_setup import log_options
 
@@ -31,6 +22,15 @@ if TYPE_CHECKING:
 
 _CLOSE_S: Final = 3.0
 """How long the database may take to finish accepted writes once the requests in flight have ended."""
+_LINES: Final = {
+    "run_started": "run {name} started",
+    "run_finished": "the run ended: {status}",
+    "rollout_enqueued": "{rollout_id} queued",
+    "rollout_started": "{rollout_id} claimed by {worker_id}",
+    "resources_published": "resources {resources_id} published, version {version}",
+    "step_finished": "step {step} done",
+}
+"""The lines about events by their kind; the end of an attempt also says how its rollout ended."""
 
 logger = logging.getLogger("agentlightning")
 
@@ -206,23 +206,10 @@ async def _narrate(store: LightningStore) -> None:
 
 
 async def _describe(view: LightningStore, event: Event) -> str | None:
-    match event:
-        case RunStarted(name=name):
-            return f"run {name} started"
-        case RunFinished(status=status):
-            return f"the run ended: {status}"
-        case RolloutEnqueued(rollout_id=rollout_id):
-            return f"{rollout_id} queued"
-        case RolloutStarted(rollout_id=rollout_id, worker_id=worker_id):
-            return f"{rollout_id} claimed by {worker_id or 'a worker without a name'}"
-        case AttemptFinished(rollout_id=rollout_id, attempt_id=attempt_id, status=status, error=error):
-            attempt = await view.get_latest_attempt(rollout_id)
-            n_spans = (await view.query_spans(rollout_id, attempt_id, limit=0)).total
-            reward = None if attempt is None or attempt.attempt_id != attempt_id else attempt.reward
-            ended = f"{rollout_id} {status} with {n_spans} spans"
-            return ended + (f", reward {reward:g}" if reward is not None else "") + (f": {error}" if error else "")
-        case ResourcesPublished(resources_id=resources_id, version=version):
-            return f"resources {resources_id} published, version {version}"
-        case StepFinished(step=step, values=values):
-            return f"step {step}" + (f": reward {values['reward']:g}" if "reward" in values else "")
-    return None  # the end of the attempt says how the rollout ended
+    if event.kind != "attempt_finished":
+        return _LINES[event.kind].format(**event.__dict__) if event.kind in _LINES else None
+    attempt = await view.get_latest_attempt(event.rollout_id)
+    n_spans = (await view.query_spans(event.rollout_id, event.attempt_id, limit=0)).total
+    reward = None if attempt is None or attempt.attempt_id != event.attempt_id else attempt.reward
+    line = f"{event.rollout_id} {event.status} with {n_spans} spans"
+    return line + (f", reward {reward:g}" if reward is not None else "") + (f": {event.error}" if event.error else "")
