@@ -107,8 +107,8 @@ def fill_sqlite(path: Path, number: int, *, spans: int = 1, run_id: str = "defau
     ((first_attempt,),) = connection.execute("SELECT coalesce(max(position), 0) + 1 FROM attempt").fetchall()
     connection.execute(
         "INSERT INTO rollout (position, rollout_id, run_id, status, start_time, end_time, task_id, group_id, step, "
-        f"mode, revision, record) SELECT n + {first}, rollout_id, '{run_id}', status, start_time, end_time, task, "
-        f"group_name, step, 'train', 3, {rollout} FROM v ORDER BY n"
+        f"mode, priority, revision, record) SELECT n + {first}, rollout_id, '{run_id}', status, start_time, end_time, "
+        f"task, group_name, step, 'train', 0, 3, {rollout} FROM v ORDER BY n"
     )
     connection.execute(
         "INSERT INTO attempt (position, rollout, attempt_id, sequence_id, status, worker_id, last_span, revision, "
@@ -141,8 +141,9 @@ async def fill_postgresql(url: str, number: int, *, spans: int = 1, run_id: str 
     first_attempt = await connection.fetchval("SELECT coalesce(max(position), 0) + 1 FROM agl.attempt")
     await connection.execute(
         f"INSERT INTO agl.rollout (position, rollout_id, run_id, status, start_time, end_time, task_id, group_id, "
-        f"step, mode, revision, record) OVERRIDING SYSTEM VALUE SELECT n + {first}, rollout_id, '{run_id}', status, "
-        f"start_time, end_time, 'n' || task, 's' || group_name, 'n' || step, 'train', 3, {rollout} FROM v ORDER BY n"
+        f"step, mode, priority, revision, record) OVERRIDING SYSTEM VALUE SELECT n + {first}, rollout_id, '{run_id}', "
+        f"status, start_time, end_time, 'n' || task, 's' || group_name, 'n' || step, 'train', 0, 3, {rollout} FROM v "
+        "ORDER BY n"
     )
     await connection.execute(
         "INSERT INTO agl.attempt (position, rollout, attempt_id, sequence_id, status, live, worker_id, last_span, "

@@ -23,6 +23,7 @@ from agentlightning.emitter import emit_feedback as emit_feedback
 from agentlightning.emitter import emit_message as emit_message
 from agentlightning.emitter import emit_object as emit_object
 from agentlightning.emitter import emit_reward as emit_reward
+from agentlightning.emitter import emit_state as emit_state
 from agentlightning.emitter import operation as operation
 from agentlightning.errors import AdapterError as AdapterError
 from agentlightning.errors import ConfigError as ConfigError
@@ -84,6 +85,7 @@ from agentlightning.store import SqliteLightningStore as SqliteLightningStore
 from agentlightning.store import create_store as create_store
 from agentlightning.tracer import AgentOpsTracer as AgentOpsTracer
 from agentlightning.tracer import DummyTracer as DummyTracer
+from agentlightning.tracer import LightningSpanProcessor as LightningSpanProcessor
 from agentlightning.tracer import OtelTracer as OtelTracer
 from agentlightning.tracer import Tracer as Tracer
 from agentlightning.tracer import get_active_tracer as get_active_tracer

@@ -243,6 +243,17 @@ def emit_feedback(text: str, *, prompt: str | None = None) -> Span:
     return _emit(semconv.SPAN_FEEDBACK, {semconv.FEEDBACK_TEXT: text, **about}, None, True)
 
 
+def emit_state(**variables: Any) -> Span:
+    """Records a snapshot of the agent's semantic variables, such as the question, the documents found and the draft.
+
+    Variables that a later call does not name keep their values. Critics of prompts, the dashboard and the adapter
+    ``transition`` read them. Values are recorded as by ``emit_object``.
+    """
+    if not variables:
+        raise ConfigError("emit_state: name at least one variable, as in emit_state(question=question, draft=draft)")
+    return _emit(semconv.SPAN_STATE, {semconv.STATE: to_json(variables)}, None, True)
+
+
 def emit_message(text: str, *, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
     """Records a text message."""
     if not isinstance(text, str):

@@ -37,14 +37,12 @@ FilterLogic: TypeAlias = Literal["and", "or"]
 SortOrder: TypeAlias = Literal["asc", "desc"]
 MAX_INT: Final = 2**63 - 1  # the largest integer that every store can hold
 Int64: TypeAlias = Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)]
-TaskInput: TypeAlias = Any
-"""One task of a dataset: the agent's first argument."""
+TaskInput: TypeAlias = Any  # one task of a dataset: the agent's first argument
 
 ENDED_ROLLOUT: Final = frozenset({"failed", "succeeded", "cancelled"})
 LIVE_ATTEMPT: Final = frozenset({"preparing", "running"})
 DEFAULT_RUN_ID: Final = "default"
-MAX_SEQUENCE_ID: Final = 2**53 - 1
-"""The largest ``sequence_id`` of a span that a store accepts, so that the numbers it assigns never overflow."""
+MAX_SEQUENCE_ID: Final = 2**53 - 1  # of a span that a store accepts, so that the numbers it assigns never overflow
 
 
 class Unset(Enum):
@@ -175,6 +173,7 @@ class Rollout(Record):
     metadata: JsonObject | None = None
     """Any JSON; every store indexes the keys ``task_id``, ``group`` and ``step``."""
     run_id: str = DEFAULT_RUN_ID
+    priority: Int64 = 0
 
 
 class AttemptFailure(Record):
@@ -234,6 +233,8 @@ class EnqueueRolloutRequest(Record):
     metadata: JsonObject | None = None
     rollout_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:-]+$")
     """An id that the client chooses; enqueueing it again returns the existing rollout."""
+    priority: Int64 = 0
+    """Higher ones are claimed first; equal ones in the order in which they were queued."""
 
 
 class Worker(Record):
@@ -486,9 +487,6 @@ class PaginatedResult(BaseModel, Sequence[T], Generic[T]):
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: int | slice) -> T | list[T]:
         return self.items[index]
-
-    def __contains__(self, item: object) -> bool:
-        return item in self.items
 
 
 class Dataset(Protocol[T_co]):

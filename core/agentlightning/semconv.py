@@ -25,6 +25,7 @@ logger = logging.getLogger("agentlightning")
 SPAN_ANNOTATION: Final = "agentlightning.annotation"
 SPAN_MESSAGE: Final = "agentlightning.message"
 SPAN_FEEDBACK: Final = "agentlightning.feedback"
+SPAN_STATE: Final = "agentlightning.state"
 SPAN_OBJECT: Final = "agentlightning.object"
 SPAN_EXCEPTION: Final = "agentlightning.exception"
 SPAN_OPERATION: Final = "agentlightning.operation"
@@ -39,13 +40,13 @@ SPAN_SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 TRACER_NAME: Final = "agentlightning.tracer.name"
 
 REWARD: Final = "agentlightning.reward"  # ``.{i}.name`` and ``.{i}.value``; the first is the primary reward
-MAX_REWARD: Final = 1e30
-"""Largest absolute value of a reward: sums and squares of rewards stay finite."""
+MAX_REWARD: Final = 1e30  # largest absolute value of a reward: sums and squares of rewards stay finite
 LINK: Final = "agentlightning.link"  # ``.{i}.key_match``, ``.{i}.value_match``: the span with this attribute and value
 TAG: Final = "agentlightning.tag"  # ``.{i}``
 MESSAGE_BODY: Final = "agentlightning.message.body"
 FEEDBACK_TEXT: Final = "agentlightning.feedback.text"
 FEEDBACK_PROMPT: Final = "agentlightning.feedback.prompt"  # the prompt that the feedback is about; else about all
+STATE: Final = "agentlightning.state.json"  # variables of the agent, by name, as JSON
 OBJECT_TYPE: Final = "agentlightning.object.type"
 OBJECT_LITERAL: Final = "agentlightning.object.literal"
 OBJECT_JSON: Final = "agentlightning.object.json"
@@ -83,7 +84,6 @@ UNTRUSTED: Final = "agentlightning.untrusted"
 """Set by the store on a span that came with the token of an attempt: the names of what was removed from the span."""
 TRAINING: Final = "agentlightning.training"  # begins the names of the spans of training records and their attributes
 TRAINING_ID: Final = "training-"  # begins the ids of these spans, so that no other span can take their ids
-
 GEN_AI_CONVERSATION_ID: Final = "gen_ai.conversation.id"
 RETRY_OF: Final = "agentlightning.gateway.retry_of"  # the span of the try before, which the client gave up
 PARENT_CONVERSATION: Final = "agentlightning.gateway.parent_conversation"  # the one that began a sub-agent's

@@ -17,6 +17,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.execution import ExecutionStrategy
 from agentlightning.frozen import FrozenDict, freeze, freeze_row
 from agentlightning.litagent import LitAgent, RewardSpec, wrap
+from agentlightning.litagent.function import first_resources
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
 from agentlightning.records import Dataset, Run
@@ -288,11 +289,6 @@ def _check_port(port: int | None, of_strategy: int | None) -> None:
         own = "" if of_strategy is None else f", which has server_port = {of_strategy}"
         fix = "if it serves the store, set its server_port"
         raise ConfigError(f"port = {port} does not apply to the given strategy{own}; {fix}")
-
-
-def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) -> Mapping[str, Resource] | None:
-    """Returns the agent's own prompts, overridden by the given resources; None if there are none."""
-    return {**agent.initial_prompts(), **(given or {})} or None
 
 
 def _to_rows(dataset: Any, name: str) -> Any:

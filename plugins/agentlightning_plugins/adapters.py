@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
 
 from agentlightning.adapter.adapter import TraceAdapter
+from agentlightning.adapter.call import find_states
 from agentlightning.adapter.triplet import TraceToTriplet
 from agentlightning.plugin.hookspecs import Component, hookimpl
-from agentlightning.semconv import Message
 from agentlightning.types import Record, Span, Triplet
-from agentlightning_plugins.shared.chat_history import link_calls, read_messages
+from agentlightning_plugins.shared.chat_history import link_calls
 
 
 class Transition(Record):
-    """One model call as state, action, observation and reward."""
+    """One model call as the paper of Agent Lightning sees it (https://arxiv.org/abs/2508.03680, section 3.1)."""
 
-    state: Any
-    """``Triplet.prompt``."""
+    state: dict[str, Any] = Field(default_factory=dict)
+    """Snapshot of the agent's execution when the call began: its semantic variables by name, from ``emit_state`` or its
+    framework."""
+    observation: Any
+    """The part of the state that the model was given: ``Triplet.prompt``."""
     action: Any
-    """``Triplet.response``."""
-    observation: list[Message] = Field(default_factory=list)
-    """Messages that the agent added after the answer, such as results of tools; empty at the end of a conversation."""
+    """The model's whole output: ``Triplet.response``."""
     reward: float | None = None
     """``Triplet.reward``."""
     next_index: int | None = None
@@ -50,28 +52,31 @@ class TraceToTransitions(TraceAdapter[list[Transition]]):
         Raises:
             AdapterError: as ``TraceToTriplet.adapt``.
         """
-        return triplets_to_transitions(self.source.adapt(source))
+        return triplets_to_transitions(self.source.adapt(source), source)
 
 
-def triplets_to_transitions(triplets: Sequence[Triplet]) -> list[Transition]:
-    """Converts the triplets of one attempt; calls belong to one conversation if their messages continue each other."""
+def triplets_to_transitions(triplets: Sequence[Triplet], spans: Sequence[Span] = ()) -> list[Transition]:
+    """Converts the triplets of one attempt; calls belong to one conversation if their messages continue each other.
+
+    ``spans`` are those of the attempt: without them, the states are empty.
+    """
     following: dict[int, int] = {}
     for position, previous in enumerate(link_calls(triplets)):
         if previous is not None:
             following.setdefault(previous, position)  # the first of several branches
+    states = find_states(spans)
+    times = [state.time for state in states]
+    starts = {span.span_id: span.start_time or 0.0 for span in spans}
     transitions = []
     for position, triplet in enumerate(triplets):
-        next_index = following.get(position)
-        observation: Sequence[Message] = ()
-        if next_index is not None:
-            observation = read_messages(triplets[next_index])[len(read_messages(triplet)) + 1 :]
+        n_before = bisect_right(times, starts.get(triplet.metadata.get("span_id", ""), 0.0))
         transitions.append(
             Transition(
-                state=triplet.prompt,
+                state=states[n_before - 1].variables if n_before else {},
+                observation=triplet.prompt,
                 action=triplet.response,
-                observation=list(observation),
                 reward=triplet.reward,
-                next_index=next_index,
+                next_index=following.get(position),
                 metadata=triplet.metadata,
             )
         )

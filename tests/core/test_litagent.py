@@ -11,6 +11,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.litagent import FunctionalLitAgent, check_result
+from agentlightning.litagent.function import first_resources
 from agentlightning.reward import get_reward_value
 from agentlightning.types import Attempt
 from tests.core.test_emitter import Tensor
@@ -364,3 +365,19 @@ def test_prompts_for_a_function_are_refused_with_an_alternative() -> None:
         agl.wrap(plain_agent, prompts=["writer.instructions"])
     with pytest.raises(agl.ConfigError, match="give a list of paths"):
         agl.wrap(plain_agent, prompts="writer.instructions")
+
+
+def test_a_default_prompt_is_the_first_version_unless_a_prompt_is_given() -> None:
+    own, given = agl.PromptTemplate("own {task}"), agl.PromptTemplate("given {task}")
+
+    @agl.rollout
+    def agent(task: str, prompt_template: agl.PromptTemplate = own) -> Any:
+        return prompt_template.format(task=task)
+
+    for wrapped in (agent, agl.wrap(agent, reward=lambda task, output, rollout: 1.0)):
+        assert first_resources(wrapped, None) == {"prompt_template": own}
+        assert first_resources(wrapped, {"llm": PROXY}) == {"prompt_template": own, "llm": PROXY}
+        assert first_resources(wrapped, {"prompt_template": given}) == {"prompt_template": given}
+        assert first_resources(wrapped, {"another": given}) == {"another": given}, "the only prompt fills the parameter"
+    assert run(agent, {}) == "own task"
+    assert run(agent, {"another": given}) == "given task"

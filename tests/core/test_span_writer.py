@@ -11,7 +11,7 @@ from agentlightning.emitter import emit_message
 from agentlightning.errors import ConfigError, ConflictError, StoreError
 from agentlightning.litagent import wrap
 from agentlightning.runner import LitAgentRunner
-from agentlightning.store.protocol import StoreCapabilities
+from agentlightning.store.capabilities import StoreCapabilities
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning.tracer import DummyTracer
 from agentlightning.types import AttemptedRollout, Span

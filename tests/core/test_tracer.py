@@ -16,10 +16,10 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from agentlightning import semconv
 from agentlightning.emitter import emit_message
-from agentlightning.errors import PluginError
+from agentlightning.errors import PluginError, PluginImportError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.tracer import TracerConformance
-from agentlightning.tracer import DummyTracer, OtelTracer, Tracer, get_active_tracer
+from agentlightning.tracer import AgentOpsTracer, DummyTracer, OtelTracer, Tracer, get_active_tracer
 from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from agentlightning_plugins.tracers.shared.pipeline import pipeline
@@ -362,3 +362,8 @@ def test_thread_pools_are_restored_by_teardown() -> None:
     assert ThreadPoolExecutor.submit is not before
     tracer.teardown()
     assert ThreadPoolExecutor.submit is before
+
+
+def test_the_agentops_tracer_without_its_package_is_refused_with_the_install_command() -> None:
+    with pytest.raises(PluginImportError, match=r"needs agentops\. Install with: pip install .*\[agentops\]"):
+        AgentOpsTracer()

@@ -10,7 +10,7 @@ from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.store.span_writer import MAX_BYTES
 from agentlightning.testing.tracer import by_name, ids_of, memory_store, stored, working
-from agentlightning.tracer import Tracer
+from agentlightning.tracer import Tracer, get_active_tracer
 
 
 @pytest.mark.asyncio
@@ -33,6 +33,46 @@ class TracerSemantics:
         with pytest.raises(ConfigError, match="together"):
             async with tracer.trace_context(rollout_id="ro-1"):
                 pass
+
+    async def test_with_records_as_async_with_does(self, tracer: Tracer) -> None:
+        async with memory_store() as store, working(tracer, store):
+            rollout = await store.start_rollout(0)
+
+            def fail() -> None:
+                with tracer.trace_context("plain", **ids_of(rollout)):
+                    tracer.create_span("inside")
+                    assert get_active_tracer() is tracer
+                    raise KeyError("no such key")
+
+            with pytest.raises(KeyError, match="no such key"):
+                fail()
+            assert get_active_tracer() is None
+            spans = await by_name(store, rollout)
+            assert set(spans) == {"inside", "plain"}
+            assert spans["inside"].parent_id == spans["plain"].span_id
+            assert spans["plain"].status.status_code == "ERROR"
+
+            def record() -> list[str]:  # no event loop runs in this thread
+                with tracer.trace_context(**ids_of(rollout)), tracer.operation_context("in a thread"):
+                    pass
+                with tracer.trace_context() as unstored:
+                    pass
+                return [span.name for span in unstored.spans]
+
+            assert await asyncio.to_thread(record) == [semconv.SPAN_ROLLOUT]
+            assert "in a thread" in await by_name(store, rollout)
+
+    async def test_a_store_of_one_event_loop_needs_async_with(
+        self, tracer: Tracer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with memory_store() as store:
+            rollout = await store.start_rollout(0)
+            monkeypatch.setattr(type(store), "capabilities", {"thread_safe": False})
+            with pytest.raises(ConfigError, match="async with"), tracer.trace_context(**ids_of(rollout), store=store):
+                pass
+            async with tracer.trace_context(**ids_of(rollout), store=store):
+                pass
+            assert set(await by_name(store, rollout)) == {semconv.SPAN_ROLLOUT}
 
     async def test_without_ids_spans_stay_in_the_trace(self, tracer: Tracer) -> None:
         async with memory_store() as store, working(tracer, store):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
 from langchain_core.caches import InMemoryCache
@@ -16,6 +16,7 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from pydantic import BaseModel, SecretStr
 
 import agentlightning as agl
+from agentlightning.adapter.call import find_states
 from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, ask, is_tool_span
 from agentlightning.tracer import OtelTracer
 from agentlightning_plugins.shared.scripted_model.server import Answer
@@ -306,3 +307,21 @@ async def test_parallel_branches_of_one_rollout_keep_their_parents() -> None:
     triplets = agl.TraceToTriplet().adapt(spans)
     said = {triplet.prompt["raw_content"][0]["content"]: triplet.metadata["agent_name"] for triplet in triplets}
     assert said == {f"I am {name}": name for name in names}
+
+
+class Notes(TypedDict, total=False):
+    question: str
+    documents: list[str]
+    messages: list[Any]
+
+
+async def test_the_state_of_a_graph_s_nodes_is_the_state_of_the_agent_without_the_messages() -> None:
+    graph = StateGraph(Notes)
+    graph.add_node("search", lambda state: {"documents": ["a map"]})
+    graph.add_node("write", lambda state: {"messages": ["done"]})
+    graph.add_edge(START, "search")
+    graph.add_edge("search", "write")
+    tracer = agl.OtelTracer()
+    async with tracer.trace_context() as trace:
+        await graph.compile().ainvoke({"question": "where?", "messages": []})
+    assert [state.changed for state in find_states(trace.spans)] == [{"question": "where?"}, {"documents": ["a map"]}]

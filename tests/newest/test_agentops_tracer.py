@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -27,6 +28,7 @@ from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.shared.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.core.tracer_semantics import TracerSemantics
+from tests.waiting import LIMIT_S
 
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
@@ -35,6 +37,47 @@ class TestAgentOpsTracer(TracerSemantics, TracerConformance):
     @pytest.fixture
     def tracer(self) -> Tracer:
         return AgentOpsTracer()
+
+
+def test_four_runner_processes_trace_with_agentops(tmp_path: Path) -> None:
+    """``AgentOpsTracer()`` reaches runners that are processes, and its spans say so."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import asyncio, sys
+import agentlightning as agl
+from agentlightning import semconv
+
+
+@agl.rollout
+def agent(task):
+    from agentops.sdk.decorators import operation
+    operation(lambda: task)()
+    agl.emit_reward(float(task))
+
+
+store = agl.create_store(f"sqlite:///{sys.argv[1]}/store.db")
+trainer = agl.Trainer(
+    algorithm=agl.Baseline(n_epochs=1), tracer=agl.AgentOpsTracer(), store=store, strategy="cs", n_runners=4
+)
+trainer.dev(agent, list(range(8)))
+
+
+async def check():
+    spans = await store.query_spans(None)
+    assert len({span.rollout_id for span in spans}) == 8
+    names = {span.resource.attributes.get(semconv.TRACER_NAME) for span in spans}
+    assert names == {"agentops"}, names
+    assert {rollout.status for rollout in await store.query_rollouts()} == {"succeeded"}
+    await store.close()
+
+
+asyncio.run(check())
+"""
+    )
+    command = [sys.executable, str(script), str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert said.returncode == 0, said.stderr
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
 import agentlightning as agl
 from agentlightning_algorithms.shared.trained_model import TrainingRecord
@@ -226,3 +227,13 @@ def test_verl_accepts_the_settings_of_an_example(file: Path) -> None:
 
 def test_an_example_for_verl_passes_the_dry_run() -> None:
     assert "ok    algorithm    VERL" in agl_says(REPO, "train", "examples/game/train_verl.yaml", "--dry-run")
+
+
+def test_the_configuration_of_the_algorithm_is_verls_as_omegaconf_and_it_has_the_client() -> None:
+    algorithm = agl.VERL({"trainer.total_training_steps": 3, "actor_rollout_ref": {"model": {"path": "any"}}})
+    assert isinstance(algorithm.config, DictConfig)
+    assert algorithm.config.trainer.total_training_steps == 3
+    assert algorithm.config.data.train_batch_size == 32
+    store = agl.InMemoryLightningStore()
+    algorithm.set_store(store)
+    assert algorithm.get_client() is store

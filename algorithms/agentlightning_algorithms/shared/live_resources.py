@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, Self, TypeAlias
 from agentlightning.emitter import emit_reward
 from agentlightning.errors import NotFoundError
 from agentlightning.resources import Resource, ResourcesUpdate
+from agentlightning.store.capabilities import LIVE_SUFFIX
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
 
@@ -58,7 +59,7 @@ class LiveIds:
     """The ids in the store that a run's live learning uses."""
 
     def __init__(self, run_id: str) -> None:
-        self.learner_run_id = self.state_id = f"{run_id}.live"
+        self.learner_run_id = self.state_id = run_id + LIVE_SUFFIX
         """The run that holds states and candidates, and the snapshot in it whose versions are the states."""
         self.candidate_id = f"{run_id}.candidate"
         """The snapshot whose version n is the candidate of trial n."""

@@ -22,6 +22,7 @@ from agentlightning.algorithm.algorithm import Algorithm, Gateway
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.run.thread import run_in_thread
+from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, Triplet
 from agentlightning_algorithms.shared.trained_model import TrainingRecord, find_model
 from agentlightning_algorithms.verl.config import compose_config, compose_without_verl, dump_config, flatten
@@ -56,7 +57,8 @@ class VERL(RolloutSettings, Algorithm):
     default_adapter: ClassVar[str | None] = "triplet"
 
     config: Mapping[str, Any]
-    """verl's settings that differ from our defaults, nested or by dotted key."""
+    """verl's settings that differ from our defaults, nested or by dotted key. Once the object is made, it is verl's
+    whole configuration, a ``DictConfig`` of OmegaConf, if verl is installed."""
     model: str | None = field(default=None, kw_only=True)
     """Directory or hub name of the model, or directory of a run that trained one, such as a run of ``sft``
     or ``grpo``. Replaces ``actor_rollout_ref.model.path``."""
@@ -65,19 +67,25 @@ class VERL(RolloutSettings, Algorithm):
         super().__post_init__()
         if self.model is not None:
             self.config = {**self.config, "actor_rollout_ref.model.path": find_model(self.model)}
+        self.given = self.config
+        """The settings that differ from our defaults."""
         self.composed: DictConfig | None = None
         """The composed configuration; None on a machine without verl."""
         if importlib.util.find_spec("verl") is None:
             compose_without_verl(self.config)
         else:
-            self.composed = compose_config(self.config)
+            self.config = self.composed = compose_config(self.config)
+
+    def get_client(self) -> LightningStore:
+        """Returns the store of the run, as ``get_store``; programs for Agent Lightning 0.3 use this name."""
+        return self.get_store()
 
     def print_config(self) -> str:
         """Returns verl's whole configuration as YAML; without verl installed, only given settings and our defaults."""
         if self.composed is None:
             import yaml
 
-            composed = yaml.safe_dump(compose_without_verl(self.config), sort_keys=False)
+            composed = yaml.safe_dump(compose_without_verl(self.given), sort_keys=False)
             return f"# verl is not installed here: its own defaults are not shown.\n{composed}"
         return dump_config(self.composed)
 
@@ -132,7 +140,7 @@ class VERL(RolloutSettings, Algorithm):
             dtype=rollout.dtype,
             train_tasks=len(train or ()),
             val_tasks=len(val or ()),
-            settings=self.config,
+            settings=self.given,
             checkpoints=str(config.trainer.default_local_dir),
         )
 
@@ -154,7 +162,7 @@ class VERL(RolloutSettings, Algorithm):
             config.data.custom_cls.path = "pkg://agentlightning_algorithms.verl.agent_loop"
             config.data.custom_cls.name = "IndexDataset"
             config.transfer_queue.enable = True
-            given = {setting.key for setting in flatten(self.config)}
+            given = {setting.key for setting in flatten(self.given)}
             if "trainer.default_local_dir" not in given:
                 config.trainer.default_local_dir = str(directory / "checkpoints")
             if self.context.directory is not None:

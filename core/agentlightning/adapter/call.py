@@ -3,14 +3,47 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from agentlightning import semconv
 from agentlightning.errors import AdapterError
+from agentlightning.frozen import parse_lenient
 from agentlightning.records import Span
 from agentlightning.reward import is_reward_span
+
+
+class State(NamedTuple):
+    """The semantic variables of an agent at one moment."""
+
+    time: float
+    variables: dict[str, Any]
+    """All variables that are known by then."""
+    changed: dict[str, Any]
+    """Those that are new, or have another value than in the state before."""
+
+
+def find_states(spans: Iterable[Span]) -> list[State]:
+    """Returns the states of an attempt in the order of time: what it emitted, and what its framework recorded.
+
+    Spans that were written after the attempt had ended do not count.
+    """
+    states: list[State] = []
+    known: dict[str, Any] = {}
+    in_time = [span for span in spans if semconv.LATE not in span.attributes]
+    for span in sorted(in_time, key=lambda span: (span.start_time or 0.0, span.sequence_id)):
+        text = semconv.read_attribute(span, semconv.STATE)
+        variables = None
+        with contextlib.suppress(ValueError):  # any program may write spans
+            variables = parse_lenient(text) if isinstance(text, str) else None
+        if isinstance(variables, dict):
+            changed = {name: each for name, each in variables.items() if name not in known or known[name] != each}
+            known = {**known, **changed}
+            states.append(State(span.start_time or 0.0, known, changed))
+    return states
 
 
 @dataclass(slots=True, eq=False)

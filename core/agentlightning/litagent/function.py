@@ -35,6 +35,7 @@ class _Injected:
     resource_types: tuple[type[Resource], ...]
     """Types that its annotation or name implies; may be empty."""
     required: bool
+    default: Any = None
 
 
 class FunctionalLitAgent(LitAgent[Any]):
@@ -85,6 +86,15 @@ class FunctionalLitAgent(LitAgent[Any]):
         for parameter in self._injected:
             if parameter.name not in ("rollout", "resources") and not (has_model and LLM in parameter.resource_types):
                 _choose(parameter, resources, self)
+
+    def initial_prompts(self) -> Mapping[str, PromptTemplate]:
+        """Returns the default values of parameters that are prompts, under the names of the parameters."""
+        return {each.name: each.default for each in self._injected if isinstance(each.default, PromptTemplate)}
+
+    def has_other_prompts(self, given: Mapping[str, Resource]) -> bool:
+        """Whether there are prompts that no parameter is named after, so they take the place of default values."""
+        names = {each.name for each in self._injected}
+        return any(name not in names and isinstance(value, PromptTemplate) for name, value in given.items())
 
     def _arguments(self, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
         scoped = scope_to_attempt(resources, rollout) if self._strip_proxy else dict(resources)
@@ -146,7 +156,7 @@ def _read_signature(function: Callable[..., Any]) -> tuple[_Injected, ...]:
         types = _implied_types(parameter.name, hint)
         if required and not types and parameter.name not in ("rollout", "resources"):
             _check_fillable(name, parameter.name, hint)
-        injected.append(_Injected(parameter.name, types, required))
+        injected.append(_Injected(parameter.name, types, required, None if required else parameter.default))
     return tuple(injected)
 
 
@@ -235,6 +245,13 @@ def _decorate(function: Any, strip_proxy: bool, decorator: str = "", required: s
         what = f"@{decorator} needs a parameter {required!r}; {function.__qualname__} has none"
         raise ConfigError(f"{what}. Use @rollout instead")
     return FunctionalLitAgent(function, strip_proxy=strip_proxy)
+
+
+def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) -> Mapping[str, Resource] | None:
+    """Returns the agent's own prompts, overridden by the given resources; None if there are none."""
+    inner = agent.agent if isinstance(agent, RewardedAgent) else agent
+    is_filled = isinstance(inner, FunctionalLitAgent) and inner.has_other_prompts(given or {})
+    return {**({} if is_filled else agent.initial_prompts()), **(given or {})} or None
 
 
 Prompts: TypeAlias = Mapping[str, str | PromptTemplate | None] | Iterable[str]

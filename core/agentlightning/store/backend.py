@@ -103,6 +103,9 @@ class Query(Generic[R]):
     offset: int = 0
     after: int | None = None
     """Selects only rows inserted after this position (``Page.position``), for the next page at constant cost."""
+    is_settled: bool = False
+    """Whether no record may be inserted later at a position before those of the page. The read waits for the writes
+    that have begun."""
     count: bool = False
     """Whether to set ``Page.total``; counting may cost a scan."""
 
@@ -143,7 +146,7 @@ class Backend(Protocol):
         """Applies all writes in one transaction, then hands ``events`` to all watchers; False if a guard fails."""
 
     async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
-        """Locks up to ``limit`` queuing or requeuing rollouts of a run, in the order in which they entered the queue.
+        """Locks up to ``limit`` queued rollouts of a run: the highest ``priority`` first, then first in, first out.
 
         The result of ``decide`` is written in the same transaction. No rollout is handed to two callers. A rollout
         enters the queue when a ``Put`` changes its status from any other to queuing or requeuing. Returns the locked

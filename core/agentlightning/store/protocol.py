@@ -6,7 +6,7 @@ import inspect
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
@@ -36,18 +36,8 @@ from agentlightning.records import (
     new_resources_id,
 )
 from agentlightning.resources import Resource, ResourcesUpdate
+from agentlightning.store.capabilities import LIVE_SUFFIX, StoreCapabilities
 from agentlightning.store.check import checked
-
-
-class StoreCapabilities(TypedDict):
-    """Optional capabilities of a store."""
-
-    thread_safe: bool
-    """Whether several threads and event loops may call the store."""
-    durable: bool
-    """Whether acknowledged writes survive the end of the process."""
-    otlp_traces: bool
-    """Whether the store accepts OTLP over HTTP at ``otlp_traces_endpoint()``."""
 
 
 class LightningStore(ABC):
@@ -74,8 +64,6 @@ class LightningStore(ABC):
         for name, declared in vars(LightningStore).items():
             if inspect.isfunction(declared) and (name in vars(cls) or getattr(cls, name) is declared):
                 setattr(cls, name, checked(getattr(cls, name), declared))
-
-    # --- about the store ---
 
     def now(self) -> float:
         """Returns the Unix time of the store's database or server, by which attempt tokens expire."""
@@ -123,10 +111,11 @@ class LightningStore(ABC):
         resources_id: str | None = None,
         config: RolloutConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
+        priority: int = 0,
         rollout_id: str | None = None,
     ) -> Rollout:
         """Queues one rollout, like ``enqueue_many_rollouts``; ``resources_id=None`` pins the newest snapshot."""
-        arguments = {"input": input, "mode": mode, "resources_id": resources_id, "config": config}
+        arguments = {"input": input, "mode": mode, "resources_id": resources_id, "config": config, "priority": priority}
         request = EnqueueRolloutRequest.model_validate({**arguments, "metadata": metadata, "rollout_id": rollout_id})
         return (await self.enqueue_many_rollouts([request]))[0]
 
@@ -138,7 +127,7 @@ class LightningStore(ABC):
         """
 
     async def dequeue_rollout(self, worker_id: str | None = None, *, timeout: float = 0) -> AttemptedRollout | None:
-        """Takes the oldest queued rollout and creates its attempt in one step; waits up to ``timeout`` for one."""
+        """Takes the first queued rollout and creates its attempt in one step; waits up to ``timeout`` for one."""
         claimed = await self.dequeue_many_rollouts(limit=1, worker_id=worker_id, timeout=timeout)
         return claimed[0] if claimed else None
 
@@ -148,6 +137,7 @@ class LightningStore(ABC):
     ) -> Sequence[AttemptedRollout]:
         """Takes up to ``limit`` queued rollouts; waits up to ``timeout`` for the first.
 
+        The highest ``priority`` comes first; rollouts of the same priority come in the order in which they were queued.
         If the caller is cancelled, rollouts that were being claimed for it go back to the queue. Closing the store ends
         the wait with an empty result.
         """
@@ -348,6 +338,10 @@ class LightningStore(ABC):
         ``sort_by="sequence_id"`` therefore means the order in which the spans were stored.
         """
 
+    @abstractmethod
+    async def poll_new_spans(self, cursor: str | None = None, *, limit: int = 1000) -> PaginatedResult[Span]:
+        """Returns this run's spans since a cursor (None: all), each once; the result's cursor is for the next call."""
+
     # --- resources ---
 
     async def add_resources(self, resources: Mapping[str, Resource | str]) -> ResourcesUpdate:
@@ -397,6 +391,11 @@ class LightningStore(ABC):
     @abstractmethod
     async def get_latest_resources(self) -> ResourcesUpdate | None:
         """Returns the resources that were published last in this run."""
+
+    async def get_optimized_resources(self) -> ResourcesUpdate | None:
+        """Returns the promoted resources, which are the latest of this run; before there are any, the candidate."""
+        candidates = self.with_run(self.run_id + LIVE_SUFFIX)
+        return await self.get_latest_resources() or await candidates.get_latest_resources()
 
     @abstractmethod
     async def query_resources(

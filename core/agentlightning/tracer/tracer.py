@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import dataclasses
 import json
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -77,12 +79,16 @@ class Trace:
     def for_late_spans(self) -> Trace:
         """Returns a closed trace of the same attempt, which only forwards spans."""
         late = Trace(self.rollout_id, self.attempt_id, self._writer)
-        late._is_open = False
+        late.tracer, late._is_open = self.tracer, False
         return late
+
+    def close(self) -> None:
+        """Makes later spans late ones."""
+        self._is_open = False
 
     async def deliver(self, timeout_s: float) -> None:
         """Closes the trace, and waits until its spans are stored, or the time is up."""
-        self._is_open = False
+        self.close()
         if self._writer is not None:
             ids = self.rollout_id, self.attempt_id
             is_done = await self._writer.flush(*ids, timeout_s=timeout_s)
@@ -162,38 +168,24 @@ class Tracer(ABC):
         if writer is not None:
             writer.release()
 
-    @contextlib.asynccontextmanager
-    async def trace_context(
+    def trace_context(
         self,
         name: str | None = None,
         *,
         rollout_id: str | None = None,
         attempt_id: str | None = None,
         store: LightningStore | None = None,
-    ) -> AsyncIterator[Trace]:
+    ) -> TraceScope:
         """Opens the trace of one attempt; everything inside belongs to it, including tasks and threads.
 
         Leaving it ends the spans that are still open and the root span, which is called ``name``, with the exception if
-        there is one, and waits until they are in ``store``, by default the store of ``init_worker``. Without ids the
-        spans stay in the trace; a single id raises ConfigError.
+        there is one, and waits until they are in ``store``, by default the store of ``init_worker``. ``with`` waits in
+        this thread, so coroutines use ``async with``. Without ids the spans stay in the trace; a single id raises
+        ConfigError.
         """
         if bool(rollout_id) != bool(attempt_id):
             raise ConfigError(f"give rollout_id and attempt_id together, got {rollout_id!r} and {attempt_id!r}")
-        with contextlib.ExitStack() as stack:
-            writer = self._writer(store, stack) if rollout_id else None
-            if writer is not None:
-                writer.bind_loop()
-            trace = Trace(rollout_id or "", attempt_id or "", writer)
-            trace.tracer = self
-            _last_trace.set(trace)
-            try:
-                with activate(trace), self.root_context(trace, name or semconv.SPAN_ROLLOUT):
-                    try:
-                        yield trace
-                    finally:
-                        trace.end_started()
-            finally:
-                await trace.deliver(self.delivery_timeout_s)
+        return TraceScope(self, name or semconv.SPAN_ROLLOUT, rollout_id or "", attempt_id or "", store)
 
     def get_last_trace(self) -> list[Span]:
         """Returns the spans of the caller's current trace, else of its last one."""
@@ -258,6 +250,67 @@ class Tracer(ABC):
         writer = SpanWriter.shared(store)
         stack.callback(writer.release)
         return writer
+
+
+class TraceScope:
+    """The block in which a trace is open, for ``with`` or ``async with``; made by ``Tracer.trace_context``."""
+
+    def __init__(
+        self, tracer: Tracer, name: str, rollout_id: str, attempt_id: str, store: LightningStore | None
+    ) -> None:
+        self._tracer = tracer
+        self._root_name = name
+        self._ids = rollout_id, attempt_id
+        self._store = store
+
+    def __enter__(self) -> Trace:
+        return self._open(is_async=False)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        with self._stack:
+            try:
+                return self._root.__exit__(*error)
+            finally:
+                if self._trace.store is None:
+                    self._trace.close()
+                else:
+                    deliver = self._trace.deliver(self._tracer.delivery_timeout_s)
+                    waiting = threading.Thread(target=asyncio.run, args=(deliver,), daemon=True)
+                    waiting.start()  # this thread may run an event loop
+                    waiting.join()
+
+    async def __aenter__(self) -> Trace:
+        return self._open(is_async=True)
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        with self._stack:
+            try:
+                return self._root.__exit__(*error)
+            finally:
+                await self._trace.deliver(self._tracer.delivery_timeout_s)
+
+    def _open(self, *, is_async: bool) -> Trace:
+        with contextlib.ExitStack() as stack:
+            writer = self._tracer._writer(self._store, stack) if self._ids[0] else None
+            if writer is not None and is_async:
+                writer.bind_loop()
+            elif writer is not None and not writer.store.capabilities["thread_safe"]:
+                raise ConfigError(f"{type(writer.store).__name__} belongs to an event loop: use async with")
+            self._trace = Trace(*self._ids, writer)
+            self._trace.tracer = self._tracer
+            _last_trace.set(self._trace)
+            self._root = self._run_root()
+            self._root.__enter__()
+            self._stack = stack.pop_all()
+        return self._trace
+
+    @contextlib.contextmanager
+    def _run_root(self) -> Iterator[None]:
+        with activate(self._trace), self._tracer.root_context(self._trace, self._root_name):
+            try:
+                yield
+            finally:
+                self._trace.end_started()
 
 
 @contextlib.contextmanager

@@ -124,6 +124,8 @@ class SpanHandler(BaseCallbackHandler):
         elif is_node and metadata.get("langgraph_node") == name:
             is_agent = metadata.get(_INTEGRATION) != _CREATE_AGENT
             attributes = {"langchain.chain.type": name} if is_agent else {}
+            if isinstance(inputs, Mapping) and (state := {key: inputs[key] for key in inputs if key != "messages"}):
+                attributes[semconv.STATE] = to_json(state)  # the model is given the messages
             self._spans.begin(run_id, f"node {name}", attributes, parent_run_id)
         elif name and name in (metadata.get(_AGENT_NAME), "LangGraph"):
             self._spans.begin_agent(run_id, name, parent_run_id)

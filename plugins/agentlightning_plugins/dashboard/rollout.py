@@ -8,7 +8,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from agentlightning import semconv
-from agentlightning.adapter.call import Node, build_tree
+from agentlightning.adapter.call import Node, build_tree, find_states
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.frozen import thaw
 from agentlightning.reward import find_feedback, find_reward_spans, get_rewards_from_span
@@ -87,6 +87,7 @@ def _summarize(spans: Sequence[Span], left_out: int) -> dict[str, Any]:
             for span in find_reward_spans(spans)
         ],
         "feedback": [feedback._asdict() for feedback in find_feedback(spans)],
+        "states": [{"time": state.time, "changed": state.changed} for state in find_states(spans)[:_MAX_ROWS]],
         "conversations": conversations[-_MAX_CONVERSATIONS:],
         "conversation_count": len(conversations),
         # The pages about training show its records.

@@ -98,10 +98,10 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @click.option(
         "--log-level",
-        default="warning",
+        default=lambda: "info" if sys.stderr.isatty() else "warning",
         envvar="AGL_LOG_LEVEL",
         show_envvar=True,
-        show_default=True,
+        show_default="info on a terminal, else warning",
         type=click.Choice(["debug", "info", "warning"]),
     )
     @click.option(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentlightning import semconv
 from agentlightning.adapter import TraceToTrajectories, TraceToTransitions, build_trajectories, triplets_to_transitions
+from agentlightning.adapter.call import find_states
 from agentlightning.frozen import FrozenDict
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Triplet
@@ -350,12 +353,35 @@ def test_a_transition_has_the_messages_that_follow_an_answer() -> None:
     second = call([1, 2, 3], [4], [*question, resent, result], "3", reward=1.0)
     elsewhere = call([7], [8], [said("user", "hi")], "hi")
     one, two, three = triplets_to_transitions([first, second, elsewhere])
-    assert one.state == first.prompt
-    assert one.action == first.response
-    assert one.observation == [result]
+    assert (one.state, one.observation, one.action) == ({}, first.prompt, first.response)
     assert (one.next_index, one.is_terminal, one.reward) == (1, False, None)
-    assert (two.observation, two.is_terminal, two.reward) == ([], True, 1.0)
+    assert (two.observation, two.is_terminal, two.reward) == (second.prompt, True, 1.0)
     assert three.is_terminal
+
+
+def test_the_state_of_a_transition_has_the_variables_that_were_known_when_its_call_began() -> None:
+    trace = Recorder()
+
+    def remember(at: float, **variables: Any) -> None:
+        trace.add(semconv.SPAN_STATE, {semconv.STATE: json.dumps(variables)}, at=(at, at))
+
+    remember(0, question="where?")
+    trace.client("first", at=(1, 2))
+    trace.gateway("first", at=(1, 2))
+    trace.add(semconv.SPAN_STATE, {semconv.STATE: "{broken"}, at=(2.2, 2.2))
+    trace.add(semconv.SPAN_STATE, {semconv.STATE: '{"late": 1}', semconv.LATE: True}, at=(2.3, 2.3))
+    remember(2.5, documents=["a map"], question="where?")
+    trace.client("second", at=(3, 5))
+    trace.gateway("second", at=(3, 5))
+    remember(4, draft="here")
+    first, second = TraceToTransitions().adapt(trace.spans)
+    assert first.state == {"question": "where?"}
+    assert second.state == {"question": "where?", "documents": ["a map"]}
+    assert [state.changed for state in find_states(trace.spans)] == [
+        {"question": "where?"},
+        {"documents": ["a map"]},
+        {"draft": "here"},
+    ]
 
 
 def test_adapters_accept_settings_for_their_source_adapter() -> None:

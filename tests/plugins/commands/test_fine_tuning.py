@@ -33,6 +33,7 @@ def agent(task: dict[str, Any], llm: agl.LLM) -> float:
     """Makes two calls that form one conversation with a tool, and one separate call."""
     import openai
 
+    agl.emit_state(text=task["text"])
     with openai.OpenAI(base_url=llm.endpoint, api_key="any") as client:
         messages: list[Any] = [{"role": "system", "content": "be good"}, {"role": "user", "content": task["text"]}]
         reply = client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
@@ -91,6 +92,21 @@ def test_conversations_of_good_rollouts_are_written_in_the_format_of_fine_tuning
     assert short == {
         "messages": [{"role": "user", "content": "summarise"}, {"role": "assistant", "content": "after summarise"}]
     }
+
+
+def test_transitions_are_exported_with_the_state_in_which_each_call_began(place: Path, tmp_path: Path) -> None:
+    file = tmp_path / "transitions.jsonl"
+    result = export(place, file, "--format", "transitions")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert f"{len(lines)} transitions in" in result.output
+    assert {json.dumps(line["state"]) for line in lines} >= {'{"text": "task 1.0"}', '{"text": "validation"}'}
+    for line in lines:
+        assert set(line) == {"state", "observation", "action", "reward", "next_index", "metadata"}
+        assert line["observation"]["raw_content"]
+        assert line["action"]["raw_content"][0]["role"] == "assistant"
+        assert line["metadata"]["rollout_id"].startswith("ro-")
+    assert {line["reward"] for line in lines} >= {1.0, 0.6}
+    export(place, tmp_path / "x.parquet", "--format", "transitions", code=2)
 
 
 def test_only_successful_rollouts_with_at_least_the_minimum_reward_are_exported(place: Path, tmp_path: Path) -> None:

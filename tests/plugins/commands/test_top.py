@@ -63,7 +63,7 @@ def place(tmp_path: Path) -> Path:
         await run_rollout(live, calls="++-")
         for _ in range(2):
             await run_rollout(live, error=AttemptFailure(type="KeyError", message=HOSTILE, traceback=""))
-        await live.enqueue_rollout({"n": 2}, mode="train")
+        await live.enqueue_rollout({"n": 2}, mode="train", priority=7)
         await live.update_worker("w-1", {"running": 1})
         await store.close()
 
@@ -82,6 +82,7 @@ def test_a_pipe_gets_the_state_once_with_queue_workers_reward_throughput_and_err
     for shown in (
         "grpo",
         "1 waiting",
+        "the highest priority 7",
         "1 succeeded, 2 failed",
         "3 rollouts/min (2 failed), 120 tokens/s, 3.0 s per step",
     ):

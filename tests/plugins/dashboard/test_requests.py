@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentlightning import InMemoryLightningStore, LightningStoreServer
+from agentlightning import DummyTracer, InMemoryLightningStore, LightningStoreServer, emit_state
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import EnqueueRolloutRequest
@@ -156,6 +156,27 @@ async def test_a_cut_prompt_shows_its_last_tokens_with_their_ids() -> None:
         page = await answer.text()
     prompt = page.partition("<summary>Prompt, the last 2,000 tokens</summary>")[2].partition("</details>")[0]
     assert [int(shown) for shown in re.findall(r"⟨(\d+)⟩", prompt)] == list(range(500, 2500))
+
+
+async def test_the_page_of_a_rollout_shows_how_the_states_variables_change() -> None:
+    store = InMemoryLightningStore()
+    rollout = await store.start_rollout("task")
+    ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+    async with DummyTracer().trace_context(**ids, store=store):
+        emit_state(question="where?", draft="<b>here</b>")
+        emit_state(question="where?", draft=["there"])
+    async with (
+        LightningStoreServer(store, port=0, pages=[Dashboard(store)]) as server,
+        aiohttp.ClientSession() as client,
+        client.get(f"{server.endpoint}/runs/default/rollouts/{rollout.rollout_id}") as answer,
+    ):
+        page = await answer.text()
+    section = page.partition('<h2 id="states-title">')[2].partition("</section>")[0]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", section, re.DOTALL)
+    rows = [(name, " ".join(value.split())) for name, value in zip(cells[1::3], cells[2::3], strict=True)]
+    assert rows[:2] == [("question", "where?"), ("draft", "&lt;b&gt;here&lt;/b&gt;")]
+    assert [name for name, _ in rows[2:]] == ["draft"], "only the draft has changed"
+    assert "there" in rows[2][1]
 
 
 async def test_an_unknown_filter_value_run_or_rollout_is_named() -> None:

@@ -1,4 +1,4 @@
-"""``import agentlightning_plugins.legacy.names``: the names of Agent Lightning 0.3."""
+"""``import agentlightning.compat``: the names of Agent Lightning 0.3."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.source import REPO, run_python
 
 PREAMBLE = """
 import json, sys, warnings
-import agentlightning_plugins.legacy.names
+import agentlightning.compat
 import agentlightning as agl
 
 seen = []
@@ -28,7 +28,7 @@ warnings.showwarning = lambda message, category, filename, lineno, *rest: seen.a
 
 
 def run_old_program(program: str) -> tuple[str, list[str]]:
-    """Runs a program after ``import agentlightning_plugins.legacy.names``; returns what it printed and the warnings."""
+    """Runs a program after ``import agentlightning.compat``; returns what it printed and the warnings."""
     output = run_python("-c", PREAMBLE + textwrap.dedent(program) + "\nprint('WARNINGS', json.dumps(seen))")
     printed, _, warned = output.partition("WARNINGS ")
     warnings: list[list[str]] = json.loads(warned)
@@ -51,6 +51,8 @@ def test_names_of_0_3_can_be_imported_from_their_old_modules() -> None:
         from agentlightning.adapter.messages import TraceToMessages
         from agentlightning.algorithm.apo import APO
         from agentlightning.algorithm.verl import VERL
+        from agentlightning.verl import VERL
+        from agentlightning.verl.trainer import VERL
         from agentlightning.runner.agent import LitAgentRunner
         from agentlightning.reward import emit_reward
         from agentlightning.emitter import find_final_reward
@@ -72,7 +74,7 @@ def test_names_of_0_3_can_be_imported_from_their_old_modules() -> None:
         "{'agentlightning.link.0.key_match': 'a', 'agentlightning.link.0.value_match': 'b'} "
         "{'agentlightning.tag.0': 'x'}",
     ]
-    assert len(warned) == 23
+    assert len(warned) == 25
     for expected in (
         "agentlightning.llm_proxy.LLMProxy is of Agent Lightning 0.3; use agentlightning.LLMProxy",
         "agentlightning.store.base.UNSET is of Agent Lightning 0.3; use agentlightning.types.UNSET",
@@ -204,7 +206,7 @@ def test_an_old_name_without_the_line_that_restores_it_names_the_page(line: str)
         print(hasattr(agentlightning, "no_such_name"))
     """
     said = run_python("-c", textwrap.dedent(program))
-    assert "import agentlightning_plugins.legacy.names" in said
+    assert "import agentlightning.compat" in said
     assert "docs/migration.md" in said
     assert said.endswith("False\n")
 

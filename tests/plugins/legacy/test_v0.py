@@ -51,7 +51,7 @@ asyncio.run(learn())
 
 AGENT = """
 import sys
-import agentlightning_plugins.legacy.names
+import agentlightning.compat
 from agentlightning import LitAgent, Trainer, emit_message
 
 class Adder(LitAgent):

@@ -29,6 +29,19 @@ class QueueingTests:
         claimed += await store.dequeue_many_rollouts(limit=100)
         assert [rollout.rollout_id for rollout in claimed if rollout is not None] == queued
 
+    async def test_the_highest_priority_is_claimed_first_also_after_a_retry(self, store: LightningStore) -> None:
+        for number, priority in enumerate([0, -1, 3, 0, 3]):
+            queued = await store.enqueue_rollout(number, priority=priority)
+            assert queued.priority == priority
+        first = await store.dequeue_rollout()
+        assert first is not None
+        await store.release_attempt(first.rollout_id, first.attempt.attempt_id)  # behind the other one of priority 3
+        assert [rollout.input for rollout in await store.dequeue_many_rollouts(limit=9)] == [4, 2, 0, 3, 1]
+        ordered = await store.query_rollouts(sort_by="priority", sort_order="desc")
+        assert [rollout.priority for rollout in ordered] == [3, 3, 0, 0, -1]
+        with pytest.raises(ValueError, match="priority"):
+            await store.enqueue_rollout("one", priority=2**63)
+
     async def test_a_claim_takes_no_more_than_its_limit(self, store: LightningStore) -> None:
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(5)])
         assert [rollout.input for rollout in await store.dequeue_many_rollouts(limit=2)] == [0, 1]

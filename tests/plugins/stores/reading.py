@@ -160,6 +160,34 @@ class ReadingTests:
         nothing = await store.query_rollouts(limit=0)
         assert (list(nothing), nothing.total) == ([], 10)
 
+    async def test_polling_returns_every_new_span_once(self, store: LightningStore) -> None:
+        first, second = await store.start_rollout(1), await store.start_rollout(2)
+        other = await store.with_run("another").start_rollout(3)
+        nothing = await store.poll_new_spans()
+        assert (list(nothing), nothing.cursor is None) == ([], False)
+        seen: list[str] = []
+        cursor = nothing.cursor
+        for number in range(6):
+            for rollout in (second, first, other):
+                await store.add_span(make_span(rollout, f"{rollout.input}-{number}"))
+            while page := await store.poll_new_spans(cursor, limit=1 + number % 2):
+                seen += [span.name for span in page]
+                cursor = page.cursor
+        assert seen == [f"{task}-{number}" for number in range(6) for task in (2, 1)]
+        with pytest.raises(ConfigError, match="limit"):
+            await store.poll_new_spans(limit=0)
+        with pytest.raises(ConfigError, match="cursor"):
+            await store.poll_new_spans("made up")
+
+    async def test_the_optimized_resources_are_the_latest_or_before_them_the_candidate(
+        self, store: LightningStore
+    ) -> None:
+        assert await store.get_optimized_resources() is None
+        candidate = await store.with_run(f"{store.run_id}.live").update_resources("rs-candidate", {"prompt": "new"})
+        assert await store.get_optimized_resources() == candidate
+        promoted = await store.promote("rs-candidate")
+        assert await store.get_optimized_resources() == promoted == await store.get_latest_resources()
+
     async def test_a_cursor_continues_where_the_page_ended(self, store: LightningStore) -> None:
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(10)])
         page = await store.query_rollouts(limit=5)

@@ -31,7 +31,7 @@ from agentlightning.testing.store.model import compare_with_model
 from agentlightning.types import EnqueueRolloutRequest, Rollout, Span
 from agentlightning_plugins.stores.http.client import LightningStoreClient, connection
 from agentlightning_plugins.stores.http.client import client as client_module
-from agentlightning_plugins.stores.http.server import LightningStoreServer
+from agentlightning_plugins.stores.http.server import LightningStoreServer, body
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
 from tests.plugins.stores.semantics import EngineSemantics
@@ -196,6 +196,32 @@ async def test_requests_need_the_token(store: LightningStore) -> None:
         await friend.close()
         assert (await store.statistics())["rollouts"] == 1
         assert (await _ask(server, "GET", "/health"))[0] == 200
+
+
+async def test_large_bodies_are_compressed_on_their_way_to_another_machine(
+    store: LightningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encodings: list[tuple[str, bool]] = []
+    read_body = body.web_body.read_body
+
+    async def read(request: Any, limit: int, inflated_limit: int) -> bytes:
+        content = await read_body(request, limit, inflated_limit)
+        encoding = request.headers.get("content-encoding", "")
+        encodings.append((encoding, (request.content_length or 0) < len(content)))
+        return content
+
+    monkeypatch.setattr(body.web_body, "read_body", read)
+    for host, expected in (("127.0.0.2", [("", False), ("gzip", True)]), ("127.0.0.1", [("", False), ("", False)])):
+        encodings.clear()
+        server = LightningStoreServer(store, host=host, port=0, token=TOKEN)
+        await server.start()
+        remote = LightningStoreClient(server.endpoint, token=TOKEN)
+        await remote.enqueue_rollout("short")
+        queued = await remote.enqueue_rollout("long " * 10_000)
+        assert queued.input == "long " * 10_000
+        assert encodings == expected
+        await remote.close()
+        await server.stop()
 
 
 async def test_a_client_takes_the_token_from_the_environment(

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agentlightning.errors import StoreError
 from agentlightning.types import EnqueueRolloutRequest
+from agentlightning_algorithms.shared.live_resources import LiveState
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer, events
 from agentlightning_plugins.stores.http.server import metrics as metrics_module
@@ -204,6 +205,30 @@ async def test_prometheus_metrics_describe_the_store_and_its_requests() -> None:
         assert samples["agl_store_uptime_seconds"][()] > 0
         await store.enqueue_rollout(2)
         await asking
+
+
+async def test_prometheus_metrics_show_rewards_by_version_and_mode_and_what_live_learning_does() -> None:
+    async with serve() as (server, store):
+        live = store.with_run("shop")
+        await live.create_run("shop")
+        for prompt, rewards in (("one", [0.0, 1.0]), ("two", [0.5])):
+            version = (await live.update_resources("tuned", {"prompt": prompt})).version_id
+            for mode, reward in zip(("train", "val"), rewards, strict=False):
+                begun = await live.start_rollout("task", mode, version)
+                await live.update_attempt(begun.rollout_id, "latest", status="succeeded", reward=reward)
+        again = await live.start_rollout("task", "val", "tuned@1")
+        await live.update_attempt(again.rollout_id, "latest", status="failed", reward=0.5)
+        state = LiveState(phase="trial", since=0.0, stable="tuned@2", candidate="shop.candidate@1", share=0.25, trial=1)
+        await store.with_run("shop.live").update_resources("shop.live", {"live": state})
+        samples: dict[str, Any] = _samples((await ask(server, "GET", "/metrics"))[1].decode())
+        assert samples["agl_store_reward"] == {
+            ("train", "shop", "tuned@1"): 0.0,
+            ("val", "shop", "tuned@1"): 0.75,
+            ("train", "shop", "tuned@2"): 0.5,
+        }
+        assert samples["agl_store_promoted_version"]["tuned", "shop"] == 2
+        assert samples["agl_store_trial_phase"] == {("trial", "shop"): 1.0}
+        assert samples["agl_store_trial_share"] == {("shop",): 0.25}
 
 
 async def test_every_run_with_open_work_is_in_the_queue_metrics() -> None:

@@ -90,7 +90,7 @@ class HandsOutTwice(MemoryBackend):
 class LosesOrder(MemoryBackend):
     async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
         for queue in self._queues.values():
-            queue.move_to_end(next(reversed(queue)), last=False)
+            queue.by_priority[0].move_to_end(next(reversed(queue.by_priority[0])), last=False)
         return await super().claim(run_id, limit, decide)
 
 

@@ -182,7 +182,7 @@ class ForgetsNumbers(SaysThatItIsDurable):
 class ForgetsTheQueue(SaysThatItIsDurable):
     async def reopened(self) -> MemoryBackend:
         for queue in self._queues.values():
-            queue.move_to_end(next(iter(queue)))
+            queue.by_priority[0].move_to_end(next(iter(queue)))
         return self
 
 
@@ -221,15 +221,28 @@ class ClaimsInTwoCommits(MemoryBackend):
 class ClaimsTheNewest(MemoryBackend):
     async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
         for queue in self._queues.values():
-            queue.move_to_end(next(reversed(queue)), last=False)
+            for equal in queue.by_priority.values():
+                equal.move_to_end(next(reversed(equal)), last=False)
         return await super().claim(run_id, limit, decide)
+
+
+class IgnoresPriorities(MemoryBackend):
+    def _put(self, record: Record) -> None:
+        super()._put(record.model_copy(update={"priority": 0}) if isinstance(record, Rollout) else record)
+
+
+class ClaimsTheLowestPriorityFirst(MemoryBackend):
+    def _put(self, record: Record) -> None:
+        super()._put(
+            record.model_copy(update={"priority": -record.priority}) if isinstance(record, Rollout) else record
+        )
 
 
 class RequeuesAtEveryPut(MemoryBackend):
     def _put(self, record: Record) -> None:
         super()._put(record)
         if isinstance(record, Rollout) and record.status in ("queuing", "requeuing"):
-            self._queues[record.run_id].move_to_end(record.rollout_id)
+            self._queues[record.run_id].by_priority[record.priority].move_to_end(record.rollout_id)
 
 
 class ClaimsFromAllRuns(MemoryBackend):
@@ -242,7 +255,7 @@ class LosesRolloutsIfDecideFails(MemoryBackend):
         try:
             return await super().claim(run_id, limit, decide)
         except Exception:
-            self._queues[run_id].popitem(last=False)
+            self._queues[run_id].by_priority[0].popitem(last=False)
             raise
 
 
@@ -456,6 +469,8 @@ PLANTED: list[tuple[type[MemoryBackend], str, str]] = [
     (ReadsAndWritesInTwoSteps, "test_no_rollout_is_claimed_twice", "claim: .*handed to two callers"),
     (ClaimsInTwoCommits, "test_no_rollout_is_claimed_twice", "claim: .*without their attempts"),
     (ClaimsTheNewest, "test_claims_are_first_in_first_out", "claim: .*the first `limit` rollouts"),
+    (IgnoresPriorities, "test_claims_take_the_highest_priority_first", "claim: .*of the same priority"),
+    (ClaimsTheLowestPriorityFirst, "test_claims_take_the_highest_priority_first", "claim: .*the highest priority"),
     (RequeuesAtEveryPut, "test_claims_are_first_in_first_out", "claim: .*from any other"),
     (ClaimsFromAllRuns, "test_claims_are_first_in_first_out", "claim: .*the run's queue"),
     (LosesRolloutsIfDecideFails, "test_a_claim_that_fails_takes_nothing", "claim: .*1 of 2 rollouts"),

@@ -854,6 +854,33 @@ async def test_another_programs_schema_is_refused_and_left_unchanged(database: s
     await connection.close()
 
 
+async def test_polling_waits_for_spans_of_a_transaction_that_began_before_and_commits_later(database: str) -> None:
+    store = PostgresLightningStore(database)
+    rollout = await store.start_rollout("task")
+    await store.add_span(make_span(rollout, "first"))
+    columns = "attempt, sequence_id, run_id, name, revision, record"
+    slow, watcher = await asyncpg.connect(database), await asyncpg.connect(database)
+    transaction = slow.transaction()
+    await transaction.start()
+    await slow.execute(  # takes a position now, and commits after "last", which has the next one
+        f"INSERT INTO agl.span (span_id, {columns}) SELECT 'ff', {columns} FROM agl.span"
+    )
+    await store.add_span(make_span(rollout, "last"))
+    polling = asyncio.create_task(store.poll_new_spans())
+
+    async def is_decided() -> bool:
+        return polling.done() or await watcher.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted") > 0
+
+    await until(is_decided)
+    await transaction.commit()
+    page = await polling
+    assert [span.name for span in page] == ["first", "first", "last"]
+    assert list(await store.poll_new_spans(page.cursor)) == []
+    for connection in (slow, watcher):
+        await connection.close()
+    await store.close()
+
+
 async def test_several_stores_can_set_up_a_new_database_at_the_same_time(database: str) -> None:
     stores = await asyncio.gather(*(asyncio.to_thread(PostgresLightningStore, database) for _ in range(5)))
     await asyncio.gather(*(store.enqueue_rollout(number) for number, store in enumerate(stores)))
@@ -867,7 +894,8 @@ async def test_several_stores_can_set_up_a_new_database_at_the_same_time(databas
 HANDS_OUT_TWICE = "test_a_claimed_rollout_is_never_handed_out_twice"
 PLANTED = [
     ("CASE n.queue_position WHEN 0", "CASE 0 WHEN n.queue_position THEN 1 WHEN 0", HANDS_OUT_TWICE),
-    ("ORDER BY r.queue_position", "ORDER BY -r.position", "test_rollouts_are_claimed_in_the_order_they_were_enqueued"),
+    ("r.priority DESC", "r.priority", "test_the_highest_priority_is_claimed_first_also_after_a_retry"),
+    ("DESC, r.queue_position", "DESC, -r.position", "test_rollouts_are_claimed_in_the_order_they_were_enqueued"),
     ("r.run_id = $1", "r.run_id <> $1 || ' '", "test_every_run_has_a_queue_of_its_own"),
     ("held.revision", "0 * held.revision", "test_concurrently_published_versions_are_kept"),
     ("s.span_id = n.id", "s.span_id = n.id || ' '", "test_a_span_that_is_stored_is_not_stored_again"),

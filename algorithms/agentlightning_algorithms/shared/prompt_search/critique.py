@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
+from agentlightning.adapter.call import State
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
 from agentlightning_algorithms.shared.prompt_search.trial import TrialResult
@@ -104,6 +105,12 @@ def show_messages(histories: Sequence[ChatHistory]) -> str:
     return "\n---\n".join("\n".join(map(_show_message, each["messages"])) for each in drop_prefixes(histories))
 
 
+def show_states(states: Sequence[State]) -> str:
+    """Formats the semantic variables of an agent: of each state those that are new or have changed."""
+    changes = ((number, change) for number, state in enumerate(states, 1) for change in state.changed.items())
+    return "\n".join(f"{number}. {name} = {_to_text(value)}" for number, (name, value) in changes)
+
+
 def shorten_middle(text: str, length: int) -> str:
     """Removes the middle of a text that is longer than ``length``."""
     if len(text) <= length:
@@ -115,6 +122,8 @@ def shorten_middle(text: str, length: int) -> str:
 def _show_rollout(number: int, result: TrialResult, name: str) -> str:
     reward = "none" if result.reward is None else f"{result.reward:g}"
     parts = [f"<task>{_to_text(result.task)}</task>"]
+    if result.states:
+        parts.append(f"<states>\n{show_states(result.states)}\n</states>")
     if result.messages:
         parts.append(f"<messages>\n{show_messages(result.messages)}\n</messages>")
     if result.output is not None:

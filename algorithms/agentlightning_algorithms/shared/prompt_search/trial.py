@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import reading
+from agentlightning.adapter.call import State, find_states
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.reward import Feedback, find_feedback
 from agentlightning.store.protocol import LightningStore
@@ -68,6 +69,11 @@ class TrialResult(RolloutResult):
     def feedback(self) -> list[Feedback]:
         """Why the result is good or bad, from the agent, its reward function, a judge and failed tools."""
         return find_feedback(self.spans)
+
+    @property
+    def states(self) -> list[State]:
+        """The semantic variables of the agent, as they changed."""
+        return find_states(self.spans)
 
     @property
     def output(self) -> str | None:

@@ -213,5 +213,6 @@ def _make_rollout(
             "config": request.config or _DEFAULT_CONFIG,
             "metadata": request.metadata,
             "run_id": run_id,
+            "priority": request.priority,
         }
     )

@@ -282,6 +282,21 @@ class BackendConformance(ReadingTests):
             "queue, which a Put enters when it changes the status to queuing or requeuing from any other"
         )
 
+    async def test_claims_take_the_highest_priority_first(self, backend: Backend) -> None:
+        ranks = [0, 5, -(2**63), 0, 2**63 - 1, 5]
+        queued = [
+            rollout.model_copy(update={"priority": rank}) for rollout, rank in zip(numbered(6), ranks, strict=True)
+        ]
+        await add(backend, *queued[:3])
+        await add(backend, *queued[3:])
+        await add(backend, queued[1].model_copy(update={"status": "running"}))
+        await add(backend, queued[1].model_copy(update={"status": "requeuing"}))  # enters again, after ro-5
+        claimed = [[rollout.rollout_id for rollout in await backend.claim("default", 2, begin)] for _ in range(3)]
+        assert claimed == [["ro-4", "ro-5"], ["ro-1", "ro-0"], ["ro-3", "ro-2"]], (
+            f"claim: priorities {ranks} were claimed in the order {claimed}; the highest priority comes first, and "
+            "rollouts of the same priority in the order in which they entered the queue"
+        )
+
     async def test_a_claim_writes_what_is_decided(self, backend: Backend) -> None:
         listener = Listener()
         stop = backend.watch(listener)

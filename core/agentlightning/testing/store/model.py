@@ -72,6 +72,7 @@ class _Rollout:
     input: int
     config: RolloutConfig
     resources_id: str | None
+    priority: int = 0
     status: str = "queuing"
     attempts: list[_Attempt] = field(default_factory=list)
 
@@ -125,7 +126,11 @@ class StoreMachine(RuleBasedStateMachine):
         if was_queued and not is_queued:
             self.queue.remove(rollout.rollout_id)
         if is_queued and not was_queued:
-            self.queue.append(rollout.rollout_id)
+            self.enter_queue(rollout)
+
+    def enter_queue(self, rollout: _Rollout) -> None:
+        self.queue.append(rollout.rollout_id)
+        self.queue.sort(key=lambda rollout_id: -self.rollouts[rollout_id].priority)  # keeps the order of equal ones
 
     def begin(self, rollout: _Rollout, begun: AttemptedRollout, worker_id: str | None) -> None:
         self.move(rollout, "preparing")
@@ -154,16 +159,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     # --- calls ---
 
-    @rule(count=st.integers(1, 3), config=st.sampled_from(_CONFIGS))
-    def enqueue(self, count: int, config: RolloutConfig) -> None:
+    @rule(priorities=st.lists(st.integers(-1, 1), min_size=1, max_size=3), config=st.sampled_from(_CONFIGS))
+    def enqueue(self, priorities: list[int], config: RolloutConfig) -> None:
         requests = [
-            EnqueueRolloutRequest(input=next(_numbers), config=config, rollout_id=f"{self.run_id}-{next(_numbers)}")
-            for _ in range(count)
+            EnqueueRolloutRequest(
+                input=next(_numbers), config=config, rollout_id=f"{self.run_id}-{next(_numbers)}", priority=priority
+            )
+            for priority in priorities
         ]
         for request, queued in zip(requests, self.do(self.store.enqueue_many_rollouts(requests)), strict=True):
             assert (queued.rollout_id, queued.status) == (request.rollout_id, "queuing")
-            self.rollouts[queued.rollout_id] = _Rollout(queued.rollout_id, request.input, config, self.latest)
-            self.queue.append(queued.rollout_id)
+            rollout = _Rollout(queued.rollout_id, request.input, config, self.latest, request.priority)
+            self.rollouts[queued.rollout_id] = rollout
+            self.enter_queue(rollout)
 
     @precondition(lambda self: self.rollouts)
     @rule(number=picks)
@@ -184,7 +192,7 @@ class StoreMachine(RuleBasedStateMachine):
     def start_rollout(self, worker_id: str | None) -> None:
         number = next(_numbers)
         begun = self.do(self.store.start_rollout(number, worker_id=worker_id))
-        rollout = _Rollout(begun.rollout_id, number, RolloutConfig(), self.latest, "preparing")
+        rollout = _Rollout(begun.rollout_id, number, RolloutConfig(), self.latest, status="preparing")
         rollout.attempts.append(_Attempt(begun.attempt.attempt_id, worker_id))
         self.rollouts[begun.rollout_id] = rollout
 

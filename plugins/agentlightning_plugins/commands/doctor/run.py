@@ -25,6 +25,7 @@ from agentlightning import __version__, semconv
 from agentlightning.adapter import TraceToTriplet
 from agentlightning.errors import LightningError
 from agentlightning.litagent import LitAgent, wrap
+from agentlightning.litagent.function import first_resources
 from agentlightning.plugin.registry import GROUP, get_manager
 from agentlightning.resources import LLM, Resource, read_resources
 from agentlightning.runner import LitAgentRunner
@@ -188,7 +189,7 @@ async def _roll_out(
         task = _DEMO_TASK if request.agent == _DEMO else "Say hello."
     try:
         tracer: Tracer = get_manager().create("tracer", request.tracer)
-        given = read_resources({**agent.initial_prompts(), **request.resources})
+        given = first_resources(agent, read_resources(request.resources)) or {}
         models = [name for name, resource in given.items() if isinstance(resource, LLM)]
         resources = {**given, **dict.fromkeys(models or ["llm"], llm)}
     except LightningError as error:

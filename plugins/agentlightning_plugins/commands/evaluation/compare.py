@@ -205,7 +205,7 @@ def _run_prompts(
 
 def _read_prompt(text: str, parts: Any, from_start: Callable[[str], str]) -> tuple[str, str, PromptTemplate]:
     """Returns the label of a ``--prompt``, the name of its resource, and the prompt, with the configured engine."""
-    from agentlightning.trainer import first_resources
+    from agentlightning.litagent.function import first_resources
 
     resources = first_resources(parts.agent, parts.resources) or {}
     own = {name: value for name, value in resources.items() if isinstance(value, PromptTemplate)}

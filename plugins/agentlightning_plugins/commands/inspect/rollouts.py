@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import click
+from pydantic import BaseModel
 
 from agentlightning.cli import echo
-from agentlightning.errors import StoreError
+from agentlightning.errors import AdapterError, StoreError
+from agentlightning.plugin.registry import get_manager
 from agentlightning.reward import find_feedback, find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Attempt, AttemptedRollout, Rollout, RolloutStatus, Span
@@ -177,10 +180,11 @@ async def delete_rollouts(
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["records", "openai-sft"]),
+    type=click.Choice(["records", "openai-sft", "transitions"]),
     default="records",
     show_default=True,
-    help="openai-sft: the conversations of rollouts that succeeded, for fine-tuning.",
+    help="openai-sft: the conversations of rollouts that succeeded, for fine-tuning. transitions: the state, "
+    "observation, action and reward of each model call.",
 )
 @click.option("--min-reward", default=1.0, show_default=True, help="With openai-sft: minimum reward of a rollout.")
 @click.option(
@@ -204,7 +208,29 @@ async def export_rollouts(
             raise click.UsageError("--format openai-sft accepts no --status and writes only .jsonl files")
         await export(select_examples(store, min_reward, best_of), path, "conversations", as_json)
         return
-    await export(every(store.query_rollouts, status_in=status or None), path, "rollouts", as_json)
+    chosen = every(store.query_rollouts, status_in=status or None)
+    if form == "transitions":
+        if path.suffix != ".jsonl":
+            raise click.UsageError("--format transitions writes only .jsonl files")
+        await export(_read_transitions(store, chosen), path, "transitions", as_json)
+        return
+    await export(chosen, path, "rollouts", as_json)
+
+
+async def _read_transitions(store: LightningStore, rollouts: AsyncIterator[Rollout]) -> AsyncIterator[BaseModel]:
+    """Yields the transitions of each latest attempt, with its ids in ``metadata``."""
+    adapter = get_manager().create("adapter", "transition")
+    async for rollout in rollouts:
+        if isinstance(rollout, AttemptedRollout):
+            ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+            spans = (await store.query_spans(rollout.rollout_id, rollout.attempt.attempt_id)).items
+            try:
+                transitions = await asyncio.to_thread(adapter.adapt_attempt, rollout.attempt, spans)
+            except AdapterError as error:
+                echo(f"left out: {error}", err=True)
+                continue
+            for transition in transitions or ():
+                yield transition.model_copy(update={"metadata": {**transition.metadata, **ids}})
 
 
 async def _each(action: Any, rollout_ids: tuple[str, ...], as_json: bool) -> None:

@@ -112,6 +112,7 @@ def _title(snapshot: Mapping[str, Any]) -> Text:
 def _figures(snapshot: Mapping[str, Any]) -> Table:
     counts, activity = snapshot["rollouts"], snapshot["activity"]
     waits = f", the oldest for {show_span(snapshot['time'] - snapshot['oldest'])}" if snapshot["oldest"] else ""
+    waits += f", the highest priority {snapshot['priority']}" if snapshot["priority"] else ""
     speed = f"{60 * activity['ended'] / activity['window_s']:.0f} rollouts/min"
     if activity["ended"]:
         speed += f" ({activity['failed']} failed)"

@@ -239,8 +239,7 @@ def _try_store(url: str) -> str | None:
 
 def _try_agent(parts: Parts) -> str | None:
     """Fills the parameters of the agent's function. Returns the problem, or None if each has a resource."""
-    from agentlightning.litagent.function import FunctionalLitAgent
-    from agentlightning.trainer import first_resources
+    from agentlightning.litagent.function import FunctionalLitAgent, first_resources
 
     agent = getattr(parts.agent, "agent", parts.agent)  # without its reward function
     if isinstance(agent, FunctionalLitAgent):
@@ -254,8 +253,8 @@ def _try_agent(parts: Parts) -> str | None:
 
 def _find_doubts(parts: Parts) -> Iterator[str]:
     """Yields what is probably a mistake in a prompt, but may be what the agent needs."""
+    from agentlightning.litagent.function import first_resources
     from agentlightning.resources import PromptTemplate
-    from agentlightning.trainer import first_resources
     from agentlightning_algorithms.shared.prompt_search.candidate import find_placeholders
 
     data = parts.train if parts.train is not None else parts.val

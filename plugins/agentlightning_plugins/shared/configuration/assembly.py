@@ -19,6 +19,7 @@ from agentlightning.algorithm.algorithm import Algorithm, RunContext
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import ExecutionStrategy
 from agentlightning.litagent import LitAgent, wrap
+from agentlightning.litagent.function import first_resources
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import bind_settings, read_spec
 from agentlightning.resources import LLM, SECRET_NAME, Resource, read_resources, resolve_secrets
@@ -26,7 +27,7 @@ from agentlightning.run.directory import make_directory
 from agentlightning.runner import Hook
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
-from agentlightning.trainer import Trainer, first_resources
+from agentlightning.trainer import Trainer
 from agentlightning.types import Dataset, Run
 from agentlightning_plugins.shared.configuration.config import (
     COMPONENTS,

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from agentlightning import semconv
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, Span, Worker
+from agentlightning.types import AttemptedRollout, RolloutStatus, Span, Worker
 from agentlightning_plugins.shared.monitoring.runs import count_rollouts
 
 _LOST_S: Final = 60.0
@@ -18,6 +18,8 @@ _LOST_S: Final = 60.0
 _WINDOW_S: Final = 60.0
 _RECENT: Final = 500
 """Number of newest rollouts that are searched for recently ended ones."""
+_COMPARED: Final = 10_000
+"""Number of waiting rollouts whose priorities are compared; a store sorts them at each refresh."""
 _STATES: Final = ("busy", "idle", "unknown", "lost", "ended")
 
 
@@ -30,12 +32,21 @@ async def read_workers(store: LightningStore, limit: int = 500) -> tuple[list[di
 
 
 async def read_queue(view: LightningStore) -> dict[str, Any]:
-    """Returns a run's rollouts by status, how many are waiting, and since when the first one waits (``oldest``)."""
-    waiting = await view.query_rollouts(status_in=["queuing", "requeuing"], limit=1)
+    """Returns a run's rollouts by status, and how many are waiting.
+
+    ``oldest`` is the time since when the first one waits, ``priority`` the highest of those that wait, None if they are
+    too many to compare.
+    """
+    queued: Sequence[RolloutStatus] = ("queuing", "requeuing")
+    waiting = await view.query_rollouts(status_in=queued, limit=1)
+    highest = waiting
+    if 1 < waiting.total <= _COMPARED:
+        highest = await view.query_rollouts(status_in=queued, sort_by="priority", sort_order="desc", limit=1)
     return {
         "rollouts": await count_rollouts(view),
         "waiting": waiting.total,
         "oldest": waiting[0].start_time if waiting else None,
+        "priority": highest[0].priority if highest and waiting.total <= _COMPARED else None,
     }
 
 

@@ -13,6 +13,8 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
+from agentlightning.event import Event
+from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.shared.log_setup import log_options
 
 if TYPE_CHECKING:
@@ -22,6 +24,15 @@ if TYPE_CHECKING:
 _CLOSE_S: Final = 3.0
 """How long the database may take to finish accepted writes once the requests in flight have ended."""
 _SHOWN_BYTES: Final = 100_000_000  # the progress of compacting that is worth a line
+_LINES: Final = {
+    "run_started": "run {name} started",
+    "run_finished": "the run ended: {status}",
+    "rollout_enqueued": "{rollout_id} queued",
+    "rollout_started": "{rollout_id} claimed by {worker_id}",
+    "resources_published": "resources {resources_id} published, version {version}",
+    "step_finished": "step {step} done",
+}
+"""The lines about events by their kind; the end of an attempt also says how its rollout ended."""
 
 logger = logging.getLogger("agentlightning")
 
@@ -151,9 +162,12 @@ async def _serve(
             stop = stop_on_signals()
             lifetime = "" if store.capabilities["durable"] else " (not durable: lost when this process ends)"
             echo(f"Serving {hide_password(backend)}{lifetime} at {server.endpoint}")
-            following = loop.create_task(tokens.follow(server.replace_tokens))
+            tasks = [loop.create_task(tokens.follow(server.replace_tokens))]
+            if logger.isEnabledFor(logging.INFO):
+                tasks.append(loop.create_task(_narrate(store)))
             await stop.wait()
-            following.cancel()
+            for task in tasks:
+                task.cancel()
             echo("Stopping: finishing requests in flight, refusing new ones.")
     finally:
         closing = loop.create_task(store.close())
@@ -162,3 +176,25 @@ async def _serve(
             logger.warning("the database does not answer; ending without closing it")
             os._exit(1)
         closing.result()
+
+
+async def _narrate(store: LightningStore) -> None:
+    """Logs one line for each event, such as a claim or the end of a rollout, of all runs."""
+    while True:
+        try:
+            async for event in store.subscribe(every_run=True):
+                if (line := await _describe(store.with_run(event.run_id), event)) is not None:
+                    logger.info("%s%s", "" if event.run_id == DEFAULT_RUN_ID else f"run {event.run_id}: ", line)
+            return  # the store is closed
+        except StoreError as error:
+            logger.warning("events are missing here: %s", error)
+
+
+async def _describe(view: LightningStore, event: Event) -> str | None:
+    if event.kind != "attempt_finished":
+        return _LINES[event.kind].format(**event.__dict__) if event.kind in _LINES else None
+    attempt = await view.get_latest_attempt(event.rollout_id)
+    n_spans = (await view.query_spans(event.rollout_id, event.attempt_id, limit=0)).total
+    reward = None if attempt is None or attempt.attempt_id != event.attempt_id else attempt.reward
+    line = f"{event.rollout_id} {event.status} with {n_spans} spans"
+    return line + (f", reward {reward:g}" if reward is not None else "") + (f": {event.error}" if event.error else "")

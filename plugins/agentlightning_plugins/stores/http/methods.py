@@ -67,6 +67,7 @@ class RemoteMethods(LightningStore):
     release_attempt = _remote("POST", "/rollouts/{rollout_id}/attempts/{attempt_id}/release", _S.release_attempt)
 
     query_spans = _remote("POST", "/spans/search", _S.query_spans)
+    poll_new_spans = _remote("POST", "/spans/poll", _S.poll_new_spans)
     get_next_span_sequence_id = _remote(
         "POST", "/spans/next", _S.get_next_span_sequence_id, for_attempts=True, result_key="sequence_id"
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Final, NoReturn, Self, TypeVar, cast
 
@@ -23,6 +24,34 @@ from agentlightning_plugins.stores.shared.watchers import Watchers
 R = TypeVar("R", bound=Record)
 
 _QUEUED: Final = frozenset({"queuing", "requeuing"})
+
+
+class _Queue:
+    """The queued rollouts of a run, in the order in which they are claimed."""
+
+    def __init__(self) -> None:
+        self.by_priority: dict[int, OrderedDict[str, None]] = {}
+        self._order: list[int] = []
+        """The priorities of queued rollouts, negated: the highest is the first."""
+
+    def __iter__(self) -> Iterator[str]:
+        for negated in self._order:
+            yield from self.by_priority[-negated]
+
+    def __bool__(self) -> bool:
+        return bool(self._order)
+
+    def add(self, rollout: Rollout) -> None:
+        if rollout.priority not in self.by_priority:
+            self.by_priority[rollout.priority] = OrderedDict()
+            insort(self._order, -rollout.priority)
+        self.by_priority[rollout.priority][rollout.rollout_id] = None
+
+    def remove(self, rollout: Rollout) -> None:
+        equal = self.by_priority.get(rollout.priority, OrderedDict())
+        equal.pop(rollout.rollout_id, None)
+        if not equal and self.by_priority.pop(rollout.priority, None) is not None:
+            del self._order[bisect_left(self._order, -rollout.priority)]
 
 
 class MemoryBackend:
@@ -72,7 +101,7 @@ class MemoryBackend:
             Worker: self._workers,
             Metrics: Table(Metrics, self._lock, Index("run_id", constant=True)),
         }
-        self._queues: dict[str, OrderedDict[str, None]] = {}
+        self._queues: dict[str, _Queue] = {}
         self._last_sequence_ids: dict[Key, int] = {}
         self._watchers = Watchers("memory://")
         self._undelivered: deque[Sequence[Event]] = deque()
@@ -170,7 +199,7 @@ class MemoryBackend:
             was_queued = before is not None and before.status in _QUEUED
             if record.status in _QUEUED:
                 if not was_queued:
-                    self._queues.setdefault(record.run_id, OrderedDict())[record.rollout_id] = None
+                    self._queues.setdefault(record.run_id, _Queue()).add(record)
             elif was_queued:
                 self._leave_queue(record)
 
@@ -190,7 +219,7 @@ class MemoryBackend:
     def _leave_queue(self, rollout: Rollout) -> None:
         queue = self._queues.get(rollout.run_id)
         if queue is not None:
-            queue.pop(rollout.rollout_id, None)
+            queue.remove(rollout)
             if not queue:
                 del self._queues[rollout.run_id]
 

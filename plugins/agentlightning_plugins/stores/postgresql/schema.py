@@ -29,6 +29,7 @@ _FIRST: Final = (
         start_time double precision NOT NULL,
         end_time double precision,
         task_id text COLLATE "C", group_id text COLLATE "C", step text COLLATE "C",
+        priority bigint NOT NULL,
         queue_position bigint,
         mode text COLLATE "C", resources_id text COLLATE "C",
         revision bigint NOT NULL,
@@ -40,7 +41,8 @@ _FIRST: Final = (
     "CREATE INDEX rollout_end ON agl.rollout (run_id, end_time NULLS FIRST, position)",
     "CREATE INDEX rollout_run ON agl.rollout (run_id, position) INCLUDE (mode, resources_id)",
     "CREATE INDEX rollout_status ON agl.rollout (run_id, status, position)",
-    "CREATE INDEX rollout_queue ON agl.rollout (run_id, queue_position) WHERE queue_position IS NOT NULL",
+    """CREATE INDEX rollout_queue ON agl.rollout (run_id, priority DESC, queue_position)
+        WHERE queue_position IS NOT NULL""",
     "CREATE INDEX rollout_task ON agl.rollout (task_id, position) WHERE task_id IS NOT NULL",
     "CREATE INDEX rollout_group ON agl.rollout (group_id, position) WHERE group_id IS NOT NULL",
     "CREATE INDEX rollout_step ON agl.rollout (step, position) WHERE step IS NOT NULL",

@@ -70,7 +70,9 @@ class PostgresBackend(DurableBackend):
             page: Page[R] = await self._read(lambda connection: _filter(connection, query, plan), plan.sql)
             return page
         total = None
-        if plan.count_sql is None:
+        if query.is_settled:
+            rows = await self._read(lambda connection: _fetch_settled(connection, plan), plan.sql)
+        elif plan.count_sql is None:
             rows = await self._read(lambda connection: _fetch(connection, plan), plan.sql)
         else:
             rows, total = await self._read(lambda connection: _fetch_counted(connection, query, plan), plan.sql)
@@ -209,6 +211,13 @@ async def _fetch_counted(
         if total is None:
             total = await connection.fetchval(number_parameters(plan.count_sql), *plan.count_parameters)
         return rows, int(total or 0)
+
+
+async def _fetch_settled(connection: asyncpg.Connection, plan: Plan) -> Sequence[Any]:
+    """Reads spans while no transaction writes any: positions are taken before a commit, in another order."""
+    async with connection.transaction():
+        await connection.execute("LOCK TABLE agl.span IN SHARE MODE")
+        return await _fetch(connection, plan)
 
 
 async def _filter(connection: asyncpg.Connection, query: Query[R], plan: Plan) -> Page[R]:

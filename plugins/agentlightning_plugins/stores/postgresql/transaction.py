@@ -44,7 +44,7 @@ CANDIDATES: Final = f"""
     FROM agl.rollout r JOIN LATERAL (
         SELECT FROM agl.rollout WHERE position = r.position AND revision = r.revision {_LOCKED}
     ) free ON true
-    WHERE r.run_id = $1 AND r.queue_position IS NOT NULL ORDER BY r.queue_position LIMIT $2"""
+    WHERE r.run_id = $1 AND r.queue_position IS NOT NULL ORDER BY r.priority DESC, r.queue_position LIMIT $2"""
 """The head of a queue, without rows that others have locked, or changed since the attempts were counted."""
 _QUEUED: Final = """
     SELECT count(*) FROM (

@@ -35,12 +35,13 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         )""",
         """CREATE TABLE rollout (
             position INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id NOT NULL UNIQUE, run_id NOT NULL, status NOT NULL,
-            start_time NOT NULL, end_time, task_id, group_id, step, queue_position INTEGER, mode, resources_id,
-            revision NOT NULL, record NOT NULL
+            start_time NOT NULL, end_time, task_id, group_id, step, priority NOT NULL, queue_position INTEGER,
+            mode, resources_id, revision NOT NULL, record NOT NULL
         )""",
         "CREATE INDEX rollout_run ON rollout (run_id, position, mode, resources_id)",
         "CREATE INDEX rollout_status ON rollout (run_id, status)",
-        "CREATE INDEX rollout_queue ON rollout (run_id, queue_position) WHERE queue_position IS NOT NULL",
+        """CREATE INDEX rollout_queue ON rollout (run_id, priority DESC, queue_position)
+            WHERE queue_position IS NOT NULL""",
         "CREATE INDEX rollout_start ON rollout (run_id, start_time)",
         "CREATE INDEX rollout_end ON rollout (run_id, end_time)",
         # A task may have many rollouts: they are counted, and filtered by status, without reading their rows.

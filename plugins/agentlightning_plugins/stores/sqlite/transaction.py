@@ -31,10 +31,12 @@ _STATE: Final[dict[type[Record], tuple[str, ...]]] = {
     Attempt: ("position", "revision", "live", "last_span", "last_heartbeat_time"),
 }
 """The columns that are read before a row is changed; the first two for other kinds."""
-_NEXT_IN_QUEUE: Final = "SELECT max(queue_position) FROM rollout WHERE run_id = ? AND queue_position IS NOT NULL"
+_NEXT_IN_QUEUE: Final = (
+    "SELECT max(queue_position) FROM rollout WHERE run_id = ? AND priority = ? AND queue_position IS NOT NULL"
+)
 _OLDEST: Final = (
     "SELECT record, revision, (SELECT count(*) FROM attempt WHERE attempt.rollout = rollout.position) FROM rollout "
-    "WHERE run_id = ? AND queue_position IS NOT NULL ORDER BY queue_position LIMIT ?"
+    "WHERE run_id = ? AND queue_position IS NOT NULL ORDER BY priority DESC, queue_position LIMIT ?"
 )
 _KNOWN_SPANS: Final = (
     "SELECT span_id, position, revision FROM span WHERE attempt = ? AND span_id IN (SELECT value FROM json_each(?))"
@@ -76,8 +78,8 @@ class Rows(dict[RowKey, Stored | None]):
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._execute = connection.execute
-        self._queue_ends: dict[str, int] = {}
-        """The last position in the queue of each run."""
+        self._queue_ends: dict[tuple[str, int], int] = {}
+        """The last position in the queue of each run and priority."""
 
     def __missing__(self, key: RowKey) -> Stored | None:
         kind, names = key
@@ -101,11 +103,12 @@ class Rows(dict[RowKey, Stored | None]):
         self.clear()
         self._queue_ends.clear()
 
-    def next_in_queue(self, run_id: str) -> int:
-        end = self._queue_ends.get(run_id)
+    def next_in_queue(self, run_id: str, priority: int) -> int:
+        queue = run_id, priority
+        end = self._queue_ends.get(queue)
         if end is None:
-            end = self._execute(_NEXT_IN_QUEUE, (run_id,)).fetchone()[0] or 0
-        self._queue_ends[run_id] = end + 1
+            end = self._execute(_NEXT_IN_QUEUE, queue).fetchone()[0] or 0
+        self._queue_ends[queue] = end + 1
         return end + 1
 
 
@@ -192,7 +195,8 @@ class Transaction:
 
     def _put(self, kind: type[Record], row: Stored) -> None:
         if row.queue_position == LAST_IN_QUEUE:
-            row.queue_position = self._rows.next_in_queue(row.run_id)
+            assert isinstance(row.record, Rollout)
+            row.queue_position = self._rows.next_in_queue(row.run_id, row.record.priority)
         values = _values(row)
         if row.position is None:
             marks = f"({', '.join('?' * len(values))})"

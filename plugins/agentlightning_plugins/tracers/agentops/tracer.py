@@ -27,8 +27,10 @@ class AgentOpsTracer(OtelTracer):
     ``agentops.init``: it signs in to AgentOps' cloud. The decorators need ``join_global_provider``.
     """
 
+    name = "agentops"
+
     def _source(self) -> Hashable:
-        return "agentops"
+        return self.name
 
     def _instrument(self, provider: TracerProvider) -> Iterator[Undo]:
         from agentops.instrumentation import AGENTIC_LIBRARIES, PROVIDERS

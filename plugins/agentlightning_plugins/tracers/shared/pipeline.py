@@ -25,9 +25,10 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, PluginError, install_command
+from agentlightning.frozen import FrozenDict
 from agentlightning.plugin.registry import get_manager
 from agentlightning.tracer.tracer import Trace, get_active_trace
-from agentlightning.types import Span
+from agentlightning.types import Span, SpanResource
 from agentlightning_plugins.shared.instrumentation import Undo
 from agentlightning_plugins.tracers.shared.context_propagation import propagate_context
 
@@ -38,6 +39,8 @@ _VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_E
 _MAX_QUEUED: Final = 16384
 """Spans that may wait for a slow endpoint. The exporter drops further ones with a warning; the store keeps them."""
 _MAX_SHUTDOWN_S: Final = 5.0
+TRACER: Final = "otel"
+"""The name of the tracer whose provider all tracers of the process share."""
 
 
 class Target(NamedTuple):
@@ -189,11 +192,18 @@ class Router(SpanProcessor):
                 return
         trace, exporter = route
         record = Span.from_opentelemetry(span, trace.rollout_id, trace.attempt_id)
+        name = getattr(trace.tracer, "name", TRACER)
+        if name != TRACER and semconv.TRACER_NAME in record.resource.attributes:
+            record = record.model_copy(update={"resource": _renamed(record.resource, name)})
         if context.span_id in self._ending:
             self._ending[context.span_id] = record
         trace.add(record)
         if exporter is not None:
             exporter.on_end(span)
+
+
+def _renamed(resource: SpanResource, tracer: str) -> SpanResource:
+    return resource.model_copy(update={"attributes": FrozenDict({**resource.attributes, semconv.TRACER_NAME: tracer})})
 
 
 def _end_unfinished(span: SdkSpan) -> None:
@@ -222,7 +232,7 @@ class Pipeline:
         self.provider = TracerProvider(
             sampler=ALWAYS_ON,
             resource=Resource(
-                {SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "agentlightning"), semconv.TRACER_NAME: "otel"}
+                {SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "agentlightning"), semconv.TRACER_NAME: TRACER}
             ),
             span_limits=SpanLimits(**{f"max_{name}": SpanLimits.UNSET for name in _LIMITS}),
             shutdown_on_exit=False,

@@ -23,11 +23,14 @@ from agentlightning.tracer.tracer import OpenSpan, Trace, Tracer, get_active_tra
 from agentlightning.types import Span, TraceStatus
 from agentlightning_plugins.shared.instrumentation import Undo
 from agentlightning_plugins.tracers.shared.context_propagation import current_traceparent
-from agentlightning_plugins.tracers.shared.pipeline import find_target, instrument_by_plugins, pipeline
+from agentlightning_plugins.tracers.shared.pipeline import TRACER, find_target, instrument_by_plugins, pipeline
 
 
 class OtelTracer(Tracer):
     """The default tracer. Between ``init`` and ``teardown``, the plugins' hook ``instrument`` is in effect."""
+
+    name: str = TRACER
+    """The resource attribute ``agentlightning.tracer.name`` of its spans."""
 
     def __init__(
         self,
@@ -49,8 +52,9 @@ class OtelTracer(Tracer):
 
         Raises:
             ConfigError: ``otlp_endpoint`` is not a URL, or headers are given without it.
-            PluginError: the exporter is not installed.
+            PluginError: the exporter, or the extra of a subclass that is a component, is not installed.
         """
+        get_manager().require(f"{type(self).__module__}:{type(self).__qualname__}")
         self.join_global_provider = join_global_provider
         self._target = find_target(otlp_endpoint, headers)
 

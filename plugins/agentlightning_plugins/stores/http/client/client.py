@@ -19,8 +19,8 @@ from agentlightning.errors import NotFoundError, StoreError
 from agentlightning.event import EVENT_KINDS, Event
 from agentlightning.resources import Resource, ResourcesUpdate, split_version_id
 from agentlightning.run import attempt_token
+from agentlightning.store.capabilities import StoreCapabilities
 from agentlightning.store.check import check_run_id, check_span
-from agentlightning.store.protocol import StoreCapabilities
 from agentlightning.store.waiting import deadline_after
 from agentlightning.types import (
     DEFAULT_RUN_ID,

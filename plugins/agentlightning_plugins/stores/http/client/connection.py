@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import io
 import logging
 import os
@@ -41,6 +42,8 @@ _RETURN_S: Final = 15.0
 """How long a client stays with another server, at least, before it tries the one that it prefers."""
 _LARGE_BODY_BYTES: Final = 2**20
 """Larger bodies are sent in pieces, because sending them in one piece would block the loop."""
+_COMPRESSED_BYTES: Final = 4096
+"""Larger bodies are compressed on their way to another machine."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -82,7 +85,8 @@ class StoreConnection:
         """Until when (``time.monotonic()``) events are read by long polling, because event streams do not arrive."""
         self._opening: set[asyncio.Future[None]] = set()
         headers = {}
-        if all(urlsplit(url).hostname in _LOOPBACK_HOSTS for url in self.urls):
+        self._compresses = any(urlsplit(url).hostname not in _LOOPBACK_HOSTS for url in self.urls)
+        if not self._compresses:
             headers["accept-encoding"] = "identity"  # compressing would take longer than sending
         self._pool = _SessionPool(headers)
 
@@ -133,6 +137,9 @@ class StoreConnection:
         if body is not None:
             headers["content-type"] = "application/json"
             content = _encode(body)
+            if self._compresses and len(content) > _COMPRESSED_BYTES:
+                headers["content-encoding"] = "gzip"
+                content = await asyncio.to_thread(gzip.compress, content, 1)  # it releases the GIL
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S + wait_s, sock_connect=_CONNECT_S)
         retry = _Retry(self.retry_s)
         while True:

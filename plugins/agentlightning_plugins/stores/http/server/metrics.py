@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import math
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from importlib.metadata import version
 from typing import Any, Final, get_args
 
@@ -13,8 +14,9 @@ from prometheus_client import Counter, Histogram, Info, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 
 from agentlightning.errors import LightningError
+from agentlightning.store.capabilities import LIVE_SUFFIX
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import DEFAULT_RUN_ID, RolloutStatus, WorkerStatus
+from agentlightning.types import DEFAULT_RUN_ID, AttemptedRollout, RolloutStatus, WorkerStatus
 from agentlightning_plugins.shared.monitoring.runs import count_rollouts
 from agentlightning_plugins.shared.web.metrics import ScrapedMetrics
 from agentlightning_plugins.stores.http.message import PREFIX
@@ -24,6 +26,9 @@ from agentlightning_plugins.stores.http.server.polling import Polls
 MAX_RUNS: Final = 20
 """The number of runs without open work whose rollouts are counted: a scrape must stay cheap."""
 _QUEUED: Final[tuple[RolloutStatus, ...]] = ("queuing", "requeuing")
+_ENDED: Final[tuple[RolloutStatus, ...]] = ("succeeded", "failed")
+_REWARDED: Final = 200
+"""The number of newest ended rollouts of a run whose rewards are averaged."""
 ANSWER_S: Final = 2.0
 """How long probes and scrapes wait for the database."""
 _LONG_POLLS: Final = frozenset(PREFIX + path for path in ("/events", "/queues/rollouts/dequeue", "/waits/rollouts"))
@@ -110,14 +115,15 @@ class ServerMetrics(ScrapedMetrics):
         age = GaugeMetricFamily(
             "agl_store_oldest_queued_seconds", "Age of the rollout that has waited longest.", labels=["run"]
         )
-        for run_id in await self._run_ids():
+        run_ids = list(await self._run_ids())
+        for run_id in run_ids:
             counts = await count_rollouts(self._store.with_run(run_id))
             for status, count in counts.items():
                 rollouts.add_metric([run_id, status], count)
             queued = sum(counts[status] for status in _QUEUED)
             depth.add_metric([run_id], queued)
             age.add_metric([run_id], await self._oldest_queued_s(run_id) if queued else 0.0)
-        for gauge in (rollouts, depth, age):
+        for gauge in (rollouts, depth, age, *await self._read_learning(run_ids)):
             yield gauge
 
         workers = GaugeMetricFamily("agl_store_workers", "Workers seen so far.", labels=["status"])
@@ -136,6 +142,33 @@ class ServerMetrics(ScrapedMetrics):
         yield GaugeMetricFamily(
             "agl_store_waiting_requests", "Requests that wait for work or for results.", self._polls.waiting
         )
+
+    async def _read_learning(self, run_ids: Sequence[str]) -> list[GaugeMetricFamily]:
+        """Returns the rewards of each version of resources, the promoted versions, and the trials of live learning."""
+        reward = GaugeMetricFamily(
+            "agl_store_reward", f"Mean over the newest {_REWARDED} ended rollouts.", labels=["run", "version", "mode"]
+        )
+        promoted = GaugeMetricFamily("agl_store_promoted_version", "The latest resources.", labels=["run", "resources"])
+        phase = GaugeMetricFamily("agl_store_trial_phase", "The phase of live learning is 1.", labels=["run", "phase"])
+        share = GaugeMetricFamily("agl_store_trial_share", "Share of the candidate in the traffic.", labels=["run"])
+        for run_id in run_ids:
+            view = self._store.with_run(run_id)
+            rewards: dict[tuple[str, str], list[float]] = {}
+            for rollout in await view.query_rollouts(status_in=_ENDED, sort_order="desc", limit=_REWARDED):
+                if isinstance(rollout, AttemptedRollout) and rollout.attempt.reward is not None:
+                    label = rollout.resources_id or "", rollout.mode or ""
+                    rewards.setdefault(label, []).append(rollout.attempt.reward)
+            for (version_id, mode), values in rewards.items():
+                reward.add_metric([run_id, version_id, mode], math.fsum(values) / len(values))
+            latest = await view.get_latest_resources()
+            if latest is not None:
+                promoted.add_metric([run_id, latest.resources_id], latest.version)
+            live = await self._store.with_run(run_id + LIVE_SUFFIX).get_latest_resources()
+            state: Any = None if live is None else live.resources.get("live")
+            if getattr(state, "resource_type", None) == "live_state":
+                phase.add_metric([run_id, state.phase], 1.0)
+                share.add_metric([run_id], state.share)
+        return [reward, promoted, phase, share]
 
     async def _run_ids(self) -> Iterable[str]:
         """Returns the ids of the default run, the newest runs, and all runs with queued or running rollouts."""

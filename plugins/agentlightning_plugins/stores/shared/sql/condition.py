@@ -43,6 +43,7 @@ COLUMNS: Final[Mapping[type[Record], Mapping[str, ColumnType]]] = {
         "task_id": "key",
         "group_id": "key",
         "step": "key",
+        "priority": "integer",
         "queue_position": "integer",
         "mode": "text",
         "resources_id": "label",
