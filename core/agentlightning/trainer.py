@@ -173,7 +173,7 @@ class Trainer:
             raise ConfigError(
                 f"{type(self.algorithm).__name__} runs an agent; give it, as in fit(agent, train_dataset)"
             )
-        agent = wrap(_never_called if agent is None else agent, reward)
+        agent = wrap(never_called if agent is None else agent, reward)
         return self._run(self.algorithm, agent, train_dataset, val_dataset)
 
     def dev(
@@ -279,7 +279,7 @@ class Trainer:
         return context.store.with_run(name)
 
 
-def _never_called(task: Any) -> float:
+def never_called(task: Any) -> float:
     """The agent of a run whose algorithm runs none."""
     raise ConfigError("the run has no agent; give it, as in fit(agent, tasks)")
 

@@ -333,6 +333,26 @@ def test_what_an_algorithm_needs_is_checked_before_a_run_directory_is_created(
     assert not (folder / "runs").exists()
 
 
+def test_only_an_algorithm_that_runs_no_agent_needs_none(folder: Path) -> None:
+    (folder / "mine.py").write_text(
+        "import agentlightning as agl\n"
+        "class Reads(agl.Algorithm):\n"
+        "    runs_agent = False\n"
+        "    async def run(self, train_dataset=None, val_dataset=None):\n"
+        "        await self.context.log(1, {'rows': 3.0})\n"
+    )
+    config = {"algorithm": "mine.py:Reads", "strategy": "shm", "trackers": ["jsonl"]}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert run_here(folder, "train", "config.yaml", "--dry-run").code == 0
+    assert run_here(folder, "train", "config.yaml").code == 0
+    assert '"rows":3.0' in (folder / "runs/config/metrics.jsonl").read_text()
+    (folder / "config.yaml").write_text(yaml.safe_dump({**config, "algorithm": "baseline"}))
+    for name in ("train", "eval", "doctor", "runner"):
+        refusal = run_here(folder, name, "config.yaml")
+        assert refusal.code != 0, name
+        assert "agent is missing" in refusal.stdout + refusal.stderr, name
+
+
 def test_an_adapter_that_has_no_effect_is_reported(folder: Path) -> None:
     write(folder, {"adapter": "triplet"})
     said = run_here(folder, "train", "config.yaml")

@@ -27,7 +27,7 @@ from agentlightning.run.directory import make_directory
 from agentlightning.runner import Hook
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
-from agentlightning.trainer import Trainer
+from agentlightning.trainer import Trainer, never_called
 from agentlightning.types import Dataset, Run
 from agentlightning_plugins.shared.configuration.config import (
     COMPONENTS,
@@ -72,7 +72,8 @@ def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
     with _located(document, ("plugin_settings",)):
         get_manager().configure(expand(config.plugin_settings or {}))
     with _located(document, ("agent",)):
-        agent = load_agent(config.agent)
+        is_needed = config.agent is not None or _runs_agent(document, config)
+        agent = load_agent(config.agent) if is_needed else wrap(never_called)
     train = load(("data", "train"), load_data, config.data.train)
     val = load(("data", "val"), load_data, config.data.val)
     resources = load(("resources",), load_resources, config.resources)
@@ -88,6 +89,12 @@ def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
     if config.hooks is not None:
         components["hooks"] = [load(("hooks", index), _load_hook, hook) for index, hook in enumerate(config.hooks)]
     return Parts(agent, train, val, resources, components)
+
+
+def _runs_agent(document: ConfigDocument, config: TrainConfig) -> bool:
+    """Whether the configured algorithm needs an agent; without an algorithm, a command runs it."""
+    spec = config.algorithm
+    return spec is None or getattr(_find_class(document, "algorithm", spec), "runs_agent", True)
 
 
 def compose_algorithm(config: TrainConfig, document: ConfigDocument) -> Any:
@@ -169,8 +176,10 @@ def open_store(config: TrainConfig, directory: Path) -> LightningStore:
     return create_store(expand(config.store), run=directory.name)
 
 
-def load_agent(spec: str | AgentConfig | CommandConfig | NamedAgentConfig) -> LitAgent[Any]:
-    """Loads the agent that a configuration names."""
+def load_agent(spec: str | AgentConfig | CommandConfig | NamedAgentConfig | None) -> LitAgent[Any]:
+    """Loads the agent that a configuration names; raises ConfigError if it names none."""
+    if spec is None:
+        raise ConfigError("agent is missing; give it, as in `agent: agent.py:my_agent`")
     if isinstance(spec, str):
         is_name = spec in get_manager().components("agent")
         return wrap(get_manager().create("agent", spec) if is_name else load_attribute(spec))
@@ -216,7 +225,7 @@ def load_agent_argument(argument: str, reward: str | None) -> LitAgent[Any]:
     agent = read_config(document).agent
     if isinstance(agent, str):
         agent = AgentConfig(target=agent)
-    if reward is not None:
+    if agent is not None and reward is not None:
         if agent.reward is not None:
             raise ConfigError(f"agent.reward of {argument} defines the reward; remove --reward or agent.reward")
         agent = agent.model_copy(update={"reward": from_start(reward)})

@@ -145,8 +145,9 @@ class TrainConfig(_Section):
     """Name of the run; default is the name of the file."""
     run_dir: str | None = None
     """Directory of the run; default ``runs/<name>``, with a number if that exists."""
-    agent: AgentSpec
-    """The agent: ``module:attribute``, a component, or a mapping with ``target``, ``command`` or ``name``."""
+    agent: AgentSpec | None = None
+    """The agent: ``module:attribute``, a component, or a mapping with ``target``, ``command`` or ``name``. Algorithms
+    that run no agent, such as ``sft``, need none."""
     data: DataConfig = Field(default_factory=DataConfig)
     """The tasks."""
     algorithm: ComponentSpec | None = None
