@@ -141,10 +141,8 @@ def test_the_final_reward_is_the_last_one() -> None:
 
 @pytest.mark.parametrize("digits", [30, 31, 308, 400])
 def test_a_reward_whose_square_or_sum_could_overflow_is_ignored(digits: int) -> None:
-    output = '{"type": "reward", "value": ' + "9" * digits + "}"
-    span = Span.from_attributes(
-        attributes={"agentops.task.output": output}, rollout_id="r", attempt_id="a", name="agent"
-    )
+    attributes = {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": int("9" * digits)}
+    span = Span.from_attributes(attributes=attributes, rollout_id="r", attempt_id="a", name="agent")
     assert is_reward_span(span) == (digits < 31)
     assert find_final_reward([span]) == (float("9" * digits) if digits < 31 else None)
 

@@ -149,25 +149,6 @@ def test_adapter_settings_without_a_name_apply_to_the_default_adapter() -> None:
     assert agl.Trainer(algorithm=agl.APO(), adapter={}).adapter.__class__ is agl.TraceToMessages
 
 
-@pytest.mark.parametrize(
-    ("name", "attributes", "reward"),
-    [
-        ("reward.task", {"agentops.task.output": '{"type": "reward", "value": 0.25}'}, 0.25),
-        ("agentlightning.annotation", {"reward": 0.5}, 0.5),
-        ("reward.task", {"agentops.entity.output": '{"type": "reward", "value": 1}'}, 1.0),
-        ("agentlightning.reward", {"reward": 0.75}, 0.75),
-        ("reward.task", {"agentops.task.output": '{"type": "reward", "value": null}'}, None),
-        ("search.task", {"agentops.task.output": '{"type": "answer", "value": 1}'}, None),
-        ("search.task", {"agentops.task.output": "no JSON", "reward": 1.0}, None),
-    ],
-)
-def test_rewards_of_earlier_releases_are_read(name: str, attributes: dict[str, Any], reward: float | None) -> None:
-    span = Span.from_attributes(attributes=attributes, name=name)
-    assert agl.is_reward_span(span) is (reward is not None)
-    assert agl.find_final_reward([span]) == reward
-    assert [dimension.value for dimension in agl.get_rewards_from_span(span)] == ([] if reward is None else [reward])
-
-
 async def test_a_rollout_can_be_enqueued_with_the_fields_of_a_request(store: agl.LightningStore) -> None:
     request = EnqueueRolloutRequest(
         input={"n": 1}, mode="val", config=agl.RolloutConfig(max_attempts=3), rollout_id="ro-mine"

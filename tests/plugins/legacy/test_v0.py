@@ -20,6 +20,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.errors import StoreError
 from agentlightning.run import attempt_token
+from agentlightning.types import Span
 from agentlightning_plugins.legacy.v0 import AgentLightningClient, AgentLightningServer, RolloutLegacy
 from tests.waiting import LIMIT_S
 
@@ -344,3 +345,22 @@ async def test_web_pages_and_malformed_reports_are_refused_and_lose_no_task() ->
     finally:
         await server.stop()
         await server.store.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes", "reward"),
+    [
+        ("reward.task", {"agentops.task.output": '{"type": "reward", "value": 0.25}'}, 0.25),
+        ("agentlightning.annotation", {"reward": 0.5}, 0.5),
+        ("reward.task", {"agentops.entity.output": '{"type": "reward", "value": 1}'}, 1.0),
+        ("agentlightning.reward", {"reward": 0.75}, 0.75),
+        ("reward.task", {"agentops.task.output": '{"type": "reward", "value": null}'}, None),
+        ("search.task", {"agentops.task.output": '{"type": "answer", "value": 1}'}, None),
+        ("search.task", {"agentops.task.output": "no JSON", "reward": 1.0}, None),
+    ],
+)
+def test_rewards_of_earlier_releases_are_read(name: str, attributes: dict[str, Any], reward: float | None) -> None:
+    span = Span.from_attributes(attributes=attributes, name=name)
+    assert agl.is_reward_span(span) is (reward is not None)
+    assert agl.find_final_reward([span]) == reward
+    assert [dimension.value for dimension in agl.get_rewards_from_span(span)] == ([] if reward is None else [reward])
