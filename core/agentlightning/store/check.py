@@ -142,7 +142,7 @@ def argument_type(name: str, annotation: Any) -> Any:
     if annotation is int:
         return Annotated[int, Field(ge=_LEAST.get(name, -MAX_INT - 1), le=MAX_INT)]
     if annotation is str:
-        text = Field(pattern=rf"^{RUN_ID.pattern}$") if name == "run_id" else Field(min_length=name in _IDS)
+        text = Field(pattern=rf"^{RUN_ID.pattern}$") if name == "run_id" else Field(min_length=int(name in _IDS))
         return Annotated[str, text]  # with a constraint, pydantic refuses text that is not valid Unicode
     return annotation
 

@@ -140,7 +140,7 @@ class CallRecorder:
             logger.warning("attempt %s cannot be told how its last model call ended: %s", attempt[1], error)
             return
         if not has_failed:
-            del self._failing[attempt]
+            self._failing.pop(attempt, None)  # several calls may end at once
             return
         self._failing[attempt] = None
         if len(self._failing) > _MAX_ATTEMPTS:

@@ -107,7 +107,8 @@ class FolderBackend:
 
     def _claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
         with self._lock:
-            rollouts = (self._tables[Rollout][rollout_id,] for rollout_id in self._queue)
+            rollouts = [self._tables[Rollout][rollout_id,] for rollout_id in self._queue]
+            rollouts.sort(key=lambda row: -row.record.priority)  # equal ones stay in the order of the queue
             rows = list(islice((row for row in rollouts if row.record.run_id == run_id), limit))
             if not rows:
                 return []

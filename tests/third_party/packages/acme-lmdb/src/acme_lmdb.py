@@ -138,10 +138,9 @@ class LmdbBackend:
         def work(tables: Tables) -> Sequence[Rollout]:
             nonlocal events
             found = [value for _, value in tables.scan("Rollout") if value["record"]["status"] in QUEUED]
-            found = sorted(
-                (value for value in found if value["record"]["run_id"] == run_id), key=lambda it: it["queued"]
-            )
-            rows = [row_of(Rollout, value) for value in found[:limit]]
+            mine = [value for value in found if value["record"]["run_id"] == run_id]
+            mine.sort(key=lambda value: (-value["record"]["priority"], value["queued"]))
+            rows = [row_of(Rollout, value) for value in mine[:limit]]
             if not rows:
                 return []
             counts = [sum(1 for _ in tables.scan("Attempt", (row.record.rollout_id,))) for row in rows]
