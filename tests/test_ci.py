@@ -187,7 +187,7 @@ def test_a_run_that_is_stopped_prints_what_its_phases_have_written(
     programs["main"] = """if True:
         import faulthandler, time
         faulthandler.enable()
-        source = "def test_x():\\n print('hangs', flush=True)\\n time.sleep(900)"
+        source = "def test_x():\\n print('hangs', flush=True); time.sleep(900)"
         exec(compile(source, "/there/tests/test_a.py", "exec"))
         test_x()
     """
@@ -202,7 +202,7 @@ def test_a_run_that_is_stopped_prints_what_its_phases_have_written(
     assert codes == [1]
     output = capfd.readouterr().out
     assert "== main: stopped\nhangs" in output
-    assert 'main was stopped in /tests/test_a.py", line 3 in test_x\n' in output
+    assert 'main was stopped in /tests/test_a.py", line 2 in test_x\n' in output
 
 
 def test_the_summary_names_the_slowest_tests_and_those_that_failed(
