@@ -186,6 +186,7 @@ def test_agl_new_agent_prints_what_to_install_and_where(tmp_path: Path, option: 
     """This environment has Lightning already; verl needs a separate one, which must get Lightning from a checkout."""
     said = run_here(tmp_path, "new", "agent", "word-adder", option).stdout
     assert command in said
+    assert ("OPENAI_MODEL=..." in said) == (option == "--apo")
     assert ("Next, in a separate environment" in said) == (option == "--verl")
 
 

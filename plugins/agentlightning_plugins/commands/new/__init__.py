@@ -18,6 +18,7 @@ from agentlightning.plugin.hookspecs import INTERFACE, hookimpl
 from agentlightning.plugin.registry import get_manager
 
 _TEMPLATES: Final = Path(__file__).with_name("template")
+_EXPORT: Final = "    export OPENAI_BASE_URL=... OPENAI_API_KEY=... OPENAI_MODEL=...\n"
 
 
 class _Kind(NamedTuple):
@@ -152,7 +153,7 @@ def new_agent(name: str, into: Path | None, algorithm: str | None, preset: str |
         folder = _write("coding", name, into, values=values)
         echo(
             f"Created tasks for {preset} in {folder}. Next:\n\n    {values['INSTALL']}\n    cd {folder}\n"
-            "    export OPENAI_BASE_URL=... OPENAI_API_KEY=... OPENAI_MODEL=...\n    agl doctor config.yaml\n"
+            f"{_EXPORT}    agl doctor config.yaml\n"
             "    agl train config.yaml"
         )
         return
@@ -169,7 +170,10 @@ def new_agent(name: str, into: Path | None, algorithm: str | None, preset: str |
         install = "    pip install -c constraints/verl.txt '.[verl]'    # in a checkout of Lightning\n"
     elif algorithm is not None:
         install = f"    {install_command(algorithm)} openai\n"
-    echo(f"Created a working agent in {folder}. Next{where}:\n\n{install}    cd {folder}\n    agl train config.yaml")
+    export = _EXPORT if algorithm == "apo" else ""
+    echo(
+        f"Created a working agent in {folder}. Next{where}:\n\n{install}    cd {folder}\n{export}    agl train config.yaml"
+    )
 
 
 @click.command("completion")
