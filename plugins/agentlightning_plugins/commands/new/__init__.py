@@ -170,10 +170,8 @@ def new_agent(name: str, into: Path | None, algorithm: str | None, preset: str |
         install = "    pip install -c constraints/verl.txt '.[verl]'    # in a checkout of Lightning\n"
     elif algorithm is not None:
         install = f"    {install_command(algorithm)} openai\n"
-    export = _EXPORT if algorithm == "apo" else ""
-    echo(
-        f"Created a working agent in {folder}. Next{where}:\n\n{install}    cd {folder}\n{export}    agl train config.yaml"
-    )
+    steps = f"{install}    cd {folder}\n{_EXPORT if algorithm == 'apo' else ''}    agl train config.yaml"
+    echo(f"Created a working agent in {folder}. Next{where}:\n\n{steps}")
 
 
 @click.command("completion")
