@@ -154,8 +154,8 @@ class CachedChat:
 def find_critic(argument: str, given: str | None) -> str:
     """Returns the model that reads rollouts: the one given, else the one that the environment names."""
     model = given or os.environ.get("AGL_CRITIC_MODEL") or os.environ.get("OPENAI_MODEL")
-    if model is None:
-        raise ConfigError(f"{argument} = None: name a model of your endpoint, or set AGL_CRITIC_MODEL or OPENAI_MODEL")
+    if not model:
+        raise ConfigError(f"{argument} = {given!r}: name a model, or set AGL_CRITIC_MODEL or OPENAI_MODEL")
     return model
 
 

@@ -30,7 +30,7 @@ class SlowLog:
     def admits(self, sql: str, took_s: float) -> bool:
         """Whether a statement that took so long is to be logged now; the caller then makes its plan."""
         now = time.monotonic()
-        if took_s < self._threshold_s or now < self._logged.get(sql, 0.0) + 60.0:
+        if took_s < self._threshold_s or now < self._logged.get(sql, -60.0) + 60.0:
             return False
         self._logged = {**dict(list(self._logged.items())[-100:]), sql: now}
         return True
