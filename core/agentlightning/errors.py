@@ -107,11 +107,15 @@ def _is_library(filename: str) -> bool:
 
 
 def install_command(extra: str, distribution: str = "lightning") -> str:
-    """Returns the command that installs an extra from where the distribution came: a checkout, a file or an index."""
+    """Returns the command that installs a distribution from where it came: a checkout, a file or an index.
+
+    ``extra`` is the extra to install with it, or empty.
+    """
     import importlib.metadata
     import json
 
-    what = f"{distribution}[{extra}]"
+    extra = extra and f"[{extra}]"
+    what = f"{distribution}{extra}"
     try:
         found = importlib.metadata.Distribution.from_name(distribution)
         origin = json.loads(found.read_text("direct_url.json") or "{}")
@@ -120,7 +124,7 @@ def install_command(extra: str, distribution: str = "lightning") -> str:
     url = str(origin.get("url", ""))
     if url.startswith("file://") and "dir_info" in origin:
         editable = "-e " if origin["dir_info"].get("editable") else ""
-        return f"pip install {editable}'{url.removeprefix('file://')}[{extra}]'"
+        return f"pip install {editable}'{url.removeprefix('file://')}{extra}'"
     return f"pip install '{what} @ {url}'" if url.startswith("file://") else f"pip install '{what}'"
 
 

@@ -6,10 +6,11 @@ set of resources.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, WithJsonSchema, field_validator
@@ -46,6 +47,28 @@ class Resource(Record):
             Resource.by_type[field.default] = cls
 
 
+_RANGES: Final[Mapping[str, tuple[str, Callable[[float], bool]]]] = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n"), ("a whole number of at least 1", lambda x: x >= 1)),
+    "top_k": ("a whole number of at least -1", lambda x: x >= -1),
+    "temperature": ("a number of at least 0", lambda x: 0 <= x < math.inf),
+    "top_p": ("a number above 0 and at most 1", lambda x: 0 < x <= 1),
+    "min_p": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
+}
+"""The values of sampling parameters that model servers accept."""
+
+
+def check_sampling_ranges(name: str, sampling: Mapping[str, Any]) -> None:
+    """Raises ConfigError, which begins with ``name``, for a sampling parameter that no model server accepts.
+
+    Parameters without a range, and values of None, are not checked.
+    """
+    for key, (needed, accepts) in _RANGES.items():
+        value = sampling.get(key)
+        kinds = int if "whole" in needed else (int, float)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or not accepts(value)):
+            raise ConfigError(f"{name}: {key} = {value!r}; {needed} is needed.")
+
+
 class LLM(Resource):
     """A model behind an OpenAI-compatible endpoint."""
 
@@ -58,6 +81,13 @@ class LLM(Resource):
     value unchanged, so use ``${NAME}`` unless the store may hold the key."""
     sampling_parameters: JsonObject = Field(default_factory=FrozenDict)
     """Keyword arguments for ``chat.completions.create``, such as ``temperature``."""
+
+    @field_validator("sampling_parameters")
+    @classmethod
+    def _check_sampling(cls, sampling: JsonObject) -> JsonObject:
+        more = sampling.get("extra_body")
+        check_sampling_ranges("sampling_parameters", {**sampling, **(more if isinstance(more, Mapping) else {})})
+        return sampling
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
         """Returns the URL for a client; takes the ids only for compatibility with ``ProxyLLM``."""

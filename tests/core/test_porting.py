@@ -290,3 +290,17 @@ def test_a_plugin_import_error_can_be_pickled() -> None:
     assert isinstance(error, ImportError)
     assert isinstance(error, agl.PluginError)
     assert str(error) == "no package"
+
+
+def test_without_its_plugin_the_old_names_say_how_to_install_it() -> None:
+    program = """
+        import sys
+        sys.modules["agentlightning_plugins.legacy"] = None  # as if its folder did not exist
+        try:
+            import agentlightning.compat
+        except ImportError as error:
+            print(error)
+    """
+    said = run_python("-c", textwrap.dedent(program))
+    assert "needs the plugin legacy" in said
+    assert f"Install it with: {install_command('')}\n" in said

@@ -189,3 +189,20 @@ def test_the_error_about_json_in_a_template_shows_how_to_escape_braces() -> None
 def test_a_value_that_does_not_support_its_format_specification_is_a_configuration_error(value: Any) -> None:
     with pytest.raises(agl.ConfigError, match="unsupported format string"):
         agl.PromptTemplate("{question:>5}").format(question=value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "needed"),
+    [
+        ({"temperature": -1}, "at least 0"),
+        ({"top_p": 0}, "above 0"),
+        ({"max_tokens": 1.5}, "a whole number"),
+        ({"extra_body": {"top_k": -5}}, "top_k = -5"),
+    ],
+    ids=["temperature", "top_p", "max_tokens", "extra_body"],
+)
+def test_a_sampling_parameter_that_no_server_accepts_is_refused(parameters: dict[str, Any], needed: str) -> None:
+    with pytest.raises(ValueError, match=needed):
+        agl.LLM(endpoint="http://127.0.0.1:8000/v1", model="m", sampling_parameters=parameters)
+    accepted = {"temperature": None, "n": 1, "stop": ["x"], "extra_body": {"top_k": -1}}
+    assert agl.LLM(endpoint="http://127.0.0.1:8000/v1", model="m", sampling_parameters=accepted).model == "m"

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -257,8 +258,9 @@ class APO(PromptSearch):
         if not children:
             return list(beam), 0
         rated = (*beam, *children.values())
-        scored = [self.update(each, batch_score=trials[each.candidate_id].result()) for each in rated]
-        return sorted(scored, key=lambda each: -(each.batch_score or 0.0))[: self.beam_width], len(children)
+        found = {each.candidate_id: trials[each.candidate_id].result() for each in rated}
+        scored = [self.update(each, batch_score=found[each.candidate_id]) for each in rated]
+        return sorted(scored, key=lambda each: -found[each.candidate_id])[: self.beam_width], len(children)
 
     def _parents(self, number: int, beam: Sequence[Candidate]) -> list[Candidate]:
         """The parent of each child of a round."""
@@ -299,8 +301,8 @@ class APO(PromptSearch):
 
     async def _finish_round(self, number: int, beam: Sequence[Candidate], n_children: int) -> None:
         await self.publish()
-        scores = [candidate.score or 0.0 for candidate in beam]
-        beam_scores = {"beam_score_max": max(scores), "beam_score_mean": sum(scores) / len(scores)}
+        scores = [candidate.score for candidate in beam if candidate.score is not None]
+        beam_scores = {"beam_score_max": max(scores), "beam_score_mean": statistics.fmean(scores)} if scores else {}
         counts = {"children": float(n_children), "failed_model_calls": float(len(self.chat.failed))}
         values = {**self.metrics(), **beam_scores, **counts, "progress": self._progress(number)}
         await self.get_store().add_metrics(number, values)

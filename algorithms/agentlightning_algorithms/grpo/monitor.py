@@ -42,9 +42,9 @@ class TrainingMonitor:
                     values.append(metrics[name])
                 base[name] = sum(values) / len(values)
         if "val_reward" in metrics and (self._best_val is None or metrics["val_reward"] > self._best_val[0]):
-            self._best_val = (metrics["val_reward"], metrics.get("reward", 0.0))
+            self._best_val = (metrics["val_reward"], metrics.get("reward"))
         found = {**_check_policy(metrics, base), **_check_update(metrics, self._max_gap)}
-        found |= self._check_validation(metrics)
+        found |= self._check_validation(metrics, base["reward"])
         # A warning about the validation reward holds until the reward is measured again.
         kept = {"hacking"} & self._active if "val_reward" not in metrics else set()
         begun = [text for name, text in found.items() if name not in self._active]
@@ -72,10 +72,12 @@ class TrainingMonitor:
         self._best_val = tuple(state["best_val"]) if state["best_val"] else None
         self._active = set(state["active"])
 
-    def _check_validation(self, metrics: Mapping[str, float]) -> dict[str, str]:
+    def _check_validation(self, metrics: Mapping[str, float], first: float) -> dict[str, str]:
+        """``first`` is the reward of the first steps, which a validation before them is compared with."""
         if self._best_val is None or "val_reward" not in metrics or "reward" not in metrics:
             return {}
-        best, reward_then = self._best_val
+        best, known = self._best_val
+        reward_then = first if known is None else known
         if metrics["val_reward"] >= best - 0.1 or metrics["reward"] <= reward_then + 0.05:
             return {}
         return {

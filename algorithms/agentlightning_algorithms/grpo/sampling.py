@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import aiohttp
 
 from agentlightning.errors import ConfigError, LightningError, suggest
+from agentlightning.resources import check_sampling_ranges
 from agentlightning_algorithms.shared.policy.training_row import Distribution, TrainingRow
 
 SAMPLING_KEYS: Final = (
@@ -23,14 +23,6 @@ _NEUTRAL: Final[Mapping[str, Any]] = {
     "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None,
 }  # fmt: skip
 """The parameters that change the distribution of tokens, each at the value that has no effect."""
-_RANGES: Final[Mapping[str, tuple[str, Callable[[float], bool]]]] = {
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n"), ("a whole number of at least 1", lambda x: x >= 1)),
-    "top_k": ("a whole number of at least -1", lambda x: x >= -1),
-    "temperature": ("a number of at least 0", lambda x: 0 <= x < math.inf),
-    "top_p": ("a number above 0 and at most 1", lambda x: 0 < x <= 1),
-    "min_p": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
-}
-"""The values of parameters that model servers accept."""
 
 
 def flatten(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,13 +59,9 @@ def check_sampling(name: str, sampling: Mapping[str, Any]) -> None:
     if not isinstance(sampling.get("force", True), bool):
         raise ConfigError(f"{name}: force = {sampling['force']!r}; true or false is needed.")
     flat = {"temperature": 1.0, **flatten(sampling)}
-    for key, (needed, accepts) in _RANGES.items():
-        value = flat.get(key)
-        if value is None and key != "temperature":
-            continue
-        kinds = int if "whole" in needed else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not accepts(value):
-            raise ConfigError(f"{name}: {key} = {value!r}; {needed} is needed.")
+    if flat["temperature"] is None:
+        raise ConfigError(f"{name}: temperature = None; a number of at least 0 is needed.")
+    check_sampling_ranges(name, flat)
 
 
 def refuse_distortions(name: str, sampling: Mapping[str, Any], why: str) -> None:

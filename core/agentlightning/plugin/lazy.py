@@ -25,9 +25,11 @@ class _OldNameFinder:
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         """Raises ModuleNotFoundError for an unknown module of ours; ``from agentlightning import name`` asks too.
 
-        The error has no ``name``: Python would take one with the name for a missing submodule, and replace it.
+        The error has no ``name``: Python would take one with the name for a missing submodule, and replace it. Only an
+        import raises: ``importlib.util.find_spec``, which asks the same finders, returns None for an unknown module.
         """
-        if name.startswith("agentlightning."):
+        is_import = sys._getframe(2).f_code.co_name != "find_spec"  # the caller of the frame that asks each finder
+        if is_import and name.startswith("agentlightning."):
             raise ModuleNotFoundError(f"there is no {name}{_OLD_NAMES}")
 
 

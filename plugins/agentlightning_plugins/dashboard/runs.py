@@ -8,9 +8,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from agentlightning.reward import count_failed, find_final_reward
 from agentlightning.store.check import check_run_id
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, Metrics, Rollout
+from agentlightning.types import Metrics, Rollout
 from agentlightning_plugins.dashboard.rollouts import describe_rollout
 from agentlightning_plugins.dashboard.visit import Visit
 from agentlightning_plugins.shared.monitoring.fleet import read_backends, read_queue, read_workers
@@ -23,7 +24,7 @@ from agentlightning_plugins.shared.monitoring.runs import (
     find_run,
     read_result,
 )
-from agentlightning_plugins.shared.rendering.text import dump, find_difference
+from agentlightning_plugins.shared.rendering.text import dump, find_difference, show_task
 from agentlightning_plugins.shared.statistics.interval import paired_p_value
 
 _RUNS_OF_PAGE: Final = 20
@@ -138,15 +139,27 @@ _SOLVED: Final = 0.5
 
 
 async def compare_tasks(sides: Sequence[tuple[LightningStore, Sequence[Metrics]]]) -> dict[str, Any] | None:
-    """Compares two runs by the rollouts of their last validations; None if they share no task."""
+    """Compares two runs by the rollouts of their last validations; None if they share no task.
+
+    A failure counts as 0, or as the lowest reward of both runs if that is negative.
+    """
     one, other = [await _read_rewards(store, steps) for store, steps in sides]
     shared = sorted(one.keys() & other.keys())
     if not shared:
         return None
-    means = [(task, statistics.fmean(one[task][0]), statistics.fmean(other[task][0])) for task in shared]
+    failed = count_failed(reward for side in (one, other) for task in shared for reward in side[task][0])
+
+    def mean(rewards: Sequence[float | None]) -> float:
+        return statistics.fmean(failed if reward is None else reward for reward in rewards)
+
+    means = [(task, mean(one[task][0]), mean(other[task][0])) for task in shared]
     differences = [after - before for _, before, after in means]
     flipped: list[dict[str, Any]] = [
-        {"task": task[:400], "rewards": [before, after], "rollouts": [one[task][1], other[task][1]]}
+        {
+            "task": show_task(json.loads(task))[:400],
+            "rewards": [before, after],
+            "rollouts": [one[task][1], other[task][1]],
+        }
         for task, before, after in means
         if (before >= _SOLVED) != (after >= _SOLVED)
     ]
@@ -160,17 +173,18 @@ async def compare_tasks(sides: Sequence[tuple[LightningStore, Sequence[Metrics]]
     }
 
 
-async def _read_rewards(store: LightningStore, steps: Sequence[Metrics]) -> dict[str, tuple[list[float], str]]:
-    """Returns the rewards of each task and the id of one of its rollouts, keyed by the task as JSON."""
+async def _read_rewards(store: LightningStore, steps: Sequence[Metrics]) -> dict[str, tuple[list[float | None], str]]:
+    """Returns the rewards of each task and the id of one of its rollouts, by task as JSON; None is a failure."""
     step = next((each.step for each in reversed(steps) if "val_reward" in each.values), None)
     found: Iterable[Rollout] = ()
     if step is not None:
         found = await store.query_rollouts(metadata={"step": step}, sort_order="desc")  # includes training rollouts
     if not any(rollout.mode == "val" for rollout in found):  # an algorithm that records no steps
         found = await store.query_rollouts(sort_order="desc", limit=_MAX_ROLLOUTS)
-    rewards: dict[str, tuple[list[float], str]] = {}
+    rewards: dict[str, tuple[list[float | None], str]] = {}
     for rollout in found:
-        if rollout.mode == "val" and isinstance(rollout, AttemptedRollout) and rollout.attempt.reward is not None:
+        reward = find_final_reward((), rollout) if rollout.status == "succeeded" else None
+        if rollout.mode == "val" and (reward is not None or rollout.status == "failed"):
             task = json.dumps(rollout.input, sort_keys=True, ensure_ascii=False, default=str)
-            rewards.setdefault(task, ([], rollout.rollout_id))[0].append(rollout.attempt.reward)
+            rewards.setdefault(task, ([], rollout.rollout_id))[0].append(reward)
     return rewards

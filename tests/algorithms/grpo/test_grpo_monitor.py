@@ -66,6 +66,13 @@ def test_a_training_reward_that_rises_while_validation_falls_is_a_sign_of_hackin
     assert "rose from 0.40 to 0.70 while the validation reward fell from 0.50 to 0.30" in steps[2][0]
 
 
+def test_after_a_validation_before_the_first_step_rewards_are_compared_with_the_first_steps() -> None:
+    watch = TrainingMonitor()
+    steps: list[dict[str, float]] = [{"val_reward": 3.0}, {"reward": 2.0}, {"reward": 2.0, "val_reward": 2.0}]
+    assert [watch.observe(step) for step in steps] == [[], [], []], "the training reward did not rise from 0"
+    assert "rose from 2.33 to 3.00" in watch.observe({"reward": 3.0, "val_reward": 2.0})[0]
+
+
 def test_a_resumed_monitor_remembers_the_first_steps() -> None:
     watch = TrainingMonitor()
     for _ in range(3):

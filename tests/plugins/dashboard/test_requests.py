@@ -117,6 +117,21 @@ async def test_runs_are_compared_by_all_tasks_of_their_last_validation() -> None
     assert compared["count"] == 450
 
 
+async def test_a_crash_is_not_the_best_answer_of_a_comparison_where_rewards_are_negative() -> None:
+    sides = []
+    for name, rewards in (("a", [-1.0, -2.0]), ("b", [-1.0, None])):
+        store = InMemoryLightningStore().with_run(name)
+        for task, reward in enumerate(rewards):
+            rollout = await store.start_rollout({"question": f"task {task}"}, mode="val", metadata={"step": 1})
+            status = "failed" if reward is None else "succeeded"
+            await store.update_attempt(rollout.rollout_id, "latest", status=status, reward=reward)
+        await store.add_metrics(1, {"val_reward": -1.0})
+        sides.append((store, (await store.query_metrics()).items))
+    compared = await compare_tasks(sides)
+    assert compared is not None
+    assert (compared["count"], compared["difference"]) == (2, 0.0)
+
+
 def test_texts_are_compared_by_word_and_longer_texts_by_line_or_as_a_whole() -> None:
     assert find_difference("a b", "a c") == [("same", "a "), ("remove", "b"), ("add", "c")]
     words = "word " * 2000

@@ -211,6 +211,11 @@ def test_an_old_name_without_the_line_that_restores_it_names_the_page(line: str)
     assert said.endswith("False\n")
 
 
+def test_only_an_import_of_an_unknown_module_is_an_error() -> None:
+    program = "import importlib.util, agentlightning; print(importlib.util.find_spec('agentlightning.no_such_module'))"
+    assert run_python("-c", program) == "None\n"
+
+
 async def test_links_without_attributes_are_stored_as_empty_ones() -> None:
     store = agl.InMemoryLightningStore()
     server = agl.LightningStoreServer(store, port=0)
