@@ -23,7 +23,7 @@ class TrainingMonitor:
         """``is_exact``: sampler and trainer compute in float32, so their log-probabilities differ by rounding only."""
         self._max_gap = _MAX_GAP[is_exact]
         self._first: dict[str, list[float]] = {}
-        self._best_val: tuple[float, float] | None = None
+        self._best_val: tuple[float, float | None] | None = None
         self._active: set[str] = set()
         self._has_hinted = False
 

@@ -23,6 +23,7 @@ from agentlightning_plugins.dashboard.visit import Visit
 from agentlightning_plugins.shared.loop_thread import LoopThread
 from agentlightning_plugins.shared.monitoring.runs import find_newest_runs, find_run
 from agentlightning_plugins.shared.rendering.page import make_environment, read_style
+from agentlightning_plugins.shared.training_records.record import OUTCOMES
 from agentlightning_plugins.shared.web.request import RequestRefused, read_body
 
 logger = logging.getLogger("agentlightning")
@@ -313,7 +314,7 @@ def _json(data: dict[str, Any], status: int = 200) -> web.Response:
 def _environment() -> Environment:
     """Returns the templates of the dashboard and of all pages."""
     environment = make_environment(PackageLoader("agentlightning_plugins.dashboard"))
-    environment.globals["describe_row"] = training.describe_row
+    environment.globals.update(describe_row=training.describe_row, sorts=tuple(rollouts.SORTS), outcomes=OUTCOMES)
     return environment
 
 

@@ -18,13 +18,15 @@ from agentlightning_plugins.shared.monitoring.runs import find_run
 
 logger = logging.getLogger("agentlightning")
 _NEWEST: Final = 50
-"""Number of newest runs whose workers are listed, and that are searched for work."""
+"""Number of newest directories whose workers and runs are listed."""
 
 
 class RunFolder:
-    """The run directories of a folder, such as ``runs/``: each is a run, whose id is the name of its directory.
+    """The run directories of a folder, such as ``runs/``.
 
-    Has the methods of ``LightningStore`` that are about several runs; ``with_run`` returns the store of a directory.
+    The run ``default`` of a directory has the name of the directory as its id, and another run ``x`` has ``name:x``. Of
+    directories beside the newest 50, only ``default`` is listed. Has the methods of ``LightningStore`` that are about
+    several runs; ``with_run`` returns the store of a run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,33 +48,42 @@ class RunFolder:
         return time.time()
 
     def with_run(self, run_id: str) -> LightningStore:
-        if run_id not in self._stores:
-            if run_id not in self._names():
-                raise NotFoundError(f"{self._folder} has no run {run_id!r}; runs: {', '.join(self._names())}")
-            self._stores[run_id] = create_store(str(self._folder / run_id))
-        return self._stores[run_id]
+        names = self._names()
+        name, _, inner = (run_id, "", "") if run_id in names else run_id.partition(":")
+        if name not in names:
+            raise NotFoundError(f"{self._folder} has no run {run_id!r}; runs: {', '.join(names)}")
+        if name not in self._stores:
+            self._stores[name] = create_store(str(self._folder / name))
+        return self._stores[name].with_run(inner) if inner else self._stores[name]
+
+    async def _read(self, name: str) -> list[Run]:
+        """Returns the runs of a directory, ``default`` first; empty if it cannot be read."""
+        try:
+            store = self.with_run(name)
+            runs = {run.run_id: run for run in await store.query_runs()}
+            own = runs.pop(store.run_id, None) or await find_run(store)
+        except LightningError as error:
+            logger.warning("%s cannot be shown: %s", self._folder / name, error)
+            return []
+        others = [run.model_copy(update={"run_id": f"{name}:{run.run_id}"}) for run in runs.values()]
+        return [*([] if own is None else [own.model_copy(update={"run_id": name})]), *others]
 
     async def query_runs(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Run]:
         names = self._names()
+        newest = [run for name in names[-_NEWEST:] for run in await self._read(name)]
+        places: list[str | Run] = [*names[:-_NEWEST], *newest]
         items = []
-        for name in names[offset : None if limit < 0 else offset + limit]:
-            try:
-                run = await find_run(self.with_run(name))
-            except LightningError as error:
-                logger.warning("%s cannot be shown: %s", self._folder / name, error)
-                continue
-            if run is not None:
-                items.append(run.model_copy(update={"run_id": name}))
-        return PaginatedResult[Run](items=items, limit=limit, offset=offset, total=len(names))
+        for place in places[offset : None if limit < 0 else offset + limit]:
+            items += [place] if isinstance(place, Run) else (await self._read(place))[:1]
+        return PaginatedResult[Run](items=items, limit=limit, offset=offset, total=len(places))
 
     async def find_open_runs(self) -> list[str]:
-        return [run.run_id for run in await self._newest() if run.status == "running"]
-
-    async def _newest(self) -> PaginatedResult[Run]:
-        return await self.query_runs(offset=max(0, len(self._names()) - _NEWEST))
+        runs = [run for name in self._names()[-_NEWEST:] for run in await self._read(name)]
+        return [run.run_id for run in runs if run.status == "running"]
 
     async def query_workers(self, **query: Any) -> PaginatedResult[Worker]:
-        pages = [await self.with_run(run.run_id).query_workers(**query) for run in await self._newest()]
+        stores = {name: self.with_run(name) for name in self._names()[-_NEWEST:] if await self._read(name)}
+        pages = [await store.query_workers(**query) for store in stores.values()]
         items = [worker for page in pages for worker in page]
         total = sum(page.total for page in pages)
         return PaginatedResult[Worker](items=items, limit=query.get("limit", -1), offset=0, total=total)

@@ -12,12 +12,18 @@ from urllib.parse import quote
 from agentlightning.errors import NotFoundError
 from agentlightning.resources import PromptTemplate, ResourcesUpdate, hide_secrets
 from agentlightning.store.protocol import LightningStore
+from agentlightning.types import SortOrder
 from agentlightning_plugins.dashboard.visit import Visit
 from agentlightning_plugins.shared.monitoring.evaluation import CANDIDATE, list_distributions, read_candidate
+from agentlightning_plugins.shared.monitoring.metrics import read_metrics
 from agentlightning_plugins.shared.rendering.text import find_difference
 
 _PAGE_SIZE: Final = 50
 _MAXCANDIDATES: Final = 500
+_STEPS_IN_USE: Final = 2
+"""Number of steps that are searched after a version was published: the one that it ends, and the next."""
+_ENDS: Final[tuple[SortOrder, ...]] = ("asc", "desc")
+"""The first rollout of a step is one of training, the last one of its validation, if it has one."""
 _SHOWN: Final = ("candidate_id", "parent_id", "round", "full_score", "batch_score", "critique", "edited")
 
 
@@ -31,12 +37,14 @@ async def list_resources(visit: Visit) -> dict[str, Any]:
     if page.total > _PAGE_SIZE and any(CANDIDATE in update.resources for update in page):
         updates = await _read_newest(store)
     candidates = _find_candidates(updates)
+    uses = {} if candidates else await _find_uses(store, page.items)
     return {
         "versions": [
             {
                 "version_id": update.version_id,
                 "time": update.update_time,
                 "is_latest": latest is not None and update.version_id == latest.version_id,
+                "use": uses.get(update.version_id),
                 "contents": {
                     name: value.model_dump(mode="json")["resource_type"] for name, value in update.resources.items()
                 },
@@ -48,6 +56,27 @@ async def list_resources(visit: Visit) -> dict[str, Any]:
         "candidates": _make_trees(candidates),
         "distributions": list_distributions(candidates),
     }
+
+
+async def _find_uses(store: LightningStore, updates: Sequence[ResourcesUpdate]) -> dict[str, dict[str, Any]]:
+    """Returns the step whose rollouts used a version first, their mode, and the reward of the step, by version."""
+    if not updates:
+        return {}
+    first, last = updates[-1].update_time, updates[0].update_time
+    steps = [each for each in await read_metrics(store) if each.time >= first]
+    after = sum(each.time <= last for each in steps) + _STEPS_IN_USE
+    names = {update.resources_id: update.version_id for update in reversed(updates)}
+    names |= {update.version_id: update.version_id for update in updates}
+    found: dict[str, dict[str, Any]] = {}
+    for each in steps[:after]:
+        for order in _ENDS:
+            ran = await store.query_rollouts(metadata={"step": each.step}, sort_order=order, limit=1)
+            for rollout in ran:
+                mode = rollout.mode
+                reward = each.values.get("reward" if mode == "train" else f"{mode}_reward")
+                use = {"step": each.step, "mode": mode, "reward": reward}
+                found.setdefault(names.get(rollout.resources_id or "", ""), use)
+    return found
 
 
 async def show_resources(visit: Visit) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Final, get_args
 
 from agentlightning.errors import ConfigError
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, Rollout, RolloutMode, RolloutStatus
+from agentlightning.types import AttemptedRollout, Rollout, RolloutMode, RolloutStatus, SortOrder
 from agentlightning_plugins.dashboard.visit import Visit
 from agentlightning_plugins.shared.paging import read_spans
 from agentlightning_plugins.shared.rendering.text import show_task
@@ -22,7 +22,14 @@ _BUDGET_S: Final = 0.12
 _MAX_SEARCHED: Final = 8 * 2**20
 """About how many bytes of the messages of a rollout are searched."""
 _INDEXED: Final = ("step", "task_id", "group")
-FILTERS: Final = ("status", "mode", "label", *_INDEXED, "min", "max", "meta", "text", "messages")
+FILTERS: Final = ("status", "mode", "label", *_INDEXED, "min", "max", "meta", "text", "messages", "sort")
+_SORTED: Final = 2000
+"""Number of rollouts, the newest ones or the oldest ones, that are sorted: no store has an index for rewards."""
+SORTS: Final[Mapping[str, tuple[str, bool]]] = {
+    "highest reward": ("reward", True), "lowest reward": ("reward", False), "longest": ("seconds", True),
+    "shortest": ("seconds", False), "oldest": ("start_time", False),
+}  # fmt: skip
+"""The orders beside the newest first: the field of a row, and whether the highest values come first."""
 LABEL: Final = "label"
 NOTE: Final = "label_note"
 """Keys of a rollout's metadata that contain the label and the note that people gave it."""
@@ -56,8 +63,13 @@ async def list_rollouts(visit: Visit) -> dict[str, Any]:
 
 
 async def select(store: LightningStore, query: Mapping[str, str], before: int | None = None) -> dict[str, Any]:
-    """Finds a page of rollouts; the cursor ``before`` limits the search to this many of the oldest rollouts."""
+    """Finds a page of rollouts; the cursor ``before`` limits the search to this many of the oldest rollouts.
+
+    With ``sort``, the newest rollouts (for ``oldest``, the oldest) are searched and sorted; ``before`` is then a place
+    in the sorted list.
+    """
     status, mode = query.get("status"), query.get("mode")
+    _check("sort", query.get("sort"), tuple(SORTS))
     _check("status", status, get_args(RolloutStatus))
     _check("mode", mode, (*get_args(RolloutMode), "none"))
     conditions: dict[str, Any] = {"status_in": [status] if status else None}
@@ -71,6 +83,8 @@ async def select(store: LightningStore, query: Mapping[str, str], before: int | 
         if total:
             break
     matches = _make_test(query)
+    if "sort" in query:
+        return await _sort(store, query, matches, total, before or 0, conditions, deadline)
     position = total if before is None else min(before, total)
     rows: list[dict[str, Any]] = []
     searched, chunk_s = 0, 0.0
@@ -94,8 +108,40 @@ async def select(store: LightningStore, query: Mapping[str, str], before: int | 
         "rollouts": rows,
         "total": total,
         "searched": searched,
+        "found": len(rows),
         "is_exact": matches is None and "messages" not in query,
         "next": position if position > 0 else None,
+    }
+
+
+async def _sort(
+    store: LightningStore,
+    query: Mapping[str, str],
+    matches: Callable[[Rollout], bool] | None,
+    total: int,
+    first: int,
+    conditions: Mapping[str, Any],
+    deadline: float,
+) -> dict[str, Any]:
+    """Returns a page of the sorted list; rollouts without the value come last."""
+    order: SortOrder = "asc" if query["sort"] == "oldest" else "desc"
+    key, descending = SORTS[query["sort"]]
+    rows, searched = [], 0
+    for rollout in await store.query_rollouts(sort_order=order, limit=_SORTED, **conditions):
+        if "messages" in query and searched and time.monotonic() > deadline:
+            break
+        searched += 1
+        if (matches is None or matches(rollout)) and await _mentions(store, rollout, query):
+            rows.append(describe_rollout(rollout))
+    known = sorted((row for row in rows if row[key] is not None), key=lambda row: row[key], reverse=descending)
+    ordered = [*known, *(row for row in rows if row[key] is None)]
+    return {
+        "rollouts": ordered[first : first + PAGE_SIZE],
+        "total": total,
+        "searched": searched,
+        "found": len(rows),
+        "is_exact": False,
+        "next": first + PAGE_SIZE if first + PAGE_SIZE < len(rows) else None,
     }
 
 

@@ -14,7 +14,13 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Metrics, Rollout
 from agentlightning_plugins.dashboard.rollouts import describe_rollout
 from agentlightning_plugins.dashboard.visit import Visit
-from agentlightning_plugins.shared.monitoring.fleet import read_backends, read_queue, read_workers
+from agentlightning_plugins.shared.monitoring.evaluation import (
+    compare_first_and_last,
+    describe_outcome,
+    find_published_prompts,
+    read_candidates,
+)
+from agentlightning_plugins.shared.monitoring.fleet import read_activity, read_backends, read_queue, read_workers
 from agentlightning_plugins.shared.monitoring.metrics import make_series, read_metrics
 from agentlightning_plugins.shared.monitoring.runs import (
     count_rollouts,
@@ -63,13 +69,29 @@ async def list_runs(visit: Visit) -> dict[str, Any]:
 
 
 async def show_run(visit: Visit) -> dict[str, Any]:
-    """Returns one run: reward, health, time by phase, all metrics, and the newest rollouts."""
+    """Returns one run: what it achieved, reward, health, time by phase, metrics, errors, and the newest rollouts."""
     store = visit.run_store
     newest = await store.query_rollouts(sort_order="desc", limit=8)
+    activity = await read_activity(store)
     return {
         **await read_result(store, visit.query.get("metric", "")),
+        "outcome": await _read_outcome(store),
+        "errors": activity["errors"],
+        "errors_of": activity["searched"],
         "newest": [describe_rollout(rollout) for rollout in newest],
     }
+
+
+async def _read_outcome(store: LightningStore) -> dict[str, Any]:
+    """Returns what a run achieved, as its report shows it."""
+    metrics, latest = (await store.query_metrics()).items, await store.get_latest_resources()
+    is_search = any("candidates" in each.values for each in metrics)
+    candidates = await read_candidates(store) if is_search else []
+    resources = {} if latest is None else latest.resources
+    texts = {name: getattr(each, "template", "") for name, each in resources.items()}
+    published = find_published_prompts(candidates, texts)
+    found = await compare_first_and_last(store, metrics, candidates, published, transcripts=False)
+    return await asyncio.to_thread(describe_outcome, found, metrics, published)
 
 
 _MAX_RUNS: Final = 10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from agentlightning_plugins.dashboard.visit import Visit
 from agentlightning_plugins.shared.rendering.bars import heat_level
 from agentlightning_plugins.shared.rendering.conversation import read_conversations
 from agentlightning_plugins.shared.training_records.query import read_entry, read_ledger, read_rows
-from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry
 
 MEASURES: Final = ("logprob", "trainer", "gap", "advantage", "mask")
 _OUTCOME: Final = "outcome/"
@@ -30,7 +30,7 @@ _LEAST_GAP: Final = 0.01
 
 
 async def show_ledger(visit: Visit) -> dict[str, Any]:
-    """Returns the outcomes of rollouts by step, and the rollouts of one step: the step of the query, or the last."""
+    """Returns the outcomes of rollouts by step, and rollouts and groups of one step: that of the query, or the last."""
     store = visit.run_store
     steps: list[dict[str, Any]] = []
     for entry in await store.query_metrics():
@@ -41,21 +41,24 @@ async def show_ledger(visit: Visit) -> dict[str, Any]:
             steps.append({"step": entry.step, "total": total, "outcomes": ordered})
     wanted = visit.number("step", steps[-1]["step"] if steps else 0)
     entries = await read_ledger(store, wanted) if steps else []
-    rewards: dict[str, set[float | None]] = {}
+    groups: dict[str, list[LedgerEntry]] = {}
     for each in entries:
-        rewards.setdefault(each.group, set()).add(each.reward)
-    sizes = Counter(each.group for each in entries)
+        groups.setdefault(each.group, []).append(each)
     return {
         "steps": steps[::-1],
         "step": wanted,
-        "rollouts": [
-            {
-                **each.to_json(),
-                "turns": len(each.calls),
-                "is_flat": sizes[each.group] > 1 and len(rewards[each.group]) == 1,
-            }
-            for each in entries
-        ],
+        "rollouts": [{**each.to_json(), "turns": len(each.calls)} for each in entries],
+        "groups": {name: _describe_group(members) for name, members in groups.items()},
+    }
+
+
+def _describe_group(members: Sequence[LedgerEntry]) -> dict[str, Any]:
+    rewards = [each.reward for each in members if each.reward is not None]
+    return {
+        "rollouts": len(members),
+        "trained": sum(each.outcome == "trained" for each in members),
+        "reward": statistics.fmean(rewards) if rewards else None,
+        "is_flat": len(members) > 1 and len({each.reward for each in members}) == 1,
     }
 
 

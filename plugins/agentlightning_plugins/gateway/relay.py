@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
 import aiohttp
@@ -47,14 +47,15 @@ class StreamReader:
         self._dialect, self._translation = request.dialect, request.translation
         self._is_read = call.attempt is not None or request.translation is not None
         self._splitter = EventSplitter()
-        self._size = 0
+        self.size = 0
+        """Number of bytes that the backend has sent."""
 
     def feed(self, piece: bytes) -> bytes:
         """Returns the events that this piece completes, in the agent's dialect."""
         if not self._call.first_time:
             self._call.first_time = self._call.now()
-        self._size += len(piece)
-        if self._size > MAX_ANSWER_BYTES:
+        self.size += len(piece)
+        if self.size > MAX_ANSWER_BYTES:
             return self._refuse_size(f"the answer is larger than {MAX_ANSWER_BYTES} bytes")
         if len(self._splitter.rest) > MAX_EVENT_BYTES:
             return self._refuse_size(f"an event of the answer is larger than {MAX_EVENT_BYTES} bytes")
@@ -146,6 +147,10 @@ _FINAL_WRITE_S: Final = 1.0
 """Limit for writing the last error event of a stream."""
 
 
+_SILENCE_S: Final = 15.0
+"""How long a backend may be silent in a stream before the agent gets a comment."""
+
+
 class Relay:
     """Relays answers."""
 
@@ -209,7 +214,7 @@ class Relay:
             await response.prepare(request)
             call.is_streaming = True
             try:
-                async with idle_timeout(limit_s) as keep_alive:
+                async with idle_timeout(limit_s) as keep_alive, _comments(response, reader):
                     while not reader.is_done:
                         try:
                             piece = await upstream.content.readany()
@@ -246,6 +251,25 @@ class Relay:
             last = call.dialect.error_event(refusal.status, str(refusal), refusal.code) if is_open else b""
             await _end_stream(request, response, last, _FINAL_WRITE_S)
         return response
+
+
+@contextlib.asynccontextmanager
+async def _comments(response: web.StreamResponse, reader: StreamReader) -> AsyncIterator[None]:
+    """Writes a comment to the agent whenever the backend is silent for long, so that no proxy closes the stream."""
+
+    async def write() -> None:
+        with contextlib.suppress(ConnectionResetError):
+            while True:
+                before = reader.size
+                await asyncio.sleep(_SILENCE_S)
+                if reader.size == before:
+                    await response.write(b": the model is still at work\n\n")
+
+    writing = asyncio.create_task(write())
+    try:
+        yield
+    finally:
+        writing.cancel()
 
 
 async def _end_stream(request: web.BaseRequest, response: web.StreamResponse, last: bytes, limit_s: float) -> None:

@@ -10,4 +10,4 @@ add_commands = lazy_commands("agentlightning_plugins.legacy.command:command")
 
 @hookimpl
 def components() -> list[Component]:
-    return [Component("span_reader", "legacy", f"{__name__}.v0_messages:READER", summary="rewards of 0.1 and 0.2")]
+    return [Component("span_reader", "legacy", f"{__name__}.v0_messages:READER", summary="spans of 0.1 to 0.3")]

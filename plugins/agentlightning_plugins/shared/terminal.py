@@ -54,7 +54,12 @@ class StoreCommand(click.Command):
             if not (place and args[place - 1] in with_value) and _is_store(text):
                 args = [*args[:place], *args[place + 1 :], "--store", text]
                 break
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if "unexpected extra argument" in error.message:
+                error.message += "; the directory of a run has a store.db, and the URL of a store begins with a scheme"
+            raise
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[RUN_DIR|URL]"]

@@ -417,5 +417,6 @@ def test_without_a_store_a_command_takes_the_newest_run_and_says_so(
         found = show("rollouts", "list", *named, "--json", "--limit", "2")
         assert (len(json.loads(found.stdout)), found.stderr) == (2, "")
     assert json.loads(show("rollouts", "show", json.loads(listed.stdout)[0]["rollout_id"], "runs/old", "--json").stdout)
+    assert "(runs/typo); the directory of a run has a store.db" in show("rollouts", "list", "runs/typo").stderr
     monkeypatch.setenv("AGL_STORE", "runs/old")
     assert show("rollouts", "list").stderr == ""

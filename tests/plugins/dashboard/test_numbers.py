@@ -149,7 +149,10 @@ async def test_every_page_and_report_shows_the_numbers_of_the_store(opened: tupl
         percents = [int(each) for each in re.findall(r"faint\"> (\d+) %</span></dd>", page.html)]
         assert sum(percents) == (100 if percents else 0)
 
-        # costs
+        # what the run achieved, and what it cost
+        shared = set(page.figures) & set(saved.figures) if saved else set()
+        assert {key: page.figures[key] for key in shared} == {key: saved.figures[key] for key in shared if saved}
+        assert name not in ("apo", "grpo") or {"model calls", "validation, difference"} <= shared
         if name == "apo":
             calls = sum(semconv.is_llm_call(span) for span in spans)
             log = (directory / "llm_calls.jsonl").read_text().splitlines()

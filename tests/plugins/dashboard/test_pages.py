@@ -270,10 +270,16 @@ def test_the_ledger_leads_to_the_tokens_and_to_the_group(page: Page) -> None:
     page.goto(f"/runs/{RUN}")
     page.get_by_role("navigation", name="Run").get_by_role("link", name="Ledger").click()
     page.wait_for_url("**/ledger")
-    outcomes = page.locator("[data-rows] .outcome").all_inner_texts()
+    groups = page.locator("[data-rows] > details")
+    assert groups.count() == 4
+    assert "4 rollouts, 0 trained on" in groups.last.locator("summary").inner_text()
+    assert groups.last.locator("tbody tr").first.is_hidden()
+    groups.last.locator("summary").click()
+    assert groups.last.locator("[title='all rollouts of its task have the same reward']").count() == 4
+    outcomes = page.locator("[data-rows] .outcome").all_text_contents()
     assert (outcomes.count("trained"), outcomes.count("flat group"), len(outcomes)) == (12, 4, 16)
     assert "75 %" in page.locator("tr.current").inner_text()
-    page.get_by_role("link", name="39-0-3", exact=True).first.click()
+    groups.last.get_by_role("link", name="side by side").click()
     page.wait_for_url("**/group?name=39-0-3")
     assert "nothing to compare" in page.locator(".notice").inner_text()
     assert page.locator(".side .card").count() == 4

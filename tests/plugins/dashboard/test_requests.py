@@ -14,20 +14,25 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import aiohttp
 import pytest
 
 from agentlightning import DummyTracer, InMemoryLightningStore, LightningStoreServer, emit_state
+from agentlightning.errors import ConfigError
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import EnqueueRolloutRequest
+from agentlightning.types import AttemptFailure, EnqueueRolloutRequest, PromptTemplate
+from agentlightning_algorithms.shared.prompt_search.candidate import Candidate
 from agentlightning_plugins.dashboard.dashboard import Dashboard
+from agentlightning_plugins.dashboard.resources import list_resources
 from agentlightning_plugins.dashboard.rollouts import select
-from agentlightning_plugins.dashboard.runs import compare_tasks
+from agentlightning_plugins.dashboard.runs import compare_tasks, show_run
+from agentlightning_plugins.dashboard.visit import Visit
+from agentlightning_plugins.shared.monitoring.evaluation import CANDIDATE
 from agentlightning_plugins.shared.rendering.text import find_difference, show_task
-from agentlightning_plugins.shared.training_records.record import TrainedCall, TrainedRow
+from agentlightning_plugins.shared.training_records.record import OUTCOMES, Outcome, TrainedCall, TrainedRow
 from tests.port import reserve_port
 from tests.process import wait_for
 from tests.source import REPO
@@ -52,6 +57,67 @@ async def test_cursors_page_through_all_rollouts_once_while_new_rollouts_arrive(
             break
         await _fill(store, 3)
     assert seen == ids[::-1]
+
+
+async def test_rollouts_are_sorted_by_reward_and_time_and_those_without_a_value_come_last() -> None:
+    store = InMemoryLightningStore()
+    for number, reward in enumerate([0.5, None, -1.0, 2.0] * 20):
+        rollout = await store.start_rollout(f"task {number}")
+        status = "failed" if reward is None else "succeeded"
+        await store.update_attempt(rollout.rollout_id, "latest", status=status, reward=reward)
+
+    async def page(sort: str, first: int = 0) -> list[Any]:
+        field = "input" if sort == "oldest" else "reward"
+        return [row[field] for row in (await select(store, {"sort": sort}, first))["rollouts"]]
+
+    assert await page("highest reward") == [2.0] * 20 + [0.5] * 20 + [-1.0] * 10
+    assert await page("highest reward", 50) == [-1.0] * 10 + [None] * 20
+    assert (await page("lowest reward"))[:20] == [-1.0] * 20
+    assert (await page("oldest"))[:2] == ["task 0", "task 1"]
+    took = [row["seconds"] for row in (await select(store, {"sort": "longest"}))["rollouts"]]
+    assert took == sorted(took, reverse=True)
+    with pytest.raises(ConfigError, match="sort='best' is not a sort; allowed are highest reward, lowest reward"):
+        await select(store, {"sort": "best"})
+
+
+async def test_a_run_shows_what_its_prompt_search_achieved_and_its_errors_by_type() -> None:
+    store = InMemoryLightningStore()
+    seed = Candidate.of({"p": PromptTemplate("Answer.")}, full_score=0.5, task_scores=(0.0, 1.0))
+    best = Candidate.of({"p": PromptTemplate("Answer briefly.")}, seed, full_score=1.0, task_scores=(1.0, 1.0))
+    for place, candidate in enumerate((seed, best)):
+        await store.update_resources(f"rs-{place}", {**candidate.prompts, CANDIDATE: candidate})
+    await store.add_resources(best.prompts)
+    found = {"confirmed_first": 0.4, "confirmed_best": 0.8, "confirmed_p": 0.01, "confirmed_gain": 0.35}
+    await store.add_metrics(1, {"candidates": 2.0, "model_calls": 7.0, **found})
+    for message in ("one", "two"):
+        rollout = await store.start_rollout("task")
+        error = AttemptFailure(type="ValueError", message=message, traceback="")
+        await store.update_attempt(rollout.rollout_id, "latest", status="failed", error=error)
+    shown = await show_run(Visit(store, {"run_id": "default"}, {}))
+    outcome = shown["outcome"]
+    assert [(label, mean) for label, mean, _ in outcome["rows"]] == [
+        ("before", 0.5),
+        ("after", 1.0),
+        ("difference", 0.5),
+    ]
+    assert outcome["confirmation"] == {"first": 0.4, "best": 0.8, "p": 0.01, "gain": 0.35, "is_confirmed": True}
+    assert outcome["prompts"][0][2] == [("same", "Answer"), ("add", " briefly"), ("same", ".")]
+    assert (outcome["is_published"], outcome["costs"]) == (True, [("model calls", 7.0)])
+    assert (shown["errors"], shown["errors_of"]) == ([{"type": "ValueError", "count": 2, "message": "two"}], 2)
+
+
+async def test_the_versions_of_weights_have_the_step_and_the_reward_of_their_rollouts() -> None:
+    store = InMemoryLightningStore()
+    for step, (train, val) in enumerate([(0.25, 0.5), (0.75, 1.0)], 1):  # evaluates the weights before the step
+        for mode in ("train", "val"):
+            update = await store.update_resources(f"rs-{mode}-{step}", {"prompt": PromptTemplate(f"{mode} {step}")})
+            request = {"mode": mode, "resources_id": update.resources_id, "metadata": {"step": step}}
+            await store.start_rollout("task", **request)
+        await store.add_metrics(step, {"reward": train, "val_reward": val})
+    await store.update_resources("rs-unused", {"prompt": PromptTemplate("unused")})
+    shown = await list_resources(Visit(store, {"run_id": "default"}, {}))
+    used = [each["use"] and tuple(each["use"].values()) for each in shown["versions"]]
+    assert used == [None, (2, "val", 1.0), (2, "train", 0.75), (1, "val", 0.5), (1, "train", 0.25)]
 
 
 async def test_a_filter_without_an_index_continues_where_the_previous_page_ended() -> None:
@@ -139,6 +205,10 @@ def test_texts_are_compared_by_word_and_longer_texts_by_line_or_as_a_whole() -> 
     lines = "a\n" * 2000
     assert find_difference(lines, f"{lines}b") == [("remove", lines), ("add", f"{lines}b")]
     assert find_difference(lines, lines) == [("same", lines)]
+
+
+def test_every_outcome_has_a_meaning() -> None:
+    assert set(OUTCOMES) == set(get_args(Outcome))
 
 
 def test_a_task_is_shown_as_text() -> None:
@@ -390,6 +460,10 @@ def test_agl_dashboard_shows_and_compares_all_runs_of_a_folder(tmp_path: Path) -
             rollout = await store.start_rollout(f"task {number}", mode="val", metadata={"step": 1}, worker_id=name)
             await store.update_attempt(rollout.rollout_id, "latest", status="succeeded", reward=reward)
         await store.update_run("default", "succeeded")
+        if name == "first":
+            other = store.with_run("apo")
+            await other.create_run("another", run_id="apo")
+            await other.enqueue_rollout("open")
         await store.close()
 
     asyncio.run(train("first", [0.0, 0.0, 1.0]))
@@ -398,8 +472,10 @@ def test_agl_dashboard_shows_and_compares_all_runs_of_a_folder(tmp_path: Path) -
         root = page.removesuffix("/index.json")
         assert [(run["run_id"], run["total"], run["val_reward"]) for run in _read(page)[1]["runs"]] == [
             ("second", 3, 3.0),
+            ("first:apo", 1, None),
             ("first", 3, 1.0),
         ]
+        assert [_read(f"{root}/runs/first:{name}.json")[0] for name in ("apo", "no-such-run")] == [200, 404]
         comparison = _read(f"{root}/compare.json?a=first&b=second")[1]
         assert [run["run_id"] for run in comparison["runs"]] == ["first", "second"]
         assert (comparison["tasks"]["count"], comparison["tasks"]["gained"]) == (3, 2)
@@ -413,5 +489,5 @@ def test_agl_dashboard_shows_and_compares_all_runs_of_a_folder(tmp_path: Path) -
             200,
         ]
         fleet = _read(f"{root}/fleet.json")[1]
-        assert (fleet["statistics"]["rollouts"], fleet["total"]) == (6, 2)
+        assert (fleet["statistics"]["rollouts"], fleet["total"]) == (7, 2)
         assert {worker["worker_id"] for worker in fleet["workers"]} == {"first", "second"}

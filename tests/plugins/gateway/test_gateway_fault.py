@@ -568,3 +568,40 @@ async def test_a_connection_that_the_backend_closed_while_it_was_idle_gets_one_f
             with pytest.raises(openai.InternalServerError):
                 await ask(client, False)
             assert server.requests == 7, "one on the closed connection, and one on a new connection, which is the last"
+
+
+async def test_an_agent_gets_comments_while_a_stream_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentlightning_plugins.gateway.relay._SILENCE_S", 0.05)
+    was_heard = asyncio.Event()
+
+    async def thinks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunk(EVENT))
+        await was_heard.wait()
+        writer.write(chunk(b"data: [DONE]\n\n") + chunk(b""))
+
+    lines: list[bytes] = []
+    async with raw_server(thinks) as server, gateway(model_list=[entry(server.endpoint)]) as case:
+        _, client = await case.start()
+        url, headers = f"{client.base_url}chat/completions", {"authorization": f"Bearer {client.api_key}"}
+        asked = {**ASKED, "stream": True}
+        async with aiohttp.ClientSession(headers=headers) as http, http.post(url, json=asked) as answer:
+            async for line in answer.content:
+                lines.append(line)
+                if line.startswith(b":"):
+                    was_heard.set()
+    assert lines[0].startswith(b"data: {")
+    assert lines[-2:] == [b"data: [DONE]\n", b"\n"]
+
+
+async def test_reasoning_details_are_recorded_and_translated() -> None:
+    details = [{"type": "reasoning.text", "text": "Add."}, {"type": "reasoning.encrypted", "data": "x"}]
+    message = {"role": "assistant", "content": "3", "reasoning_details": details}
+    answered = {"id": "x", "object": "chat.completion", "choices": [{"message": message, "finish_reason": "stop"}]}
+    reply = sends(body(json.dumps(answered).encode()))
+    async with raw_server(reply) as server, gateway(model_list=[entry(server.endpoint)]) as case:
+        rollout, client = await case.start()
+        response = await client.responses.create(model="m", input="What is 1 and 2 together?")
+        recorded = json.loads(str((await case.span(rollout)).attributes["gen_ai.output.messages"]))
+    thought: Any = response.output[0]
+    assert thought.content[0].text == "Add."
+    assert recorded[0]["parts"] == [{"type": "reasoning", "content": "Add."}, {"type": "text", "content": "3"}]

@@ -260,3 +260,28 @@ def test_linked_spans_are_found_among_spans_of_opentelemetry_and_requests_may_be
     )
     assert printed == "1 1\n"
     assert any("enqueue_many_rollouts(requests)" in line for line in warned)
+
+
+def test_the_raw_request_of_the_gateway_of_0_3_is_a_model_call_whose_tokens_an_agent_cannot_claim() -> None:
+    logprobs = {"content": [{"token": "a", "logprob": -0.5, "bytes": None}]}
+    answer = {"message": {"role": "assistant", "content": "it's 4"}, "finish_reason": "stop"}
+    raw = {
+        "model": "qwen", "id": "chatcmpl-1", "temperature": 0.5, "prompt_token_ids": str([1, 2]),
+        "messages": str([{"role": "user", "content": "What's 2 + 2?"}]),
+        "choices": str([{**answer, "index": 0, "logprobs": logprobs, "token_ids": [7]}]),
+    }  # fmt: skip
+    place: dict[str, Any] = {"rollout_id": "ro-1", "attempt_id": "at-1", "start_time": 1.0, "end_time": 2.0}
+    named = {"gen_ai.operation.name": "chat", "gen_ai.request.model": "qwen", "gen_ai.response.id": "chatcmpl-1"}
+    request = agl.Span.from_attributes(name="litellm_request", span_id="1" * 16, attributes=named, **place)
+    attributes = {f"llm.hosted_vllm.{name}": value for name, value in raw.items()}
+    call = agl.Span.from_attributes(name="raw_gen_ai_request", parent_id="1" * 16, attributes=attributes, **place)
+    (triplet,) = agl.TraceToTriplet().adapt([request, call])
+    assert (triplet.prompt["token_ids"], triplet.response["token_ids"]) == ([1, 2], [7])
+    assert triplet.response["logprobs"] == [-0.5]
+    assert triplet.prompt["raw_content"] == [{"role": "user", "content": "What's 2 + 2?"}]
+    assert triplet.response["raw_content"] == [{"role": "assistant", "content": "it's 4"}]
+    (claimed,) = agl.TraceToTriplet().adapt([agl.semconv.distrust(call)])
+    assert claimed.response["token_ids"] == []
+    for text in ("[" * 10_000, "[{1: 2}]", "[open('x')]"):
+        hostile = {**attributes, "llm.hosted_vllm.choices": text}
+        assert agl.semconv.read_output_messages(call.model_copy(update={"attributes": hostile})) == []

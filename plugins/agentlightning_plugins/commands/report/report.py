@@ -16,11 +16,11 @@ from agentlightning.run.directory import RECORD_NAME, read_record
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Metrics, Run
 from agentlightning_plugins.shared.monitoring.evaluation import (
-    CANDIDATE,
     compare_first_and_last,
-    find_best,
+    describe_outcome,
+    find_published_prompts,
     list_distributions,
-    read_candidate,
+    read_candidates,
     read_rewards,
 )
 from agentlightning_plugins.shared.monitoring.metrics import make_series
@@ -110,10 +110,6 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
     cached = await store.query_spans(None, name_contains=semconv.CACHED_SUFFIX, limit=1)
     metrics = (await store.query_metrics()).items
     latest = await store.get_latest_resources()
-    candidates: dict[str, Mapping[str, Any]] = {}
-    for update in await store.query_resources():  # the newest version comes last
-        if candidate := read_candidate(update):
-            candidates[update.resources_id] = candidate
     return Report(
         run=run or Run(),
         record=read_record(directory),
@@ -123,7 +119,7 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
         metrics=_summarize(metrics),
         learned={} if latest is None else {name: _describe(value) for name, value in latest.resources.items()},
         cached_calls=cached.total,
-        candidates=list(candidates.values()),
+        candidates=await read_candidates(store),
     )
 
 
@@ -131,24 +127,11 @@ async def write_report(store: LightningStore, directory: Path) -> Path:
     """Writes the report into the directory of its run, and the best prompts of a search as plain files next to it."""
     file, report = directory / REPORT_NAME, await read_report(store, directory)
     file.write_text(report.to_markdown(), encoding="utf-8")
-    for name, text in find_published_prompts(report).items():
+    for name, text in find_published_prompts(report.candidates, report.learned).items():
         prompt = directory / "prompts" / (re.sub(r"[^\w.-]", "_", name) + ".txt")
         prompt.parent.mkdir(exist_ok=True)
         prompt.write_text(text, encoding="utf-8")
     return file
-
-
-def find_published_prompts(report: Report) -> dict[str, str]:
-    """Returns the prompts that a search published as best; if it ended during a trial, the prompts that scored best.
-
-    If fresh rollouts did not confirm the best score, the search published its first prompts instead.
-    """
-    if not report.candidates:
-        return {}
-    best = find_best(report.candidates, report.learned)
-    templates = {name: prompt["template"] for name, prompt in best["prompts"].items()}
-    is_trial = CANDIDATE in report.learned
-    return {name: text if is_trial else report.learned.get(name, text) for name, text in templates.items()}
 
 
 def candidate_row(candidate: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -177,14 +160,6 @@ def _describe(resource: Any) -> str:
 
 
 HTML_NAME: Final = "report.html"
-_COSTS: Final = {
-    "calls": "model calls",
-    "model_calls": "model calls",
-    "tokens": "tokens",
-    "sampled_tokens": "sampled tokens",
-    "cost": "cost",
-}
-_CONFIRMATION: Final = ("confirmed_first", "confirmed_best", "confirmed_p")
 _MAX_INTERVALS: Final = 30
 """Maximum number of evaluations whose intervals are computed from their rollouts."""
 
@@ -193,7 +168,7 @@ async def write_html(store: LightningStore, directory: Path, file: Path | None =
     """Writes the page into ``file``, or into the directory of the run."""
     report = await read_report(store, directory)
     metrics = (await store.query_metrics()).items
-    published = find_published_prompts(report)
+    published = find_published_prompts(report.candidates, report.learned)
     comparison = await compare_first_and_last(store, metrics, report.candidates, published)
     has_ledger = bool((await store.query_spans(None, name=LEDGER_SPAN, limit=1)).items)
     data = await read_result(store)
@@ -203,13 +178,11 @@ async def write_html(store: LightningStore, directory: Path, file: Path | None =
         data={**data, "reward": await _with_intervals(store, metrics, data["reward"])},
         report=report,
         comparison=comparison,
-        is_published=published == {name: text for name, text, _ in comparison.prompts},
-        confirmation={name: report.metrics[name]["last"] for name in _CONFIRMATION if name in report.metrics},
+        outcome=describe_outcome(comparison, metrics, published),
         candidate_columns=CANDIDATE_COLUMNS,
         candidates=[candidate_row(each) for each in report.candidates],
         distributions=list_distributions(report.candidates),
         ledger=count_outcomes(await read_ledger(store)) if has_ledger else {},
-        costs=_sum_costs(metrics, report),
     )
 
 
@@ -226,13 +199,3 @@ async def _with_intervals(
             points.append({**point, **({} if low is None or high is None else {"low": low, "high": high})})
         series[name] = points or series.get(name, ())
     return {name: points for name, points in series.items() if points}
-
-
-def _sum_costs(metrics: Sequence[Metrics], report: Report) -> list[tuple[str, float]]:
-    """Sums the costs over all steps; for a prompt search, which reports totals, takes the last values."""
-    found = []
-    for name, label in _COSTS.items():
-        values = [entry.values[name] for entry in metrics if name in entry.values]
-        if values:
-            found.append((label, values[-1] if report.candidates else sum(values)))
-    return found

@@ -1,13 +1,15 @@
 // Keys: j and k move through a list, or from a rollout to its neighbours in the list from which it was opened.
 const KEPT = "agl-list";
 
-const rows = () => [...document.querySelectorAll("[data-rows] tbody tr, [data-rows] > article")];
+const LISTED =
+  "[data-rows] > article, [data-rows] summary, [data-rows] tbody tr:not(details:not([open]) tr)";
+const rows = () => [...document.querySelectorAll(LISTED)];
 const current = () => document.querySelector("[data-rows] .current");
 const target = (row) => row.querySelector("a[href]");
 
 function remember() {
-  const links = rows().map((row) => target(row)?.getAttribute("href")).filter(Boolean);
-  if (links.length && links.every((link) => link.includes("/rollouts/"))) {
+  const links = rows().map((row) => target(row)?.getAttribute("href")).filter((link) => link?.includes("/rollouts/"));
+  if (links.length) {
     sessionStorage.setItem(KEPT, JSON.stringify({ from: location.pathname + location.search, links }));
   }
 }
@@ -19,7 +21,7 @@ function move(step) {
     const next = all[Math.min(all.length - 1, Math.max(0, place + step))];
     current()?.classList.remove("current");
     next.classList.add("current");
-    target(next)?.focus({ preventScroll: true });
+    (target(next) ?? next).focus({ preventScroll: true });
     next.scrollIntoView({ block: "nearest" });
     return;
   }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from agentlightning_plugins.gateway.dialects.dialect import CompletionChoice, flatten
+from agentlightning_plugins.gateway.dialects.dialect import CompletionChoice, flatten, read_reasoning
 from agentlightning_plugins.gateway.dialects.openai import to_chunk
 from agentlightning_plugins.gateway.dialects.wire import dump_json, is_json
 
@@ -111,7 +111,7 @@ class PartTranslation(ABC):
             self._stop_sequence = choice["stop_reason"]
         delta = flatten(choice.get("delta") or {})
         logprobs = (choice.get("logprobs") or {}).get("content") or () if self._keeps_logprobs else ()
-        yield from self._read_text("reasoning", delta.get("reasoning_content") or delta.get("reasoning"))
+        yield from self._read_text("reasoning", read_reasoning(delta))
         yield from self._read_text("text", delta.get("content"), logprobs)
         yield from self._read_text("refusal", delta.get("refusal"))
         for position, arguments in self._choice.add_tool_calls(delta):

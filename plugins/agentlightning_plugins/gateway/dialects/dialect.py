@@ -151,12 +151,19 @@ def to_tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def read_reasoning(message: Mapping[str, Any]) -> str:
+    """Returns the thoughts of a message or a delta, under any of their three names."""
+    details = message.get("reasoning_details") or ()  # OpenRouter's: texts, summaries and encrypted data
+    listed = "".join(each.get("text") or each.get("summary") or "" for each in details)
+    return message.get("reasoning_content") or message.get("reasoning") or listed
+
+
 def flatten(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a message of a chat answer with a text as its content: some servers list texts and thoughts."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    found = {"text": "", "thinking": message.get("reasoning_content") or message.get("reasoning") or ""}
+    found = {"text": "", "thinking": read_reasoning(message)}
     for part in content:
         for kind in found.keys() & part.keys():
             value = part[kind]

@@ -18,6 +18,7 @@ from agentlightning_plugins.gateway.dialects.dialect import (
     Dialect,
     TokenOptions,
     flatten,
+    read_reasoning,
     tool_call_part,
 )
 from agentlightning_plugins.gateway.dialects.fields import CHAT_FIELDS, COMPLETION_FIELDS, EMBEDDING_FIELDS
@@ -382,7 +383,7 @@ def _take_choices(
 
 def _read_more(message: Mapping[str, Any], choice: CompletionChoice, *, is_whole: bool) -> None:
     """Adds the reasoning, refusal and tool calls of a message."""
-    choice.reasoning += message.get("reasoning_content") or message.get("reasoning") or ""
+    choice.reasoning += read_reasoning(message)
     choice.refusal += message.get("refusal") or ""
     for _ in choice.add_tool_calls(message, is_whole=is_whole):
         pass
@@ -395,7 +396,7 @@ def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:
             "role": "tool",
             "parts": [{"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}],
         }
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    reasoning = read_reasoning(message)
     parts: list[dict[str, Any]] = [{"type": "reasoning", "content": reasoning}] if reasoning else []
     if isinstance(content, str):
         parts.append({"type": "text", "content": content})

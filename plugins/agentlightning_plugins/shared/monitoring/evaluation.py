@@ -15,7 +15,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Metrics, Rollout
 from agentlightning_plugins.shared.rendering.conversation import read_conversations
 from agentlightning_plugins.shared.rendering.text import find_difference, show_task
-from agentlightning_plugins.shared.statistics.interval import Interval, mean_interval, paired_interval
+from agentlightning_plugins.shared.statistics.interval import Interval, mean_interval, paired_interval, paired_p_value
 
 CANDIDATE: Final = "prompt_candidate"
 """Name of the resource that holds a candidate of a prompt search."""
@@ -104,24 +104,94 @@ class BeforeAfter:
 _MODES: Final = ("test", "val")
 
 
+async def read_candidates(store: LightningStore) -> list[Mapping[str, Any]]:
+    """Returns the candidates of a prompt search in the order of creation, each in its newest version."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for update in await store.query_resources():  # the newest version comes last
+        if candidate := read_candidate(update):
+            found[update.resources_id] = candidate
+    return list(found.values())
+
+
+def find_published_prompts(candidates: Sequence[Mapping[str, Any]], latest: Mapping[str, str]) -> dict[str, str]:
+    """Returns the prompts that a search published as best; if it ended during a trial, the prompts that scored best.
+
+    If fresh rollouts did not confirm the best score, the search published its first prompts instead. ``latest`` has the
+    latest resources as text by name.
+    """
+    if not candidates:
+        return {}
+    best = find_best(candidates, latest)
+    templates = {name: prompt["template"] for name, prompt in best["prompts"].items()}
+    return templates if CANDIDATE in latest else {name: latest.get(name, text) for name, text in templates.items()}
+
+
+_COSTS: Final = {
+    "calls": "model calls",
+    "model_calls": "model calls",
+    "tokens": "tokens",
+    "sampled_tokens": "sampled tokens",
+    "cost": "cost",
+}
+_LEVEL: Final = 0.05
+"""Level of the tests that confirm a gain."""
+
+
+def describe_outcome(found: BeforeAfter, metrics: Sequence[Metrics], published: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what a run achieved, for its page and its report.
+
+    ``rows`` are rewards before and after, and their difference, with intervals; ``p_value`` is that of the difference,
+    None for a prompt search, whose ``confirmation`` has the gain in fresh rollouts; ``prompts`` are the learned ones,
+    each with its difference from the seed; ``costs`` are sums over all steps, or the totals that a search reports.
+    """
+    values: dict[str, list[float]] = {}
+    for each in metrics:
+        for name, value in each.values.items():
+            values.setdefault(name, []).append(value)
+    confirmation = {name: values[key][-1] for name in _CONFIRMATION if (key := f"confirmed_{name}") in values}
+    if confirmation:
+        confirmation["is_confirmed"] = confirmation["best"] > confirmation["first"] and confirmation["p"] <= _LEVEL
+    changes = [after - before for before, after in zip(found.before, found.after, strict=True)]
+    is_search = bool(found.prompts)
+    return {
+        "what": found.what,
+        "rows": found.rows,
+        "p_value": paired_p_value(changes) if len(changes) > 1 and not is_search else None,
+        "confirmation": confirmation,
+        "prompts": found.prompts,
+        "is_published": published == {name: text for name, text, _ in found.prompts},
+        "costs": [
+            (label, values[name][-1] if is_search else sum(values[name]))
+            for name, label in _COSTS.items()
+            if name in values
+        ],
+    }
+
+
+_CONFIRMATION: Final = ("first", "best", "p", "gain", "gain_low", "gain_high")
+
+
 async def compare_first_and_last(
     store: LightningStore,
     metrics: Sequence[Metrics],
     candidates: Sequence[Mapping[str, Any]],
     published: Mapping[str, str],
+    *,
+    transcripts: bool = True,
 ) -> BeforeAfter:
     """Compares the seed of a prompt search with its best candidate, or the first evaluation with the last one.
 
-    ``published`` has the templates of the search's published prompts by name.
+    ``published`` has the templates of the search's published prompts by name. With ``transcripts``, the
+    conversations of the task that gained most are read too.
     """
     if candidates:
-        return await _compare_candidates(store, candidates[0], find_best(candidates, published))
+        return await _compare_candidates(store, candidates[0], find_best(candidates, published), transcripts)
     for mode in _MODES:
         steps = [entry.step for entry in metrics if f"{mode}_reward" in entry.values]
         if len(steps) > 1:
             first = await _evaluated(store, mode, {"step": steps[0]})
             last = await _evaluated(store, mode, {"step": steps[-1]})
-            return await _compare(store, {"test": "test", "val": "validation"}[mode], first, last)
+            return await _compare(store, {"test": "test", "val": "validation"}[mode], first, last, transcripts)
     return BeforeAfter()
 
 
@@ -133,9 +203,11 @@ async def read_rewards(store: LightningStore, step: int, mode: str) -> dict[str,
     return {task: failed if reward is None else reward for task, reward in rewards.items()}
 
 
-async def _compare_candidates(store: LightningStore, seed: Mapping[str, Any], best: Mapping[str, Any]) -> BeforeAfter:
-    rollouts = [await _evaluated(store, "val", {"group": each["candidate_id"]}) for each in (seed, best)]
-    found = await _compare(store, "validation", *rollouts)
+async def _compare_candidates(
+    store: LightningStore, seed: Mapping[str, Any], best: Mapping[str, Any], transcripts: bool
+) -> BeforeAfter:
+    first_ran, last_ran = [await _evaluated(store, "val", {"group": each["candidate_id"]}) for each in (seed, best)]
+    found = await _compare(store, "validation", first_ran, last_ran, transcripts)
     before, after = (each.get("task_scores") or () for each in (seed, best))
     if len(before) != len(after):
         before, after = found.before, found.after
@@ -155,20 +227,20 @@ async def _evaluated(store: LightningStore, mode: str, metadata: Mapping[str, An
 
 
 async def _compare(
-    store: LightningStore, what: str, first: Mapping[str, Rollout], last: Mapping[str, Rollout]
+    store: LightningStore, what: str, first: Mapping[str, Rollout], last: Mapping[str, Rollout], transcripts: bool
 ) -> BeforeAfter:
     common = [key for key in first if key in last]
     rewards = [[_reward(rollouts[key]) for key in common] for rollouts in (first, last)]
     failed = count_failed(reward for side in rewards for reward in side)
     before, after = ([failed if reward is None else reward for reward in side] for side in rewards)
-    if not common:
-        return BeforeAfter(what)
+    if not common or not transcripts:
+        return BeforeAfter(what, before, after)
     best = common[max(range(len(common)), key=lambda place: after[place] - before[place])]
-    transcripts = [
+    shown = [
         (label, await _read_transcript(store, rollouts[best]))
         for label, rollouts in (("Before", first), ("After", last))
     ]
-    return BeforeAfter(what, before, after, transcripts=transcripts)
+    return BeforeAfter(what, before, after, transcripts=shown)
 
 
 async def _read_transcript(store: LightningStore, rollout: Rollout) -> Transcript:

@@ -52,13 +52,22 @@ def describe_run(run: Run) -> dict[str, Any]:
     return {**run.model_dump(mode="json", exclude={"scores"}), "algorithm": name}
 
 
-_UNITS: Final = {
-    "best_score": "", "beam_score_mean": "", "tokens": "", "entropy": "nats per token", "response_length": "tokens",
-    "success_rate": "", "grad_norm": "before clipping", "logprob_gap_max": "largest, between sampler and trainer",
-    "clip_fraction": "share of tokens", "groups_without_spread": "share", "responses_cut_off": "share",
-    "calls_per_rollout": "mean", "tokens_per_s": "",
-}  # fmt: skip
-"""The metrics that are drawn, and their units."""
+_DRAWN: Final = {
+    "best_score": ("", "mean reward of the best prompt on the whole validation set"),
+    "beam_score_mean": ("", "mean score of the prompts that the search keeps"),
+    "tokens": ("", "tokens of all model calls so far"),
+    "entropy": ("nats per token", "how much the policy explores; near 0, all rollouts of a task are the same"),
+    "response_length": ("tokens", "mean length of the model's answers"),
+    "success_rate": ("", "share of the rollouts with at least the reward success_threshold"),
+    "grad_norm": ("before clipping", "length of the gradient; a spike is a step that may do harm"),
+    "logprob_gap_max": ("largest, between sampler and trainer", "near 0 if both compute the same probabilities"),
+    "clip_fraction": ("share of tokens", "tokens whose probability has changed too much to be moved on"),
+    "groups_without_spread": ("share", "groups whose rollouts have the same reward, so that they teach nothing"),
+    "responses_cut_off": ("share", "answers that end at the token limit"),
+    "calls_per_rollout": ("mean", "model calls of a rollout"),
+    "tokens_per_s": ("", "tokens that the model samples in a second"),
+}
+"""The metrics that are drawn: their units and what they mean."""
 _REWARDS: Final = ("reward", "val_reward", "test_reward")
 
 
@@ -75,7 +84,7 @@ async def read_result(store: LightningStore, metric: str = "") -> dict[str, Any]
     reward: dict[str, Any] = {name: make_series(steps, name) for name in _REWARDS if name in names}
     if "reward" not in reward and "train_reward" in names:
         reward["train_reward"] = make_series(steps, "train_reward")
-    drawn = [metric] * (metric in names) + [name for name in _UNITS if name in names and name != metric]
+    drawn = [metric] * (metric in names) + [name for name in _DRAWN if name in names and name != metric]
     counts = await count_rollouts(store)
     return {
         "run": describe_run(run),
@@ -89,6 +98,7 @@ async def read_result(store: LightningStore, metric: str = "") -> dict[str, Any]
         "phases": sum_phases(steps),
         "progress": estimate_left(run, steps, store.now()),
         "metrics": {name: make_series(steps, name) for name in drawn},
-        "units": {name: _UNITS.get(name, "") for name in drawn},
+        "units": {name: _DRAWN.get(name, ("", ""))[0] for name in drawn},
+        "meanings": {name: _DRAWN.get(name, ("", ""))[1] for name in drawn},
         "metric_names": [name for name in names if name not in (*_REWARDS, "train_reward")],
     }

@@ -107,6 +107,7 @@ def make_environment(*loaders: BaseLoader) -> Environment:
         "line": text.show_line,
         "short": lambda value: text.show_text(value, 2_000),
         "dump": text.dump,
+        "task": lambda value: text.show_task(value, "\n"),
         "number": text.show_number,
         "span": text.show_span,
         "instant": text.show_time,

@@ -38,14 +38,14 @@ def show_error(error: str, length: int = 300) -> str:
     return f"{first[:length]} {end}".rstrip()
 
 
-def show_task(task: Any) -> str:
-    """Returns a task as text: fields as ``name: value``, one field without its name, nested values as JSON."""
+def show_task(task: Any, between: str = ", ") -> str:
+    """Returns a task as text: fields as ``name: value``, one field without its name, nested lists as JSON."""
     if isinstance(task, str):
         return task
     if not isinstance(task, Mapping) or not task:
         return json.dumps(task, ensure_ascii=False, default=str)
     fields = {name: show_task(value) for name, value in task.items()}
-    return next(iter(fields.values())) if len(fields) == 1 else ", ".join(f"{k}: {v}" for k, v in fields.items())
+    return next(iter(fields.values())) if len(fields) == 1 else between.join(f"{k}: {v}" for k, v in fields.items())
 
 
 def dump(value: Any) -> str:

@@ -31,22 +31,33 @@ Outcome: TypeAlias = Literal[
     "flat_group", "no_tokens", "untrusted", "no_logprobs", "repeated", "side_call", "given_up", "too_long", "stale",
     "cut_off", "mismatch", "unusable_images", "not_finite", "cancelled", "unfinished", "not_recorded",
 ]  # fmt: skip
-"""Outcome of a rollout or a call; every value except ``trained`` is a reason why it was not trained on:
-
-``failed``, ``no_reward``: it has no reward to compare. ``model_error``: its last model call failed. ``no_calls``: it
-called no model. ``spans_dropped``, ``unreadable_spans``: its trace is incomplete or wrong. ``filtered``: the setting
-``rollout_filter`` removed it. ``flat_group``: all rollouts of its task have the same reward.
-``no_tokens``, ``no_logprobs``: the model server did not report them. ``untrusted``: only the agent itself, with the
-token of its attempt, claims which tokens were sampled. ``repeated``: another row contains its tokens.
-``side_call``: a coding agent made it beside its work, such as for a title; the adapter's setting ``side_calls`` trains
-on such calls. ``given_up``: the client sent its request again before it got the answer.
-``too_long``: more tokens than the model has positions. ``stale``: sampled by weights that are too old. ``cut_off``: its
-reply ended at the token limit. ``mismatch``: sampler and trainer disagree on every token. ``unusable_images``: its
-images cannot be read, the trainer and the sampler encode them as different tokens, or the model sampled an image token.
-``not_finite``: the loss or the gradient of its minibatch was not finite. ``cancelled``: it was cancelled.
-``unfinished``: it has not ended yet. ``not_recorded``: its step was interrupted before it was recorded, or the
-algorithm keeps no records.
-"""
+OUTCOMES: Final[Mapping[Outcome, str]] = {
+    "trained": "the weights were trained on it",
+    "failed": "it failed, so it has no reward to compare",
+    "model_error": "its last model call failed",
+    "no_reward": "it has no reward to compare",
+    "no_calls": "it called no model",
+    "spans_dropped": "its trace is incomplete",
+    "unreadable_spans": "its trace is wrong",
+    "filtered": "the setting rollout_filter removed it",
+    "flat_group": "all rollouts of its task have the same reward",
+    "no_tokens": "the model server did not report its tokens",
+    "untrusted": "only the agent itself, with the token of its attempt, claims which tokens were sampled",
+    "no_logprobs": "the model server did not report log-probabilities",
+    "repeated": "another row contains its tokens",
+    "side_call": "a coding agent made it beside its work, such as for a title; side_calls trains on such calls",
+    "given_up": "the client sent its request again before it got the answer",
+    "too_long": "it has more tokens than the model has positions",
+    "stale": "it was sampled by weights that are too old",
+    "cut_off": "its reply ended at the token limit",
+    "mismatch": "sampler and trainer disagree on every token",
+    "unusable_images": "its images cannot be read or are encoded differently, or the model sampled an image token",
+    "not_finite": "the loss or the gradient of its minibatch was not finite",
+    "cancelled": "it was cancelled",
+    "unfinished": "it has not ended yet",
+    "not_recorded": "its step was interrupted before it was recorded, or the algorithm keeps no records",
+}
+"""Outcomes of a rollout or a call; every one except ``trained`` is a reason why it was not trained on."""
 
 _PREFIX: Final = f"{semconv.TRAINING}."
 _Number = Annotated[float, Field(strict=False)]  # not finite, it is stored as text
