@@ -57,9 +57,10 @@ class StoreCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            if "unexpected extra argument" in error.message:
-                error.message += "; the directory of a run has a store.db, and the URL of a store begins with a scheme"
-            raise
+            if "unexpected extra argument" not in error.message:
+                raise
+            form = "the directory of a run has a store.db, and the URL of a store begins with a scheme"
+            raise click.UsageError(f"{error.message}; {form}", ctx) from None
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[RUN_DIR|URL]"]
