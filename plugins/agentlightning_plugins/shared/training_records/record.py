@@ -29,7 +29,7 @@ LEDGER_SPAN: Final = f"{semconv.TRAINING}.rollout"
 Outcome: TypeAlias = Literal[
     "trained", "failed", "model_error", "no_reward", "no_calls", "spans_dropped", "unreadable_spans", "filtered",
     "flat_group", "no_tokens", "untrusted", "no_logprobs", "repeated", "side_call", "given_up", "too_long", "stale",
-    "cut_off", "mismatch", "unusable_images", "not_finite", "cancelled", "unfinished", "not_recorded",
+    "cut_off", "mismatch", "baseline", "unusable_images", "not_finite", "cancelled", "unfinished", "not_recorded",
 ]  # fmt: skip
 """Outcome of a rollout or a call; every value except ``trained`` is a reason why it was not trained on:
 
@@ -43,7 +43,8 @@ on such calls. ``given_up``: the client sent its request again before it got the
 ``too_long``: more tokens than the model has positions. ``stale``: sampled by weights that are too old. ``cut_off``: its
 reply ended at the token limit. ``mismatch``: sampler and trainer disagree on every token. ``unusable_images``: its
 images cannot be read, the trainer and the sampler encode them as different tokens, or the model sampled an image token.
-``not_finite``: the loss or the gradient of its minibatch was not finite. ``cancelled``: it was cancelled.
+``baseline``: a greedy rollout, whose reward is subtracted from those of its task. ``not_finite``: the loss or the
+gradient of its minibatch was not finite. ``cancelled``: it was cancelled.
 ``unfinished``: it has not ended yet. ``not_recorded``: its step was interrupted before it was recorded, or the
 algorithm keeps no records.
 """
