@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-from collections import defaultdict
-from itertools import count
 from typing import Any
 
 import openai
@@ -12,7 +9,6 @@ import openai
 import agentlightning as agl
 
 TOOLS: Any = [{"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}]
-SEEDS: Any = defaultdict(count)
 
 
 async def agent(task: dict[str, Any], llm: agl.LLM) -> float | None:
@@ -21,9 +17,6 @@ async def agent(task: dict[str, Any], llm: agl.LLM) -> float | None:
     if kind == "nothing":
         return None
     said = ""
-    if kind == "seeded":  # the rollouts of a task are exchangeable: each takes the next seed
-        seed = zlib.crc32(task["text"].encode()) % 100_000 * 100 + next(SEEDS[task["text"]])
-        llm = llm.model_copy(update={"sampling_parameters": {**llm.sampling_parameters, "seed": seed}})
     async with openai.AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0) as client:
         prompt = task["text"] * {"overlong": 25}.get(kind, 1)
         messages: list[Any] = [{"role": "user", "content": prompt}]
