@@ -134,7 +134,8 @@ class RolloutController:
     @property
     def _modes(self) -> list[Mode]:
         """The modes of rollouts; training is the last, because agents outside a run get the latest resources."""
-        return [*(["greedy"] if self.config.algorithm.adv_estimator == REMAX else []), "val", "train"]
+        own: list[Mode] = ["val", "train"]
+        return ["greedy", *own] if self.config.algorithm.adv_estimator == REMAX else own
 
     def withdraw(self) -> None:
         """Takes the replicas out of the gateway, before they end: it would report that they are down."""
