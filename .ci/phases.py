@@ -26,13 +26,13 @@ from environments import ENVIRONMENTS, REPO, uv
 RESULTS = REPO / ".venvs" / "results"
 SOURCES = "core plugins integrations algorithms examples".split()
 # Two lanes side by side; the last one follows alone. A failed part stops neither.
-LANES = [["main"], ["lint", "verl", "oldest", "vllm", "newest"]]
+LANES = [["main"], ["lint", "verl", "verl-vllm", "oldest", "vllm", "newest"]]
 ALONE = ["serial"]
 LIMIT_S = 75 * 60
 """A run that takes longer hangs."""
 FAILURES = ("failure", "error")
 """Elements of a test that failed in a JUnit file."""
-SOAK = ["main", "verl", "vllm"]
+SOAK = ["main", "verl", "verl-vllm", "vllm"]
 
 
 class Run:

@@ -36,7 +36,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell sets this for b
     signal.signal(signal.SIGINT, signal.default_int_handler)  # otherwise processes that tests start ignore Ctrl-C too
 
 
-ENVIRONMENTS = ("main", "newest", "verl", "oldest", "vllm")
+ENVIRONMENTS = ("main", "newest", "verl", "verl-vllm", "oldest", "vllm")
 IN_OLDEST = """
     core/test_emitter.py core/test_plugins.py core/test_record.py core/test_resources.py core/test_semconv.py
     core/test_tracer.py integrations/test_pickling.py integrations/test_span_tree.py
@@ -73,14 +73,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def environments_of(path: Path) -> set[str]:
     """Returns the environments in which a file's tests run, or any tests of a folder."""
-    place = path.relative_to(_FOLDER)
-    if place.parts and place.parts[0] in ENVIRONMENTS:
-        return {place.parts[0]}
     if path.is_dir():
         return set().union(*map(environments_of, path.rglob("test_*.py")))
     mark = re.search(r"pytest\.mark\.environment\(([^)]*)\)", path.read_text(encoding="utf-8"))
     if mark:
-        return set(re.findall(r"\w+", mark[1]))
+        return set(re.findall(r"[\w-]+", mark[1]))
+    place = path.relative_to(_FOLDER)
+    if place.parts[0] in ENVIRONMENTS:
+        return {place.parts[0]}
     return {"main", "oldest"} if any(map(place.is_relative_to, IN_OLDEST)) else {"main"}
 
 

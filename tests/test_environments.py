@@ -25,7 +25,7 @@ from tests.waiting import LIMIT_S
 
 EXTRAS = list(pyproject()["project"]["optional-dependencies"])
 NO_FEATURES = {"all", "demo"}
-HEAVY = {"verl", "vllm"}  # `make test` has an environment for verl, and vLLM needs a GPU
+HEAVY = {"verl"}  # `make test` has an environment for it
 IN_CI = {"openai", "postgresql"}
 
 RUN = """

@@ -23,7 +23,7 @@ import environments
 from tests.source import REPO, ROOTS, pyproject, run_python
 
 # These need a separate environment.
-NOT_IN_ALL = {"agentops", "poml", "verl", "vllm"}
+NOT_IN_ALL = {"agentops", "poml", "verl"}
 STRICTER = {"openai>=2.8"}
 """Requirements of one extra that are stricter than those of other extras."""
 SECURE = {
@@ -76,7 +76,7 @@ def test_no_package_is_required_with_two_different_bounds() -> None:
     assert {name: both for name, both in bounds.items() if len(both) > 1} == {}
 
 
-@pytest.mark.parametrize("environment", ["coding", "lint", "main", "newest", "oldest", "verl"])
+@pytest.mark.parametrize("environment", ["coding", "lint", "main", "newest", "oldest", "verl", "verl-vllm"])
 def test_the_constraints_pin_every_requirement_of_an_environment(environment: str) -> None:
     described = environments.ENVIRONMENTS[environment]
     lines = (REPO / "constraints" / f"{described.constraints or environment}.txt").read_text("utf-8").splitlines()
@@ -88,6 +88,21 @@ def test_the_constraints_pin_every_requirement_of_an_environment(environment: st
         (pin,) = pins[canonicalize_name(requirement.name)]
         assert pin.operator == "=="
         assert requirement.specifier.contains(pin.version), f"{requirement} against {requirement.name}{pin}"
+
+
+def test_agentops_and_verl_are_said_to_need_separate_environments_as_long_as_they_do() -> None:
+    """agentops requires packaging<25, and a library of verl's tensordict packaging>=25."""
+    found = {
+        name: next(
+            Version(line.partition("==")[2])
+            for line in (REPO / "constraints" / f"{name}.txt").read_text("utf-8").splitlines()
+            if line.startswith("packaging==")
+        )
+        for name in ("newest", "verl")
+    }
+    assert found["newest"] < Version("25") <= found["verl"], "remove the sentences about it from the documentation"
+    for page in ("tracing.md", "verl.md"):
+        assert "packaging<25" in (REPO / "docs" / page).read_text("utf-8")
 
 
 def test_no_extra_requires_lightning_from_the_package_index() -> None:

@@ -164,6 +164,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Training:
             "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
         },
         val=[{**task("tool", "say x", 2), "source": "easy"}, {**task("crash", "say y"), "source": "hard"}],
+        settings={"rows": "trajectories"},
     )
     log = directory.with_suffix(".log")
     process = start([first], log)
@@ -202,6 +203,7 @@ def run_variants(base: Path, model: Path) -> dict[str, Training]:
             "trainer.v1.trainer_mode": "colocate_async",
         },
         "credit": {"data.train_batch_size": 4},
+        "remax": {"algorithm.adv_estimator": "remax", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2},
         "lora": {
             "actor_rollout_ref.model.lora_rank": 4,
             "algorithm.use_kl_in_reward": True,
@@ -220,7 +222,7 @@ def run_variants(base: Path, model: Path) -> dict[str, Training]:
             model,
             nothing + tools if name == "lora" else tools,
             {**one_step, **config},
-            settings={"rows": "transition"} if name == "rloo" else {},
+            settings={"rows": "trajectories"} if name == "credit" else {},
             adapter={"name": "triplet", "credit": "discounted"} if name == "credit" else None,
         )
         for name, config in configs.items()

@@ -32,7 +32,7 @@ CHAIN = [call([1, 2], [3, 4], reward=0.5), call([1, 2, 3, 4, 5], [6], version=1)
 
 
 def test_calls_that_continue_each_others_tokens_become_one_row() -> None:
-    (row,) = build_rows(CHAIN, kind="trajectory", max_prompt=9, max_response=9).rows
+    (row,) = build_rows(CHAIN, kind="trajectories", max_prompt=9, max_response=9).rows
     assert (row.prompt_ids, row.response_ids, row.response_mask) == ([1, 2], [3, 4, 5, 6], [1, 1, 0, 1])
     assert row.response_logprobs == [-0.5, -0.5, 0.0, -0.5]
     assert [call.weight_version for call in row.calls] == [0, 1]
@@ -40,18 +40,18 @@ def test_calls_that_continue_each_others_tokens_become_one_row() -> None:
 
 
 def test_each_transition_becomes_a_row() -> None:
-    rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
+    rows = build_rows(CHAIN, kind="transitions", max_prompt=9, max_response=9).rows
     assert [(row.prompt_ids, row.response_ids) for row in rows] == [([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])]
 
 
 def test_a_prompt_that_is_too_long_is_dropped_and_counted() -> None:
-    built = build_rows(CHAIN, kind="transition", max_prompt=4, max_response=9)
+    built = build_rows(CHAIN, kind="transitions", max_prompt=4, max_response=9)
     assert [row.prompt_ids for row in built.rows] == [[1, 2]]
     assert built.dropped == {"prompt_too_long": 1}
 
 
 def test_a_row_that_is_too_long_is_cut_after_a_sampled_token() -> None:
-    built = build_rows(CHAIN, kind="trajectory", max_prompt=2, max_response=3)
+    built = build_rows(CHAIN, kind="trajectories", max_prompt=2, max_response=3)
     (row,) = built.rows
     assert (row.response_ids, row.response_mask, row.response_logprobs) == ([3, 4], [1, 1], [-0.5, -0.5])
     assert built.dropped == {"response_cut": 1}
@@ -62,7 +62,7 @@ def test_a_row_that_is_too_long_is_cut_after_a_sampled_token() -> None:
 def test_calls_without_tokens_or_logprobs_are_counted() -> None:
     bare = call([1], [2])
     bare.response["logprobs"] = None
-    for kind in ("transition", "trajectory"):
+    for kind in ("transitions", "trajectories"):
         built = build_rows([call([], []), bare], kind=kind, max_prompt=9, max_response=9)
         assert (built.rows, built.calls) == ([], 2)
         assert built.dropped == {"no_tokens": 1, "no_logprobs": 1}
@@ -82,7 +82,7 @@ def test_a_placeholder_row_has_no_token_to_train_on() -> None:
 
 
 def test_the_weight_versions_of_a_rollout_are_reported_as_a_range() -> None:
-    rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
+    rows = build_rows(CHAIN, kind="transitions", max_prompt=9, max_response=9).rows
     assert weight_range(rows, 7) == (0, 1)
     assert weight_range([placeholder_row(0)], 7) == (7, 7)
 
@@ -100,11 +100,19 @@ def test_rollouts_without_rows_count_in_the_mean_metrics() -> None:
     assert (numbers["errors/ValueError"], numbers["queue_s_max"], numbers["call_s"]) == (1.0, 3.0, 1.0)
 
 
+def test_a_rollout_whose_model_failed_has_no_reward_in_the_metrics() -> None:
+    good, failed = RolloutStats(1.0, True, source="easy"), RolloutStats(0.0, False, "model_error", source="easy")
+    numbers = summarize([good, failed])
+    assert (numbers["reward"], numbers["reward_min"], numbers["reward/easy"]) == (1.0, 1.0, 1.0)
+    assert (numbers["rollouts"], numbers["errors/model_error"]) == (2.0, 1.0)
+    assert "reward" not in summarize([failed])
+
+
 @pytest.mark.filterwarnings("ignore")  # of verl's imports
 def test_verl_trains_on_the_reward_of_the_rollout_and_knows_the_versions_of_its_weights() -> None:
     from agentlightning_algorithms.verl.agent_loop import episode_to_outputs
 
-    rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
+    rows = build_rows(CHAIN, kind="transitions", max_prompt=9, max_response=9).rows
     outputs = episode_to_outputs(VerlEpisode(rows, reward=1.0, calls=2), current=1)
     assert [output.reward_score for output in outputs] == [1.0, 1.0]
     assert {(o.extra_fields["min_global_steps"], o.extra_fields["max_global_steps"]) for o in outputs} == {(0, 1)}
@@ -124,7 +132,7 @@ def test_advantages_of_calls_with_credit_equal_the_advantages_of_grpo() -> None:
     rows = [
         build_rows(
             [credited(turn, value) for turn, value in enumerate(own)],
-            kind="trajectory",
+            kind="trajectories",
             max_prompt=9,
             max_response=9,
             reward=1.0,
@@ -144,7 +152,7 @@ def test_advantages_of_calls_with_credit_equal_the_advantages_of_grpo() -> None:
 
 def test_every_call_of_a_failed_rollout_gets_the_failed_reward() -> None:
     calls = [call.model_copy(update={"metadata": {**call.metadata, "credit": "x", "turn": None}}) for call in CHAIN]
-    (row,) = build_rows(calls, kind="trajectory", max_prompt=9, max_response=9, failed_reward=-1.0).rows
+    (row,) = build_rows(calls, kind="trajectories", max_prompt=9, max_response=9, failed_reward=-1.0).rows
     assert [tuple(credit) for credit in row.credit] == [(0, 2, -1.0, None), (3, 4, -1.0, None)]
-    (row,) = build_rows(CHAIN, kind="trajectory", max_prompt=9, max_response=9, reward=1.0).rows
+    (row,) = build_rows(CHAIN, kind="trajectories", max_prompt=9, max_response=9, reward=1.0).rows
     assert row.credit == []

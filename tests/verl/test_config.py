@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,21 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import agentlightning as agl
 from agentlightning_algorithms.shared.trained_model import TrainingRecord
-from agentlightning_algorithms.verl import environment
-from agentlightning_algorithms.verl.config import CPU_DEFAULTS, DEFAULTS, _compose_own, compose_config, dump_config
+from agentlightning_algorithms.verl import config, environment
+from agentlightning_algorithms.verl.config import (
+    CPU_DEFAULTS,
+    DEFAULTS,
+    REFUSED,
+    Setting,
+    _check_key,
+    _compose_own,
+    compose_config,
+    dump_config,
+)
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -45,7 +56,53 @@ def test_the_defaults_have_the_documented_values() -> None:
 
 
 def test_verl_has_the_key_of_each_of_our_defaults() -> None:
-    compose_config({**DEFAULTS, **CPU_DEFAULTS})  # as a user's keys, which are checked
+    for key, value in {**DEFAULTS, **CPU_DEFAULTS}.items():
+        _check_key(_compose_own(), Setting(key, value, False))
+
+
+READERS = """
+    trainer/ppo/v1/*.py trainer/ppo/utils.py trainer/ppo/checkpoint_callback.py checkpoint_engine/*.py utils/config.py
+    utils/tracking.py workers/engine_workers.py workers/rollout/*.py workers/rollout/vllm_rollout/*.py
+""".split()
+"""Files of verl that read the sections of the trainer; the workers of verl take the other sections whole."""
+SECTIONS = "algorithm data trainer actor_rollout_ref.rollout".split()
+TAKEN_WHOLE = """
+    algorithm.kl_ctrl algorithm.rollout_correction actor_rollout_ref.actor actor_rollout_ref.model actor_rollout_ref.ref
+    actor_rollout_ref.nccl_timeout actor_rollout_ref.rollout.profiler actor_rollout_ref.rollout.disaggregation critic
+    distillation global_profiler model_engine ray_kwargs.ray_init transfer_queue
+""".split()
+
+
+def leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if isinstance(node, dict) and node:
+        for name, child in node.items():
+            yield from leaves(child, (*path, str(name)))
+    elif path[-1] != "_target_":
+        yield path
+
+
+def is_below(key: str, sections: Iterable[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def test_each_key_of_verl_is_read_by_verls_v1_trainer_or_refused_by_name() -> None:
+    origin = importlib.util.find_spec("verl")
+    assert origin is not None
+    assert origin.origin is not None
+    root, own = Path(origin.origin).parent, Path(config.__file__).parent
+    files = [*own.glob("*.py"), *(file for pattern in READERS for file in root.glob(pattern))]
+    sources = "".join(file.read_text() for file in files if file.name != "config.py" or file.parent != own)
+    read = set(re.findall(r"""[.\["'](\w+)""", sources))
+    composed = OmegaConf.to_container(_compose_own())
+    keys = {".".join(path): path for path in leaves(composed)}
+    unknown = [
+        key
+        for key, path in keys.items()
+        if not is_below(key, REFUSED) and not is_below(key, TAKEN_WHOLE)
+        if not (is_below(key, SECTIONS) and path[-1] in read)
+    ]
+    assert unknown == []
+    assert [key for key in REFUSED if not any(is_below(name, [key]) for name in keys)] == [], "verl has no such key"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +114,21 @@ def test_verl_has_the_key_of_each_of_our_defaults() -> None:
         ({"trainer": {"device": {"name": "cpu"}}}, "trainer.device is one value, not a mapping"),
         ({"data.train_files": "x.parquet"}, "data.train_files cannot be set: the tasks are the trainer's"),
         ({"trainer.v1.trainer_mode": "separate_async"}, "supported: sync, colocate_async"),
-        ({"algorithm.adv_estimator": "remax"}, "adv_estimator = 'remax' needs a greedy rollout of each task"),
+        ({"data": {"truncation": "left"}}, "data.truncation cannot be set: a prompt of more than data.max_prompt"),
+        ({"actor_rollout_ref.rollout.multi_turn.enable": True}, "multi_turn.enable cannot be set: the agents are"),
+        ({"custom_reward_function.path": "x.py"}, "custom_reward_function.path cannot be set: agents emit their"),
+        (
+            {"trainer.device": "cpu", "actor_rollout_ref.rollout.engine_kwargs.vllm.a": 1},
+            "engine_kwargs.vllm.a cannot be set: the rollout backend transformers does not read it",
+        ),
+        (
+            {"actor_rollout_ref.actor": {"use_dynamic_bsz": True, "ppo_micro_batch_size_per_gpu": 2}},
+            "ppo_micro_batch_size_per_gpu cannot be set: actor_rollout_ref.actor.use_dynamic_bsz = True, so that",
+        ),
+        (
+            {"actor_rollout_ref.actor": {"ppo_max_token_len_per_gpu": 99, "ppo_micro_batch_size_per_gpu": 2}},
+            "ppo_max_token_len_per_gpu cannot be set: actor_rollout_ref.actor.use_dynamic_bsz = False, so that",
+        ),
         ({"data.train_batch_size": 33}, "train_batch_size = 33 is not a multiple"),
         (
             {"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": 24},
@@ -99,6 +170,33 @@ def test_a_key_that_only_a_dataclass_of_verl_has_is_accepted() -> None:
 
 def test_a_key_with_a_plus_is_added_without_a_check() -> None:
     assert compose_config({"+trainer.mine": 1}).trainer.mine == 1
+
+
+def test_a_size_of_micro_batches_turns_off_those_sized_by_tokens() -> None:
+    actor = "actor_rollout_ref.actor"
+    assert compose_config({}).critic.use_dynamic_bsz is True
+    composed = compose_config({f"{actor}.ppo_micro_batch_size_per_gpu": 2})
+    assert composed.actor_rollout_ref.actor.use_dynamic_bsz is False
+    assert composed.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz is composed.critic.use_dynamic_bsz is False
+    assert compose_config({f"{actor}.ppo_max_token_len_per_gpu": 99}).actor_rollout_ref.actor.use_dynamic_bsz is True
+
+
+def test_vllm_on_a_cpu_gets_its_keys_and_keeps_those_of_the_user() -> None:
+    vllm = {"enable_auto_tool_choice": True, "kv_cache_memory_bytes": 1}
+    rollout = {"name": "vllm", "engine_kwargs": {"vllm": vllm}}
+    composed = compose_config({"trainer.device": "cpu", "actor_rollout_ref": {"rollout": rollout}}).actor_rollout_ref
+    assert composed.rollout.engine_kwargs.vllm.worker_extension_cls.endswith(".vllm_extension.ReloadingExtension")
+    assert (composed.rollout.enforce_eager, composed.rollout.enable_sleep_mode) == (True, False)
+    assert composed.rollout.engine_kwargs.vllm.kv_cache_memory_bytes == 1
+    assert composed.rollout.engine_kwargs.vllm.enable_auto_tool_choice is True
+
+
+def test_validation_without_tasks_is_refused(tmp_path: Path) -> None:
+    batch = {"data.train_batch_size": 1, "actor_rollout_ref.actor.ppo_mini_batch_size": 1}
+    algorithm = agl.VERL({**batch, "trainer.test_freq": 5})
+    algorithm.context = agl.RunContext()
+    with pytest.raises(agl.ConfigError, match="trainer.test_freq = 5 needs a val_dataset"):
+        algorithm._complete(["a"], None, tmp_path)
 
 
 def test_the_composed_configuration_can_be_printed() -> None:

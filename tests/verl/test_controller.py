@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 import agentlightning as agl
 from agentlightning_algorithms.shared.rollout_result import RolloutResult
 from agentlightning_algorithms.verl.controller import RolloutController, RolloutSettings, cancel_open
+from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry
 
 
 async def test_a_failed_rollout_gets_the_lowest_reward_of_its_group() -> None:
@@ -37,6 +38,33 @@ async def test_a_failed_rollout_gets_the_lowest_reward_of_its_group() -> None:
     await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="failed")
     assert (await alone).reward == -1.0, "the lowest of the run"
     assert controller._groups == {}
+    await store.close()
+
+
+async def test_a_greedy_rollout_gives_the_baseline_and_is_counted_in_the_ledger() -> None:
+    store = agl.InMemoryLightningStore()
+    controller = RolloutController(
+        store=store, gateway=SimpleNamespace(flush=AsyncMock()), adapter=agl.TraceToTriplet(),
+        tasks={"train": ["a"], "val": []}, initial_resources={}, settings=RolloutSettings(), loop=None,
+        config=OmegaConf.create({"data": {"max_prompt_length": 9, "max_response_length": 9}}),
+    )  # fmt: skip
+    assert controller._sampling("greedy")["temperature"] == 0
+    resources = (await store.add_resources({"prompt": agl.PromptTemplate("x")})).resources_id
+    controller._resources |= {"train": resources, "greedy": resources}
+    own = asyncio.create_task(controller.roll_out("train", 0, "g", 3))
+    greedy = controller.begin_greedy(0, "g", 3)
+    assert controller.begin_greedy(0, "g", 3) is greedy, "one for all rollouts of the group"
+    for reward in (0.25, 0.75):
+        claimed = await store.dequeue_rollout("worker")
+        while claimed is None:
+            claimed = await store.dequeue_rollout("worker")
+        await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded", reward=reward)
+    assert sorted([(await own).reward, (await greedy).reward]) == [0.25, 0.75]
+    spans = [span for rollout in await store.query_rollouts() for span in await store.query_spans(rollout.rollout_id)]
+    (entry,) = [LedgerEntry.from_span(span) for span in spans if span.name == LEDGER_SPAN]
+    assert (entry.step, entry.group, entry.reward) == (3, "g", (await greedy).reward)
+    assert controller.metrics.take("train")["rollouts"] == controller.metrics.take("greedy")["rollouts"] == 1
+    assert controller._greedy == controller._groups == {}
     await store.close()
 
 

@@ -43,7 +43,7 @@ def call(prompt: list[int], response: list[int], *images: str) -> agl.Triplet:
 
 
 def rows_of(*calls: agl.Triplet, limit: int = 99) -> BuiltRows:
-    return build_rows(calls, kind="trajectory", max_prompt=limit, max_response=limit)
+    return build_rows(calls, kind="trajectories", max_prompt=limit, max_response=limit)
 
 
 def with_images(processor: Any, sizes: list[int], urls: list[str]) -> BuiltRows:

@@ -15,7 +15,7 @@ def test_merged_weights_equal_the_weights_merged_by_peft(use_rslora: bool) -> No
     from peft import LoraConfig, get_peft_model
     from peft.utils.save_and_load import get_peft_model_state_dict
 
-    from agentlightning_algorithms.verl.replica import merge_adapter
+    from agentlightning_algorithms.verl.inference.replica import merge_adapter
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4))
@@ -33,14 +33,14 @@ def test_merged_weights_equal_the_weights_merged_by_peft(use_rslora: bool) -> No
 
 
 def test_an_adapter_of_another_kind_is_refused() -> None:
-    from agentlightning_algorithms.verl.replica import merge_adapter
+    from agentlightning_algorithms.verl.inference.replica import merge_adapter
 
     with pytest.raises(agl.ConfigError, match="use_dora: set actor_rollout_ref.model.lora.merge to true"):
         merge_adapter({}, {}, {"lora_alpha": 8, "use_dora": True})
 
 
 def test_an_adapter_of_another_model_is_refused() -> None:
-    from agentlightning_algorithms.verl.replica import merge_adapter
+    from agentlightning_algorithms.verl.inference.replica import merge_adapter
 
     adapter = {
         "base_model.model.far.lora_A.weight": torch.ones(1, 2),

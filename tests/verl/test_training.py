@@ -14,6 +14,7 @@ import torch
 
 import agentlightning as agl
 from agentlightning import semconv
+from agentlightning.reward import find_final_reward
 from agentlightning_algorithms.shared.advantage import Scored, compute_advantages, read_credit
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
 
@@ -43,6 +44,7 @@ def first_advantage(row: dict[str, Any]) -> float:
 
 
 def test_every_step_is_done_and_reported(trained: Training) -> None:
+    assert "is down" not in trained.log, "no server is missed that ended with the training"
     assert set(STEPS) <= set(trained.metrics)
     for step in STEPS:
         assert trained.metrics[step]["training/global_step"] == step
@@ -114,8 +116,6 @@ def test_advantages_of_rows_equal_the_advantages_of_verl_for_whole_rollouts(trai
 
 
 def test_rewards_are_the_agents_rewards_in_float32(trained: Training) -> None:
-    from agentlightning.reward import find_final_reward
-
     rewards = defaultdict(list)
     for rollout in trained.rollouts:
         if rollout.mode == "train" and rollout.status == "succeeded":
@@ -284,7 +284,7 @@ def test_metrics_are_reported_per_data_source_and_per_turn(trained: Training) ->
 
 
 @pytest.mark.soak  # five more runs of verl
-@pytest.mark.parametrize("name", ["ppo", "reinforce", "rloo"])
+@pytest.mark.parametrize("name", ["ppo", "reinforce", "remax", "rloo"])
 def test_other_algorithms_take_a_real_step(variants: dict[str, Training], name: str) -> None:
     training = variants[name]
     metrics = training.metrics[1]
@@ -325,6 +325,34 @@ def test_rloo_compares_rollouts_and_not_their_rows(variants: dict[str, Training]
             others = [reward for other, reward in rewards.items() if other != name]
             for row in session:
                 assert first_advantage(row) == pytest.approx(rewards[name] - sum(others) / len(others), abs=1e-6)
+
+
+@pytest.mark.soak  # more runs of verl
+def test_remax_subtracts_the_reward_of_one_greedy_rollout_per_task(variants: dict[str, Training]) -> None:
+    training = variants["remax"]
+    greedy, sampled = {}, defaultdict(list)
+    for rollout in training.rollouts:
+        reward = find_final_reward(training.spans[rollout.rollout_id])
+        calls = [span for span in training.spans[rollout.rollout_id] if semconv.is_gateway_call(span)]
+        if all(span.attributes["gen_ai.request.model"] == "policy-greedy" for span in calls):
+            assert {span.attributes["gen_ai.request.temperature"] for span in calls} == {0}
+            assert rollout.metadata["group"] not in greedy
+            greedy[rollout.metadata["group"]] = reward
+            (entry,) = [
+                LedgerEntry.from_span(span) for span in training.spans[rollout.rollout_id] if span.name == LEDGER_SPAN
+            ]
+            assert entry.outcome == "baseline"
+        else:
+            sampled[rollout.metadata["group"]].append(reward)
+    assert greedy.keys() == sampled.keys()
+    assert {len(rewards) for rewards in sampled.values()} == {3}
+    groups = by_group(rows_of(training, 1))
+    assert groups.keys() == greedy.keys(), "greedy rollouts are not trained on"
+    for group, sessions in groups.items():
+        for session in sessions.values():
+            for row in session:
+                assert first_advantage(row) == pytest.approx(sum(row["rm_scores"]) - greedy[group], abs=1e-6)
+    assert training.metrics[1]["greedy_rollouts"] == 2
 
 
 @pytest.mark.soak  # five more runs of verl

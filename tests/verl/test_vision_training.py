@@ -45,7 +45,7 @@ def trained_on_images(tmp_path_factory: pytest.TempPathFactory, vision_model: Pa
     }
     log = directory.with_suffix(".log")
     tasks = list(TASKS.values())
-    run([job(directory, vision_model, tasks, config, shows_images=True)], log)
+    run([job(directory, vision_model, tasks, config, shows_images=True, settings={"rows": "trajectories"})], log)
     return read(directory, log)
 
 

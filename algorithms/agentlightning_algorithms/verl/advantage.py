@@ -14,15 +14,32 @@ from typing import Any, Final
 
 import torch
 from verl.protocol import DataProto
+from verl.trainer.ppo.core_algos import compute_remax_outcome_advantage, register_adv_est
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from agentlightning_algorithms.shared.advantage import Estimator, Scored, compute_advantages
-from agentlightning_algorithms.verl.batch_row import CallCredit
+from agentlightning_algorithms.verl.batch_row import REMAX, CallCredit
 
 OF_GROUPS: Final = frozenset(
     {"gpg", "grpo_passk", "grpo_vectorized", "opo", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized"}
 )
 """Estimators whose advantage is one number per rollout."""
+
+
+@register_adv_est(REMAX)  # type: ignore[untyped-decorator] # of verl
+def remax_without_baseline(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns verl's advantages and returns (B, T) for baselines of 0; the trainer subtracts the baselines."""
+    found: tuple[torch.Tensor, torch.Tensor] = compute_remax_outcome_advantage(
+        token_level_rewards, torch.zeros(len(token_level_rewards)), response_mask
+    )
+    return found
+
+
+def subtract_baselines(advantages_BT: torch.Tensor, baselines_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Subtracts the rewards of greedy rollouts, as in ReMax, Li et al. 2023, arXiv:2310.10505."""
+    return advantages_BT - baselines_B.unsqueeze(-1) * mask_BT
 
 
 def last_rows(keys: Sequence[str], has_tokens: Sequence[bool]) -> tuple[list[int], list[int]]:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from agentlightning_algorithms.verl.batch_row import weight_range
+from agentlightning_algorithms.verl.batch_row import REMAX, weight_range
 from agentlightning_algorithms.verl.controller import Mode, RolloutController, VerlEpisode
 from agentlightning_algorithms.verl.images import ImageLoader
 
@@ -32,8 +32,15 @@ class AgentLoopWorker(_Worker):  # type: ignore[misc] # verl's classes are untyp
     ) -> None:
         mode: Mode = "val" if trajectory["validate"] else "train"
         step = int(kwargs["global_steps"])
-        episode = await self.controller.roll_out(mode, int(kwargs["index"]), str(kwargs["uid"]), step)
+        place = int(kwargs["index"]), str(kwargs["uid"]), step
+        has_baseline = mode == "train" and self.config.algorithm.adv_estimator == REMAX
+        greedy = self.controller.begin_greedy(*place) if has_baseline else None
+        episode = await self.controller.roll_out(mode, *place)
         outputs = episode_to_outputs(episode, step if mode == "val" else step - 1)
+        if greedy is not None:
+            baseline = (await greedy).reward
+            for output in outputs:
+                output.extra_fields["baseline"] = baseline
         await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
 
 

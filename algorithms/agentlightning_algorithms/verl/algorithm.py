@@ -162,7 +162,7 @@ class VERL(RolloutSettings, Algorithm):
             config.data.custom_cls.path = "pkg://agentlightning_algorithms.verl.agent_loop"
             config.data.custom_cls.name = "IndexDataset"
             config.transfer_queue.enable = True
-            given = {setting.key for setting in flatten(self.given)}
+            given = {setting.key: setting.value for setting in flatten(self.given)}
             if "trainer.default_local_dir" not in given:
                 config.trainer.default_local_dir = str(directory / "checkpoints")
             if self.context.directory is not None:
@@ -176,6 +176,9 @@ class VERL(RolloutSettings, Algorithm):
             if self.context.is_resumed:
                 config.trainer.resume_mode = "auto"
             if not n_val:
+                for key in ("trainer.test_freq", "trainer.val_before_train", "trainer.val_only"):
+                    if (value := given.get(key)) is True or (value or -1) > 0:
+                        raise ConfigError(f"verl's {key} = {value} needs a val_dataset, and there is none")
                 config.data.val_batch_size = 1  # verl makes a loader even of an empty set
                 config.trainer.val_before_train, config.trainer.test_freq = False, -1
             elif "trainer.test_freq" not in given:

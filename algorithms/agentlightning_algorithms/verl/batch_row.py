@@ -20,7 +20,7 @@ from agentlightning_plugins.shared.trajectories import Mismatch, Trajectory, bui
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-RowKind: TypeAlias = Literal["transition", "trajectory"]
+RowKind: TypeAlias = Literal["transitions", "trajectories"]
 CREDIT_ESTIMATORS: Final[Mapping[str, Estimator]] = {
     "grpo": "grpo",
     "grpo_vectorized": "grpo",
@@ -30,6 +30,8 @@ CREDIT_ESTIMATORS: Final[Mapping[str, Estimator]] = {
     "rloo_vectorized": "rloo",
 }
 """verl's estimators that also exist for single calls, with our estimator for each."""
+REMAX: Final = "remax_without_baseline"
+"""Takes the place of verl's ``remax``, because verl's V1 trainer passes no baselines to its estimators."""
 
 
 class CallCredit(NamedTuple):
@@ -107,10 +109,10 @@ def build_rows(
     """
     names = {id(triplet): name for triplet, name in zip(triplets, call_keys(triplets), strict=True)}
     built = BuiltRows(calls=len(triplets), left_out={names[id(each)]: explain_unused(each) for each in triplets})
-    for part in [triplets] if kind == "trajectory" else [[triplet] for triplet in triplets]:
+    for part in [triplets] if kind == "trajectories" else [[triplet] for triplet in triplets]:
         found = build_trajectories(part)
         built.dropped.update(found.left_out)
-        if kind == "trajectory":
+        if kind == "trajectories":
             built.mismatches += found.mismatches
         for trajectory in _split_where_images_change(found.trajectories):
             start = trajectory.prompt_length

@@ -20,6 +20,7 @@ from agentlightning_algorithms.verl.environment import check_release, choose_pla
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+_DYNAMIC: Final = "actor_rollout_ref.actor.use_dynamic_bsz"
 DEFAULTS: Final[Mapping[str, Any]] = {
     "algorithm.adv_estimator": "grpo",
     "algorithm.use_kl_in_reward": False,
@@ -29,7 +30,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "data.dataloader_num_workers": 0,  # an item is an index
     "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
-    "actor_rollout_ref.actor.use_dynamic_bsz": True,  # rollouts differ in their number of rows
+    _DYNAMIC: True,  # rollouts differ in their number of rows
     "actor_rollout_ref.actor.optim.lr": 1e-6,
     "actor_rollout_ref.actor.use_kl_loss": False,
     "actor_rollout_ref.actor.entropy_coeff": 0,
@@ -78,14 +79,70 @@ CPU_DEFAULTS: Final[Mapping[str, Any]] = {
     "transfer_queue.backend.SimpleStorage.total_storage_size": 10_000,
 }
 """Further values for ``trainer.device=cpu``."""
-
-_RESERVED: Final = {
-    "trainer.use_v1": "only the V1 trainer takes external agents",
-    "data.train_files": "the tasks are the trainer's train_dataset",
-    "data.val_files": "the tasks are the trainer's val_dataset",
-    "data.custom_cls": "the tasks are the trainer's datasets",
-    "actor_rollout_ref.rollout.agent.agent_loop_manager_class": "the agents are the trainer's",
+_VLLM_ON_CPU: Final[Mapping[str, Any]] = {
+    f"actor_rollout_ref.rollout.{name}": value
+    for name, value in {
+        "enforce_eager": True,
+        "enable_sleep_mode": False,  # vLLM has none on a CPU
+        "free_cache_engine": False,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "checkpoint_engine.update_weights_bucket_megabytes": 64,
+        "engine_kwargs.vllm.worker_extension_cls": (
+            "agentlightning_algorithms.verl.inference.vllm_extension.ReloadingExtension"
+        ),
+        "engine_kwargs.vllm.kv_cache_memory_bytes": 256 << 20,
+    }.items()
 }
+"""Further values for ``trainer.device=cpu`` with ``rollout.name=vllm``."""
+
+_ROLLOUT: Final = "actor_rollout_ref.rollout"
+REFUSED: Final[Mapping[str, str]] = {
+    key: reason
+    for reason, keys in {
+        "the tasks are the trainer's train_dataset and val_dataset": """
+            data.train_files data.val_files data.custom_cls data.train_max_samples data.val_max_samples data.use_shm
+            data.prompt_key data.reward_fn_key data.image_key data.video_key data.audio_key data.image_patch_size
+            data.return_raw_input_ids data.return_raw_chat data.return_full_prompt data.return_multi_modal_inputs
+            data.tokenizer data.trust_remote_code""",
+        "a prompt of more than data.max_prompt_length tokens is dropped and counted (dropped/prompt_too_long)": """
+            data.truncation data.filter_overlong_prompts data.filter_overlong_prompts_workers""",
+        "the agents are the trainer's, and they choose messages, tools and turns": f"""
+            data.tool_config_path data.function_tool_path data.apply_chat_template_kwargs {_ROLLOUT}.agent
+            {_ROLLOUT}.multi_turn {_ROLLOUT}.ignore_eos""",
+        "agents emit their rewards, or the trainer's `reward` makes them": """
+            reward reward_model custom_reward_function sandbox_fusion""",
+        "temperature, top_p and top_k decide; greedy is temperature 0, in val_kwargs": f"""
+            {_ROLLOUT}.do_sample {_ROLLOUT}.val_kwargs.do_sample""",
+        "every call is a span of the run's store": f"{_ROLLOUT}.trace skip",
+        "it is for separate_async, whose servers bypass the gateway": f"""
+            trainer.v1.separate_async actor_rollout_ref.hybrid_engine {_ROLLOUT}.nnodes {_ROLLOUT}.n_gpus_per_node""",
+        "verl's V1 trainer, which alone takes external agents, does not read it": f"""
+            trainer.use_v1 trainer.balance_batch trainer.esi_redundant_time trainer.ray_wait_register_center_timeout
+            algorithm.filter_groups.max_num_gen_batches {_ROLLOUT}.over_sample_rate {_ROLLOUT}.multi_stage_wake_up""",
+        "verl's V1 trainer would give rows the advantages of others": "algorithm.use_pf_ppo algorithm.pf_ppo",
+        "it is deprecated, and not read where micro batches are sized by tokens; use ..._micro_batch_size_per_gpu": f"""
+            actor_rollout_ref.actor.ppo_micro_batch_size critic.ppo_micro_batch_size critic.forward_micro_batch_size
+            actor_rollout_ref.ref.log_prob_micro_batch_size {_ROLLOUT}.log_prob_micro_batch_size""",
+        "it belongs to verl's own entry point, and the algorithm has another": """
+            ray_kwargs.timeline_json_file transfer_queue.enable
+            global_profiler.global_tool_config.nsys.controller_nsight_options""",
+    }.items()
+    for key in keys.split()
+}
+"""Keys of verl that have no effect here, with the reason; a key stands for those below it too."""
+_NOT_OF_TRANSFORMERS: Final = tuple(
+    f"{_ROLLOUT}.{name}"
+    for name in """
+        gpu_memory_utilization enforce_eager cudagraph_capture_sizes pipeline_model_parallel_size expert_parallel_size
+        max_num_batched_tokens max_num_seqs enable_chunked_prefill enable_prefix_caching logprobs_mode scheduling_policy
+        disable_log_stats engine_kwargs quantization router_config_path disaggregation prometheus mtp profiler
+        free_cache_engine        skip_tokenizer_init full_determinism
+    """.split()
+)
+"""Beginnings of keys of ``rollout`` that the rollout backend ``transformers`` does not read."""
+_BY_TOKENS: Final = ("max_token_len_per_gpu", "micro_batch_size_per_gpu")
+"""Ends of the keys that size micro batches with ``use_dynamic_bsz``, and without it."""
 _MODES: Final = ("sync", "colocate_async")
 
 
@@ -111,16 +168,22 @@ def flatten(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[Se
 
 def default_values(settings: list[Setting]) -> dict[str, Any]:
     """Returns our defaults for the configuration's device, by dotted key."""
-    is_cpu = any(setting.key == "trainer.device" and setting.value == "cpu" for setting in settings)
-    return {**DEFAULTS, **(CPU_DEFAULTS if is_cpu else {})}
+    given = {setting.key: setting.value for setting in settings}
+    defaults = dict(DEFAULTS)
+    if any(key.endswith(_BY_TOKENS[1]) for key in given):
+        defaults[_DYNAMIC] = False
+    if given.get("trainer.device") != "cpu":
+        return defaults
+    has_vllm = given.get(f"{_ROLLOUT}.name") == "vllm"
+    return {**defaults, **CPU_DEFAULTS, **(_VLLM_ON_CPU if has_vllm else {})}
 
 
 def compose_without_verl(config: Mapping[str, Any]) -> dict[str, Any]:
     """The user's keys over our defaults, by dotted key: verl's own keys and values are unknown without verl."""
     settings = list(flatten(config))
-    for setting in settings:
-        _check_reserved(setting.key)
-    composed = {**default_values(settings), **{setting.key: setting.value for setting in settings}}
+    values = default_values(settings)
+    check_given(settings, values)
+    composed = {**values, **{setting.key: setting.value for setting in settings}}
     check_values(composed.get)
     return composed
 
@@ -143,10 +206,12 @@ def compose_config(config: Mapping[str, Any]) -> DictConfig:
     settings = [setting for setting in flatten(config) if setting not in engine]
     choose_platform(next((setting.value for setting in settings if setting.key == "trainer.device"), "cuda"))
     own = _compose_own(*(f"model_engine={setting.value}" for setting in engine))
+    values = default_values(settings)
+    check_given(settings, values)
     for setting in settings:
         _check_key(own, setting)
     composed = copy.deepcopy(own)
-    for key, value in (*default_values(settings).items(), *((setting.key, setting.value) for setting in settings)):
+    for key, value in (*values.items(), *((setting.key, setting.value) for setting in settings)):
         try:
             OmegaConf.update(composed, key, value, merge=False, force_add=True)
         except OmegaConfBaseException as error:
@@ -189,7 +254,6 @@ def _check_key(own: DictConfig, setting: Setting) -> None:
     """Checks that verl has a key: in its YAML, in the dataclass of a node, or in a mapping that verl leaves empty."""
     from omegaconf import DictConfig
 
-    _check_reserved(setting.key)
     node: Any = own
     parts = setting.key.split(".")
     for depth, part in enumerate(parts):
@@ -236,11 +300,24 @@ def _pass_bypass_correction(composed: DictConfig) -> None:
             loss.rollout_correction = composed.algorithm.rollout_correction
 
 
-def _check_reserved(key: str) -> None:
-    """Raises ConfigError for a key that the algorithm sets itself."""
-    for taken, reason in _RESERVED.items():
-        if key == taken or key.startswith(f"{taken}."):
-            raise ConfigError(f"verl's {key} cannot be set: {reason}")
+def check_given(settings: list[Setting], defaults: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a given key that has no effect, with the reason."""
+    given = {setting.key: setting.value for setting in settings}
+    values = {**defaults, **given}
+    for key in given:
+        section, _, name = key.rpartition(".")
+        for taken, reason in REFUSED.items():
+            if key == taken or key.startswith(f"{taken}."):
+                raise ConfigError(f"verl's {key} cannot be set: {reason}")
+        if values[f"{_ROLLOUT}.name"] == "transformers" and key.startswith(_NOT_OF_TRANSFORMERS):
+            raise ConfigError(f"verl's {key} cannot be set: the rollout backend transformers does not read it")
+        switch = next((key for key in given if key.startswith(section) and key.endswith("use_dynamic_bsz")), _DYNAMIC)
+        used, unused = _BY_TOKENS if values[switch] else reversed(_BY_TOKENS)
+        if name.endswith(unused):
+            raise ConfigError(
+                f"verl's {key} cannot be set: {switch} = {values[switch]}, so that micro batches are sized by "
+                f"...{used}; give one of the two"
+            )
 
 
 def check_values(get: Callable[[str], Any]) -> None:
@@ -250,11 +327,6 @@ def check_values(get: Callable[[str], Any]) -> None:
         raise ConfigError(
             f"verl's trainer.v1.trainer_mode = {mode!r}; supported: {', '.join(_MODES)}. (In verl 0.9.1 separate_async "
             "sends agents' requests to servers past the gateway.)"
-        )
-    if get("algorithm.adv_estimator") == "remax":
-        raise ConfigError(
-            "verl's algorithm.adv_estimator = 'remax' needs a greedy rollout of each task as baseline, which agents do "
-            "not give; use another estimator, such as grpo or rloo"
         )
     for section, switch, name in (
         ("algorithm", "use_kl_in_reward", "kl_penalty"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
@@ -21,19 +22,20 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Triplet
 from agentlightning_algorithms.shared.policy_backend import serve_models
 from agentlightning_algorithms.shared.rollout_result import RolloutResult, cancel_rollouts, read_result, retry_lost
-from agentlightning_algorithms.verl.batch_row import BatchRow, RowKind, build_rows, placeholder_row
+from agentlightning_algorithms.verl.batch_row import REMAX, BatchRow, RowKind, build_rows, placeholder_row
 from agentlightning_algorithms.verl.images import ImageLoader
 from agentlightning_algorithms.verl.metrics import RolloutMetrics, RolloutStats
-from agentlightning_plugins.shared.training_records.record import count_sampled
+from agentlightning_plugins.shared.training_records.record import Outcome, RolloutOutcome, count_sampled
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
-Mode = Literal["train", "val"]
+Mode = Literal["train", "val", "greedy"]
+"""``greedy``: a rollout on a training task whose reward is the baseline of ReMax."""
 
-MODEL_NAMES: Final[Mapping[Mode, str]] = {"train": "policy", "val": "policy-val"}
+MODEL_NAMES: Final[Mapping[Mode, str]] = {"train": "policy", "val": "policy-val", "greedy": "policy-greedy"}
 """The model's name in each mode: the gateway forces different sampling parameters on each name."""
 _NO_PENALTIES: Final = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _AGENT_PARAMETERS: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
@@ -46,9 +48,9 @@ _READY_S: Final = 600.0
 class RolloutSettings:
     """Settings that ``VERL`` passes on to the rollout controller."""
 
-    rows: RowKind = "trajectory"
-    """The rows that verl trains on: ``trajectory`` joins the calls of a rollout where a prompt continues the tokens
-    before it, ``transition`` makes a row of every call."""
+    rows: RowKind = "transitions"
+    """The rows that verl trains on: ``transitions`` makes a row of every call, ``trajectories`` joins the calls of a
+    rollout where a prompt continues the tokens before it, which trains on fewer tokens."""
     failed_reward: float = 0.0
     """Reward of a rollout that failed, has no reward, or has spans that cannot be used, unless the lowest reward of its
     group (or of the run, if its group has none) is lower: then that one."""
@@ -100,6 +102,9 @@ class RolloutController:
     _resources: dict[Mode, str] = field(default_factory=dict)
     _groups: dict[tuple[Mode, str], list[asyncio.Future[float | None]]] = field(default_factory=dict)
     """The rewards of the groups that are running, None for rollouts that failed."""
+    _greedy: dict[str, asyncio.Task[VerlEpisode]] = field(default_factory=dict)
+    """The greedy rollout of each group that is running, with ReMax."""
+    _places: dict[str, int] = field(default_factory=dict)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the event loop from the trainer's thread, and waits for it."""
@@ -121,12 +126,26 @@ class RolloutController:
                 "endpoint": f"http://{address}/v1",
                 "sampling_parameters": self._sampling(mode),
             }
-            for mode in MODEL_NAMES
+            for mode in self._modes
             for address, name in zip(addresses, names, strict=True)
         ]
         serve_models(self.gateway, entries)
 
+    @property
+    def _modes(self) -> list[Mode]:
+        """The modes of rollouts; training is the last, because agents outside a run get the latest resources."""
+        own: list[Mode] = ["val", "train"]
+        return ["greedy", *own] if self.config.algorithm.adv_estimator == REMAX else own
+
+    def withdraw(self) -> None:
+        """Takes the replicas out of the gateway, before they end: it would report that they are down."""
+        names = MODEL_NAMES.values()
+        others = [dict(entry) for entry in self.gateway.model_list if entry.get("model_name") not in names]
+        self.gateway.update_model_list(others)
+
     def _sampling(self, mode: Mode) -> dict[str, Any]:
+        if mode == "greedy":
+            return {"temperature": 0.0, "top_p": 1.0, "top_k": -1, **_NO_PENALTIES}
         rollout = self.config.actor_rollout_ref.rollout
         given = rollout if mode == "train" else rollout.val_kwargs
         return {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k, **_NO_PENALTIES}
@@ -140,12 +159,23 @@ class RolloutController:
 
     async def publish(self, version: int) -> None:
         """Publishes the resources for new rollouts, and lets calls continue with the new weights."""
-        for mode in ("val", "train"):  # the latest resources are those for training
+        for mode in self._modes:
             sampling = {name: value for name, value in self._sampling(mode).items() if name in _AGENT_PARAMETERS}
             resource = self.gateway.as_resource(model=MODEL_NAMES[mode], sampling_parameters=sampling)
             resources = {**self.initial_resources, self.settings.resource_name: resource}
             self._resources[mode] = (await self.store.add_resources(resources)).resources_id
         await self.gateway.resume(version)
+
+    def place_of(self, key: str) -> tuple[int, int, int]:
+        """Returns the place of a row, ``{group}_{rollout}_{row}``, in the order in which rollouts were requested."""
+        group, rollout, row = key.rsplit("_", 2)
+        return self._places.get(group, -1), int(rollout), int(row)
+
+    def begin_greedy(self, index: int, group: str, step: int) -> asyncio.Task[VerlEpisode]:
+        """Starts the greedy rollout of a task, which all rollouts of the group share."""
+        if group not in self._greedy:
+            self._greedy[group] = asyncio.create_task(self.roll_out("greedy", index, group, step))
+        return self._greedy[group]
 
     async def roll_out(self, mode: Mode, index: int, group: str, step: int) -> VerlEpisode:
         """Runs the agent once on a task; returns an episode even if the agent fails.
@@ -154,11 +184,12 @@ class RolloutController:
         """
         own: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
         members = self._groups.setdefault((mode, group), [])
+        self._places.setdefault(group, len(self._places))
         members.append(own)
         try:
             request = EnqueueRolloutRequest(
-                input=self.tasks[mode][index],
-                mode=mode,
+                input=self.tasks["val" if mode == "val" else "train"][index],
+                mode="val" if mode == "val" else "train",
                 resources_id=self._resources[mode],
                 metadata={"step": step, "task_id": index, "group": group},
                 config=retry_lost(self.settings.rollout_timeout_s, max_attempts=2),
@@ -174,7 +205,14 @@ class RolloutController:
                 await asyncio.wait(members)
             known = [reward for each in members if each.done() and (reward := each.result()) is not None]
             failed_reward = count_failed(known or [self.metrics.lowest], self.settings.failed_reward)
-            return await asyncio.to_thread(self._to_episode, mode, result, failed_reward)
+            if result.error_type == MODEL_ERROR and known:
+                failed_reward = statistics.fmean(known)  # the rollout does not change its group's baseline
+            episode = await asyncio.to_thread(self._to_episode, mode, result, failed_reward)
+            if mode == "greedy" and episode.record["rollout"]["attempt_id"]:
+                calls: dict[str, Outcome] = {call.name: "baseline" for row in episode.rows for call in row.calls}
+                entry = RolloutOutcome(**episode.record["rollout"]).to_entry(step, episode.record["left_out"] | calls)
+                await self.store.add_many_spans([entry.to_span()])
+            return episode
         except Exception as error:  # isolation point: a store's or dataset's error, which ``check`` raises
             self.failure = self.failure or error
             raise
@@ -183,6 +221,8 @@ class RolloutController:
                 own.set_result(None)
             if all(each.done() for each in members):
                 self._groups.pop((mode, group), None)
+                if mode == "train":
+                    self._greedy.pop(group, None)
 
     def _to_episode(self, mode: Mode, result: RolloutResult, failed_reward: float) -> VerlEpisode:
         settings, rollout, spans = self.settings, result.rollout, result.spans

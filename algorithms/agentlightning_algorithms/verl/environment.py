@@ -24,6 +24,8 @@ _CPU: Final = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "TQ_NUM_THREADS": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several processes share the cores
+    "VLLM_NO_USAGE_STATS": "1",
 }
 _RAY: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -75,7 +77,7 @@ def start_ray(config: DictConfig) -> bool:
     if is_cpu and given.get("address") is None:
         given["address"] = "local"  # not an existing cluster, whose GPUs would be real
         given["num_cpus"] = given.get("num_cpus") or 16  # verl's processes reserve more than they use
-        given["num_gpus"] = config.trainer.n_gpus_per_node  # verl counts workers by GPUs
+        given.setdefault("num_gpus", config.trainer.n_gpus_per_node)  # verl counts workers by GPUs
         given.setdefault("include_dashboard", False)
     for attempt in range(1, _START_ATTEMPTS + 1):
         try:

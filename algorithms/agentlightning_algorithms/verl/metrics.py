@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from agentlightning.store.lifecycle import MODEL_ERROR
 from agentlightning.types import Triplet
 from agentlightning_algorithms.shared.rollout_result import RewardCheck
 from agentlightning_algorithms.verl.batch_row import BuiltRows
@@ -81,15 +82,23 @@ def summarize(stats: Sequence[RolloutStats]) -> dict[str, float]:
     """Means over rollouts, and counts of errors by kind."""
     if not stats:
         return {}
-    rewards = [each.reward for each in stats]
+    # A rollout whose model call failed has no reward, as in ``grpo``: it says nothing about the agent.
+    rewards = [each.reward for each in stats if each.error != MODEL_ERROR]
+    spread = (
+        {
+            "reward": statistics.fmean(rewards),
+            "reward_std": statistics.pstdev(rewards),
+            "reward_min": min(rewards),
+            "reward_max": max(rewards),
+            "reward_median": statistics.median(rewards),
+        }
+        if rewards
+        else {}
+    )
     calls = [each.built.calls for each in stats]
     rows = [len(each.built.rows) for each in stats]
     numbers: dict[str, float] = {
-        "reward": statistics.fmean(rewards),
-        "reward_std": statistics.pstdev(rewards),
-        "reward_min": min(rewards),
-        "reward_max": max(rewards),
-        "reward_median": statistics.median(rewards),
+        **spread,
         "rollouts": len(stats),
         "rollouts_without_reward": sum(not each.has_reward for each in stats),
         "rollouts_without_rows": rows.count(0),
@@ -110,7 +119,7 @@ def summarize(stats: Sequence[RolloutStats]) -> dict[str, float]:
         numbers["call_s_max"] = max(call_s)
     sources: dict[str, list[float]] = {}
     for each in stats:
-        if each.source is not None:
+        if each.source is not None and each.error != MODEL_ERROR:
             sources.setdefault(each.source, []).append(each.reward)
     numbers.update({f"reward/{source}": statistics.fmean(found) for source, found in sorted(sources.items())})
     numbers.update(_describe_turns(stats))

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def _load_replica() -> type[RolloutReplica]:
-    from agentlightning_algorithms.verl.replica import TransformersReplica
+    from agentlightning_algorithms.verl.inference.replica import TransformersReplica
 
     return TransformersReplica
 
 
 RolloutReplicaRegistry.register("transformers", _load_replica)
-_ROLLOUT_REGISTRY["transformers", "async"] = "agentlightning_algorithms.verl.replica.ServerAdapter"
+_ROLLOUT_REGISTRY["transformers", "async"] = "agentlightning_algorithms.verl.inference.replica.ServerAdapter"
 
 
 class CPUPlatform(PlatformBase):  # type: ignore[misc] # verl's classes are untyped

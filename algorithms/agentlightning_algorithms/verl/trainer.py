@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import time
@@ -11,17 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy
+import torch
 import transfer_queue
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl.protocol import DataProto
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.workers.utils.padding import response_to_nested
 
-from agentlightning_algorithms.verl.advantage import OF_GROUPS, call_advantages, rollout_advantages
+from agentlightning_algorithms.verl.advantage import OF_GROUPS, call_advantages, rollout_advantages, subtract_baselines
 from agentlightning_algorithms.verl.agent_loop import AgentLoopManager
-from agentlightning_algorithms.verl.batch_row import CREDIT_ESTIMATORS, CallCredit
+from agentlightning_algorithms.verl.batch_row import CREDIT_ESTIMATORS, REMAX, CallCredit
 from agentlightning_algorithms.verl.controller import RolloutController
 from agentlightning_algorithms.verl.metrics import GPUMonitor
 from agentlightning_algorithms.verl.record import make_spans, mean_drift, read_rows
@@ -95,33 +99,43 @@ class _AgentTrainer:
         masks = transfer_queue.kv_batch_get(batch.keys, batch.partition_id, ["response_mask"])["response_mask"]
         if not any(bool(mask.any()) for mask in masks.unbind()):
             raise _NothingToTrainOn(batch)
-        self.steps.plan(len(batch))
-        metrics["rows_padded"] = self.steps.total - len(batch)
-        return super()._balance_batch(batch, metrics, **kwargs)  # type: ignore[misc] # as above
-
-    def _get_required_batch_multiple(self: Any, dp_size: int) -> int:
-        return int(self.steps.total)
+        rows = len(batch)
+        self.steps.plan(rows)
+        metrics["rows_padded"] = self.steps.total - rows
+        batch.reorder(sorted(range(rows), key=lambda place: self.controller.place_of(batch.keys[place])))
+        padded = upsample_batch_to_divisible_size(batch, self.steps.total, self.tokenizer.eos_token_id)
+        lengths = torch.tensor([tag["seq_len"] for tag in padded.tags])
+        parts = self.steps.divide(calculate_workload(lengths), rows)
+        padded.reorder([place for part in parts for place in part])
+        metrics.update(log_seqlen_unbalance(lengths.tolist(), partitions=parts, prefix="global_seqlen"))
+        return padded
 
     def _compute_advantage(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc] # as above
         config = self.config.algorithm
         has_credit = getattr(self.controller.adapter, "credit", None) is not None
-        if not has_credit and config.adv_estimator not in OF_GROUPS:
+        if not has_credit and config.adv_estimator not in (*OF_GROUPS, REMAX):
             return batch
         rewards = "token_level_rewards" if config.use_kl_in_reward else "rm_scores"
         where = {"keys": batch.keys, "partition_id": batch.partition_id}
-        fields = ["uid", "response_mask", rewards, *(["extra_fields"] if has_credit else [])]
+        is_remax = config.adv_estimator == REMAX
+        fields = ["uid", "response_mask", rewards, *(["extra_fields"] if has_credit or is_remax else [])]
+        fields += ["advantages"] if is_remax else []
         rows = transfer_queue.kv_batch_get(**where, select_fields=fields)
         mask, extra = rows["response_mask"], rows.pop("extra_fields", None)
         data = DataProto(batch=rows.to_padded_tensor())
         groups = data.batch.pop("uid").tolist()
-        if extra is not None:
+        if is_remax:
+            baselines = torch.tensor([float(row["baseline"]) for row in extra.tolist()])
+            advantages = subtract_baselines(data.batch["advantages"], baselines, data.batch["response_mask"])
+        elif extra is not None:
             advantages = self._call_advantages(batch, extra.tolist(), data, groups)
         else:
             data.batch["token_level_rewards"] = data.batch[rewards]
             data.non_tensor_batch["uid"] = numpy.array(groups, dtype=object)
             advantages = rollout_advantages(data, batch.keys, config.adv_estimator, config)
-        nested = {name: response_to_nested(advantages, mask) for name in ("advantages", "returns")}
+        names = ("advantages",) if is_remax else ("advantages", "returns")
+        nested = {name: response_to_nested(advantages, mask) for name in names}
         return transfer_queue.kv_batch_put(**where, fields=TensorDict(nested, batch_size=len(batch)))
 
     def _call_advantages(self: Any, batch: Any, extra: Sequence[Any], data: Any, groups: Sequence[str]) -> Any:
@@ -150,6 +164,7 @@ class _AgentTrainer:
         else:
             super()._compute_metrics(batch, metrics, *args, **kwargs)  # type: ignore[misc] # as above
         metrics.update(self.controller.metrics.take("train"))
+        metrics.update({f"greedy_{name}": value for name, value in self.controller.metrics.take("greedy").items()})
         metrics.update(self.gpu_monitor.take())
         metrics["optimizer_steps"], self.steps.taken = self.steps.taken, 0
         metrics.update({f"outcome/{name}": count for name, count in self.outcomes.items()})
@@ -203,15 +218,11 @@ class _OptimizerSteps:
         tasks = config.data.train_batch_size // trainer.parameter_sync_step
         actor = config.actor_rollout_ref.actor
         self._actor_steps: int = max(1, tasks // actor.ppo_mini_batch_size)
-        mapping = trainer.actor_rollout_wg._query_dispatch_info("actor")
-        unit = max(mapping) + 1  # rows are divided evenly among data-parallel ranks
-        if not actor.use_dynamic_bsz:
-            unit *= actor.ppo_micro_batch_size_per_gpu
-        self._unit = unit * self._actor_steps
-        self._critic_steps = 1
-        if trainer.use_critic:
-            self._critic_steps = max(1, tasks // config.critic.ppo_mini_batch_size)
-            self._unit = math.lcm(self._unit, unit * self._critic_steps)
+        self._ranks = max(trainer.actor_rollout_wg._query_dispatch_info("actor")) + 1
+        self._critic_steps = max(1, tasks // config.critic.ppo_mini_batch_size) if trainer.use_critic else 1
+        # Rows are divided evenly among data-parallel ranks, and then among micro batches where these have a fixed size.
+        unit = math.lcm(*_micro_batches(config, trainer)) * self._ranks
+        self._unit = math.lcm(unit * self._actor_steps, unit * self._critic_steps)
         self.total = 0
         """Rows of the batch, padding included."""
         self.taken = 0
@@ -219,6 +230,22 @@ class _OptimizerSteps:
 
     def plan(self, rows: int) -> None:
         self.total = math.ceil(rows / self._unit) * self._unit
+
+    def divide(self, work: torch.Tensor, rows: int) -> list[list[int]]:
+        """Divides a batch, of which ``work`` is the cost of each row, evenly among the ranks; padding follows ``rows``.
+
+        verl divides the whole batch, so that the rows of an optimizer step depend on the number of ranks. Here a step
+        has the same rows on any number: each step an equal share of them, in their order.
+        """
+        parts: list[list[int]] = [[] for _ in range(self._ranks)]
+        padding = iter(range(rows, self.total))
+        for step in range(self._actor_steps):
+            own = list(range(rows * step // self._actor_steps, rows * (step + 1) // self._actor_steps))
+            own += itertools.islice(padding, self.actor_rows() - len(own))
+            found = get_seqlen_balanced_partitions(work[own], self._ranks, equal_size=True)
+            for part, chosen in zip(parts, found, strict=True):
+                part += [own[place] for place in chosen]
+        return parts
 
     def actor_rows(self) -> int:
         return self.total // self._actor_steps
@@ -228,6 +255,20 @@ class _OptimizerSteps:
 
     def count(self, output: Any) -> None:
         self.taken += len(output["metrics"]["grad_norm"])
+
+
+def _micro_batches(config: DictConfig, trainer: Any) -> list[int]:
+    """Returns the fixed sizes of micro batches, of each role that has them."""
+    models = config.actor_rollout_ref
+    sizes = [] if models.actor.use_dynamic_bsz else [models.actor.ppo_micro_batch_size_per_gpu]
+    sizes += [
+        role.log_prob_micro_batch_size_per_gpu
+        for role in (models.rollout, *([models.ref] if trainer.use_reference_policy else []))
+        if not role.log_prob_use_dynamic_bsz
+    ]
+    if trainer.use_critic and not config.critic.use_dynamic_bsz:
+        sizes += [config.critic.ppo_micro_batch_size_per_gpu, config.critic.forward_micro_batch_size_per_gpu]
+    return sizes
 
 
 def _set_mini_batch_size(
@@ -247,6 +288,8 @@ def _set_mini_batch_size(
 
 def train(config: DictConfig, controller: RolloutController) -> None:
     """Trains to the end, and blocks meanwhile. Ray must be running, and the controller's loop in another thread."""
+    if config.algorithm.adv_estimator == "remax":
+        config.algorithm.adv_estimator = REMAX
     transfer_queue.init(config.transfer_queue)
     trainer: Any = None
     monitor = GPUMonitor()
@@ -267,6 +310,7 @@ def train(config: DictConfig, controller: RolloutController) -> None:
             trainer.fit(manager)
         finally:
             manager.cancel()
+            controller.withdraw()
         succeeded = True
     finally:
         monitor.stop()

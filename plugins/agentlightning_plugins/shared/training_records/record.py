@@ -29,7 +29,7 @@ LEDGER_SPAN: Final = f"{semconv.TRAINING}.rollout"
 Outcome: TypeAlias = Literal[
     "trained", "failed", "model_error", "no_reward", "no_calls", "spans_dropped", "unreadable_spans", "filtered",
     "flat_group", "no_tokens", "untrusted", "no_logprobs", "repeated", "side_call", "given_up", "too_long", "stale",
-    "cut_off", "mismatch", "unusable_images", "not_finite", "cancelled", "unfinished", "not_recorded",
+    "cut_off", "mismatch", "baseline", "unusable_images", "not_finite", "cancelled", "unfinished", "not_recorded",
 ]  # fmt: skip
 OUTCOMES: Final[Mapping[Outcome, str]] = {
     "trained": "the weights were trained on it",
@@ -51,6 +51,7 @@ OUTCOMES: Final[Mapping[Outcome, str]] = {
     "stale": "it was sampled by weights that are too old",
     "cut_off": "its reply ended at the token limit",
     "mismatch": "sampler and trainer disagree on every token",
+    "baseline": "a greedy rollout, whose reward is subtracted from those of its task",
     "unusable_images": "its images cannot be read or are encoded differently, or the model sampled an image token",
     "not_finite": "the loss or the gradient of its minibatch was not finite",
     "cancelled": "it was cancelled",

@@ -19,7 +19,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.verl.server import TransformersServer
+from agentlightning_algorithms.verl.inference.server import TransformersServer
 
 _NAME: Final = "agentlightning_replica_{rank}"
 
