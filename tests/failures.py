@@ -14,7 +14,7 @@ class Failure(NamedTuple):
     name: str
     how_long: str
     messages: list[re.Pattern[str]]
-    """What the row has in backticks; ``...`` stands for any text, and numbers for any numbers."""
+    """The texts that the row has in backticks; ``...`` stands for any text, and numbers for any numbers."""
     tests: list[str]
 
 

@@ -53,7 +53,7 @@ _Snapshot: TypeAlias = tuple[int, int, list[int]]
 _SEEN: Final[TypeAdapter[tuple[_Snapshot, _Snapshot | None, int]]] = TypeAdapter(
     tuple[_Snapshot, _Snapshot | None, int]
 )
-"""What a poll has seen: the spans of one snapshot, and those of the next up to a transaction, if its page was full."""
+"""The spans that polls have seen: those of one snapshot, and of the next up to a transaction, if a page was full."""
 
 
 class PostgresBackend(DurableBackend):
@@ -109,7 +109,8 @@ class PostgresBackend(DurableBackend):
         while len(rows) < query.limit and not is_last:  # what is left of the last snapshot, then a new one
             if now is None:
                 now, xid, after, is_last = await self._read(_fetch_snapshot), 0, 0, True
-            plan = Plan(_NEW_SPANS, (run_id, *before, *now[1:], xid, after, query.limit - len(rows)))
+            first = max(before[0], xid)
+            plan = Plan(_NEW_SPANS, (run_id, first, *before[1:], *now[1:], xid, after, query.limit - len(rows)))
             rows += await self._read(functools.partial(_fetch, plan=plan), plan.sql)
             if len(rows) < query.limit:
                 before, now = now, None

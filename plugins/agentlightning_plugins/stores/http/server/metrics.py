@@ -75,7 +75,7 @@ class ServerMetrics(ScrapedMetrics):
         streams.on_event = lambda event: self._event_lag.observe(max(0.0, store.now() - event.time))
         self._reading: asyncio.Task[list[GaugeMetricFamily]] | None = None
         self._rewards: dict[str, tuple[object, dict[tuple[str, str], float]]] = {}
-        """What had ended in each run when its rewards were read, and their means; what was read last is last."""
+        """By run: the state in which its rewards were read, and their means; the run that was read last is last."""
 
     def record(self, method: str, route: str, status: int, seconds: float) -> None:
         """Counts one answered request."""
