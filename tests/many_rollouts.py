@@ -151,9 +151,9 @@ async def fill_postgresql(url: str, number: int, *, spans: int = 1, run_id: str 
         f"'runner-1', {spans}, 2, {attempt} FROM v ORDER BY n"
     )
     await connection.execute(
-        "INSERT INTO agl.span (attempt, span_id, sequence_id, run_id, start_time, name, trace_id, revision, record) "
-        f"SELECT n + {first_attempt}, rollout_id || '-' || k, k, '{run_id}', start_time, 'openai.chat.completion', "
-        f"rollout_id, 1, {span} FROM v, generate_series(1, {spans}) AS k ORDER BY n, k"
+        "INSERT INTO agl.span (attempt, span_id, sequence_id, run_id, start_time, name, trace_id, xid, revision, "
+        f"record) SELECT n + {first_attempt}, rollout_id || '-' || k, k, '{run_id}', start_time, "
+        f"'openai.chat.completion', rollout_id, 1, 1, {span} FROM v, generate_series(1, {spans}) AS k ORDER BY n, k"
     )
     for table in ("rollout", "attempt"):
         sequence = f"agl.{table}_position_seq"

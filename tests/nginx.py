@@ -18,6 +18,7 @@ events {{ worker_connections 256; }}
 http {{
     access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
     fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+    {site}
     server {{ listen 127.0.0.1:{port}; {locations} }}
 }}
 """
@@ -31,12 +32,12 @@ def find_nginx() -> str:
 
 
 @contextlib.contextmanager
-def running_nginx(folder: Path, locations: str) -> Iterator[str]:
-    """Runs nginx with these ``location`` blocks and yields its URL."""
+def running_nginx(folder: Path, locations: str, site: str = "") -> Iterator[str]:
+    """Runs nginx with these ``location`` blocks, and the servers of ``site``, and yields the URL of the former."""
     program = find_nginx()
     port = reserve_port()
     configuration = folder / "nginx.conf"
-    configuration.write_text(_CONFIGURATION.format(folder=folder, port=port, locations=locations))
+    configuration.write_text(_CONFIGURATION.format(folder=folder, port=port, locations=locations, site=site))
     with (folder / "nginx.log").open("wb") as log:
         process = subprocess.Popen([program, "-c", configuration, "-p", folder], stderr=log)
     url = f"http://127.0.0.1:{port}"

@@ -104,7 +104,8 @@ class PostgresServer:
             with log.open("ab") as output:
                 return subprocess.Popen(command, stdout=output, stderr=output, user=self._user, cwd="/")
 
-        self._process = launch()
+        if self._process is None or self._process.poll() is not None:
+            self._process = launch()
         deadline = time.monotonic() + LIMIT_S
         ready = [self._binaries / "psql", "-h", self.folder, "-p", str(self.port), "-U", USER, "-qAtc", "SELECT 1"]
         while subprocess.run([*map(str, ready), "postgres"], check=False, capture_output=True).returncode:

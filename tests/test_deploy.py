@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from agentlightning.cli import add_plugin_commands, cli
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import bind_settings
+from agentlightning.store.engine import BackendStore
 from agentlightning.store.span_writer import SpanWriter
+from agentlightning_plugins.gateway import command as gateway_command
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.control import GatewayMetrics
 from agentlightning_plugins.gateway.limits import Admission
 from agentlightning_plugins.gateway.proxy import LLMProxy
+from agentlightning_plugins.stores.http.client import connection
 from agentlightning_plugins.stores.http.server.application import StoreApplication
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
 from tests.benchmarks.simulate_fleet import Fleet, simulate
-from tests.nginx import find_nginx
+from tests.failures import read_table
 from tests.source import REPO
 
 DEPLOY = REPO / "deploy"
@@ -47,7 +52,7 @@ def command_lines() -> Iterator[tuple[Path, list[str]]]:
     for path in DEPLOY.rglob("*.service"):
         (line,) = re.findall(r"^ExecStart=(.*)$", path.read_text(), re.MULTILINE)
         assert line.startswith(PROGRAM), path
-        yield path, line.removeprefix(PROGRAM).split()
+        yield path, line.removeprefix(PROGRAM).replace("%i", "4747").split()
     for path, document in documents():
         for service in document.get("services", {}).values():
             if "postgres" not in service["image"]:
@@ -170,16 +175,6 @@ def test_runners_and_scalers_of_two_runs_are_separate() -> None:
     assert len(found["mine"]) == 4
 
 
-def test_nginx_accepts_the_example_configuration(tmp_path: Path) -> None:
-    site = (DEPLOY / "nginx" / "lightning.conf").read_text().replace("listen 443 ssl;", "listen 127.0.0.1:1;")
-    site = "\n".join(line for line in site.splitlines() if "ssl_certificate" not in line)
-    configuration = tmp_path / "nginx.conf"
-    configuration.write_text(f"pid {tmp_path}/pid; error_log stderr; events {{}} http {{ access_log off; {site} }}")
-    command = [find_nginx(), "-t", "-c", configuration, "-p", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "syntax is ok" in done.stderr, done.stderr
-
-
 def test_deployment_files_that_were_never_run_have_a_comment_about_it() -> None:
     unused = [DEPLOY / "Dockerfile", DEPLOY / "compose.yaml", *(DEPLOY / "kubernetes").iterdir()]
     unused += (DEPLOY / "prometheus").iterdir()
@@ -260,18 +255,27 @@ def test_parts_of_the_manifests_refer_to_each_other() -> None:
             assert {mount["name"] for mount in container.get("volumeMounts", ())} <= volumes, path
 
 
-def test_each_row_of_the_table_of_failures_names_tests_that_exist() -> None:
-    page = (REPO / "docs" / "operations.md").read_text()
-    table = page.partition("## Failures")[2].partition("## ")[0]
-    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) >= 15
-    tests = {
-        name for path in (REPO / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
-    }
-    for row in rows:
-        named = re.findall(r"`(test_\w+)`", row)
-        assert named, row
-        assert set(named) <= tests, row
+def test_a_test_of_each_row_of_the_table_of_failures_checks_its_messages() -> None:
+    """Tests may share the code that checks, in the same file."""
+    texts = [path.read_text() for path in (REPO / "tests").rglob("test_*.py") if path.name != "test_deploy.py"]
+    table = read_table()
+    assert len(table) >= 16
+    for failure in table.values():
+        assert failure.tests, failure.name
+        files = {name: next(text for text in texts if f"def {name}(" in text) for name in failure.tests}
+        assert any(f'check_messages("{failure.name}"' in text for text in files.values()), failure.name
+
+
+def test_the_times_in_the_table_of_failures_are_the_defaults() -> None:
+    def default(function: Callable[..., Any], name: str) -> str:
+        return f"{inspect.signature(function).parameters[name].default:g} s"
+
+    table = read_table()
+    assert default(PostgresLightningStore, "reconnect_s") in table["PostgreSQL is killed"].how_long
+    assert default(BackendStore, "lease_s") in table["a runner is killed"].how_long
+    silence = f"events: {connection._SILENCE_S:g} s"
+    assert silence in table["a connection is half open: a cable, a firewall"].how_long
+    assert f"{gateway_command._FINISH_S:g} s" in table["a gateway gets SIGTERM"].how_long
 
 
 def test_commands_and_metrics_in_the_table_of_symptoms_exist() -> None:

@@ -52,6 +52,7 @@ class AttemptFinished(_Event):
     status: AttemptStatus
     error: str | None = None
     """Type and message of the error that ended the attempt."""
+    reward: float | None = None
 
 
 class AttemptRevoked(_Event):

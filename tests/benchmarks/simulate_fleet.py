@@ -28,7 +28,7 @@ class Fleet:
     server_s: float = 0.0022
     database_cores: int = 4
     database_s: float = 0.003
-    beat_s: float = 0.002
+    beat_s: float = 0.005
 
 
 class Outcome(NamedTuple):

@@ -103,9 +103,9 @@ class Query(Generic[R]):
     offset: int = 0
     after: int | None = None
     """Selects only rows inserted after this position (``Page.position``), for the next page at constant cost."""
-    is_settled: bool = False
-    """Whether no record may be inserted later at a position before those of the page. The read waits for the writes
-    that have begun."""
+    seen: str | None = None
+    """Set in a poll for the spans of a run, with ``after``: the last ``Page.seen`` (empty at first). A backend whose
+    transactions do not commit in the order of positions reads the spans that were committed since then."""
     count: bool = False
     """Whether to set ``Page.total``; counting may cost a scan."""
 
@@ -120,6 +120,8 @@ class Page(NamedTuple, Generic[R]):
     """Insertion position of the last row, for ``Query.after``; None if the page is empty or sorted by a field."""
     truncated: bool = False
     """Whether the backend ended the search before it had examined every record."""
+    seen: str = ""
+    """The next ``Query.seen`` of a poll; empty if transactions commit in the order of positions."""
 
 
 Claim: TypeAlias = Callable[[Sequence[tuple[Row[Rollout], int]]], tuple[Sequence[Write], Sequence[Event]]]

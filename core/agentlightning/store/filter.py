@@ -53,7 +53,7 @@ def make_query(
         descending=sort_order == "desc",
         limit=limit,
         offset=offset,
-        after=None if cursor is None else _read_cursor(cursor)[0],
+        after=None if cursor is None else read_cursor(cursor)[0],
         count=cursor is None and (limit >= 0 or offset > 0),
     )
 
@@ -78,7 +78,7 @@ async def find(backend: Backend, query: Query[R], cursor: str | None = None) -> 
     """
     page = await backend.select(query)
     if cursor is not None:
-        _, total, seen = _read_cursor(cursor)
+        _, total, seen = read_cursor(cursor)
     else:
         total, seen = len(page.rows) if page.total is None else page.total, query.offset
     seen += len(page.rows)
@@ -93,10 +93,14 @@ async def find(backend: Backend, query: Query[R], cursor: str | None = None) -> 
     )
 
 
-def _read_cursor(cursor: str) -> tuple[int, int, int]:
-    """Splits a cursor into the position, the total and how many records were read."""
+def read_cursor(cursor: str) -> tuple[int, int, int]:
+    """Splits a cursor into its numbers: the position, the total and how many records were read.
+
+    Raises:
+        ConfigError: it is no cursor.
+    """
     numbers = cursor.split(".")
-    if len(numbers) != 3 or not all(number.isdecimal() and len(number) < 20 for number in numbers):
+    if len(numbers) != 3 or not all(number.isdecimal() and len(number) < 19 for number in numbers):
         raise ConfigError(f"cursor={cursor!r} is not from this store; use PaginatedResult.cursor as it is")
     position, total, seen = [check_int("cursor", int(number), 0) for number in numbers]
     return position, total, seen

@@ -21,6 +21,7 @@ from agentlightning.types import RolloutConfig
 from agentlightning_plugins.stores.http.client import LightningStoreClient, connection
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import MemoryBackend
+from tests.failures import check_messages
 from tests.plugins.stores.actions import close, make_span, next_event, read_attempted, subscribe
 from tests.plugins.stores.served import serve
 from tests.plugins.stores.test_operations import serving
@@ -56,7 +57,7 @@ OLDER = {"left_out": ["truncated", "late_status", "spans_dropped", "reward", "cu
 
 @pytest.mark.parametrize("server", [NEWER, OLDER], ids=["newer", "older"])
 async def test_a_client_works_with_a_server_of_the_next_and_of_the_previous_version(
-    server: dict[str, Any], tmp_path: Path
+    server: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next version adds fields to records and pages; the previous one lacks those that were added last."""
     times = ANOTHER_VERSION.format(**server)
@@ -84,6 +85,7 @@ async def test_a_client_works_with_a_server_of_the_next_and_of_the_previous_vers
         with pytest.raises((ConfigError, TypeError), match="of_the_next_version"):
             await client.query_rollouts(of_the_next_version=1)
         await client.close()
+    check_messages("client and server have neighbouring versions", *caplog.messages)
 
 
 @pytest.mark.parametrize("shift_s", [300.0, -300.0], ids=["ahead", "behind"])
@@ -116,8 +118,10 @@ async def test_a_runner_whose_clock_is_five_minutes_wrong_does_its_work_and_says
         assert (ended.status, ended.attempt.sequence_id, ended.attempt.reward) == ("succeeded", 1, 1.0)
         assert ended.end_time is not None
         assert begun <= ended.start_time <= ended.attempt.start_time <= ended.end_time <= store.now()
-    relation = "ahead of" if shift_s > 0 else "behind"
-    assert re.search(rf"the clock of this machine is (299|300)\.\d s {relation}", log.read_text()), log.read_text()
+    if shift_s < 0:
+        assert re.search(r"the clock of this machine is (299|300)\.\d s behind", log.read_text()), log.read_text()
+    else:
+        check_messages("a clock is five minutes wrong", log.read_text())
 
 
 class Cable:
@@ -163,7 +167,9 @@ class Cable:
         target.close()
 
 
-async def test_a_rollout_that_was_claimed_over_a_half_open_connection_runs_again_when_its_lease_ends() -> None:
+async def test_a_rollout_that_was_claimed_over_a_half_open_connection_runs_again_when_its_lease_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     store = BackendStore(MemoryBackend(), lease_s=0.3, watchdog_interval_s=0.05)
     async with LightningStoreServer(store, port=0) as server, Cable(server.port).plugged() as url:
         vanished = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
@@ -184,10 +190,11 @@ async def test_a_rollout_that_was_claimed_over_a_half_open_connection_runs_again
         await client.close()
         vanished[1].close()
     await store.close()
+    check_messages("a connection is half open: a cable, a firewall", *caplog.messages)
 
 
 async def test_a_subscriber_on_a_half_open_connection_gets_the_events_over_a_new_one(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "_SILENCE_S", 0.5)
     async with serve() as (server, store):
@@ -205,6 +212,7 @@ async def test_a_subscriber_on_a_half_open_connection_gets_the_events_over_a_new
                 pass
             assert cable.connections >= 2
             await client.close()
+    check_messages("a connection is half open: a cable, a firewall", *caplog.messages)
 
 
 async def test_servers_export_spans_of_their_requests_without_ids_if_the_environment_says_so(tmp_path: Path) -> None:

@@ -14,8 +14,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentlightning.errors import StoreError
+from agentlightning.event import AttemptFinished
+from agentlightning.store.engine import BackendStore
 from agentlightning.types import EnqueueRolloutRequest
 from agentlightning_algorithms.shared.live_resources import LiveState
+from agentlightning_plugins.stores.http import command
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer, events
 from agentlightning_plugins.stores.http.server import metrics as metrics_module
@@ -23,6 +26,7 @@ from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.plugins.stores.actions import make_span
 from tests.plugins.stores.served import ask, claim, serve, until_gauge
 from tests.waiting import LIMIT_S, until
 
@@ -229,6 +233,62 @@ async def test_prometheus_metrics_show_rewards_by_version_and_mode_and_what_live
         assert samples["agl_store_promoted_version"]["tuned", "shop"] == 2
         assert samples["agl_store_trial_phase"] == {("trial", "shop"): 1.0}
         assert samples["agl_store_trial_share"] == {("shop",): 0.25}
+
+
+async def test_a_scrape_reads_rewards_where_rollouts_have_ended_and_of_few_runs_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[str] = []
+    query = BackendStore.query_rollouts
+
+    async def counted(store: BackendStore, *arguments: Any, **options: Any) -> Any:
+        if options.get("limit") == metrics_module._REWARDED:
+            read.append(store.run_id)
+        return await query(store, *arguments, **options)
+
+    monkeypatch.setattr(BackendStore, "query_rollouts", counted)
+    async with serve() as (server, store):
+
+        async def end(run_id: str, reward: float) -> None:
+            begun = await store.with_run(run_id).start_rollout("task")
+            await store.with_run(run_id).update_attempt(begun.rollout_id, "latest", status="succeeded", reward=reward)
+
+        async def scrape() -> tuple[set[str], dict[str, float]]:
+            """Returns the runs that were read, and the rewards."""
+            read.clear()
+            samples: dict[str, Any] = _samples((await ask(server, "GET", "/metrics"))[1].decode())
+            return set(read), {run: mean for (_, run, _), mean in samples["agl_store_reward"].items()}
+
+        names = {f"run-{number}" for number in range(metrics_module._REFRESHED + 2)}
+        for name in names:
+            await store.with_run(name).create_run("named")
+            await end(name, 1.0)
+        first, rewards = await scrape()
+        assert (len(first), rewards.keys()) == (metrics_module._REFRESHED, first - {"default"})
+        second, rewards = await scrape()
+        assert second == {"default", *names} - first
+        assert rewards == dict.fromkeys(names, 1.0)
+        assert await scrape() == (set(), rewards)
+        await end("run-3", 0.0)
+        assert await scrape() == ({"run-3"}, {**rewards, "run-3": 0.5})
+
+
+async def test_a_line_about_an_ended_attempt_costs_one_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = InMemoryLightningStore()
+    events = store.subscribe(["attempt_finished"])
+    finished = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)
+    begun = await store.start_rollout("task")
+    await store.add_many_spans([make_span(begun, name) for name in ("one", "two")])
+    await store.update_attempt(begun.rollout_id, "latest", status="succeeded", reward=0.25)
+    event = await finished
+    assert isinstance(event, AttemptFinished)
+    select, queries = store.backend.select, []
+    monkeypatch.setattr(store.backend, "select", lambda query: (queries.append(query), select(query))[1])
+    line = await command._describe(store, event)
+    assert line == f"{begun.rollout_id} succeeded with 2 spans, reward 0.25"
+    assert len(queries) == 1
+    await store.close()
 
 
 async def test_every_run_with_open_work_is_in_the_queue_metrics() -> None:

@@ -16,6 +16,7 @@ from agentlightning_plugins.shared.processes.supervisor import served
 from agentlightning_plugins.stores.http.client import LightningStoreClient, connection
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.failures import check_messages
 from tests.port import reserve_port
 from tests.waiting import LIMIT_S, until
 
@@ -30,7 +31,9 @@ async def start_server(database: str, port: int) -> asyncio.subprocess.Process:
     return process
 
 
-async def test_claims_and_events_continue_when_a_server_is_killed(database: str) -> None:
+async def test_claims_and_events_continue_when_a_server_is_killed(
+    database: str, caplog: pytest.LogCaptureFixture
+) -> None:
     ports = [reserve_port(), reserve_port()]
     servers = await asyncio.gather(*(start_server(database, port) for port in ports))
     client = LightningStoreClient(",".join(f"http://127.0.0.1:{port}" for port in ports))
@@ -64,6 +67,8 @@ async def test_claims_and_events_continue_when_a_server_is_killed(database: str)
         await client.update_attempt(last.rollout_id, last.attempt.attempt_id, status="succeeded")
         await until(lambda: last.rollout_id in ended)
         assert client.url.endswith(str(ports[1]))
+        for line in caplog.messages:
+            check_messages("a store server is killed", line)
         listening.cancel()
     finally:
         for server in servers:
@@ -139,8 +144,9 @@ async def test_a_run_serves_its_store_with_the_token_from_the_token_file(
 async def test_all_servers_are_named_when_none_can_be_reached() -> None:
     ports = [reserve_port(), reserve_port()]
     client = LightningStoreClient(",".join(f"http://127.0.0.1:{port}" for port in ports), retry_s=0.2)
-    with pytest.raises(StoreError, match=f"127.0.0.1:{ports[0]}, http://127.0.0.1:{ports[1]}"):
+    with pytest.raises(StoreError, match=f"127.0.0.1:{ports[0]}, http://127.0.0.1:{ports[1]}") as caught:
         await client.query_rollouts()
+    check_messages("all store servers are away", str(caught.value))
     await client.close()
 
 

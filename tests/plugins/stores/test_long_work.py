@@ -21,6 +21,7 @@ from agentlightning.types import Rollout
 from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer
+from agentlightning_plugins.stores.postgresql import reader
 from agentlightning_plugins.stores.postgresql import store as postgresql
 from agentlightning_plugins.stores.shared.sql import plan
 from agentlightning_plugins.stores.sqlite import store as sqlite
@@ -111,6 +112,36 @@ async def test_a_search_ends_when_its_client_goes_away(url: str, monkeypatch: py
             await until(has_ended)
         for _ in range(8):  # each connection can be used again
             await store.query_rollouts(metadata={"colour": "red"})
+    await store.close()
+
+
+async def test_a_search_in_the_database_is_cancelled_at_its_time_limit_and_not_sent_again(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun: list[object] = []
+
+    def search_sqlite(connection: sqlite3.Connection, *_: Any) -> None:
+        begun.append(connection)
+        connection.execute(ENDLESS).fetchall()
+
+    async def search_postgresql(connection: asyncpg.Connection, *_: Any) -> None:
+        begun.append(connection)
+        await connection.fetch(ENDLESS)
+
+    for module in (sqlite, reader):
+        monkeypatch.setattr(module, "SEARCH_S", 0.1)
+    monkeypatch.setenv("AGL_SLOW_QUERY_S", "0.05")
+    store = create_store(url)
+    async with LightningStoreServer(store, port=0) as server:
+        client = LightningStoreClient(server.endpoint)
+        with monkeypatch.context() as patch:
+            patch.setattr(sqlite, "run_plan", search_sqlite)
+            patch.setattr(postgresql, "_fetch", search_postgresql)
+            with pytest.raises(StoreError, match="the search took too long and was stopped; search one run"):
+                await client.query_rollouts(metadata={"colour": "red"})
+        assert len(begun) == 1
+        await client.close()
+    await until(lambda: "a query took" in caplog.text)
     await store.close()
 
 

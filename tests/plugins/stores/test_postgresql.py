@@ -29,6 +29,7 @@ from agentlightning_plugins.stores.postgresql import events as events_module
 from agentlightning_plugins.stores.postgresql import schema, transaction, writer
 from agentlightning_plugins.stores.postgresql.store import PostgresBackend, PostgresLightningStore
 from agentlightning_plugins.stores.shared.sql.document import encode_events
+from tests.failures import check_messages
 from tests.plugins.stores.actions import claim, finish, make_span, number_deleted
 from tests.plugins.stores.semantics import DurableSemantics
 from tests.postgresql import PostgresServer
@@ -82,9 +83,9 @@ def count_connects(store: PostgresLightningStore, monkeypatch: pytest.MonkeyPatc
     connects: list[int] = []
     connect = server.connect
 
-    async def counted() -> asyncpg.Connection:
+    async def counted(limit_s: float) -> asyncpg.Connection:
         connects.append(1)
-        return await connect()
+        return await connect(limit_s)
 
     monkeypatch.setattr(server, "connect", counted)
     return connects
@@ -171,8 +172,9 @@ async def test_a_server_that_does_not_come_back_is_reported(own_server: Postgres
     await store.enqueue_rollout("kept")
     own_server.kill()
     for call in (lambda: store.enqueue_rollout("lost"), lambda: store.query_rollouts()):
-        with pytest.raises(StoreError, match="did not come back") as caught:
+        with pytest.raises(StoreError) as caught:
             await call()
+        check_messages("PostgreSQL stays away", str(caught.value))
         assert "of-the-tests" not in str(caught.value)
     own_server.start()
     assert [rollout.input for rollout in await store.query_rollouts()] == ["kept"]
@@ -317,10 +319,11 @@ async def test_a_write_fails_when_the_server_drops_every_new_connection(
 async def test_a_statement_that_the_server_never_answers_fails(
     own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = PostgresLightningStore(own_server.tcp_url(), reconnect_s=0.3, watchdog_interval_s=None)
+    url = own_server.tcp_url()
+    store = PostgresLightningStore(url, statement_timeout_s=10.0, reconnect_s=0.3, watchdog_interval_s=None)
     await store.enqueue_rollout("kept")
     with monkeypatch.context() as during:
-        during.setattr(connection_module, "ANSWER_SLACK_S", -49.8)  # leaves 0.2 s of the statement timeout's 50 s
+        during.setattr(connection_module, "ANSWER_SLACK_S", -9.8)  # leaves 0.2 s of the statement timeout's 10 s
         await drop_connections(own_server, store)
         other = await asyncpg.connect(own_server.url())
         async with other.transaction():
@@ -388,6 +391,37 @@ async def test_cancelled_statements_are_executed_again(database: str) -> None:
     await store.close()
 
 
+async def test_a_statement_that_timed_out_is_not_executed_again(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PostgresLightningStore(database, statement_timeout_s=0.2, watchdog_interval_s=None)
+    await store.enqueue_rollout("kept")
+    begun: Counter[str] = Counter()
+
+    def count(plain: Any) -> Any:
+        def counted(connection: asyncpg.Connection, query: str, *arguments: Any, **options: Any) -> Any:
+            begun[query.split()[0]] += 1
+            return plain(connection, query, *arguments, **options)
+
+        return counted
+
+    for name in ("fetch", "execute"):
+        monkeypatch.setattr(asyncpg.Connection, name, count(getattr(asyncpg.Connection, name)))
+    other = await asyncpg.connect(database)
+    async with other.transaction():
+        await other.execute("LOCK TABLE agl.rollout, agl.run")
+        begun.clear()
+        with pytest.raises(StoreError, match="the search took too long and was stopped; search one run"):
+            await store.query_rollouts()
+        assert begun == {"SELECT": 1}
+        begun.clear()
+        failed = await asyncio.gather(*(write(store) for _ in range(3)), return_exceptions=True)
+        assert [type(error) for error in failed] == [StoreError] * 3
+        assert "at its timeout" in str(failed[0])
+        assert begun["BEGIN"] == 1
+    assert [rollout.input for rollout in await store.query_rollouts()] == ["kept"]
+    await other.close()
+    await store.close()
+
+
 @pytest.mark.parametrize(
     "setting", ["agl_connections=1", "agl_connections=many", "agl_connections=nan", "agl_connections=inf", "agl_pool=3"]
 )
@@ -414,8 +448,7 @@ async def test_an_outage_logs_one_line_when_it_begins_and_one_when_it_ends(
     await until_answered(lambda: store.enqueue_rollout("task"))
     lines = [record.message for record in caplog.records]
     assert len(lines) == 2, lines
-    assert "cannot be reached" in lines[0]
-    assert "is back after" in lines[1]
+    check_messages("PostgreSQL is killed", *lines)
     assert "of-the-tests" not in caplog.text
     await store.close()
 
@@ -803,8 +836,9 @@ async def test_processes_stop_writing_when_a_newer_version_changes_the_schema(da
     await migrate_as_newer_version(database, len(schema.MIGRATIONS) + 1)
     writer = backend_of(store)._thread.writer
     await until(lambda: writer.refusal is not None)
-    with pytest.raises(ConfigError, match="newer version"):
+    with pytest.raises(ConfigError) as caught:
         await store.enqueue_rollout("too late")
+    check_messages("a newer version has changed the schema", str(caught.value))
     with pytest.raises(ConfigError, match="newer version"):
         await store.dequeue_rollout("worker")
     assert [rollout.input for rollout in await store.query_rollouts()] == ["kept"]
@@ -854,31 +888,65 @@ async def test_another_programs_schema_is_refused_and_left_unchanged(database: s
     await connection.close()
 
 
-async def test_polling_waits_for_spans_of_a_transaction_that_began_before_and_commits_later(database: str) -> None:
+async def poll(store: PostgresLightningStore, cursor: str | None, limit: int = 1000) -> tuple[list[str], str | None]:
+    """Returns the names of new spans, and the next cursor."""
+    names: list[str] = []
+    while page := await store.poll_new_spans(cursor, limit=limit):
+        names += [span.name for span in page]
+        cursor = page.cursor
+    return names, page.cursor
+
+
+@pytest.mark.parametrize("limit", [1, 2, 1000])
+async def test_polling_waits_for_no_transaction_and_misses_no_span_that_is_committed_later(
+    database: str, limit: int
+) -> None:
     store = PostgresLightningStore(database)
     rollout = await store.start_rollout("task")
     await store.add_span(make_span(rollout, "first"))
-    columns = "attempt, sequence_id, run_id, name, revision, record"
-    slow, watcher = await asyncpg.connect(database), await asyncpg.connect(database)
+    columns = "attempt, sequence_id, run_id, revision, record"
+    slow = await asyncpg.connect(database)
     transaction = slow.transaction()
     await transaction.start()
-    await slow.execute(  # takes a position now, and commits after "last", which has the next one
-        f"INSERT INTO agl.span (span_id, {columns}) SELECT 'ff', {columns} FROM agl.span"
+    await slow.execute(  # takes positions and a transaction now, and commits after "last", which has the next ones
+        f"INSERT INTO agl.span (span_id, xid, {columns}) SELECT n, pg_current_xact_id()::text::bigint, {columns} "
+        "FROM agl.span, (VALUES ('fe'), ('ff')) AS two (n)"
     )
     await store.add_span(make_span(rollout, "last"))
-    polling = asyncio.create_task(store.poll_new_spans())
-
-    async def is_decided() -> bool:
-        return polling.done() or await watcher.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted") > 0
-
-    await until(is_decided)
+    names, cursor = await poll(store, None, limit)
+    assert names == ["first", "last"]
+    await store.add_span(make_span(rollout, "newer"))
     await transaction.commit()
-    page = await polling
-    assert [span.name for span in page] == ["first", "first", "last"]
-    assert list(await store.poll_new_spans(page.cursor)) == []
-    for connection in (slow, watcher):
-        await connection.close()
+    names, cursor = await poll(store, cursor, limit)
+    assert names == ["first", "first", "newer"]
+    assert await poll(store, cursor, limit) == ([], (await store.poll_new_spans(cursor)).cursor)
+    with pytest.raises(ConfigError, match="cursor"):
+        await store.poll_new_spans("0.0.0/[1]")
+    await slow.close()
     await store.close()
+
+
+async def test_polls_go_on_in_a_restored_database_whose_server_has_begun_with_smaller_transactions(
+    database: str,
+) -> None:
+    store = PostgresLightningStore(database)
+    rollout = await store.start_rollout("task")
+    await store.add_span(make_span(rollout, "read before"))
+    connection = await asyncpg.connect(database)
+    await connection.execute("UPDATE agl.schema_version SET xid_offset = 5000000000")  # as if it had had so many
+    await store.add_span(make_span(rollout, "of the old server"))
+    names, cursor = await poll(store, None)
+    assert names == ["read before", "of the old server"]
+    await store.close()
+    await connection.execute("UPDATE agl.schema_version SET xid_offset = 0")
+    for number in range(2):  # nothing changes when it is opened again
+        store = PostgresLightningStore(database)
+        await store.add_span(make_span(rollout, f"new {number}"))
+        names, cursor = await poll(store, cursor)
+        assert names == [f"new {number}"]
+        await store.close()
+    assert 10**12 < await connection.fetchval("SELECT xid_offset FROM agl.schema_version") < 2 * 10**12
+    await connection.close()
 
 
 async def test_several_stores_can_set_up_a_new_database_at_the_same_time(database: str) -> None:

@@ -1,6 +1,7 @@
 """A fleet under faults for 20 minutes: runners and a gateway on two servers over PostgreSQL.
 
-A fault every five seconds in the first half; in the second half, the memory of every process has to stay flat.
+A fault every five seconds in the first half; in the second half, the memory of every process has to stay flat. As root,
+PostgreSQL has a small disk of its own, which becomes full too. (``test_ray_strategy.py`` kills nodes of Ray.)
 """
 
 from __future__ import annotations
@@ -11,20 +12,24 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from agentlightning.errors import StoreError
 from agentlightning.resources import ProxyLLM
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from tests.port import reserve_port
 from tests.postgresql import PostgresServer, running_server
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.soak
 
@@ -140,6 +145,35 @@ async def restart_database(place: PostgresServer) -> None:
     await asyncio.to_thread(place.start)
 
 
+async def fill_disk(place: PostgresServer) -> None:
+    """Leaves the database no space for a while. PostgreSQL ends if it finds none for its log of writes."""
+    ballast = place.folder / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(1 << 20)):
+            pass
+    await asyncio.sleep(2 * PAUSE_S)
+    ballast.unlink()
+    while True:
+        try:
+            return await asyncio.to_thread(place.start)
+        except RuntimeError:  # it ended meanwhile
+            await asyncio.sleep(1.0)
+
+
+@contextlib.contextmanager
+def small_disk() -> Iterator[Path]:
+    """Yields a folder that is a disk of its own if the test may mount one."""
+    folder = Path(tempfile.mkdtemp(prefix="agl-", dir="/tmp"))
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2g,mode=755", "tmpfs", str(folder)]
+    is_mounted = os.geteuid() == 0 and subprocess.run(mount, check=False).returncode == 0
+    try:
+        yield folder
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        folder.rmdir()
+
+
 async def test_every_rollout_succeeds_exactly_once_while_each_part_of_the_fleet_fails_and_memory_stays_flat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +186,7 @@ async def test_every_rollout_succeeds_exactly_once_while_each_part_of_the_fleet_
     stack = contextlib.AsyncExitStack()
     model = await stack.enter_async_context(ScriptedOpenAI())
     chance = random.Random(int(os.environ.get("SOAK_SEED", "18")))
-    with running_server(Path("/tmp")) as place:
+    with small_disk() as disk, running_server(disk) as place:
         ports = [reserve_port(), reserve_port()]
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         servers = [
@@ -175,7 +209,7 @@ async def test_every_rollout_succeeds_exactly_once_while_each_part_of_the_fleet_
         arguments = ("--config", str(config), "--store", ",".join(urls))
         gateway = Program(tmp_path / "gateway-1", "gateway", *arguments)
         programs = [*servers, gateway, *runners]
-        client = LightningStoreClient(",".join(urls))
+        client = LightningStoreClient(",".join(urls), retry_s=10 * LIMIT_S)
         keeping: list[asyncio.Task[None]] = []
         done: Counter[str] = Counter()
         try:
@@ -201,8 +235,13 @@ async def test_every_rollout_succeeds_exactly_once_while_each_part_of_the_fleet_
                         EnqueueRolloutRequest(input={"number": number}, rollout_id=rollout_id, config=CONFIG)
                         for rollout_id, number in wave.items()
                     ]
-                    await client.enqueue_many_rollouts(requests)
-                    numbers.update(wave)
+                    try:
+                        await client.enqueue_many_rollouts(requests)
+                    except StoreError as error:
+                        if "the disk is full; this write was not stored" not in str(error):
+                            raise
+                    else:
+                        numbers.update(wave)
                     await asyncio.sleep(WAVE_EVERY_S)
 
             begun = time.monotonic()
@@ -265,8 +304,10 @@ def choose_fault(
     chance: random.Random, servers: list[Program], runners: list[Program], place: PostgresServer, tokens: Tokens
 ) -> tuple[str, Callable[[], Awaitable[None]]]:
     server, runner = chance.choice(servers), chance.choice(runners)
+    disk = [("fill the disk", lambda: fill_disk(place))] if place.folder.parent.is_mount() else []
     return chance.choice(
         [
+            *disk,
             ("kill a server or the gateway", lambda: server.restart(signal.SIGKILL)),
             ("stop a server or the gateway", server.pause),
             ("restart a server or the gateway", lambda: server.restart(signal.SIGTERM)),

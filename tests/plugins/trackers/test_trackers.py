@@ -31,6 +31,7 @@ from agentlightning_plugins.trackers.jsonl import JsonlTracker
 from agentlightning_plugins.trackers.mlflow import MlflowTracker
 from agentlightning_plugins.trackers.shared import make_row
 from agentlightning_plugins.trackers.tensorboard import TensorBoardTracker
+from tests.failures import check_messages
 from tests.waiting import LIMIT_S
 
 REWARDS = [0.25, 0.5, 1.0]
@@ -444,6 +445,7 @@ def test_errors_of_attempts_count_only_if_their_rollout_fails(monkeypatch: pytes
     assert [line for line in lines if "LostClaim" in line] == [
         "rollout ro-2 failed: LostClaim: the worker died", "1 of 3 rollouts: LostClaim: the worker died"
     ]  # fmt: skip
+    check_messages("a Ray node is removed", *(line for line in lines if " failed:" in line))
 
 
 def test_missing_rewards_and_a_run_without_success_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class Change(Generic[T]):
             self.replace(attempt, after.attempt)
         if attempt.record.status in LIVE_ATTEMPT and after.attempt.status not in LIVE_ATTEMPT:
             failure = after.attempt.error
-            ended = {"attempt_id": after.attempt.attempt_id, "status": after.attempt.status}
+            ended = {field: getattr(after.attempt, field) for field in ("attempt_id", "status", "reward")}
             error = None if failure is None else f"{failure.type}: {failure.message}"
             self.events.append(make_event(AttemptFinished, rollout.record, now, **ended, error=error))
         self.events += rollout_events(rollout.record, after.rollout, now)

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, Self, TypeVar, cast
 
 from agentlightning.errors import ConfigError
@@ -33,7 +32,7 @@ from agentlightning.records import (
     Worker,
 )
 from agentlightning.resources import Resource, ResourcesUpdate
-from agentlightning.store.backend import Backend, Condition
+from agentlightning.store.backend import Backend, Condition, Query
 from agentlightning.store.capabilities import StoreCapabilities
 from agentlightning.store.check import check_choice, check_int, check_run_id
 from agentlightning.store.engine.attempts import Attempts
@@ -43,7 +42,7 @@ from agentlightning.store.engine.rollouts import Rollouts
 from agentlightning.store.engine.runs import Runs
 from agentlightning.store.engine.watchdog import Watchdog
 from agentlightning.store.engine.workers import Workers
-from agentlightning.store.filter import find, make_query
+from agentlightning.store.filter import find, make_query, read_cursor
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.retention import RetentionPolicy, delete_ended
 from agentlightning.store.waiting import Waiters, deadline_after
@@ -286,12 +285,14 @@ class BackendStore(LightningStore):
 
     async def poll_new_spans(self, cursor: str | None = None, *, limit: int = 1000) -> PaginatedResult[Span]:
         check_int("limit", limit, 1)
-        query = make_query(Span, [Condition("run_id", "eq", self.run_id)], cursor=cursor or "0.0.0", limit=limit)
-        page = await self.backend.select(replace(query, is_settled=True))
+        place, _, seen = (cursor or "0.0.0").partition("/")
+        where = (Condition("run_id", "eq", self.run_id),)
+        query = Query(Span, where, limit=limit, after=read_cursor(place)[0], seen=seen)
+        page = await self.backend.select(query)
         position = query.after if page.position is None else page.position
         spans = [row.record for row in page.rows]
         return PaginatedResult[Span].model_construct(
-            items=spans, limit=limit, offset=0, total=len(spans), cursor=f"{position}.0.0"
+            items=spans, limit=limit, offset=0, total=len(spans), cursor=f"{position}.0.0/{page.seen}".rstrip("/")
         )
 
     # --- resources ---

@@ -193,8 +193,7 @@ async def _narrate(store: LightningStore) -> None:
 async def _describe(view: LightningStore, event: Event) -> str | None:
     if event.kind != "attempt_finished":
         return _LINES[event.kind].format(**event.__dict__) if event.kind in _LINES else None
-    attempt = await view.get_latest_attempt(event.rollout_id)
     n_spans = (await view.query_spans(event.rollout_id, event.attempt_id, limit=0)).total
-    reward = None if attempt is None or attempt.attempt_id != event.attempt_id else attempt.reward
-    line = f"{event.rollout_id} {event.status} with {n_spans} spans"
-    return line + (f", reward {reward:g}" if reward is not None else "") + (f": {event.error}" if event.error else "")
+    reward = "" if event.reward is None else f", reward {event.reward:g}"
+    error = f": {event.error}" if event.error else ""
+    return f"{event.rollout_id} {event.status} with {n_spans} spans{reward}{error}"

@@ -48,7 +48,7 @@ _AWAY: Final = (
 ANSWER_SLACK_S: Final = 10.0
 """A server that cancels a timed-out statement later than this is considered lost."""
 MAX_CANCELLED: Final = 2
-"""How often a cancelled statement is repeated; a write is done once, however often its statement is sent."""
+"""How often a statement that was cancelled by hand is repeated; a write is done once, however often it is sent."""
 _PARAMETERS: Final = ("connections", "statement_timeout_s")
 
 
@@ -97,19 +97,20 @@ class Server:
         """Start of the current outage (``time.monotonic()``); None while the server can be reached."""
         self._connected_at = 0.0
 
-    async def connect(self) -> asyncpg.Connection:
-        """Opens a connection.
+    async def connect(self, limit_s: float = math.inf) -> asyncpg.Connection:
+        """Opens a connection, whose statements may take ``limit_s`` if the timeout is not shorter.
 
         Raises:
             ConfigError: the server refuses the user, password or database.
             OSError or asyncpg.PostgresError: the server cannot be reached or is not ready.
         """
         try:
-            settings = {**_SETTINGS, "statement_timeout": f"{self._statement_timeout_s * 1000:.0f}ms"}
+            timeout_s = min(self._statement_timeout_s, limit_s)
+            settings = {**_SETTINGS, "statement_timeout": f"{timeout_s * 1000:.0f}ms"}
             return await asyncpg.connect(
                 self._url,
                 timeout=self._connect_timeout_s,
-                command_timeout=self._statement_timeout_s + ANSWER_SLACK_S,
+                command_timeout=timeout_s + ANSWER_SLACK_S,
                 server_settings=settings,
             )
         except (asyncpg.InvalidPasswordError, asyncpg.InvalidAuthorizationSpecificationError) as error:
@@ -122,12 +123,13 @@ class Server:
             raise ConfigError(f"{self.shown} cannot be used: {self._redact(str(error))}") from None
 
     async def reconnect(
-        self, adopt: Callable[[asyncpg.Connection], Awaitable[None]] | None = None
+        self, adopt: Callable[[asyncpg.Connection], Awaitable[None]] | None = None, limit_s: float = math.inf
     ) -> asyncpg.Connection:
         """Opens a connection; waits until an unreachable server comes back.
 
         Args:
             adopt: prepares the connection; if the connection is lost meanwhile, another one is opened after a pause.
+            limit_s: as in ``connect``.
 
         Raises:
             StoreError: the server did not come back in time, or refuses what ``adopt`` does.
@@ -138,7 +140,7 @@ class Server:
         while True:
             began = time.monotonic()
             try:
-                connection = await self.connect()
+                connection = await self.connect(limit_s)
                 if adopt is not None:
                     await adopt(connection)
             except (*_AWAY, asyncpg.InterfaceError, asyncpg.ReadOnlySQLTransactionError) as error:
@@ -157,6 +159,10 @@ class Server:
                 return connection
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(2 * pause_s, 1.0)
+
+    def is_timed_out(self, began: float, limit_s: float = math.inf) -> bool:
+        """Whether work that began at ``began`` was cancelled at the timeout, and not by an administrator."""
+        return time.monotonic() - began >= min(self._statement_timeout_s, limit_s)
 
     def _report_outage(self, error: Exception) -> None:
         """Logs the beginning of an outage; its end is logged by ``reconnect``."""
@@ -236,7 +242,7 @@ async def close(connection: asyncpg.Connection) -> None:
 _MEANINGS: Final = {
     "25006": "the server is read-only (a standby?); nothing was written",
     "42501": "this user may not do that; grant it the right to create a schema, or to use the schema agl",
-    "53100": "the server's disk is full; this write was not stored. Free some space and try again",
+    "53100": "the disk is full; this write was not stored. Free some space and try again",
     "53200": "the server has no memory left; nothing was written, try again",
     "53300": "the server has no connection left; raise its max_connections, close other clients, or lower "
     "agl_connections in the URL of each store",

@@ -11,11 +11,12 @@ from typing import Any, Final, TypeAlias
 
 import asyncpg
 
+from agentlightning.errors import StoreError
 from agentlightning_plugins.stores.postgresql.connection import MAX_CANCELLED, Server, is_lost
 from agentlightning_plugins.stores.postgresql.transaction import index_key
 from agentlightning_plugins.stores.shared.sql.batch import Item, settle
 from agentlightning_plugins.stores.shared.sql.condition import Dialect
-from agentlightning_plugins.stores.shared.sql.plan import Planner
+from agentlightning_plugins.stores.shared.sql.plan import SEARCH_S, TOO_LONG, Planner
 
 PLANNER: Final = Planner(
     Dialect(
@@ -107,10 +108,15 @@ class Readers:
         cancelled = 0
         deadline: float | None = None
         while True:
-            connection = self._connections.pop() if self._connections else await self._server.reconnect()
+            connection = (
+                self._connections.pop() if self._connections else await self._server.reconnect(limit_s=SEARCH_S)
+            )
+            began = time.monotonic()
             try:
                 return await read(connection)
-            except asyncpg.QueryCanceledError:  # by an administrator, or the statement timeout
+            except asyncpg.QueryCanceledError as error:
+                if self._server.is_timed_out(began, SEARCH_S):
+                    raise StoreError(f"{self._server.shown}: {TOO_LONG}") from error
                 cancelled += 1
                 if cancelled > MAX_CANCELLED:
                     raise

@@ -70,10 +70,13 @@ _FIRST: Final = (
         run_id text COLLATE "C" NOT NULL,
         start_time double precision,
         name text COLLATE "C", trace_id text COLLATE "C", parent_id text COLLATE "C",
+        xid bigint NOT NULL,
         revision bigint NOT NULL,
         record text NOT NULL,
         UNIQUE (attempt, span_id)
     )""",
+    # Polls find the spans of new transactions.
+    "CREATE INDEX span_xid ON agl.span (run_id, xid, position)",
     # Spans of a run are found by what they have in this index, without reading the JSON. It grows at its end only.
     """CREATE INDEX span_run ON agl.span (run_id, position)
         INCLUDE (start_time, name, trace_id, parent_id, span_id)""",
@@ -140,7 +143,9 @@ async def migrate(connection: asyncpg.Connection, shown: str) -> None:
         version = await check_version(connection, shown)  # another process may have been faster
         if version == 0:
             await connection.execute("CREATE SCHEMA agl")
-            await connection.execute("CREATE TABLE agl.schema_version AS SELECT 0 AS version, 0 AS oldest_writer")
+            await connection.execute(
+                "CREATE TABLE agl.schema_version AS SELECT 0 AS version, 0 AS oldest_writer, 0::bigint AS xid_offset"
+            )
         for statements in MIGRATIONS[version:]:
             for statement in statements:
                 await connection.execute(statement, timeout=_MIGRATION_TIMEOUT_S)

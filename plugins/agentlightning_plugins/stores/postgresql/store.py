@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeAlias, TypeVar
 
 import asyncpg
+from pydantic import TypeAdapter, ValidationError
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.store.backend import Listener, Page, Query
@@ -37,6 +39,21 @@ R = TypeVar("R", bound=Record)
 _MANY: Final = 64
 """More rows than this are decoded in a thread, so that they do not block the caller's event loop."""
 _CHUNK: Final = 500
+# Absolute ids of transactions: they begin again in another server, where a dump is restored, but for the offset.
+_SNAPSHOT: Final = """
+SELECT pg_snapshot_xmin(now)::text::bigint + xid_offset, pg_snapshot_xmax(now)::text::bigint + xid_offset,
+    ARRAY(SELECT id::text::bigint + xid_offset FROM pg_snapshot_xip(now) AS id)
+FROM pg_current_snapshot() AS now, agl.schema_version"""
+_NEW_SPANS: Final = """
+SELECT position, revision, record, sequence_id, xid FROM agl.span
+WHERE run_id = ? AND xid >= ? AND (xid >= ? OR xid = ANY (?::bigint[])) AND xid < ? AND xid <> ALL (?::bigint[])
+    AND (xid, position) > (?::bigint, ?::bigint) ORDER BY xid, position LIMIT ?"""
+_Snapshot: TypeAlias = tuple[int, int, list[int]]
+"""Transactions below the first number had ended, none from the second on had begun, and the last ones were open."""
+_SEEN: Final[TypeAdapter[tuple[_Snapshot, _Snapshot | None, int]]] = TypeAdapter(
+    tuple[_Snapshot, _Snapshot | None, int]
+)
+"""The spans that polls have seen: those of one snapshot, and of the next up to a transaction, if a page was full."""
 
 
 class PostgresBackend(DurableBackend):
@@ -65,20 +82,40 @@ class PostgresBackend(DurableBackend):
         return self._thread.server.clock.now()
 
     async def select(self, query: Query[R]) -> Page[R]:
+        if query.seen is not None:
+            return await self._poll(query, query.seen)
         plan = PLANNER.plan(query)
         if not plan.is_done:
             page: Page[R] = await self._read(lambda connection: _filter(connection, query, plan), plan.sql)
             return page
         total = None
-        if query.is_settled:
-            rows = await self._read(lambda connection: _fetch_settled(connection, plan), plan.sql)
-        elif plan.count_sql is None:
+        if plan.count_sql is None:
             rows = await self._read(lambda connection: _fetch(connection, plan), plan.sql)
         else:
             rows, total = await self._read(lambda connection: _fetch_counted(connection, query, plan), plan.sql)
         if len(rows) < _MANY:
             return PLANNER.make_page(query, rows, total)
         return await asyncio.to_thread(PLANNER.make_page, query, rows, total)
+
+    async def _poll(self, query: Query[R], seen: str) -> Page[R]:
+        """Reads the spans that were committed since the last poll, whatever their positions, without waiting."""
+        try:
+            before, now, xid = _SEEN.validate_json(seen) if seen else ((0, 0, []), None, 0)
+        except ValidationError as error:
+            raise ConfigError(f"{seen!r} in a cursor is not from this store; use it as it is") from error
+        (run_id,) = [condition.value for condition in query.where]
+        after, is_last = query.after, False
+        rows: list[Sequence[Any]] = []
+        while len(rows) < query.limit and not is_last:  # what is left of the last snapshot, then a new one
+            if now is None:
+                now, xid, after, is_last = await self._read(_fetch_snapshot), 0, 0, True
+            first = max(before[0], xid)
+            plan = Plan(_NEW_SPANS, (run_id, first, *before[1:], *now[1:], xid, after, query.limit - len(rows)))
+            rows += await self._read(functools.partial(_fetch, plan=plan), plan.sql)
+            if len(rows) < query.limit:
+                before, now = now, None
+        page = await asyncio.to_thread(PLANNER.make_page, query, [row[:4] for row in rows], None)
+        return page._replace(seen=_SEEN.dump_json((before, now, rows[-1][4] if now else 0)).decode())
 
     async def count(self) -> dict[str, int]:
         if self._thread.writer.refusal is not None:
@@ -98,11 +135,12 @@ class PostgresBackend(DurableBackend):
     async def _read(self, read: Read, sql: str | None = None) -> Any:
         async def timed(connection: asyncpg.Connection) -> Any:
             began = time.monotonic()
-            result = await read(connection)
-            took_s = time.monotonic() - began
-            if sql is not None and self._slow.admits(sql, took_s):
-                self._thread.reads.submit(lambda connection: self._log_slow(connection, sql, took_s))
-            return result
+            try:
+                return await read(connection)
+            finally:
+                took_s = time.monotonic() - began
+                if sql is not None and self._slow.admits(sql, took_s):
+                    self._thread.reads.submit(lambda connection: self._log_slow(connection, sql, took_s))
 
         self._check_open()
         work = self._thread.reads.submit(timed)
@@ -200,6 +238,11 @@ async def _fetch(connection: asyncpg.Connection, plan: Plan) -> Sequence[Sequenc
     return rows
 
 
+async def _fetch_snapshot(connection: asyncpg.Connection) -> _Snapshot:
+    first, end, open_ids = await connection.fetchrow(_SNAPSHOT)
+    return first, end, open_ids
+
+
 async def _fetch_counted(
     connection: asyncpg.Connection, query: Query[R], plan: Plan
 ) -> tuple[Sequence[Sequence[Any]], int]:
@@ -211,13 +254,6 @@ async def _fetch_counted(
         if total is None:
             total = await connection.fetchval(number_parameters(plan.count_sql), *plan.count_parameters)
         return rows, int(total or 0)
-
-
-async def _fetch_settled(connection: asyncpg.Connection, plan: Plan) -> Sequence[Any]:
-    """Reads spans while no transaction writes any: positions are taken before a commit, in another order."""
-    async with connection.transaction():
-        await connection.execute("LOCK TABLE agl.span IN SHARE MODE")
-        return await _fetch(connection, plan)
 
 
 async def _filter(connection: asyncpg.Connection, query: Query[R], plan: Plan) -> Page[R]:
@@ -271,7 +307,8 @@ class PostgresLightningStore(BackendStore):
             lease_s: an attempt is lost after this time without a span or a heartbeat.
             watchdog_interval_s: how late an overdue attempt may be ended; None leaves this to other processes.
             connections: maximum number of connections: one writes, the others read. Further reads queue.
-            statement_timeout_s: the server cancels a statement that takes longer. The statement is retried twice.
+            statement_timeout_s: the server cancels a statement that takes longer, and a search after 10 s; it is not
+                executed again.
             connect_timeout_s: how long one attempt to connect may take.
             reconnect_s: how long calls wait for a server that went away before they fail.
 

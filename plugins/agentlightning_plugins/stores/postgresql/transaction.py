@@ -95,10 +95,12 @@ def _value(column: str) -> str:
 
 def _insert(kind: type[Record]) -> str:
     columns = {**COLUMNS[kind], "revision": "integer", "record": "text"}
-    values = ", ".join(map(_value, columns))
+    values = {column: _value(column) for column in columns}
+    if kind is Span:
+        values["xid"] = "(SELECT pg_current_xact_id()::text::bigint + xid_offset FROM agl.schema_version)"
     return (
-        f"INSERT INTO agl.{TABLES[kind]} ({', '.join(columns)}) SELECT {values} FROM {_unnest(columns)} "
-        "ORDER BY number RETURNING position"
+        f"INSERT INTO agl.{TABLES[kind]} ({', '.join(values)}) SELECT {', '.join(values.values())} "
+        f"FROM {_unnest(columns)} ORDER BY number RETURNING position"
     )
 
 

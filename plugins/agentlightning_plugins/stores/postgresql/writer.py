@@ -54,6 +54,11 @@ _FORGET: Final = (
     "DELETE FROM agl.writer WHERE seen < now() - interval '7 days'",
     # Events of another server whose dump was restored here: transaction ids have started again.
     "DELETE FROM agl.event WHERE xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint",
+    # Likewise spans, which polls find by transaction: the ids of new ones are far above those that any poll has seen.
+    """UPDATE agl.schema_version SET xid_offset = newest + 1000000000000 FROM (
+        SELECT max(last.xid) AS newest FROM (SELECT DISTINCT run_id FROM agl.tally WHERE name = 'spans') AS run,
+            LATERAL (SELECT xid FROM agl.span WHERE run_id = run.run_id ORDER BY xid DESC LIMIT 1) AS last
+    ) AS found WHERE newest >= xid_offset + pg_snapshot_xmax(pg_current_snapshot())::text::bigint""",
 )
 _CONFLICTS: Final = (
     asyncpg.UniqueViolationError,  # another process inserted the same record at the same time
@@ -150,7 +155,8 @@ class Writer:
         try:
             await self._write(items)
         except Exception as error:  # isolation point: every caller gets the error and this coroutine goes on
-            if len(items) > 1 and self._is_certain and not self._connection.is_closed():
+            is_cancelled = isinstance(error, asyncpg.QueryCanceledError)  # each of them could take as long again
+            if len(items) > 1 and self._is_certain and not (is_cancelled or self._connection.is_closed()):
                 for item in items:  # each in its own transaction, so that only the culprit fails
                     try:
                         await self._write([item])
@@ -246,11 +252,12 @@ class Writer:
         while True:
             if self._connection.is_closed():
                 await self._reconnect()
+            began = time.monotonic()
             try:
                 return await work(self._connection)
-            except asyncpg.QueryCanceledError:  # by an administrator, or the statement timeout
+            except asyncpg.QueryCanceledError:
                 cancelled += 1
-                if cancelled > MAX_CANCELLED:
+                if cancelled > MAX_CANCELLED or self._server.is_timed_out(began):
                     raise
             except Exception as error:  # if the connection is lost, the outcome of the work is unknown
                 if not is_lost(self._connection, error):

@@ -14,6 +14,7 @@ from typing import Final
 from agentlightning.errors import ConfigError, StorageFullError, StoreError
 from agentlightning.store.retention import next_slice
 from agentlightning_plugins.stores.shared.clock import since_boot
+from agentlightning_plugins.stores.shared.sql.plan import TOO_LONG
 
 APPLICATION_ID: Final = 0x41474C53
 """Marks our files in the header ("AGLS")."""
@@ -165,6 +166,7 @@ def explain(error: sqlite3.Error, path: Path) -> StoreError:
         "SQLITE_BUSY": "other processes kept the file locked for too long; nothing was written, try again",
         "SQLITE_CANTOPEN": "the file cannot be opened; check that its folder exists and is writable",
         "SQLITE_TOOBIG": "a record is larger than SQLite allows (1 GB); nothing was written",
+        "SQLITE_INTERRUPT": TOO_LONG,
         "SQLITE_CORRUPT": "the file is damaged; restore it from a copy",
         "SQLITE_NOTADB": "the file is not an SQLite database; choose another path",
     }.get("_".join(name.split("_")[:2]))

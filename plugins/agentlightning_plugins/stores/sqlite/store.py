@@ -22,7 +22,7 @@ from agentlightning.types import DEFAULT_RUN_ID, Record
 from agentlightning_plugins.stores.shared.clock import since_boot
 from agentlightning_plugins.stores.shared.sql.batch import COUNT, OPEN_RUNS, DurableBackend, count_all
 from agentlightning_plugins.stores.shared.sql.changes import Work
-from agentlightning_plugins.stores.shared.sql.plan import Plan
+from agentlightning_plugins.stores.shared.sql.plan import SEARCH_S, Plan
 from agentlightning_plugins.stores.shared.sql.slow_log import SlowLog
 from agentlightning_plugins.stores.sqlite.plan import PLANNER, is_short, run_plan
 from agentlightning_plugins.stores.sqlite.schema import compact, connect, explain, open_file
@@ -32,7 +32,7 @@ R = TypeVar("R", bound=Record)
 
 _READERS: Final = 4
 _STEPS: Final = 1_000_000
-"""Instructions of SQLite, some 20 ms, after which a read looks whether its caller is still there."""
+"""Instructions of SQLite, some 20 ms, after which a read looks whether its caller is still there and has time left."""
 
 
 class SqliteBackend(DurableBackend):
@@ -92,17 +92,21 @@ class SqliteBackend(DurableBackend):
 
     def _read(self, query: Query[R], plan: Plan, is_cancelled: threading.Event) -> Page[R]:
         with self._connection() as connection:
-            connection.set_progress_handler(is_cancelled.is_set, _STEPS)
             began = time.monotonic()
+            limit_s = SEARCH_S if plan.is_done else 2 * SEARCH_S  # a search in Python ends by itself
+
+            def must_end() -> bool:
+                return is_cancelled.is_set() or time.monotonic() - began > limit_s
+
+            connection.set_progress_handler(must_end, _STEPS)
             try:
-                page = run_plan(connection, query, plan)
+                return run_plan(connection, query, plan)
             finally:
                 connection.set_progress_handler(None, 0)
-            took_s = time.monotonic() - began
-            if self._slow.admits(plan.sql, took_s):
-                steps = connection.execute(f"EXPLAIN QUERY PLAN {plan.sql}", plan.parameters)
-                self._slow.log(plan.sql, took_s, [detail for *_, detail in steps])
-            return page
+                took_s = time.monotonic() - began
+                if self._slow.admits(plan.sql, took_s):
+                    steps = connection.execute(f"EXPLAIN QUERY PLAN {plan.sql}", plan.parameters)
+                    self._slow.log(plan.sql, took_s, [detail for *_, detail in steps])
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:

@@ -16,7 +16,7 @@ from prometheus_client.core import GaugeMetricFamily
 from agentlightning.errors import LightningError
 from agentlightning.store.capabilities import LIVE_SUFFIX
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import DEFAULT_RUN_ID, AttemptedRollout, RolloutStatus, WorkerStatus
+from agentlightning.types import DEFAULT_RUN_ID, AttemptedRollout, PaginatedResult, Rollout, RolloutStatus, WorkerStatus
 from agentlightning_plugins.shared.monitoring.runs import count_rollouts
 from agentlightning_plugins.shared.web.metrics import ScrapedMetrics
 from agentlightning_plugins.stores.http.message import PREFIX
@@ -29,6 +29,8 @@ _QUEUED: Final[tuple[RolloutStatus, ...]] = ("queuing", "requeuing")
 _ENDED: Final[tuple[RolloutStatus, ...]] = ("succeeded", "failed")
 _REWARDED: Final = 200
 """The number of newest ended rollouts of a run whose rewards are averaged."""
+_REFRESHED: Final = 5
+"""The number of runs whose rewards a scrape reads; those of the others are as the last scrapes found them."""
 ANSWER_S: Final = 2.0
 """How long probes and scrapes wait for the database."""
 _LONG_POLLS: Final = frozenset(PREFIX + path for path in ("/events", "/queues/rollouts/dequeue", "/waits/rollouts"))
@@ -72,6 +74,8 @@ class ServerMetrics(ScrapedMetrics):
         ProcessCollector(registry=registry)
         streams.on_event = lambda event: self._event_lag.observe(max(0.0, store.now() - event.time))
         self._reading: asyncio.Task[list[GaugeMetricFamily]] | None = None
+        self._rewards: dict[str, tuple[object, dict[tuple[str, str], float]]] = {}
+        """By run: the state in which its rewards were read, and their means; the run that was read last is last."""
 
     def record(self, method: str, route: str, status: int, seconds: float) -> None:
         """Counts one answered request."""
@@ -151,16 +155,11 @@ class ServerMetrics(ScrapedMetrics):
         promoted = GaugeMetricFamily("agl_store_promoted_version", "The latest resources.", labels=["run", "resources"])
         phase = GaugeMetricFamily("agl_store_trial_phase", "The phase of live learning is 1.", labels=["run", "phase"])
         share = GaugeMetricFamily("agl_store_trial_share", "Share of the candidate in the traffic.", labels=["run"])
+        await self._refresh_rewards(run_ids)
         for run_id in run_ids:
-            view = self._store.with_run(run_id)
-            rewards: dict[tuple[str, str], list[float]] = {}
-            for rollout in await view.query_rollouts(status_in=_ENDED, sort_order="desc", limit=_REWARDED):
-                if isinstance(rollout, AttemptedRollout) and rollout.attempt.reward is not None:
-                    label = rollout.resources_id or "", rollout.mode or ""
-                    rewards.setdefault(label, []).append(rollout.attempt.reward)
-            for (version_id, mode), values in rewards.items():
-                reward.add_metric([run_id, version_id, mode], math.fsum(values) / len(values))
-            latest = await view.get_latest_resources()
+            for label, mean in self._rewards.get(run_id, (None, {}))[1].items():
+                reward.add_metric([run_id, *label], mean)
+            latest = await self._store.with_run(run_id).get_latest_resources()
             if latest is not None:
                 promoted.add_metric([run_id, latest.resources_id], latest.version)
             live = await self._store.with_run(run_id + LIVE_SUFFIX).get_latest_resources()
@@ -169,6 +168,30 @@ class ServerMetrics(ScrapedMetrics):
                 phase.add_metric([run_id, state.phase], 1.0)
                 share.add_metric([run_id], state.share)
         return [reward, promoted, phase, share]
+
+    async def _refresh_rewards(self, run_ids: Sequence[str]) -> None:
+        """Reads the rewards of runs in which rollouts have ended since, those first that were read longest ago."""
+        changed: dict[str, object] = {}
+        for run_id in run_ids:
+            newest = await self._ended(run_id, 1)
+            state = newest.total, [rollout.rollout_id for rollout in newest]
+            if run_id not in self._rewards or self._rewards[run_id][0] != state:
+                changed[run_id] = state
+        kept = {run_id: found for run_id, found in self._rewards.items() if run_id in run_ids}
+        never = [run_id for run_id in changed if run_id not in kept]
+        for run_id in [*never, *(run_id for run_id in kept if run_id in changed)][:_REFRESHED]:
+            rewards: dict[tuple[str, str], list[float]] = {}
+            for rollout in await self._ended(run_id, _REWARDED):
+                if isinstance(rollout, AttemptedRollout) and rollout.attempt.reward is not None:
+                    label = rollout.resources_id or "", rollout.mode or ""
+                    rewards.setdefault(label, []).append(rollout.attempt.reward)
+            kept.pop(run_id, None)
+            kept[run_id] = changed[run_id], {label: math.fsum(each) / len(each) for label, each in rewards.items()}
+        self._rewards = kept
+
+    async def _ended(self, run_id: str, limit: int) -> PaginatedResult[Rollout]:
+        view = self._store.with_run(run_id)
+        return await view.query_rollouts(status_in=_ENDED, sort_order="desc", limit=limit)
 
     async def _run_ids(self) -> Iterable[str]:
         """Returns the ids of the default run, the newest runs, and all runs with queued or running rollouts."""

@@ -18,7 +18,11 @@ from agentlightning_plugins.stores.shared.sql.document import decode
 R = TypeVar("R", bound=Record)
 
 SEARCH_S: Final = 10.0
-"""How long a search may examine records in Python; what it has found then is its result, marked as truncated."""
+"""How long a search may take. One that examines records in Python then ends with what it has found, marked as
+truncated; one that the database does is cancelled and fails."""
+TOO_LONG: Final = (
+    "the search took too long and was stopped; search one run, by fewer conditions, or read pages (limit and cursor)"
+)
 _FAR: Final = 1_000
 """The offset from which on the records of skipped rows are not read."""
 CURRENT: Final[dict[type[Record], str]] = {Attempt: "last_heartbeat_time", Span: "sequence_id"}
