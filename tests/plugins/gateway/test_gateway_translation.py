@@ -331,9 +331,12 @@ def test_usage_is_never_below_zero_and_a_missing_total_is_the_sum() -> None:
     assert ResponsesTranslation({"input": ""}).answer(answer)["usage"]["total_tokens"] == 8
 
 
-@pytest.mark.parametrize("dialect", [Messages(), CountTokens()])
-def test_a_tool_choice_without_tools_does_not_reach_a_chat_server(dialect: Any) -> None:
-    body = {"model": "m", "messages": [], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+@pytest.mark.parametrize("tools", [{}, {"tools": []}, {"tools": None}])
+@pytest.mark.parametrize("dialect", [CHAT, Messages(), CountTokens()])
+def test_a_tool_choice_without_tools_does_not_reach_a_chat_server(dialect: Any, tools: dict[str, Any]) -> None:
+    body = {"model": "m", "messages": [], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, **tools}
+    if dialect is CHAT:
+        body |= {"tool_choice": "auto", "parallel_tool_calls": True}
     (backend,) = ModelTable([entry("http://127.0.0.1:1/v1")]).backends
     sent = stream_reader(dialect, body)[0].prepare(backend).body
-    assert sent.keys().isdisjoint({"tool_choice", "parallel_tool_calls"})
+    assert sent.keys().isdisjoint({"tools", "tool_choice", "parallel_tool_calls"})
