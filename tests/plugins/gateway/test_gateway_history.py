@@ -189,7 +189,7 @@ async def test_conversations_of_an_agent_and_its_sub_agents_are_told_apart_and_s
         for headers, messages, tools in (
             (main, title, []),
             (main, work, TOOLS),
-            (sub, work, TOOLS),
+            (sub, [{"role": "system", "content": "Help."}, *HELLO], TOOLS),
             (main, summary, []),
             (main, [*work, {"role": "user", "content": "Go on."}], TOOLS),
             (main, summary, []),  # the last answer, without tools
@@ -209,7 +209,7 @@ async def test_conversations_of_an_agent_and_its_sub_agents_are_told_apart_and_s
     assert [explain_unused(triplet) for triplet in triplets].count("side_call") == 2
     assert build_trajectories(triplets).left_out == {"side_call": 2}
     assert len(TraceToTriplet(agent_match="^subagent$").adapt(spans)) == 1
-    assert [example.messages[-2]["content"] for example in examples] == ["Go on.", "Summarise."]
+    assert [example.messages[-2]["content"] for example in examples] == ["Say hello.", "Go on.", "Summarise."]
     steps = TraceToTransitions().adapt(spans)
     assert [step.metadata["span_id"] for step in steps] == [spans[i].span_id for i in (1, 2, 4, 5)]
     assert all(step.next_index != 0 for step in steps)
