@@ -27,6 +27,9 @@ demo:  ## train a small real agent on this machine, in a few minutes
 install:  ## all environments of `make test`
 	$(INSTALL) lint main newest oldest verl verl-vllm vllm
 
+install-%:  # one environment, for example npm
+	$(INSTALL) $*
+
 test:  ## everything that must hold: lint, types, tests
 	$(TEST)
 

@@ -4,6 +4,8 @@ uv installs: the one on PATH, else a pinned one that pip puts into .venvs/uv, wi
 Without uv, pip installs. An environment is made again only if what goes into it changed: its requirements, its
 constraints, torch, Python or the place of the checkout. Any other change of pyproject.toml, for example a new entry
 point, links the checkout again, which takes seconds.
+
+`npm` and `npm-soak` have coding agents from npm, in the releases that the presets name, and the Node.js that they need.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +59,10 @@ ENVIRONMENTS = {
     "verl-vllm": Environment("openai verl", "test", torch=True, pinned=True, named="vllm 0.27.1+cpu"),
     "vllm": Environment("grpo openai", "test", torch=True, pinned=True),
 }
+NODE = "node@22.23.3"
+AGENTS = {"npm": ["claude-code", "codex"], "npm-soak": ["opencode", "pi", "qwen-code"]}
+"""The presets whose programs each environment of npm has."""
+PRESETS = REPO / "plugins" / "agentlightning_plugins" / "shared" / "presets"
 
 
 def pyproject() -> dict[str, dict]:
@@ -224,6 +231,43 @@ def install(name: str) -> None:
     print(f"took {time.monotonic() - started:.0f} s", flush=True)
 
 
+def agent_packages(name: str) -> list[str]:
+    """Returns the packages of an environment of npm, with their versions."""
+    packages = [NODE]
+    for agent in AGENTS[name]:
+        fields = dict(
+            re.findall(r"^(install|tested): (.+)$", (PRESETS / f"{agent}.yaml").read_text("utf-8"), re.MULTILINE)
+        )
+        packages.append(f"{fields['install'].split()[-1]}@{fields['tested']}")
+    return packages
+
+
+def install_agents(name: str) -> None:
+    """Creates or updates an environment of npm, or does nothing if it is up to date."""
+    folder, packages = REPO / ".venvs" / name, agent_packages(name)
+    stamp = folder / ".installed.json"
+    if stamp.exists() and json.loads(stamp.read_text(encoding="utf-8")) == packages:
+        return
+    if (npm := shutil.which("npm")) is None:
+        sys.exit(f"{name} was not installed: npm is missing. It comes with Node.js")
+    print(f"Installing {folder.relative_to(REPO)}", end=" ", flush=True)
+    started = time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command = [npm, "install", "--no-fund", "--no-audit", "--loglevel=error", f"--prefix={folder}", *packages]
+    if subprocess.run(command, cwd=folder, check=False).returncode:
+        shown = subprocess.run([npm, "config", "get", "registry"], capture_output=True, text=True, check=False)
+        sys.exit(f"\n{name} was not installed: npm got no {' '.join(packages)} from {shown.stdout.strip()}")
+    modules = folder / "node_modules"
+    for package in packages:  # npm leaves these scripts out
+        for script in ("install.cjs", "postinstall.mjs"):
+            place = modules / package.rpartition("@")[0]
+            if (place / script).is_file():
+                subprocess.run([modules / ".bin" / "node", script], cwd=place, check=True)
+    stamp.write_text(json.dumps(packages), encoding="utf-8")
+    print(f"took {time.monotonic() - started:.0f} s", flush=True)
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -231,6 +275,6 @@ def _digest(text: str) -> str:
 if __name__ == "__main__":
     for each in sys.argv[1:]:
         try:
-            install(each)
+            (install_agents if each in AGENTS else install)(each)
         except subprocess.CalledProcessError as error:
             sys.exit(f"\n{each} was not installed: exit code {error.returncode} of {' '.join(map(str, error.cmd))}")

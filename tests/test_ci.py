@@ -13,6 +13,7 @@ import pytest
 
 import environments
 import phases
+from agentlightning_plugins.shared.presets.preset import load_preset
 from tests import selection
 from tests.source import REPO
 from tests.waiting import blocking_until
@@ -95,6 +96,28 @@ def test_packages_are_added_to_an_environment_that_somebody_made_by_hand(calls: 
     environments.install("small")
     assert theirs.exists()
     assert len(calls) == 3
+
+
+def test_agents_of_npm_are_installed_once_and_an_error_names_the_registry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    npm = tmp_path / "bin" / "npm"
+    npm.parent.mkdir()
+    monkeypatch.setenv("PATH", str(npm.parent))
+    monkeypatch.setattr(environments, "REPO", tmp_path)
+    with pytest.raises(SystemExit, match="npm is missing"):
+        environments.install_agents("npm")
+    npm.write_text(f"#!/bin/sh\necho $1 $7 >> {tmp_path}/log\n[ $1 = config ] && echo https://registry.example\n")
+    npm.chmod(0o755)
+    release = load_preset("claude-code").tested
+    with pytest.raises(SystemExit, match=rf"claude-code@{release} .* from https://registry.example"):
+        environments.install_agents("npm")
+    npm.write_text(npm.read_text() + "true\n")
+    for _ in range(2):
+        environments.install_agents("npm")
+    assert (tmp_path / "log").read_text().split("\n")[:-1] == [
+        f"install @anthropic-ai/claude-code@{release}", "config", f"install @anthropic-ai/claude-code@{release}"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -131,12 +131,11 @@ def valid_text(text: str) -> str:
 
 def is_deep(value: Any, max_depth: int = MAX_DEPTH) -> bool:
     """Whether lists and dicts are nested more than ``max_depth`` deep; takes no recursion."""
-    level = [value]
+    level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(max_depth):
         level = [
             child
             for parent in level
-            if isinstance(parent, (dict, list))
             for child in (parent.values() if isinstance(parent, dict) else parent)
             if isinstance(child, (dict, list))
         ]

@@ -40,7 +40,7 @@ class Transition(Record):
 
 
 class TraceToTransitions(TraceAdapter[list[Transition]]):
-    """Creates a transition for each triplet, in the order of the calls."""
+    """Creates a transition for each triplet that can be trained on, in the order of the calls."""
 
     def __init__(self, source: TraceToTriplet | dict[str, Any] | None = None) -> None:
         """Takes the adapter that creates the triplets, or its settings."""
@@ -58,9 +58,11 @@ class TraceToTransitions(TraceAdapter[list[Transition]]):
 def triplets_to_transitions(triplets: Sequence[Triplet], spans: Sequence[Span] = ()) -> list[Transition]:
     """Converts the triplets of one attempt; calls belong to one conversation if their messages continue each other.
 
-    ``spans`` are those of the attempt: without them, the states are empty.
+    Triplets whose metadata say that they are ``unused``, such as side calls, are left out. ``spans`` are those of the
+    attempt: without them, the states are empty.
     """
     following: dict[int, int] = {}
+    triplets = [triplet for triplet in triplets if "unused" not in triplet.metadata]
     for position, previous in enumerate(link_calls(triplets)):
         if previous is not None:
             following.setdefault(previous, position)  # the first of several branches

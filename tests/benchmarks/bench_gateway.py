@@ -6,7 +6,10 @@ bare, gateway, direct, ...) and medians are printed, with the ratio to the bare 
 
 The bare proxy streams: headers and both bodies pass piece by piece as they arrive.
 
-Targets: added latency p50 <= 2 ms sequentially; CPU per request <= 2 x bare; added time to first token <= 2 ms.
+A long call has a history of 40 turns with tools, 100 kB in all, and is answered with the ids of its 25,000 tokens.
+
+Targets: added latency p50 <= 2 ms sequentially; CPU per request <= 2 x bare, per long call <= 1.5 x bare; added time to
+first token <= 2 ms.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,9 +35,23 @@ REQUEST = {
     "temperature": 1.0,
     "messages": [{"role": "system", "content": "You are a calculator. " * 10}, {"role": "user", "content": "6 x 7?"}],
 }
+TURNS, HISTORY_BYTES = 40, 100_000
 
 
-def answer(*, chunk: int | None = None) -> dict[str, Any]:
+def long_request() -> dict[str, Any]:
+    """Returns a request of a coding agent after ``TURNS`` turns."""
+    messages = list(REQUEST["messages"])
+    result = "the quick brown fox\n" * (HISTORY_BYTES // TURNS // 20 - 10)
+    for turn in range(TURNS):
+        function = {"name": "read_file", "arguments": json.dumps({"path": f"src/module_{turn}.py", "limit": 100})}
+        call = {"id": f"call_{turn}", "type": "function", "function": function}
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": f"call_{turn}", "content": result})
+    tool = {"name": "read_file", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}}
+    return REQUEST | {"messages": messages, "tools": [{"type": "function", "function": tool}]}
+
+
+def answer(*, chunk: int | None = None, prompt_tokens: int = 80) -> dict[str, Any]:
     """Returns a whole answer, or one chunk of a streamed answer."""
     count = TOKENS if chunk is None else 1
     tokens = [
@@ -48,7 +66,7 @@ def answer(*, chunk: int | None = None) -> dict[str, Any]:
     choice["message" if chunk is None else "delta"] = {"role": "assistant", "content": "tok" * count}
     head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
     if not chunk:
-        head["prompt_token_ids"] = [4321] * 80
+        head["prompt_token_ids"] = [4321] * prompt_tokens
     return head | {"weight_version": 1}
 
 
@@ -57,15 +75,17 @@ def dump(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-BODY = dump(answer())
+BODY, LONG_BODY = dump(answer()), dump(answer(prompt_tokens=HISTORY_BYTES // 4))
 NOT_PASSED = frozenset(("host", "connection", "transfer-encoding"))  # each hop sets these headers itself
 EVENTS = [b"data: %b\n\n" % dump(answer(chunk=i)) for i in range(TOKENS)] + [b"data: [DONE]\n\n"]
 
 
 async def serve_upstream(pause_s: float) -> AsyncIterator[str]:
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        if b'"stream": true' not in await request.read():
-            return web.Response(body=BODY, content_type="application/json")
+        body = await request.read()
+        if b'"stream": true' not in body:
+            whole = LONG_BODY if len(body) > HISTORY_BYTES // 2 else BODY
+            return web.Response(body=whole, content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for event in EVENTS:
@@ -111,6 +131,7 @@ async def serve_gateway(upstream: str, store_url: str = "memory://") -> AsyncIte
     from agentlightning_plugins.gateway.proxy import LLMProxy
     from agentlightning_plugins.shared.garbage_collection import relax_collector
 
+    os.environ["AGL_ATTEMPT_MIB"] = "65536"  # all calls belong to one attempt
     relax_collector()  # as `agl gateway` and launch_mode="process" do
     store = create_store(store_url)
     proxy = LLMProxy(model_list=[{"model": "m", "endpoint": upstream, "api_key": "k"}], store=store, require_keys=False)
@@ -145,10 +166,15 @@ def serve(pipe: Connection, role: Callable[..., AsyncIterator[str]], *arguments:
 
 
 def load(pipe: Connection) -> None:
-    """Sends requests: receives (url, count, concurrency, stream) and returns the seconds to the first byte of each."""
+    """Sends requests: receives (url, count, concurrency, kind) and returns the seconds to the first byte of each."""
+    bodies = {
+        "short": json.dumps(REQUEST).encode(),
+        "stream": json.dumps(REQUEST | {"stream": True}).encode(),
+        "long": json.dumps(long_request()).encode(),
+    }
 
-    async def run(url: str, count: int, concurrency: int, stream: bool) -> list[float]:
-        body = json.dumps(REQUEST | ({"stream": True} if stream else {})).encode()
+    async def run(url: str, count: int, concurrency: int, kind: str) -> list[float]:
+        body = bodies[kind]
         headers = {"Content-Type": "application/json"}
         taken: list[float] = []
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -201,19 +227,23 @@ def main() -> None:
     servers = {"bare": Child(serve, serve_bare, url), "gateway": Child(serve, serve_gateway, url)}
     urls = {"direct": url} | {name: server.pipe.recv() for name, server in servers.items()}
     client = Child(load)
-    names = ("latency ms", "cpu ms", "stream cpu ms", "first token ms")
+    names = ("latency ms", "cpu ms", "stream cpu ms", "long cpu ms", "first token ms")
     seen: dict[str, dict[str, list[float]]] = {name: {target: [] for target in urls} for name in names}
     for target in urls:  # warm up: the first run does not count
-        client.ask((urls[target], 100, 4, False))
+        client.ask((urls[target], 100, 4, "short"))
     for _ in range(arguments.runs):
         for target, endpoint in urls.items():
-            taken = client.ask((endpoint, arguments.requests, 1, False))
+            taken = client.ask((endpoint, arguments.requests, 1, "short"))
             seen["latency ms"][target].append(1000 * statistics.median(taken))
-            taken = client.ask((endpoint, arguments.requests // 5, 1, True))
+            taken = client.ask((endpoint, arguments.requests // 5, 1, "stream"))
             seen["first token ms"][target].append(1000 * statistics.median(taken))
-            for name, stream, count in (("cpu ms", False, 2 * arguments.requests), ("stream cpu ms", True, 400)):
+            for name, kind, count in (
+                ("cpu ms", "short", 2 * arguments.requests),
+                ("stream cpu ms", "stream", 400),
+                ("long cpu ms", "long", 400),
+            ):
                 before = servers[target].ask(True)[0] if target in servers else 0.0
-                client.ask((endpoint, count, 16, stream))
+                client.ask((endpoint, count, 16, kind))
                 after = servers[target].ask(True)[0] if target in servers else 0.0
                 seen[name][target].append(1000 * (after - before) / count)
     columns = ("direct", "bare", "gateway", "added", "ratio")
@@ -240,7 +270,7 @@ def hold_streams(count: int, client: Child) -> None:
     taken: dict[str, list[float]] = {direct: [], endpoint: []}
     for _ in range(5):
         for url, seconds in taken.items():
-            seconds += client.ask((url, count, count, True))
+            seconds += client.ask((url, count, count, "stream"))
         memory.append(gateway.ask(True)[1])
     for name, seconds in zip(("direct", "gateway"), taken.values(), strict=True):
         low, high = statistics.median(seconds), sorted(seconds)[len(seconds) * 99 // 100]

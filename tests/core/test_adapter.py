@@ -400,6 +400,7 @@ def test_calls_of_a_judge_are_left_out_unless_the_setting_includes_them(trace: R
     assert ids(triplets) == ["r1"]
     assert rewards(triplets) == [1.0]
     assert ids(trace.adapt(TraceToTriplet(exclude_llm_call_in_reward=False))) == ["r1", "r2", "r3"]
+    assert [len(TraceToMessages(side_calls=wanted).adapt(trace.spans)) for wanted in (True, False)] == [3, 1]
 
 
 # The tree.

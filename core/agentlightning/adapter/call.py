@@ -284,6 +284,18 @@ def find_given_up(nodes: Iterable[Node]) -> set[str]:
     return {str(attributes[semconv.RETRY_OF]) for attributes in complete if semconv.RETRY_OF in attributes}
 
 
+def find_unused(
+    nodes: Iterable[Node], calls: Sequence[TracedCall], *, side_calls: bool = False
+) -> dict[TracedCall, str]:
+    """Returns the calls to leave out of training, each with the reason.
+
+    ``given_up``: a try that the client repeated. ``side_call``: found by ``find_side_calls``, unless they are wanted.
+    """
+    given_up = find_given_up(nodes)
+    unused = dict.fromkeys([] if side_calls else find_side_calls(calls), "side_call")
+    return unused | {call: "given_up" for call in calls if call.gateway and call.gateway.span.span_id in given_up}
+
+
 def find_side_calls(calls: Sequence[TracedCall]) -> set[TracedCall]:
     """Finds the calls that coding agents make beside their work, such as for a title or to summarise a conversation.
 

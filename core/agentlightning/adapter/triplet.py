@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter, reading
-from agentlightning.adapter.call import Node, TracedCall, build_tree, find_calls, find_given_up, find_side_calls
+from agentlightning.adapter.call import Node, TracedCall, build_tree, find_calls, find_given_up, find_unused
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.records import Span, Triplet
@@ -200,9 +200,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
                 self._log_missing(source, left_out)
                 return []
             position, is_exclusive = self._choose_clock(calls), self.credit is None
-            unused = dict.fromkeys([] if self.side_calls else find_side_calls(calls), "side_call")
-            given_up = find_given_up(nodes)
-            unused |= {call: "given_up" for call in calls if call.gateway and call.gateway.span.span_id in given_up}
+            unused = find_unused(nodes, calls, side_calls=self.side_calls)
             rewards = match_rewards(nodes, calls, self.reward_match, is_exclusive=is_exclusive, settled_at=position)
             if self.credit is None:
                 return [each for call in calls for each in _to_triplets(call, rewards.get(call), unused.get(call))]

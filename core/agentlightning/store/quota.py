@@ -129,9 +129,14 @@ def _estimate_context(context: SpanContext | None) -> int:
     return 200 + len(context.trace_id) + len(context.span_id) + _estimate(context.trace_state)
 
 
+_NUMBERS: Final = frozenset({bool, int, float})
+
+
 def _estimate(value: Any) -> int:
     if not value:
         return 0
+    if value.__class__ in _NUMBERS:  # most attributes
+        return 8
     if isinstance(value, (str, bytes)):
         return 50 + len(value)
     if isinstance(value, (list, tuple)):

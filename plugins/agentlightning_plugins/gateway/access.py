@@ -318,7 +318,7 @@ class CallSeeds:
         self._store = store
         self._known: dict[AttemptKey, tuple[object, defaultdict[int, list[int]]]] = {}
         """For each attempt, the seed of its rollout, and for each turn a heap of the free numbers of its calls."""
-        self._turns: dict[tuple[AttemptKey | None, str, bytes], _Turn] = {}
+        self._turns: dict[tuple[AttemptKey | None, str, int], _Turn] = {}
 
     @contextlib.asynccontextmanager
     async def seeded(self, call: ModelCall, backends: Iterable[ModelBackend]) -> AsyncIterator[None]:

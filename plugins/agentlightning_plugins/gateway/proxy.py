@@ -15,7 +15,7 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.upstream import INTERVAL_S
-from agentlightning_plugins.gateway.call import LateSystem
+from agentlightning_plugins.gateway.history import LateSystem
 from agentlightning_plugins.gateway.launch import ServerProcess, ServerThread
 from agentlightning_plugins.gateway.limits import PAUSE_WAIT_S, UsageLimits, read_limits
 from agentlightning_plugins.gateway.remote import ModelNames

@@ -20,10 +20,11 @@ from agentlightning_plugins.gateway.backends.answer_cache import AnswerCache
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.backends.provider import ModelBackend
 from agentlightning_plugins.gateway.backends.upstream import HealthCheck, Upstream
-from agentlightning_plugins.gateway.call import LateSystem, ModelCall, SampledHistory, estimate_tokens, read_call
+from agentlightning_plugins.gateway.call import ModelCall, estimate_tokens, read_call
 from agentlightning_plugins.gateway.control import PROBES, Controls, GatewayMetrics
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused, Dialect, load_dialects
 from agentlightning_plugins.gateway.dialects.openai import CHAT
+from agentlightning_plugins.gateway.history import LateSystem, SampledHistory
 from agentlightning_plugins.gateway.limits import Admission, UsageLimits, UsageTracker
 from agentlightning_plugins.gateway.recorder import CallRecorder
 from agentlightning_plugins.gateway.relay import Relay

@@ -11,7 +11,7 @@ from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter, reading
-from agentlightning.adapter.call import build_tree, find_calls
+from agentlightning.adapter.call import build_tree, find_calls, find_unused
 from agentlightning.errors import AdapterError
 from agentlightning.frozen import thaw
 from agentlightning.reward import read_final_reward
@@ -106,13 +106,25 @@ def drop_prefixes(histories: Sequence[ChatHistory]) -> list[ChatHistory]:
 class TraceToMessages(TraceAdapter[list[ChatHistory]]):
     """Returns the chat history of each answered model call, in the order of the calls."""
 
+    def __init__(self, *, side_calls: bool = True) -> None:
+        """Selects the calls: with ``side_calls`` False, those that training uses.
+
+        It leaves out side calls of coding agents, tries that the client repeated, and calls that compute a reward.
+        """
+        self.side_calls = side_calls
+
     def adapt(self, source: Sequence[Span], /) -> list[ChatHistory]:
         """Converts the spans of one attempt; raises AdapterError if they are of several or cannot be read."""
         histories: list[ChatHistory] = []
         with reading(source):
-            for call in find_calls(build_tree(source, repair=True), semconv.is_llm_call):
+            nodes = build_tree(source, repair=True)
+            calls = find_calls(nodes, semconv.is_llm_call)
+            unused = {} if self.side_calls else find_unused(nodes, calls)
+            for call in calls:
                 answers = call.read_answers()
-                if not answers or not call.is_complete:
+                if not answers or not call.is_complete or call in unused:
+                    continue
+                if not self.side_calls and call.anchor.is_in_reward:
                     continue
                 spans = [node.span for node in reversed(call.nodes)]  # the gateway's, the most complete one, first
                 messages = next(filter(None, map(semconv.read_input_messages, spans)), [])
@@ -156,7 +168,8 @@ async def select_examples(
 ) -> AsyncIterator[FineTuningExample]:
     """Yields the conversations of the best rollouts that succeeded (rejection sampling).
 
-    A conversation of several model calls is one example. Rollouts without a reward or with one below ``min_reward``,
+    A conversation of several model calls is one example; calls beside the agent's work, such as for a title, are left
+    out. Rollouts without a reward or with one below ``min_reward``,
     with lost spans, and of validation and test (``mode``) are excluded; ``best_of`` of each task are kept.
     """
     for rollouts in await _rank_rollouts(store, min_reward):
@@ -206,7 +219,7 @@ async def _rank_rollouts(store: LightningStore, min_reward: float | None) -> lis
 async def _read_conversations(store: LightningStore, rollout: Rollout) -> list[FineTuningExample]:
     spans = (await store.query_spans(rollout.rollout_id, "latest")).items
     try:
-        histories = drop_prefixes(TraceToMessages().adapt(spans))
+        histories = drop_prefixes(TraceToMessages(side_calls=False).adapt(spans))
     except AdapterError as error:
         logger.warning("rollout %s is excluded: %s", rollout.rollout_id, error)
         return []

@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import agentlightning as agl
-from agentlightning_plugins.shared.presets.preset import FOLDER, load_preset
+import environments
+from agentlightning.adapter import build_trajectories
+from agentlightning_plugins.shared.presets.preset import FOLDER
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.plugins.agents.command_lab import command_span, run, tracer
 from tests.plugins.gateway.gateway_setup import gateway
@@ -23,12 +26,12 @@ __all__ = ["tracer"]
 REPAIR = "sed -i s/-/+/ calc.py && python3 check.py && echo repaired"
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # how mini-swe-agent ends
 SHELLS = ("Bash", "bash", "shell", "exec_command", "run_shell_command", "shell_command", "local_shell")
+DELEGATED = "Your part: repair add() in calc.py."
+ENVIRONMENT = {"mini-swe-agent": "coding"} | {name: key for key, names in environments.AGENTS.items() for name in names}
 PRESETS = [
-    pytest.param(path.stem, marks=[] if path.stem == "mini-swe-agent" else pytest.mark.soak, id=path.stem)
+    pytest.param(path.stem, marks=pytest.mark.soak if ENVIRONMENT[path.stem] == "npm-soak" else [], id=path.stem)
     for path in sorted(FOLDER.glob("*.yaml"))
 ]
-"""The others come from npm, with hundreds of megabytes each."""
-NPM = REPO / ".venvs" / "npm"
 
 
 def answer(request: RecordedRequest) -> Answer:
@@ -39,6 +42,9 @@ def answer(request: RecordedRequest) -> Answer:
     if name is None:  # a title, for example
         return Answer("A title")
     done = [message for message in messages if message["role"] == "tool"]
+    if "Agent" in functions and not done and DELEGATED not in json.dumps(messages):
+        task = {"description": "Repair", "prompt": DELEGATED, "subagent_type": "general-purpose"}
+        return Answer("", tool_calls=[("Agent", task)])
     if done and not ("repaired" in json.dumps(done) and len(functions) == 1 and len(done) == 1):
         return Answer("The function is repaired.")
     return Answer("", tool_calls=[(name, arguments_of(functions[name], SUBMIT if done else REPAIR))])
@@ -67,19 +73,9 @@ def workspace(tmp_path: Path) -> Path:
 
 def install(preset: str) -> Path:
     """Installs the tested release of an agent; returns the folder of its program."""
-    settings = load_preset(preset)
-    if not settings.install.startswith("npm"):
-        subprocess.run([sys.executable, REPO / ".ci" / "environments.py", "coding"], check=True, capture_output=True)
-        return REPO / ".venvs" / "coding" / "bin"
-    NPM.mkdir(parents=True, exist_ok=True)
-    packages = ["node@22", f"{settings.install.split()[-1]}@{settings.tested}"]
-    subprocess.run(["npm", "install", "--no-fund", "--no-audit", *packages], cwd=NPM, check=True, capture_output=True)
-    programs = NPM / "node_modules" / ".bin"
-    package = (programs / settings.command[0]).resolve().parent.parent
-    for script in ("install.cjs", "postinstall.mjs"):  # npm may leave these out
-        if (package / script).is_file():
-            subprocess.run([programs / "node", script], cwd=package, check=True, capture_output=True)
-    return programs
+    folder = ENVIRONMENT[preset]
+    subprocess.run([sys.executable, REPO / ".ci" / "environments.py", folder], check=True, stdout=subprocess.DEVNULL)
+    return REPO / ".venvs" / folder / ("bin" if folder == "coding" else "node_modules/.bin")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -100,4 +96,13 @@ async def test_a_coding_agent_repairs_a_program_and_every_call_is_recorded(
     triplets = agl.TraceToTriplet().adapt(spans)
     assert len(triplets) == len(server.requests) >= 2
     assert all(triplet.response["token_ids"] for triplet in triplets)
-    assert {triplet.metadata["agent_name"] for triplet in triplets} == {preset}
+    calls = Counter(str(triplet.metadata["agent_name"]) for triplet in triplets)
+    assert calls.keys() == ({preset, "subagent"} if preset == "claude-code" else {preset})
+    for name, count in calls.items():
+        assert len(agl.TraceToTriplet(agent_match=f"^{name}$").adapt(spans)) == count
+    found = build_trajectories(triplets)
+    assert (
+        len(found.trajectories) == len({triplet.metadata.get("conversation_id") for triplet in triplets}) == len(calls)
+    )
+    assert found.mismatches == []
+    assert found.left_out.keys() <= {"side_call"}  # a title

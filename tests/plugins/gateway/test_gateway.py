@@ -97,7 +97,7 @@ async def test_the_gateway_adds_only_the_fields_that_request_token_data() -> Non
     image = b'{"type":"image_url",  "image_url":{"url":"data:image/png;base64,AAAA"}}'
     body = (
         b'{ "model":"m",  "messages":[{"role":"user","content":"h\\u00e9"}, {"role":"user", "content": [%b]}],'
-        b' "seed": 1e2, "response_format":{ "type":"json_object"}, "parallel_tool_calls" :true, "vendor": [1.50]}'
+        b' "seed": 1e2, "response_format":{ "type":"json_object"}, "top_p" :1, "vendor": [1.50]}'
     ) % image
     async with ScriptedOpenAI() as server, gateway(server) as case:
         _, client = await case.start()

@@ -14,11 +14,11 @@ import pytest
 
 import agentlightning as agl
 from agentlightning import semconv
-from agentlightning.adapter import TraceToTrajectories, TraceToTriplet, build_trajectories
+from agentlightning.adapter import TraceToTrajectories, TraceToTransitions, TraceToTriplet, build_trajectories
 from agentlightning_algorithms.grpo.episode import fill_rewards, read_episode
 from agentlightning_plugins.gateway.dialects.messages import MessagesTranslation
 from agentlightning_plugins.gateway.dialects.responses import ResponsesTranslation
-from agentlightning_plugins.shared.chat_history import link_calls
+from agentlightning_plugins.shared.chat_history import link_calls, select_examples
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.shared.training_records.record import RolloutOutcome, explain_unused
 from tests.plugins.agents.command_lab import run, tracer
@@ -189,7 +189,7 @@ async def test_conversations_of_an_agent_and_its_sub_agents_are_told_apart_and_s
         for headers, messages, tools in (
             (main, title, []),
             (main, work, TOOLS),
-            (sub, work, TOOLS),
+            (sub, [{"role": "system", "content": "Help."}, *HELLO], TOOLS),
             (main, summary, []),
             (main, [*work, {"role": "user", "content": "Go on."}], TOOLS),
             (main, summary, []),  # the last answer, without tools
@@ -197,6 +197,8 @@ async def test_conversations_of_an_agent_and_its_sub_agents_are_told_apart_and_s
             more = {"tools": tools} if tools else {}
             await client.chat.completions.create(model="m", messages=messages, extra_headers=headers, **more)
         spans = await case.spans(rollout)
+        await case.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded", reward=1.0)
+        examples = [example async for example in select_examples(case.store)]
     assert [span.attributes["gen_ai.conversation.id"] for span in spans] == ["s", "s", sub_id, "s", "s", "s"]
     assert spans[2].attributes[semconv.PARENT_CONVERSATION] == parent
     assert all(semconv.PARENT_CONVERSATION not in span.attributes for span in spans if span is not spans[2])
@@ -207,6 +209,10 @@ async def test_conversations_of_an_agent_and_its_sub_agents_are_told_apart_and_s
     assert [explain_unused(triplet) for triplet in triplets].count("side_call") == 2
     assert build_trajectories(triplets).left_out == {"side_call": 2}
     assert len(TraceToTriplet(agent_match="^subagent$").adapt(spans)) == 1
+    assert [example.messages[-2]["content"] for example in examples] == ["Say hello.", "Go on.", "Summarise."]
+    steps = TraceToTransitions().adapt(spans)
+    assert [step.metadata["span_id"] for step in steps] == [spans[i].span_id for i in (1, 2, 4, 5)]
+    assert all(step.next_index != 0 for step in steps)
     both = TraceToTriplet(side_calls=True).adapt(spans)
     assert len(build_trajectories(both).trajectories) == len(build_trajectories(triplets).trajectories) + 2
 

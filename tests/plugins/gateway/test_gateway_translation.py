@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import RawMessageStreamEvent
@@ -16,6 +19,7 @@ from openai.types.responses import Response
 from pydantic import TypeAdapter
 
 from agentlightning import semconv
+from agentlightning.adapter import TraceToTriplet
 from agentlightning.types import Span
 from agentlightning_plugins.gateway.backends.model_table import ModelTable
 from agentlightning_plugins.gateway.dialects.dialect import Completion
@@ -23,7 +27,8 @@ from agentlightning_plugins.gateway.dialects.messages import CountTokens, Messag
 from agentlightning_plugins.gateway.dialects.openai import CHAT, to_chunk
 from agentlightning_plugins.gateway.dialects.responses import Responses, ResponsesTranslation
 from agentlightning_plugins.gateway.dialects.wire import read_events
-from tests.plugins.gateway.gateway_setup import entry, stream_reader
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
+from tests.plugins.gateway.gateway_setup import HELLO, Case, entry, gateway, stream_reader
 
 pytestmark = pytest.mark.environment("main")  # needs a recent version of anthropic to read events
 
@@ -267,6 +272,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
         ("The sum is 3.", "Add them.", "", [ADD_1, SUB_2]),
     ),
 }
+REASONS = ["stop", "length", "tool_calls", "content_filter"]
 APIS: Any = {
     "chat": (CHAT, lambda: None),
     "responses": (Responses(), lambda: ResponsesTranslation({"input": ""})),
@@ -278,11 +284,13 @@ def read_span(completion: Completion) -> tuple[Any, ...]:
     """Returns what an adapter reads in the span of an answer: text, thoughts, refusal, calls, reason."""
     choice = completion.choices[0]
     span = Span.from_attributes(attributes={semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([choice.to_message()])})
-    (message,) = semconv.read_output_messages(span)
+    return *read_parts(*semconv.read_output_messages(span)), choice.finish_reason
+
+
+def read_parts(message: Mapping[str, Any]) -> tuple[Any, ...]:
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
-    texts = [message.get(name) or "" for name in ("content", "reasoning_content", "refusal")]
-    return *texts, calls, choice.finish_reason
+    return *(message.get(name) or "" for name in ("content", "reasoning_content", "refusal")), calls
 
 
 def expect(api: str, told: tuple[Any, ...], reason: str) -> tuple[Any, ...]:
@@ -295,7 +303,7 @@ def expect(api: str, told: tuple[Any, ...], reason: str) -> tuple[Any, ...]:
     return text, thoughts, refusal, calls, reason
 
 
-@pytest.mark.parametrize("reason", ["stop", "length", "tool_calls", "content_filter"])
+@pytest.mark.parametrize("reason", REASONS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("api", APIS)
 def test_every_answer_is_shown_and_recorded_alike_whole_streamed_and_turned_into_the_other(
@@ -320,6 +328,74 @@ def test_every_answer_is_shown_and_recorded_alike_whole_streamed_and_turned_into
     assert all(completion.error is None for completion in shown)
 
 
+NATIVE = {"chat": "openai-compatible", "responses": "openai", "messages": "anthropic"}
+
+
+def serve(api: str, kind: str, reason: str, *, stream: bool) -> bytes:
+    """Returns an answer as a server of an API sends it."""
+    answer: Any = {"id": f"{kind} {reason}", "object": "chat.completion", "created": 1, "model": "m", "usage": USAGE}
+    answer["choices"] = [{"index": 0, "finish_reason": reason, "message": {"role": "assistant", **KINDS[kind][0]}}]
+    if api == "chat":
+        return CHAT.to_events(answer) if stream else json.dumps(answer).encode()
+    translation = APIS[api][1]()
+    if stream:
+        return bytes(translation.feed(to_chunk(answer)) + translation.close())
+    return json.dumps(translation.answer(answer)).encode()
+
+
+async def ask(case: Case, client: Any, api: str, *, stream: bool) -> dict[str, Any]:
+    """Returns the whole answer that the official client of an API makes of what it gets."""
+    if api == "chat":
+        answer = await client.chat.completions.create(model="m", messages=HELLO, stream=stream)
+        return CHAT.collect([chunk.to_dict() async for chunk in answer]) if stream else dict(answer.to_dict())
+    if api == "responses":
+        response = await client.responses.create(model="m", input="hi", stream=stream)
+        return dict([event async for event in response][-1].response.to_dict() if stream else response.to_dict())
+    messages = (await case.anthropic_client(client)).messages
+    if not stream:
+        return (await messages.create(model="m", max_tokens=9, messages=HELLO)).to_dict()
+    async with messages.stream(model="m", max_tokens=9, messages=HELLO) as parts:
+        return (await parts.get_final_message()).to_dict()
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # content as a list
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("api", "spoken"),
+    [("chat", "chat"), *((api, spoken) for api in ("responses", "messages") for spoken in (api, "chat"))],
+)
+async def test_client_span_and_adapter_agree_on_every_answer_that_passes_a_gateway(
+    api: str, spoken: str, stream: bool
+) -> None:
+    cases = list(itertools.product(KINDS, REASONS))
+    bodies = [serve(spoken, kind, reason, stream=stream) for kind, reason in cases]
+    bodies.append(bodies[0][:40])  # breaks off
+    content_type = "text/event-stream" if stream else "application/json"
+    script = [Answer(body=body, content_type=content_type) for body in bodies]
+    shown = []
+    async with ScriptedOpenAI(script) as server, gateway(server, provider=NATIVE[spoken], num_retries=0) as case:
+        rollout, client = await case.start()
+        for _ in cases:
+            completion = Completion()
+            APIS[api][0].read_answer(await ask(case, client, api, stream=stream), completion)
+            shown.append(read_span(completion))
+        with pytest.raises((openai.APIError, anthropic.APIError)):
+            await ask(case, client, api, stream=stream)
+        spans = await case.spans(rollout)
+    *complete, broken = spans
+    assert [span.attributes[semconv.GATEWAY_COMPLETE] for span in spans] == [*[True] * len(cases), False]
+    assert broken.status.status_code == "ERROR"
+    triplets = TraceToTriplet().adapt(spans)
+    for number, (kind, reason) in enumerate(cases):
+        told, triplet = KINDS[kind][1], triplets[number]
+        assert shown[number] == expect(api, told, reason)
+        (message,) = semconv.read_output_messages(complete[number])
+        said = *read_parts(message), *semconv.read_finish_reasons(complete[number])
+        assert said == expect(spoken, told, reason)
+        assert (*read_parts(*triplet.response["raw_content"]), triplet.metadata["finish_reason"]) == said
+    assert len(triplets) == len(cases)
+
+
 SAID = {"reasoning_content": None, "content": "Hi", "refusal": None, "calls": [], "finish_reason": "stop"}
 
 
@@ -331,9 +407,12 @@ def test_usage_is_never_below_zero_and_a_missing_total_is_the_sum() -> None:
     assert ResponsesTranslation({"input": ""}).answer(answer)["usage"]["total_tokens"] == 8
 
 
-@pytest.mark.parametrize("dialect", [Messages(), CountTokens()])
-def test_a_tool_choice_without_tools_does_not_reach_a_chat_server(dialect: Any) -> None:
-    body = {"model": "m", "messages": [], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+@pytest.mark.parametrize("tools", [{}, {"tools": []}, {"tools": None}])
+@pytest.mark.parametrize("dialect", [CHAT, Messages(), CountTokens()])
+def test_a_tool_choice_without_tools_does_not_reach_a_chat_server(dialect: Any, tools: dict[str, Any]) -> None:
+    body = {"model": "m", "messages": [], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, **tools}
+    if dialect is CHAT:
+        body |= {"tool_choice": "auto", "parallel_tool_calls": True}
     (backend,) = ModelTable([entry("http://127.0.0.1:1/v1")]).backends
     sent = stream_reader(dialect, body)[0].prepare(backend).body
-    assert sent.keys().isdisjoint({"tool_choice", "parallel_tool_calls"})
+    assert sent.keys().isdisjoint({"tools", "tool_choice", "parallel_tool_calls"})

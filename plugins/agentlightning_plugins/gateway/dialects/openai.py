@@ -402,10 +402,11 @@ def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:
         parts.append({"type": "text", "content": content})
     else:
         parts += (_read_part(part) for part in content or ())
-    choice = CompletionChoice()
-    for position, _ in choice.add_tool_calls(message, is_whole=True):
-        call = choice.tool_calls[position]
-        parts.append(tool_call_part(call.id, call.name, call.arguments))
+    if message.get("tool_calls") or message.get("function_call"):
+        choice = CompletionChoice()
+        for position, _ in choice.add_tool_calls(message, is_whole=True):
+            call = choice.tool_calls[position]
+            parts.append(tool_call_part(call.id, call.name, call.arguments))
     return {"role": role, "parts": parts}
 
 

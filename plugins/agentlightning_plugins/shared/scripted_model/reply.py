@@ -30,11 +30,23 @@ def logprob(token_id: int) -> float:
     return -(token_id % 15 + 1) / 16
 
 
+def encode_prompt(body: Mapping[str, Any]) -> list[int]:
+    """Returns the tokens of a request's prompt. Answers in its history have the tokens with which they were sampled."""
+    if "messages" not in body:
+        return encode(str(body["prompt"]))
+    tokens: list[int] = []
+    for message in body["messages"]:
+        calls = [call["function"] for call in message.get("tool_calls") or () if call and "function" in call]
+        texts = [str(message.get(name) or "") for name in ("reasoning_content", "content", "refusal")]
+        texts += [f"<tool_call>{call.get('name')}{call.get('arguments')}" for call in calls]
+        tokens += encode(f"<{message['role']}>{''.join(texts)}")
+        tokens += [EOS] if message["role"] == "assistant" else []
+    return tokens + encode("<assistant>")
+
+
 def render_prompt(body: Mapping[str, Any]) -> str:
     """Returns the text of a request's prompt."""
-    if "messages" not in body:
-        return str(body["prompt"])
-    return "".join(f"<{m['role']}>{m.get('content') or ''}" for m in body["messages"]) + "<assistant>"
+    return decode(encode_prompt(body))
 
 
 def to_text(arguments: str | Mapping[str, Any]) -> str:
@@ -117,7 +129,7 @@ class ChatReply:
         self._ids = give_ids and bool(body.get("return_token_ids"))
         asked = body.get("logprobs")
         self._logprobs = bool(asked) if self._is_chat else asked is not None
-        self._prompt_ids = encode(render_prompt(body))
+        self._prompt_ids = encode_prompt(body)
         self._reason = answer.finish_reason or ("tool_calls" if answer.tool_calls else "stop")
 
     def whole(self) -> dict[str, Any]:

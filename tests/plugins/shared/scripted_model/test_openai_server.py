@@ -74,6 +74,24 @@ async def test_tokens_and_logprobs_are_returned_on_request_and_agree_with_the_us
     assert not hasattr(plain, "prompt_token_ids")
 
 
+async def test_a_prompt_begins_with_the_tokens_of_the_conversation_so_far() -> None:
+    script = [Answer("I add.", tool_calls=[("add", {"a": 1}), ("add", "{}")], reasoning="Hm."), Answer("3")]
+    ask: Any = {"model": "m", "logprobs": True, "extra_body": {"return_token_ids": True}}
+    messages: list[Any] = list(ASK)
+    known: list[int] = []
+    async with ScriptedOpenAI(script) as server, client_of(server) as client:
+        for _ in range(3):
+            answer: Any = await client.chat.completions.create(messages=messages, **ask)
+            assert answer.prompt_token_ids[: len(known)] == known
+            message = answer.choices[0].message
+            known = [*answer.prompt_token_ids, *answer.choices[0].token_ids]
+            messages.append(message.to_dict())
+            results = [{"role": "tool", "tool_call_id": call.id, "content": "1"} for call in message.tool_calls or ()]
+            messages += results or ASK
+    assert decode(known).count("<tool_call>add") == 2
+    assert decode(known).count("<tool>1") == 2
+
+
 async def test_a_stream_adds_up_to_the_whole_answer() -> None:
     script = [Answer("some text", tool_calls=[("f", {"x": [1, 2, 3]})])]
     async with ScriptedOpenAI(script) as server, client_of(server) as client:
