@@ -25,12 +25,12 @@ demo:  ## train a small real agent on this machine, in a few minutes
 	@.venv/bin/agl demo
 
 install:  ## all environments of `make test`
-	$(INSTALL) lint main newest oldest verl vllm
+	$(INSTALL) lint main newest oldest verl vllm frameworks
 
 test:  ## everything that must hold: lint, types, tests
 	$(TEST)
 
-test-%:  # one part: lint, main, serial, newest, oldest, verl or vllm
+test-%:  # one part: lint, main, serial, newest, oldest, verl, vllm or frameworks
 	$(TEST) $*
 
 check:  ## lint, types and tests of changed files, or of FILES="..."

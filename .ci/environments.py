@@ -45,9 +45,10 @@ class Environment:
 ENVIRONMENTS = {
     "coding": Environment("", "coding"),
     "demo": Environment("demo", constraints="main", torch=True),
+    "frameworks": Environment("langchain openai openinference", "frameworks"),
     "lint": Environment("agent-framework autogen langchain openai openai-agents openinference otlp", "lint", "main"),
     "main": Environment("all demo", "main", torch=True),
-    "newest": Environment("agent-framework agentops autogen langchain openai openai-agents", "test"),
+    "newest": Environment("agent-framework agentops autogen langchain openai openai-agents", "newest"),
     "oldest": Environment("langchain openai openai-agents openinference otlp postgresql", "unit"),
     "verl": Environment("openai verl", "test", torch=True),
     "vllm": Environment("grpo openai", "test", torch=True, pinned=True),
