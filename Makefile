@@ -25,7 +25,7 @@ demo:  ## train a small real agent on this machine, in a few minutes
 	@.venv/bin/agl demo
 
 install:  ## all environments of `make test`
-	$(INSTALL) lint main newest oldest verl verl-vllm vllm
+	$(INSTALL) lint main newest oldest verl verl-vllm vllm frameworks
 
 install-%:  # one environment, for example npm
 	$(INSTALL) $*
@@ -33,7 +33,7 @@ install-%:  # one environment, for example npm
 test:  ## everything that must hold: lint, types, tests
 	$(TEST)
 
-test-%:  # one part: lint, main, serial, newest, oldest, verl, verl-vllm or vllm
+test-%:  # one part: lint, main, serial, newest, oldest, verl, verl-vllm, vllm or frameworks
 	$(TEST) $*
 
 check:  ## lint, types and tests of changed files, or of FILES="..."

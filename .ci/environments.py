@@ -51,9 +51,10 @@ class Environment:
 ENVIRONMENTS = {
     "coding": Environment("", "coding"),
     "demo": Environment("demo", constraints="main", torch=True),
+    "frameworks": Environment("langchain openai openinference", "frameworks"),
     "lint": Environment("agent-framework autogen langchain openai openai-agents openinference otlp", "lint", "main"),
     "main": Environment("all demo", "main", torch=True),
-    "newest": Environment("agent-framework agentops autogen langchain openai openai-agents", "test"),
+    "newest": Environment("agent-framework agentops autogen langchain openai openai-agents", "newest"),
     "oldest": Environment("langchain openai openai-agents openinference otlp postgresql", "unit"),
     "verl": Environment("openai verl", "test", torch=True),
     "verl-vllm": Environment("openai verl", "test", torch=True, pinned=True, named="vllm 0.27.1+cpu"),

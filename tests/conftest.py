@@ -1,8 +1,9 @@
 """Set-up of all tests: no key, no download, one thread of arithmetic, a GPU only where marked.
 
 A test runs in the environment ``main``, and in ``oldest`` too if it is in ``IN_OLDEST``. The folders
-``tests/newest``, ``tests/oldest``, ``tests/verl`` and ``tests/vllm`` belong to environments that cannot live with
-``main``. A module marked ``pytest.mark.environment("main", "newest")`` runs in these two, whatever its folder.
+``tests/frameworks``, ``tests/newest``, ``tests/oldest``, ``tests/verl`` and ``tests/vllm`` belong to environments that
+cannot live with ``main``. A module marked ``pytest.mark.environment("main", "newest")`` runs in these two, whatever its
+folder.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell sets this for b
     signal.signal(signal.SIGINT, signal.default_int_handler)  # otherwise processes that tests start ignore Ctrl-C too
 
 
-ENVIRONMENTS = ("main", "newest", "verl", "verl-vllm", "oldest", "vllm")
+ENVIRONMENTS = ("main", "newest", "verl", "verl-vllm", "oldest", "vllm", "frameworks")
 IN_OLDEST = """
     core/test_emitter.py core/test_plugins.py core/test_record.py core/test_resources.py core/test_semconv.py
     core/test_tracer.py integrations/test_pickling.py integrations/test_span_tree.py

@@ -21,7 +21,7 @@ from tests.test_rules import PLUGINS
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md")), *sorted((REPO / "examples").rglob("*.md"))]
 
 # A block marked ```python no-run: needs <this>``` is not executed.
-REASONS = ("a GPU", "a key", "a model download", "the program of the agent")
+REASONS = ("a GPU", "a key", "a model download", "the program of the agent", "its framework")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPO).as_posix())
 

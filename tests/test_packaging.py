@@ -76,7 +76,10 @@ def test_no_package_is_required_with_two_different_bounds() -> None:
     assert {name: both for name, both in bounds.items() if len(both) > 1} == {}
 
 
-@pytest.mark.parametrize("environment", ["coding", "lint", "main", "newest", "oldest", "verl", "verl-vllm"])
+ENVIRONMENTS = ["coding", "frameworks", "lint", "main", "newest", "oldest", "verl", "verl-vllm"]
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_the_constraints_pin_every_requirement_of_an_environment(environment: str) -> None:
     described = environments.ENVIRONMENTS[environment]
     lines = (REPO / "constraints" / f"{described.constraints or environment}.txt").read_text("utf-8").splitlines()

@@ -17,6 +17,7 @@ from agentlightning.algorithm import FunctionalAlgorithm as FunctionalAlgorithm
 from agentlightning.algorithm import LiveLearning as LiveLearning
 from agentlightning.algorithm import RunContext as RunContext
 from agentlightning.algorithm import algo as algo
+from agentlightning.emitter import agent as agent
 from agentlightning.emitter import emit_annotation as emit_annotation
 from agentlightning.emitter import emit_exception as emit_exception
 from agentlightning.emitter import emit_feedback as emit_feedback

@@ -311,6 +311,19 @@ def operation(
     return described if fn is None else described(fn)
 
 
+def agent(name: str) -> Operation:
+    """Names the agent of all model calls and tools of a ``with`` block or a function, as ``agent_match`` selects it.
+
+        with agent("writer"):
+            draft = write(task)
+
+    An agent inside, as a framework may record it, keeps its own name.
+    """
+    if not str(name).strip():
+        raise ConfigError(f"agent: name = {name!r}: a text that is not empty is needed")
+    return Operation(name, True, {semconv.GEN_AI_OPERATION_NAME: "invoke_agent", semconv.GEN_AI_AGENT_NAME: name})
+
+
 def _emit(
     name: str,
     content: Mapping[str, Any],

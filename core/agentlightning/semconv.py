@@ -173,8 +173,7 @@ class TokenData(NamedTuple):
 
 def is_llm_call(span: Span) -> bool:
     """Whether a span is a call of a generative model (not of an embedding model, an agent or a tool)."""
-    generates = says_generating(span)
-    if generates is not None:
+    if (generates := says_generating(span)) is not None:
         return generates
     attributes = span.attributes
     if RESPONSE_TOKEN_IDS in attributes or GEN_AI_RESPONSE_ID in attributes:
@@ -190,7 +189,8 @@ def says_generating(span: Span) -> bool | None:
 
 def is_tool_call(span: Span) -> bool:
     """Whether a span is a tool run."""
-    return str(read_attribute(span, GEN_AI_OPERATION_NAME)) == "execute_tool"
+    found = (read_attribute(span, GEN_AI_OPERATION_NAME), span.attributes.get("mcp.method.name"))
+    return "execute_tool" in found or "tools/call" in found
 
 
 def read_tool_name(span: Span) -> str | None:
@@ -199,8 +199,8 @@ def read_tool_name(span: Span) -> str | None:
 
 
 def read_agent_name(span: Span) -> str | None:
-    """Returns the name of the agent that a span belongs to, or None if the span does not name one."""
-    return _read_text(span, GEN_AI_AGENT_NAME)
+    """Returns the name of the agent, or of the workflow, that a span belongs to; None if the span names none."""
+    return _read_text(span, GEN_AI_AGENT_NAME) or _read_text(span, "gen_ai.workflow.name")
 
 
 def is_gateway_call(span: Span) -> bool:

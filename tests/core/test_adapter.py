@@ -219,6 +219,23 @@ def test_an_ambiguous_call_is_not_moved(trace: Recorder) -> None:
     assert [triplet.metadata["agent_name"] for triplet in trace.adapt()] == [None, None, None, "two", "one"]
 
 
+@pytest.mark.parametrize("has_other_parent", [False, True])
+def test_a_stream_that_a_framework_records_once_more_before_its_request_is_one_call(
+    trace: Recorder, has_other_parent: bool
+) -> None:
+    """As OpenInference's instrumentor of LlamaIndex does; a call with another parent is another call."""
+    step = trace.add("step", at=(1000, 1010))
+    content = [{"type": "text", "text": "sampled"}]
+    answer = json.dumps([{"role": "assistant", "content": content}])
+    framework = {"gen_ai.operation.name": "chat", "gen_ai.output.messages": answer}
+    trace.add("astream_chat", framework, parent=None if has_other_parent else step, at=(1000.1, 1000.2))
+    client = trace.client(None, parent=step, at=(1001, 1003))
+    trace.gateway("r1", [7, 8], parent=client, at=(1001.2, 1002.9))
+    triplets = trace.adapt(TraceToTriplet(repair_hierarchy=False))
+    assert ids(triplets) == [*([None] if has_other_parent else []), "r1"]
+    assert triplets[-1].response["token_ids"] == [7, 8]
+
+
 def test_a_call_recorded_only_by_the_gateway_becomes_a_triplet(trace: Recorder) -> None:
     trace.gateway("r1")
     trace.reward(0.5)

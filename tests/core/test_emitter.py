@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from agentlightning import emitter, semconv
+from agentlightning.adapter.call import build_tree
 from agentlightning.emitter import (
     emit_annotation,
     emit_exception,
@@ -418,6 +419,24 @@ async def test_values_and_exceptions_sent_to_a_generator_reach_it(tracer: Tracer
             failing.throw(KeyError("c"))
     first, second = [span for span in trace.spans if span.name == semconv.SPAN_OPERATION]
     assert (first.status.status_code, second.status.status_code) == ("UNSET", "ERROR")
+
+
+async def test_an_agent_is_named_by_a_block_and_by_a_decorator(tracer: Tracer) -> None:
+    @emitter.agent("writer")
+    async def write() -> None:
+        emit_message("in the writer")
+
+    async with tracer.trace_context() as trace:
+        await write()
+        with emitter.agent("critic"):
+            emit_message("in the critic")
+    names = {
+        node.span.attributes.get(semconv.MESSAGE_BODY): node.agent_name for node in build_tree(trace.spans, repair=True)
+    }
+    assert names["in the writer"] == "writer"
+    assert names["in the critic"] == "critic"
+    with pytest.raises(ConfigError, match="agent: name = ''"):
+        emitter.agent("")
 
 
 def test_outside_a_rollout_operations_change_nothing() -> None:

@@ -229,6 +229,7 @@ def test_links_are_read_as_they_were_written() -> None:
         ({"agentops.span.kind": "tool", "operation.name": "add"}, "add"),
         ({"traceloop.span.kind": "tool", "traceloop.entity.name": "add"}, "add"),
         ({"openinference.span.kind": "TOOL"}, None),
+        ({"mcp.method.name": "tools/call"}, None),
     ],
 )
 def test_a_tool_call_is_recognised_in_every_dialect(attributes: dict[str, str], name: str | None) -> None:
@@ -239,8 +240,32 @@ def test_a_tool_call_is_recognised_in_every_dialect(attributes: dict[str, str], 
 
 
 @pytest.mark.parametrize(
+    ("attributes", "span_name"),
+    [
+        ({"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "writer"}, "invoke_agent writer"),
+        ({"gen_ai.operation.name": "invoke_workflow", "gen_ai.agent.name": "writer"}, "invoke_workflow writer"),
+        ({"gen_ai.operation.name": "invoke_workflow", "gen_ai.workflow.name": "writer"}, "invoke_workflow writer"),
+        ({"openinference.span.kind": "AGENT"}, "writer"),
+        ({"openinference.span.kind": "AGENT"}, "writer.run"),
+        ({"openinference.span.kind": "AGENT"}, "writer._execute_core"),
+    ],
+)
+def test_an_agent_is_named_alike_in_every_dialect(attributes: dict[str, str], span_name: str) -> None:
+    span = Span.from_attributes(name=span_name, attributes=attributes)
+    assert semconv.read_agent_name(span) == "writer"
+    assert not semconv.is_llm_call(span)
+
+
+@pytest.mark.parametrize(
     "attributes",
-    [{"gen_ai.operation.name": "chat"}, {"openinference.span.kind": "LLM"}, {"agentops.span.kind": "agent"}, {}],
+    [
+        {"gen_ai.operation.name": "plan"},
+        {"mcp.method.name": "tools/list"},
+        {"gen_ai.operation.name": "chat"},
+        {"openinference.span.kind": "LLM"},
+        {"agentops.span.kind": "agent"},
+        {},
+    ],
 )
 def test_other_spans_are_not_mistaken_for_tool_calls(attributes: dict[str, str]) -> None:
     assert not semconv.is_tool_call(Span.from_attributes(attributes=attributes))

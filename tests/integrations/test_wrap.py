@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib
 import json
 import os
 import re
 import sys
 import warnings
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -231,8 +234,36 @@ def test_wrap_agent_returns_none_for_unknown_objects() -> None:
     class Stranger: ...
 
     assert get_manager().hook.wrap_agent(agent=Stranger(), options=None) is None
-    with pytest.raises(agl.ConfigError, match="is not an agent; give a function, a LitAgent"):
+    with pytest.raises(agl.ConfigError, match="Stranger is not an agent, and no plugin supports its framework"):
         agl.wrap(Stranger())
+
+
+def test_a_callable_object_of_a_package_is_refused_because_it_would_use_its_own_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object of the user's own, and one whose call gets the model of the rollout, are agents."""
+    source = """
+class Agent:
+    def __call__(self, prompt, **options): ...
+
+class Aware:
+    def __call__(self, task, llm): ...
+"""
+    for folder, name in (("site-packages", "installed_framework"), ("project", "own_framework")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    installed, own = importlib.import_module("installed_framework"), importlib.import_module("own_framework")
+
+    class Subclass(installed.Agent): ...  # type: ignore[misc]
+
+    for refused in (installed.Agent(), Subclass()):
+        with pytest.raises(
+            agl.ConfigError, match=r"it would call its own endpoint with its own key.*docs/frameworks.md"
+        ):
+            agl.wrap(refused)
+    for accepted in (installed.Aware(), own.Agent(), installed.Agent().__call__, functools.lru_cache(own.Agent())):
+        agl.wrap(accepted)
 
 
 def test_the_error_about_a_missing_dependency_of_a_framework_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

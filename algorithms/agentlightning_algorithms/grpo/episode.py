@@ -229,10 +229,12 @@ def describe_calls(episodes: Sequence[Episode]) -> dict[str, float]:
     """Returns metrics of the calls per rollout and of their lengths."""
     calls = [triplet for episode in episodes for triplet in episode.triplets]
     cut_off = sum(triplet.metadata.get("finish_reason") == "length" for triplet in calls)
+    idle = [not (episode.triplets or episode.error) for episode in episodes]
     return {
         **_spread("calls_per_rollout", [len(episode.triplets) for episode in episodes]),
         **_spread("prompt_length", [len(ids) for call in calls if (ids := call.prompt.get("token_ids"))]),
         **_spread("response_length", [len(ids) for call in calls if (ids := call.response.get("token_ids"))]),
+        "rollouts_without_calls": sum(idle) / len(idle) if idle else 0.0,
         "responses_cut_off": cut_off / len(calls) if calls else 0.0,
         "calls_without_penalties": float(sum(episode.calls_without_penalties for episode in episodes)),
     }

@@ -88,7 +88,7 @@ class TrainingMonitor:
 
 
 def _check_policy(metrics: Mapping[str, float], base: Mapping[str, float]) -> dict[str, str]:
-    """Compares entropy and response length with the first steps."""
+    """Compares entropy and response length with the first steps; finds rollouts without model calls."""
     found = {}
     entropy, first = metrics.get("entropy"), base["entropy"]
     if entropy is not None:
@@ -103,6 +103,11 @@ def _check_policy(metrics: Mapping[str, float], base: Mapping[str, float]) -> di
                 f"entropy grew from {first:.3g} to {entropy:.3g} nats per token: the policy is becoming noise; lower "
                 "lr, or set kl_coefficient"
             )
+    if share := metrics.get("rollouts_without_calls"):
+        found["no calls"] = (
+            f"{share:.0%} of the rollouts ended without a model call that can be trained on: the agent answers from a "
+            "cache, calls another endpoint than llm.endpoint, or agent_match selects no agent; `agl doctor` tells which"
+        )
     length, first = metrics.get("response_length"), base["response_length"]
     improved = metrics.get("reward", 0.0) - base["reward"] > 0.05
     if length is not None and first > 0 and not improved:

@@ -275,7 +275,8 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[T
         call.nodes.append(node)
         call.response_id = call.response_id or response_id
         call.is_complete = bool(node.span.attributes[semconv.GATEWAY_COMPLETE])
-    return _join_frames(sorted(calls, key=lambda call: (call.anchor.start, call.anchor.span.sequence_id)))
+    calls.sort(key=lambda call: (call.anchor.start, call.anchor.span.sequence_id))
+    return _join_frames(_join_repeated(calls))
 
 
 def find_given_up(nodes: Iterable[Node]) -> set[str]:
@@ -338,8 +339,36 @@ def _find_unnamed(calls: Sequence[TracedCall], gateways: Sequence[Node]) -> dict
 
 def _read_answer(node: Node) -> str:
     """Returns a text that is equal for spans with the same answer; empty if the span has none."""
-    answers = semconv.read_output_messages(node.span)
-    return json.dumps(answers, sort_keys=True) if answers else ""
+    found = []
+    for answer in semconv.read_output_messages(node.span):
+        content = answer.get("content") or ""
+        parts = [{"text": content}] if isinstance(content, str) else content
+        texts = [str(part.get("text") or "") for part in parts if isinstance(part, dict)]
+        functions = [call.get("function") for call in answer.get("tool_calls") or () if isinstance(call, dict)]
+        tools = [(each.get("name"), semconv.parse_json(each.get("arguments"))) for each in functions if each]
+        found.append(("".join(texts), tools))
+    return json.dumps(found, sort_keys=True, default=str) if found else ""
+
+
+def _join_repeated(calls: list[TracedCall]) -> list[TracedCall]:
+    """Joins the spans of frameworks that record a call once more, beside the client's span and before it.
+
+    The framework's span of a stream may end before the request is sent. It has no response id and no request at the
+    gateway; its parent and its answer are those of the next call.
+    """
+    waiting: dict[tuple[Node | None, str], list[TracedCall]] = {}
+    gone: set[TracedCall] = set()
+    for call in calls:
+        is_known = call.gateway is not None
+        if (is_known and waiting) or not (is_known or call.response_id):
+            answer = next(filter(None, map(_read_answer, call.nodes)), "")
+            same = waiting.setdefault((call.anchor.parent, answer), [])
+            if not is_known and answer:
+                same.append(call)
+            elif same:
+                gone.add(same[0])
+                call.nodes = [*same.pop(0).nodes, *call.nodes]
+    return [call for call in calls if call not in gone]
 
 
 def _join_frames(calls: list[TracedCall]) -> list[TracedCall]:

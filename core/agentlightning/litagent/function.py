@@ -7,8 +7,10 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Protocol, TypeAlias, cast, get_args, get_type_hints, overload
 
 from agentlightning.errors import ConfigError, RolloutError
@@ -363,10 +365,18 @@ def _to_agent(agent: Any, options: WrapOptions) -> LitAgent[Any]:
         found: LitAgent[Any] | None = get_manager().hook.wrap_agent(agent=agent, options=options)
         if found is not None:
             return found
-    if not callable(agent) and not isinstance(agent, LitAgent):
+    if not isinstance(agent, LitAgent) and (not callable(agent) or _calls_elsewhere(agent)):
+        cls = type(agent)
+        what = repr(agent) if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+        why = (
+            "; it would call its own endpoint with its own key, and no call would be recorded"
+            if callable(agent)
+            else ""
+        )
         raise ConfigError(
-            f"{agent!r} is not an agent; give a function, a LitAgent, a callable object or an object of a framework "
-            "that a plugin supports (`agl plugins`)"
+            f"{what:.200} is not an agent, and no plugin supports its framework (`agl plugins`){why}. Give a function "
+            "that uses the endpoint of its rollout: `def agent(task, llm: agl.LLM)` with base_url=llm.endpoint, "
+            "api_key=llm.api_key and model=llm.model; docs/frameworks.md shows it for each framework"
         )
     if options.prompts:
         raise ConfigError(
@@ -377,6 +387,17 @@ def _to_agent(agent: Any, options: WrapOptions) -> LitAgent[Any]:
         check_agent(agent)
         return agent
     return FunctionalLitAgent(agent)
+
+
+def _calls_elsewhere(agent: Callable[..., Any]) -> bool:
+    """Whether an installed package, and no function of the user, defines the call of an object without resources."""
+    if inspect.isroutine(inspect.unwrap(agent)) or isinstance(agent, functools.partial):
+        return False
+    owner = next((cls for cls in type(agent).__mro__ if "__call__" in vars(cls)), type(agent))
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None) or ""
+    if {"site-packages", "dist-packages"}.isdisjoint(PurePath(file).parts):
+        return False
+    return not any(each.resource_types or each.name == "resources" for each in _read_signature(agent))
 
 
 def _read_prompts(prompts: Prompts | None) -> Mapping[str, str | PromptTemplate | None]:

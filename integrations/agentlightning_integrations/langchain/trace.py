@@ -24,6 +24,7 @@ _AGENT_NAME: Final = "lc_agent_name"
 _INTEGRATION: Final = "ls_integration"
 _CREATE_AGENT: Final = "langchain_create_agent"
 """The metadata that ``create_agent`` gives its runs since LangChain 1.2."""
+_AGENTS: Final = (_CREATE_AGENT, "deepagents")
 
 
 def read_name(graph: Any) -> str | None:
@@ -122,7 +123,7 @@ class SpanHandler(BaseCallbackHandler):
         if name in ("__start__", "__end__"):
             self._spans.omit(run_id, parent_run_id)
         elif is_node and metadata.get("langgraph_node") == name:
-            is_agent = metadata.get(_INTEGRATION) != _CREATE_AGENT
+            is_agent = metadata.get(_INTEGRATION) not in _AGENTS
             attributes = {"langchain.chain.type": name} if is_agent else {}
             if isinstance(inputs, Mapping) and (state := {key: inputs[key] for key in inputs if key != "messages"}):
                 attributes[semconv.STATE] = to_json(state)  # the model is given the messages

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeAlias, TypeVar
 
 import cloudpickle
@@ -87,7 +88,7 @@ def register_reducer(cls: type, reduce: Reducer) -> None:
 
 
 def dump(value: Any) -> bytes:
-    """Pickles a framework's object. The copy has new, unlocked locks and default TLS settings."""
+    """Pickles a framework's object. The copy has new, unlocked locks, idle thread pools and default TLS settings."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
     return buffer.getvalue()
@@ -107,6 +108,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ships n
             return threading.RLock, ()
         if cls is ssl.SSLContext:
             return ssl.create_default_context, ()
+        if cls is ThreadPoolExecutor:
+            return ThreadPoolExecutor, (obj._max_workers,)
         if cls is weakref.ReferenceType and (referent := obj()) is not None:
             return weakref.ref, (referent,)
         if cls is object and (place := _place_of_sentinel(obj)) is not None:

@@ -116,6 +116,10 @@ def test_a_failed_rollout_counts_as_zero_or_is_excluded_by_a_setting() -> None:
     described = describe_episodes(batch)
     assert (described["errors/KeyError"], described["rollouts_without_reward"]) == (1, 1)
     assert described["reward"] == described["success_rate"] == pytest.approx(2 / 3)
+    silent = [*batch, Episode(rollout("a", 9), 1.0)]
+    assert (described["rollouts_without_calls"], describe_episodes(silent)["rollouts_without_calls"]) == (0, 1 / 4), (
+        silent
+    )
 
 
 def test_metrics_count_a_failed_rollout_with_the_failed_reward() -> None:

@@ -20,6 +20,7 @@ def watched(*steps: dict[str, float]) -> list[list[str]]:
     [
         ({"entropy": 0.05}, "entropy collapsed: 0.05 nats per token, 1 at the beginning"),
         ({"entropy": 4.0}, "entropy grew from 1 to 4 nats"),
+        ({"rollouts_without_calls": 0.25}, "25% of the rollouts ended without a model call that can be trained on"),
         ({"response_length": 120.0}, "answers grew from 50 to 120 tokens without a higher reward"),
         ({"response_length": 10.0}, "answers shrank from 50 to 10 tokens"),
         ({"groups_without_spread": 0.95, "reward": 0.0}, "95% of the groups have no spread (every rollout fails)"),

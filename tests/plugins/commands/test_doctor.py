@@ -276,7 +276,10 @@ def test_a_plugin_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("agent", "message"),
-    [("goood", "has no goood. Did you mean 'good'?"), ("NOT_AN_AGENT", "3 is not an agent; give a function")],
+    [
+        ("goood", "has no goood. Did you mean 'good'?"),
+        ("NOT_AN_AGENT", "3 is not an agent, and no plugin supports its framework"),
+    ],
 )
 async def test_an_object_that_is_not_an_agent_is_reported(agents: str, agent: str, message: str) -> None:
     checks = await check(agents, agent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -9,6 +10,8 @@ from agentlightning import semconv
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.records import Span
 from agentlightning_plugins.tracers.shared.indexed_messages import read_functions, read_messages, to_operation
+
+_METHOD: Final = re.compile(r"\.(_execute_core|a?run|a?run_stream|forward|kickoff|__call__)$")
 
 
 @hookimpl
@@ -23,6 +26,13 @@ def components() -> list[Component]:
 
 def _read_operation(span: Span) -> str | None:
     return to_operation(span.attributes.get("openinference.span.kind"))
+
+
+def _read_agent_name(span: Span) -> str | None:
+    """Returns the name of a span of the kind AGENT, without the method that some instrumentors append."""
+    if _read_operation(span) != "invoke_agent":
+        return None
+    return str(span.attributes.get("agent.name") or _METHOD.sub("", span.name))
 
 
 def _read_raw_answer(span: Span) -> Mapping[str, Any]:
@@ -45,7 +55,7 @@ def _read_tools(span: Span) -> Any:
 
 READER: Final[Mapping[str, Callable[[Span], Any]]] = {
     semconv.GEN_AI_OPERATION_NAME: _read_operation,
-    semconv.GEN_AI_AGENT_NAME: lambda span: span.name if _read_operation(span) == "invoke_agent" else None,
+    semconv.GEN_AI_AGENT_NAME: _read_agent_name,
     semconv.GEN_AI_TOOL_NAME: lambda span: span.attributes.get("tool.name") or span.attributes.get("tool_name"),
     semconv.GEN_AI_REQUEST_MODEL: lambda span: span.attributes.get("llm.model_name"),
     semconv.GEN_AI_RESPONSE_ID: lambda span: _read_raw_answer(span).get("id"),

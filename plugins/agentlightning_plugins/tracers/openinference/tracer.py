@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -59,8 +61,21 @@ class OpenInferenceTracer(OtelTracer):
     def _instrument(self, provider: TracerProvider) -> Iterator[Undo]:
         for point in importlib.metadata.entry_points(group=GROUP):
             if point.name in self.instrumentors:
-                module = _MODULES.get(point.name, point.name)
-                yield OnImport(module, functools.partial(_instrument, point, provider)).undo
+                start = functools.partial(_instrument, point, provider)
+                module = _MODULES.get(point.name) or _find_module(point.name)
+                yield (start() or _do_nothing) if module is None else OnImport(module, start).undo
+
+
+def _find_module(name: str) -> str | None:
+    """Returns the module that an instrumentor instruments; None if its name does not tell."""
+    for module in (name, name.replace("_", ".")):  # google_adk instruments google.adk
+        with contextlib.suppress(ImportError):
+            if importlib.util.find_spec(module) is not None:
+                return module
+    return None
+
+
+def _do_nothing() -> None: ...
 
 
 def _instrument(point: importlib.metadata.EntryPoint, provider: TracerProvider) -> Undo | None:

@@ -1,0 +1,98 @@
+"""docs/frameworks.md on the real packages."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning_integrations.shared.agent import FrameworkAgent
+from tests.recipes import describe, read_row, run
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks and their dependencies
+OWN_SPANS = ["Deep Agents", "Google ADK"]
+"""Frameworks whose agents the default tracer records; OpenInference's instrumentors change their spans."""
+FRAMEWORKS = ["Agno", *OWN_SPANS, "DSPy", "Haystack", "LlamaIndex", "smolagents", "Strands Agents"]
+
+
+@pytest.fixture(autouse=True)
+def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Collects clients that a framework left open while their warnings are ignored."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    yield
+    gc.collect()
+
+
+@pytest.mark.parametrize("title", FRAMEWORKS)
+async def test_an_agent_of_the_page_gives_a_triplet_with_tokens_for_each_call(title: str, tmp_path: Path) -> None:
+    tracers = ["otel", *([] if title in OWN_SPANS else ["openinference"])]
+    found = {tracer: await run(title, tracer, tmp_path) for tracer in tracers}
+    tools = {tracer: recorded for tracer, (recorded, _) in found.items()}
+    row = read_row(title)
+    expected = describe(tools, is_streamed=found["otel"][1])
+    assert {name: row[name] for name in expected} == expected
+
+
+def make(module: str, cls: str, /, **settings: Any) -> Any:
+    return getattr(importlib.import_module(module), cls)(**settings)
+
+
+def make_strands() -> Any:
+    model = make("strands.models.openai", "OpenAIModel", client_args={"api_key": "own"}, model_id="m")
+    return make("strands", "Agent", model=model)
+
+
+def make_smolagents() -> Any:
+    return make("smolagents", "ToolCallingAgent", tools=[], model=make("smolagents", "OpenAIModel", model_id="m"))
+
+
+def make_haystack() -> Any:
+    secret = importlib.import_module("haystack.utils").Secret.from_token("own")
+    generator = make("haystack.components.generators.chat", "OpenAIChatGenerator", api_key=secret)
+    return make("haystack.components.agents", "Agent", chat_generator=generator)
+
+
+def make_llama_index() -> Any:
+    model = make("llama_index.llms.openai_like", "OpenAILike", model="m", is_function_calling_model=True)
+    return make("llama_index.core.agent.workflow", "FunctionAgent", llm=model, tools=[])
+
+
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "agno": lambda: make("agno.agent", "Agent"),
+    "dspy": lambda: importlib.import_module("dspy").Predict("question -> answer"),
+    "google-adk": lambda: make("google.adk.agents", "LlmAgent", name="calculator", model="m"),
+    "haystack": make_haystack,
+    "llama-index": make_llama_index,
+    "smolagents": make_smolagents,
+    "strands": make_strands,
+}
+
+
+@pytest.mark.parametrize("framework", OBJECTS)
+async def test_an_object_that_would_call_its_own_endpoint_is_refused_with_what_to_write(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "own")
+    made = OBJECTS[framework]()
+    trainer = agl.Trainer(
+        algorithm="baseline", trackers=[], initial_resources={"llm": agl.LLM(endpoint="http://x", model="m")}
+    )
+    for use in (agl.wrap, lambda each: trainer.fit(each, ["a"]), lambda each: agl.evaluate(each, ["a"])):
+        with pytest.raises(agl.ConfigError, match=r"is not an agent.*def agent\(task, llm: agl.LLM\).*frameworks.md"):
+            use(made)
+
+
+def test_an_object_of_deep_agents_is_taken_as_it_is() -> None:
+    model = make("langchain_openai", "ChatOpenAI", model="m", api_key="own")
+    graph = importlib.import_module("deepagents").create_deep_agent(model=model, name="calculator")
+    assert isinstance(agl.wrap(graph, reward=lambda *_: 1.0).agent, FrameworkAgent)
+
+
+def test_the_page_has_all_frameworks() -> None:
+    for title in [*FRAMEWORKS, "Pydantic AI"]:
+        assert read_row(title)
