@@ -34,7 +34,7 @@ SAMPLING = {"temperature": 0.0, "max_tokens": 16}
 
 def apo(budget: int, n_val: int) -> dict[str, Any]:
     """The settings of ``apo``."""
-    return {"name": "apo", "max_rollouts": budget, "confirm_pairs": n_val, "val_batch_size": min(16, n_val // 2)}
+    return {"name": "apo", "max_rollouts": budget, "confirm_pairs": n_val}
 
 
 def grpo(budget: int, n_val: int) -> dict[str, Any]:

@@ -72,17 +72,17 @@ def test_without_a_gain_a_fair_confirmation_changes_half_of_the_prompts_and_make
 
 
 def run(algorithm: Any) -> tuple[Any, int]:
-    """Trains an agent whose prompts are equally good, but the first prompt earns 0 in its first two validations.
+    """Trains an agent whose prompts are equally good; the first earns 0 in training and in its first validation.
 
     Returns:
         The last metrics and the number of rollouts.
     """
-    lock, bad_luck = threading.Lock(), iter(range(2 * len(VAL)))
+    lock, bad_luck = threading.Lock(), iter(range(len(VAL)))
 
     def agent(task: Any, prompt: agl.PromptTemplate) -> float:
-        if prompt.template == SEED and "val" in task["question"]:
+        if prompt.template == SEED:
             with lock:
-                if next(bad_luck, None) is not None:
+                if "train" in task["question"] or next(bad_luck, None) is not None:
                     return 0.0
         return float(int(task["question"].split()[1]) % 2)
 
@@ -127,16 +127,17 @@ def test_gepa_runs_at_most_max_rollouts_including_the_confirmation(max_rollouts:
     with Server(reflect) as server:
         gepa = make_gepa(server, max_rollouts=max_rollouts)
         _, n_rollouts = run(gepa)
-    assert max_rollouts / 2 < n_rollouts <= max_rollouts
+    assert n_rollouts <= max_rollouts
+    assert n_rollouts > max_rollouts / 2 or gepa.stopped_because == "no_new_prompt"
 
 
 def test_too_few_rollouts_for_one_validation_and_its_confirmation_are_refused() -> None:
     with Server(reflect) as server:
-        with pytest.raises(agl.ConfigError, match="max_rollouts = 23: at least 24 are needed to try one new prompt"):
-            run(make_gepa(server, max_rollouts=23))
-        gepa = make_gepa(server, max_rollouts=24)
+        with pytest.raises(agl.ConfigError, match="max_rollouts = 29: at least 30 are needed to try one new prompt"):
+            run(make_gepa(server, max_rollouts=29))
+        gepa = make_gepa(server, max_rollouts=30)
         _, n_rollouts = run(gepa)
-        assert n_rollouts <= 24
+        assert n_rollouts <= 30
         assert len(gepa.history) > 1
 
 
@@ -148,10 +149,10 @@ def test_apo_runs_at_most_max_rollouts_and_refuses_a_number_that_is_too_small_fo
             apo = agl.APO(client(server), **settings, max_rollouts=max_rollouts, perfect_score=None)
             _, n_rollouts = run(apo)
             assert apo.n_rollouts == n_rollouts <= max_rollouts
-            assert apo.stopped_because == "rollouts"
+            assert apo.stopped_because in ("rollouts", "no_new_prompt")
             assert len(apo.history) > 1
-        with pytest.raises(agl.ConfigError, match=r"max_rollouts = 60: at least \d+ are needed") as raised:
-            run(agl.APO(client(server), **settings, max_rollouts=60))
+        with pytest.raises(agl.ConfigError, match=r"max_rollouts = 20: at least \d+ are needed") as raised:
+            run(agl.APO(client(server), **settings, max_rollouts=20))
         least = int(str(raised.value).split("at least ")[1].split()[0])
         apo = agl.APO(client(server), **settings, max_rollouts=least)
         run(apo)

@@ -40,11 +40,11 @@ class Candidate(Resource):
     critique: str | None = Field(default=None, repr=False)
     """The critique that the edit answers."""
     batch_score: float | None = None
-    """Mean reward over its last validation batch."""
+    """Mean reward over the validation tasks that it ran on."""
     full_score: float | None = None
-    """Mean reward over the whole validation set; None if the candidate was not run on all of it."""
+    """Mean reward over all validation tasks of the search; None if the candidate was not run on all of them."""
     task_scores: tuple[float, ...] = Field(default=(), repr=False)
-    """The rewards behind ``full_score``, in the order of the validation set."""
+    """The rewards behind ``full_score``, in the order of the validation tasks."""
 
     @classmethod
     def of(cls, prompts: Mapping[str, PromptTemplate], parent: Candidate | None = None, **fields: object) -> Candidate:
@@ -86,8 +86,8 @@ class Candidate(Resource):
 
 def has_caught_up(history: Sequence[Candidate], best: Candidate, earlier: Candidate) -> bool:
     """Whether a resumed search has scored the earlier best candidate again, or found a better one."""
-    known = {each.candidate_id: each.full_score for each in history}
-    is_better = best.full_score is not None and (earlier.full_score is None or best.full_score > earlier.full_score)
+    known = {each.candidate_id: each.score for each in history}
+    is_better = best.score is not None and (earlier.score is None or best.score > earlier.score)
     return is_better or known.get(earlier.candidate_id) is not None
 
 

@@ -5,6 +5,7 @@ import itertools
 import logging
 import math
 import random
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
@@ -85,7 +86,7 @@ class PromptSearch(Algorithm):
     set; None: it does not."""
     confirm_pairs: int = 20
     """Minimum number of fresh validation rollouts of the best prompt at the end, to compare it with the first; 0 skips
-    them. They are at most an eighth of ``max_rollouts`` (or 6, if that is more)."""
+    them. They are at most a twelfth of ``max_rollouts`` (or 6, if that is more)."""
     confirm: Literal["fair", "strict"] = "fair"
     """``fair`` publishes the best prompt if it earns more than the first did on the same tasks. ``strict`` runs both
     again and publishes the best one only if it is unlikely to be better by chance (p at most .05)."""
@@ -114,15 +115,21 @@ class PromptSearch(Algorithm):
     def _reset(self) -> None:
         self.history.clear()
         self.stopped_because: str | None = None
-        """``rounds``, ``rollouts``, ``target_score``, ``perfect_score``, ``patience``, ``budget`` or
-        ``model_calls_failed``."""
+        """``rounds``, ``rollouts``, ``target_score``, ``perfect_score``, ``patience``, ``budget``, ``no_new_prompt``
+        (proposals repeat) or ``model_calls_failed``."""
+        self.pool: dict[str, dict[tuple[RolloutMode, int], TrialResult]] = {}
+        """The results of each candidate by task: the dataset and the position there."""
+        self.scores: dict[str, dict[int, float]] = {}
+        self.order: dict[RolloutMode, list[int]] = {}
+        """The order in which the tasks of each dataset are run."""
         self.n_rollouts = 0
         """Number of rollouts so far."""
         self._highest = -math.inf
         self.confirmation: Confirmation | None = None
         """The comparison of the first and the best prompt on fresh rollouts; None if they were not compared."""
         self._reserve: list[CallUsage] = []
-        self._n_val = 0
+        self.n_val = 0
+        """Number of validation tasks."""
         self._best: Candidate | None = None
         self._earlier: Candidate | None = None
         """The best candidate of the run before it was resumed, if it is not the seed."""
@@ -175,7 +182,7 @@ class PromptSearch(Algorithm):
             logger.warning("the adapter %s has no effect: %s reads messages; leave adapter out", adapter, name)
         try:
             seed = await self.begin()
-            self._n_val = len(val)
+            self.n_val = len(val)
             known = await self._count_rollouts()
             await self.search(seed, train, val)
             earlier = self._earlier
@@ -193,13 +200,13 @@ class PromptSearch(Algorithm):
         finally:
             await self.close_chat()
 
+    @abstractmethod
     async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
-        """Searches, starting from the published seed; defined by subclasses."""
-        raise ConfigError(f"{type(self).__name__} defines no search(seed, train, val)")
+        """Searches, starting from the published seed."""
 
-    def count_confirmations(self, n_tasks: int) -> int:
-        """Number of fresh rollouts of each of two prompts at the end."""
-        return self._count_pairs(n_tasks, self.max_rollouts)
+    @abstractmethod
+    def count_first(self, limit: int | None) -> int:
+        """Number of validation tasks that the first prompt runs on before others, with ``max_rollouts = limit``."""
 
     def left_for_search(self) -> float:
         """Number of rollouts that the search may still run: those of the confirmation are reserved."""
@@ -214,24 +221,19 @@ class PromptSearch(Algorithm):
         least = next(n for n in itertools.count(needed) if n >= needed + self._count_reserved(n))
         raise ConfigError(
             f"max_rollouts = {self.max_rollouts}: at least {least} are needed to try one new prompt: {needed} for the "
-            f"search with {self._n_val} validation tasks and {least - needed} to confirm the result; raise it, or use "
-            "fewer validation tasks"
+            f"search and {least - needed} to confirm the result"
         )
 
     def _count_reserved(self, limit: int) -> int:
         """Number of rollouts of the confirmation, with ``max_rollouts = limit``."""
-        pairs = self._count_pairs(self._n_val, limit)
-        earlier = min(pairs, self._n_val) if self.confirm == "fair" and self._validates_first else 0
-        return 2 * pairs - earlier
+        pairs = self._count_pairs(limit)
+        known = len(self.validation_scores(self.history[0])) if self.pool else self.count_first(limit)
+        return 2 * pairs - (min(pairs, known) if self.confirm == "fair" else 0)
 
-    def _count_pairs(self, n_tasks: int, limit: int | None) -> int:
-        wanted = max(self.confirm_pairs, n_tasks) if self.confirm_pairs else 0
-        return wanted if limit is None else min(wanted, max(limit // 8, 6))
-
-    @property
-    def _validates_first(self) -> bool:
-        """Whether the first prompt runs on the whole validation set before the search."""
-        return True
+    def _count_pairs(self, limit: int | None) -> int:
+        """Number of fresh rollouts of each of two prompts at the end."""
+        wanted = max(self.confirm_pairs, self.n_val) if self.confirm_pairs else 0
+        return wanted if limit is None else min(wanted, max(limit // 12, 6))
 
     async def begin(self) -> Candidate:
         """Finds the prompts to tune and publishes the seed. Called when a run begins or is resumed."""
@@ -277,15 +279,15 @@ class PromptSearch(Algorithm):
         indices: Sequence[int],
         mode: RolloutMode,
         *place: str | int,
+        step: int = 0,
         with_messages: bool = False,
     ) -> list[TrialResult]:
         """Runs a published candidate on the tasks at ``indices``, concurrently.
 
         Rollouts that failed, timed out or have no reward count as 0, or as the lowest reward of the search so far if
         that is negative.
-        ``place`` identifies the trial within the search: a resumed search does not run it again.
+        ``place`` identifies the trial: a resumed search does not run a candidate on the same task there again.
         """
-        step = next((part for part in place if isinstance(part, int)), 0)
         requests = [
             EnqueueRolloutRequest(
                 input=dataset[index],
@@ -293,14 +295,14 @@ class PromptSearch(Algorithm):
                 resources_id=self._snapshot_id(candidate.candidate_id),
                 config=retry_lost(),
                 metadata={"group": candidate.candidate_id, "step": step, "place": "/".join(map(str, place))},
-                rollout_id=self.context.rollout_id(*place, candidate.candidate_id, position),
+                rollout_id=self.context.rollout_id(*place, candidate.candidate_id, index),
             )
-            for position, index in enumerate(indices)
+            for index in indices
         ]
         store, adapter = self.get_store(), self.message_adapter if with_messages else None
         rollouts = await run_rollouts(store, requests, timeout_s=self.rollout_batch_timeout)
         results = await asyncio.gather(*(read_trial_result(store, rollout, adapter) for rollout in rollouts))
-        trials = -(-2 * self.count_confirmations(self._n_val) // max(len(results), 1))  # for confirmation, rounded up
+        trials = -(-2 * self._count_pairs(self.max_rollouts) // max(len(results), 1))  # for confirmation, rounded up
         self._reserve = trials * [usage for result in results for usage in result.usage]
         self.n_rollouts += len(results)
         self._highest = max((self._highest, *(result.score for result in results)))
@@ -351,16 +353,6 @@ class PromptSearch(Algorithm):
             self._best = changed
         return changed
 
-    def take_if_better(self, candidate: Candidate) -> bool:
-        """Makes a candidate the best if its score on the whole validation set is higher; returns whether it is."""
-        best = self.get_best()
-        if candidate.full_score is None or candidate.candidate_id == best.candidate_id:
-            return False
-        if best.full_score is not None and candidate.full_score <= best.full_score:
-            return False
-        self._best = candidate
-        return True
-
     async def publish(self) -> None:
         """Stores new versions of changed candidates; the best prompts stay the latest resources of the run."""
         store = self.get_store()
@@ -405,18 +397,24 @@ class PromptSearch(Algorithm):
 
     async def _confirm(self, val: Dataset[Any]) -> bool:
         """Whether the best prompt may be published: it is the first, or better on fresh rollouts."""
-        first, best, n_pairs = self.history[0], self.get_best(), self.count_confirmations(len(val))
+        first, best, n_pairs = self.history[0], self.get_best(), self._count_pairs(self.max_rollouts)
         if best.candidate_id == first.candidate_id or not n_pairs:
             return True
 
+        if self.stopped_because == "rollouts":  # what the search could not use makes the comparison more certain
+            n_pairs += int(max(self.left_for_search(), 0)) // 2
+        known = self.validation_scores(first)
+
         async def score(candidate: Candidate, indices: Sequence[int], number: int) -> list[float]:
-            if self.confirm == "fair" and candidate is first and number == 0 and first.task_scores:
-                return [first.task_scores[index] for index in indices]
-            results = await self.run_trial(candidate, val, indices, "val", "confirm", number)
-            return [result.score for result in results]
+            found = dict(known) if candidate is first and number == 0 and self.confirm == "fair" else {}
+            missing = [index for index in indices if index not in found]
+            results = await self.run_trial(candidate, val, missing, "val", "confirm", number) if missing else []
+            found |= {index: result.score for index, result in zip(missing, results, strict=True)}
+            return [found[index] for index in indices]
 
         tasks = list(range(len(val)))
         self.random_for("confirm").shuffle(tasks)
+        tasks.sort(key=lambda index: index not in known)
         self.confirmation = found = await confirm(first, best, tasks, n_pairs, score)
         is_published = found.is_better if self.confirm == "fair" else found.is_confirmed
         logger.info(
@@ -426,6 +424,10 @@ class PromptSearch(Algorithm):
             "the best prompt is published" if is_published else "the first prompt stays",
         )  # fmt: skip
         return is_published
+
+    def validation_scores(self, candidate: Candidate) -> dict[int, float]:
+        """The scores of a candidate by validation task."""
+        return self.scores.get(candidate.candidate_id, {})
 
     async def _log_end(self) -> None:
         """Adds the end of the search, and what it and its confirmation cost, to the metrics of its last step."""

@@ -103,9 +103,9 @@ async def read_trial_result(store: LightningStore, rollout: Rollout, adapter: Tr
     return TrialResult(rollout, result.spans, result.reward, tuple(messages), tuple(usage), error)
 
 
-def call_place(stage: str, prompt: Candidate, name: str, results: Sequence[TrialResult]) -> str:
-    """Identifies the model call about a prompt and rollouts: a resumed run makes the same rollouts."""
-    text = "/".join((prompt.candidate_id, name, *(result.rollout_id for result in results)))
+def call_place(stage: str, prompt: Candidate, name: str, results: Sequence[TrialResult], sample: int = 0) -> str:
+    """Identifies one of the model calls about a prompt and rollouts: a resumed run makes the same rollouts."""
+    text = "/".join((prompt.candidate_id, name, str(sample), *(result.rollout_id for result in results)))
     return f"{stage}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 

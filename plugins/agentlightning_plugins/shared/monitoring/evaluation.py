@@ -28,14 +28,13 @@ def read_candidate(update: ResourcesUpdate | None) -> dict[str, Any]:
 
 
 def find_best(candidates: Sequence[Mapping[str, Any]], published: Mapping[str, str]) -> Mapping[str, Any]:
-    """Returns the candidate with the highest score over the whole validation set; without such scores, the first.
+    """Returns the published candidate or, if that is the first, the one with the highest score over all tasks.
 
-    If several candidates have this score, the published one is returned: ``published`` has the templates by name.
+    Without such scores it is the first. ``published`` has the published templates by name.
     """
+    changed = [each for each in candidates if each.get("parent_id") and is_published(each, published)]
     scored = [each for each in candidates if each.get("full_score") is not None]
-    return max(
-        scored, key=lambda each: (float(each["full_score"]), is_published(each, published)), default=candidates[0]
-    )
+    return changed[-1] if changed else max(scored, key=lambda each: float(each["full_score"]), default=candidates[0])
 
 
 def is_published(candidate: Mapping[str, Any], published: Mapping[str, str]) -> bool:
