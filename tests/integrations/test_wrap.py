@@ -255,7 +255,7 @@ class Aware:
         monkeypatch.syspath_prepend(str(tmp_path / folder))
     installed, own = importlib.import_module("installed_framework"), importlib.import_module("own_framework")
 
-    class Subclass(installed.Agent): ...  # type: ignore[misc]
+    class Subclass(installed.Agent): ...
 
     for refused in (installed.Agent(), Subclass()):
         with pytest.raises(
