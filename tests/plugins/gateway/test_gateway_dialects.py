@@ -384,7 +384,7 @@ async def test_a_translated_stream_that_breaks_off_raises_in_the_client_of_the_r
 
 
 async def test_a_call_is_recorded_as_incomplete_if_anthropics_client_disconnects() -> None:
-    async with ScriptedOpenAI([Answer("Hello, world", chunk_delay_s=0.1)]) as server, gateway(server) as case:
+    async with ScriptedOpenAI([Answer("Hello, world", chunk_delay_s=3600)]) as server, gateway(server) as case:
         rollout, client = await case.start()
         messages = (await case.anthropic_client(client)).messages
         async with messages.stream(model="m", max_tokens=9, messages=HELLO) as stream:
