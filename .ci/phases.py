@@ -71,7 +71,7 @@ class Run:
         if self.soak:
             pytest += ["-o", "faulthandler_timeout=10800"]
         elif part == "main":
-            pytest += ["-n", "3", "--dist", "loadfile", "--max-worker-restart", "0"]
+            pytest += ["-n", "4", "--dist", "loadfile", "--max-worker-restart", "0"]
         return [[*pytest, *shlex.split(os.environ.get("PYTEST_ARGS", ""))]]
 
     def _phase(self, name: str, commands: list[list[str]]) -> bool:
