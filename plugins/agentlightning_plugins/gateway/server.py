@@ -24,11 +24,12 @@ from agentlightning_plugins.gateway.call import ModelCall, estimate_tokens, read
 from agentlightning_plugins.gateway.control import PROBES, Controls, GatewayMetrics
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused, Dialect, load_dialects
 from agentlightning_plugins.gateway.dialects.openai import CHAT
+from agentlightning_plugins.gateway.events import EVENTS, MAX_BYTES, read_event
 from agentlightning_plugins.gateway.history import LateSystem, SampledHistory
 from agentlightning_plugins.gateway.limits import Admission, UsageLimits, UsageTracker
 from agentlightning_plugins.gateway.recorder import CallRecorder
 from agentlightning_plugins.gateway.relay import Relay
-from agentlightning_plugins.shared.web.request import RequestRefused, check_local, is_loopback
+from agentlightning_plugins.shared.web.request import RequestRefused, check_local, is_loopback, parse_json, read_body
 from agentlightning_plugins.shared.web.server import WebServer
 
 logger = logging.getLogger("agentlightning")
@@ -164,6 +165,8 @@ class GatewayServer:
             path = target[3] if target is not None else ""
             named = (target[1], target[2]) if target is not None and target[1] is not None else None
             dialect = self._dialects.get(path)
+            if path == EVENTS and named is not None:
+                return await self._take_event(request, named)
             if dialect is None:
                 if path not in PROBES and self._authenticator.is_operator(request.headers):
                     self._server.admit(request)
@@ -190,6 +193,22 @@ class GatewayServer:
         await self._usage.restore(self._store, attempt)
         self._ended.refuse(attempt)  # it may have ended since
         return call
+
+    async def _take_event(self, request: web.BaseRequest, named: AttemptKey) -> web.Response:
+        """Stores an event of the agent of an attempt that has not ended; the answer waits until it is stored."""
+        attempt = self._authenticator.authenticate(request.headers, named)
+        if attempt is None:
+            raise CallRefused(401, "an event needs the key of its attempt", "wrong_key")
+        self._server.admit(request)
+        await self._ended.ask(self._store, attempt)
+        self._ended.refuse(attempt)
+        try:
+            body = await parse_json(await read_body(request, MAX_BYTES, MAX_BYTES))
+        except RequestRefused as error:
+            raise CallRefused(error.status, f"event: {error}", "invalid_request") from None
+        self._writer.put(read_event(body, attempt))
+        await self._writer.flush(*attempt)
+        return web.json_response({"stored": True})
 
     async def _answer_call(self, call: ModelCall, request: web.BaseRequest) -> web.StreamResponse:
         """Takes a call through the chain, and records how it ended."""

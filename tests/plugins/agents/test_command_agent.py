@@ -186,6 +186,44 @@ async def test_eight_concurrent_commands_never_mix(tracer: agl.OtelTracer) -> No
             assert triplet.response["token_ids"] == [*encode(task * 2), EOS]
 
 
+_PROGRAM_OF_1_0 = """
+import json, os, urllib.error, urllib.request
+
+def post(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["AGL_KEY"], "Content-Type": "application/json"}
+    try:
+        return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+    except urllib.error.HTTPError as error:
+        print(error.code, json.load(error)["error"]["message"])
+
+events = os.environ["AGL_EVENT_URL"]
+question = json.loads(os.environ["AGL_TASK_INPUT"])["question"]
+call = {"model": os.environ["AGL_MODEL_NAME"], "messages": [{"role": "user", "content": question}]}
+answer = post(os.environ["AGL_OPENAI_BASE_URL"] + "/chat/completions", call)["choices"][0]["message"]["content"]
+post(events, {"event_type": "agent_output", "data": {"answer": answer}})
+post(events, {"event_type": "reward", "data": {"value": "high"}})
+post(events, ["reward"])
+post(events.replace(os.environ["AGL_ATTEMPT_ID"], "another"), {"event_type": "reward", "data": {"value": 1}})
+post(events, {"event_type": "reward", "data": {"value": 0.75, "why": "close"}})
+"""
+
+
+async def test_a_program_of_1_0_runs_unchanged_and_its_reward_event_is_the_reward() -> None:
+    async with ScriptedOpenAI([Answer("5")]) as server, gateway(server) as case:
+        agent = agl.CommandAgent(python(_PROGRAM_OF_1_0), task_via="env")
+        resources = {"llm": case.proxy.as_resource(model="m")}
+        ((rollout, _),) = await run_all(case.store, agent, [{"question": "2+3?"}], resources=resources)
+        spans = await case.spans(rollout)
+    assert rollout.status == "succeeded", rollout.attempt.error
+    said = printed(spans).splitlines()
+    assert [line[:3] for line in said] == ["400", "400", "403"], said
+    assert "event 'reward': reward = 'high' is not a number" in said[0]
+    (triplet,) = agl.TraceToTriplet().adapt(spans)
+    assert (triplet.reward, agl.find_final_reward(spans)) == (0.75, 0.75)
+    outputs = [span.attributes for span in spans if span.attributes.get("event_type") == "agent_output"]
+    assert [attributes["event.answer"] for attributes in outputs] == ["5"]
+
+
 async def test_a_command_inherits_only_the_variables_that_it_needs_and_no_keys(
     store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

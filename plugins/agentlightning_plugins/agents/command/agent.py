@@ -238,7 +238,7 @@ class CommandAgent(LitAgent[Any]):
         store = None if trace is None else trace.store
         env = build_environment(resources, rollout, folder, inherit=self._inherit_env, llm=self._llm, store=store)
         secrets = {env[name] for name in _SECRETS if len(env.get(name, "")) >= _MIN_SECRET_CHARS}
-        env |= {"AGL_TASK": text} if self._task_via == "env" else {}
+        env |= {"AGL_TASK": text, "AGL_TASK_INPUT": json.dumps(task)} if self._task_via == "env" else {}
         env |= {"AGL_TASK_FILE": str(folder / "task")} if self._task_via == "file" else {}
         preset = self._preset
         fill = functools.partial(preset.fill, variables=dict(env)) if preset else str

@@ -75,17 +75,20 @@ def _describe_model(llm: LLM | None) -> dict[str, str]:
     if llm is None:
         return {}
     endpoint, key = llm.endpoint.rstrip("/"), llm.api_key or _NO_KEY
+    attempt = endpoint.removesuffix("/v1")
     return {
         "OPENAI_BASE_URL": endpoint,
         "OPENAI_API_BASE": endpoint,
         "OPENAI_API_KEY": key,
         "OPENAI_MODEL": llm.model,
-        "ANTHROPIC_BASE_URL": endpoint.removesuffix("/v1"),  # its clients add /v1/messages
+        "ANTHROPIC_BASE_URL": attempt,  # its clients add /v1/messages
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_MODEL": llm.model,
         "AGL_MODEL": llm.model,
         "AGL_OPENAI_BASE_URL": endpoint,  # the names of Agent Lightning 1.0
         "AGL_KEY": key,
+        "AGL_MODEL_NAME": llm.model,
+        **({"AGL_EVENT_URL": f"{attempt}/events"} if "/attempt/" in attempt else {}),
         "AGL_SAMPLING_PARAMETERS": json.dumps(llm.sampling_parameters),
     }
 
