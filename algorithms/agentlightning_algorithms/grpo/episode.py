@@ -189,11 +189,13 @@ def describe_episodes(
     """Returns rewards, turns, lengths and queueing times of a batch.
 
     A rollout without a reward is never a success, and counts as ``failed_reward`` or, if that is lower, as the lowest
-    reward of the batch. If ``failed_reward`` is None, the reward metrics exclude it, and are absent if no rollout has a
-    reward. Named rewards are means over the same rollouts: one that lacks a name counts like one without a reward.
+    reward of the batch. If ``failed_reward`` is None, or if its model failed, the reward metrics exclude it; they are
+    absent if nothing is left. Named rewards are means over the same rollouts: one that lacks a name counts like one without a reward.
     """
     failed = None if failed_reward is None else count_failed((episode.reward for episode in episodes), failed_reward)
-    rewards = [failed if episode.reward is None else episode.reward for episode in episodes]
+    rewards = [
+        failed if episode.reward is None and episode.error != MODEL_ERROR else episode.reward for episode in episodes
+    ]
     counted = [(episode, r) for episode, r in zip(episodes, rewards, strict=True) if r is not None]
     rewards_R = [reward for _, reward in counted]
     errors = Counter(episode.error for episode in episodes if episode.error)

@@ -130,6 +130,8 @@ def test_metrics_count_a_failed_rollout_with_the_failed_reward() -> None:
     left_out = describe_episodes(batch, failed_reward=None)
     assert (left_out["reward"], left_out["success_rate"], left_out["failure_rate"]) == (1.0, 0.5, 0.5)
     assert "reward" not in describe_episodes(batch[1:], failed_reward=None)
+    described = describe_episodes([batch[0], Episode(batch[1].rollout, None, [], "model_error")], failed_reward=-1.0)
+    assert (described["reward"], described["success_rate"], described["failure_rate"]) == (1.0, 0.5, 0.5)
 
 
 def test_calls_that_are_too_long_or_lack_tokens_are_dropped_after_advantages_are_computed() -> None:
