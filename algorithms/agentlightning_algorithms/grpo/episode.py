@@ -190,7 +190,8 @@ def describe_episodes(
 
     A rollout without a reward is never a success, and counts as ``failed_reward`` or, if that is lower, as the lowest
     reward of the batch. If ``failed_reward`` is None, or if its model failed, the reward metrics exclude it; they are
-    absent if nothing is left. Named rewards are means over the same rollouts: one that lacks a name counts like one without a reward.
+    absent if nothing is left. Named rewards are means over the same rollouts: one that lacks a name counts like one
+    without a reward.
     """
     failed = None if failed_reward is None else count_failed((episode.reward for episode in episodes), failed_reward)
     rewards = [
