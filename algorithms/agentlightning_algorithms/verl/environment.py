@@ -31,7 +31,6 @@ _RAY: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",  # prestarted workers would not have verl's environment
 }
-_START_ATTEMPTS: Final = 4
 
 
 def check_release() -> None:
@@ -64,6 +63,8 @@ def start_ray(config: DictConfig) -> bool:
     from omegaconf import OmegaConf
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
+    from agentlightning_plugins.shared.ray_start import start_patiently
+
     if ray.is_initialized():
         return False
     is_cpu = config.trainer.device == "cpu"
@@ -79,15 +80,7 @@ def start_ray(config: DictConfig) -> bool:
         given["num_cpus"] = given.get("num_cpus") or 16  # verl's processes reserve more than they use
         given.setdefault("num_gpus", config.trainer.n_gpus_per_node)  # verl counts workers by GPUs
         given.setdefault("include_dashboard", False)
-    for attempt in range(1, _START_ATTEMPTS + 1):
-        try:
-            ray.init(**given, runtime_env=runtime)
-        except Exception as error:  # isolation point: Ray has no type for this timeout
-            ray.shutdown()  # a busy machine may need more than the 30 s that Ray gives its own processes
-            if attempt == _START_ATTEMPTS or "timed out during startup" not in str(error):
-                raise
-        else:
-            break
+    start_patiently(lambda: ray.init(**given, runtime_env=runtime))
     if config.trainer.device == "cuda":
         needed = config.trainer.nnodes * config.trainer.n_gpus_per_node
         found = int(ray.cluster_resources().get("GPU", 0))

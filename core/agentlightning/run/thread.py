@@ -280,7 +280,7 @@ def _holds_unguarded(thread: threading.Thread) -> bool:
     function, file = frame.f_code.co_name, frame.f_code.co_filename
     if function in ("__enter__", "__exit__", "acquire", "release") or file.startswith(_ASYNCIO):
         return True
-    if function != "wait" and "acquire(" in linecache.getline(file, frame.f_lineno):
+    if function != "wait" and "acquire(" in linecache.getline(file, frame.f_lineno or 0):
         return True
     return any(caller.f_code in _OF_LOOPS for caller, _ in traceback.walk_stack(frame))
 

@@ -19,7 +19,7 @@ from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.gateway.relay import StreamReader
 from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
-from tests.waiting import LIMIT_S, until
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
@@ -93,7 +93,7 @@ def stream_reader(dialect: Dialect, body: Mapping[str, Any]) -> tuple[ModelCall,
 async def gateway(
     *servers: ScriptedOpenAI, model_list: list[Any] | None = None, provider: str | None = None, **settings: Any
 ) -> AsyncIterator[Case]:
-    store = InMemoryLightningStore(lease_s=LIMIT_S)  # longer than any test, because no runner sends heartbeats
+    store = InMemoryLightningStore(lease_s=86_400)  # longer than any test, because no runner sends heartbeats
     settings.setdefault("require_keys", False)  # the clients of ``Case.start`` have no keys of attempts
     more = {} if provider is None else {"provider": provider}
     models = [entry(server.endpoint, **more) for server in servers] if model_list is None else model_list

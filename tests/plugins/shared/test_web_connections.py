@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import resource
 import socket
+import threading
 import time
 
 import aiohttp
@@ -16,7 +17,7 @@ from aiohttp import web
 from agentlightning_plugins.shared.loop_thread import LoopThread
 from agentlightning_plugins.shared.web import server as web_server
 from agentlightning_plugins.shared.web.server import ConnectionLimits, WebServer
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 def test_connections_reach_the_http_server_under_uvloop() -> None:
@@ -60,22 +61,32 @@ async def test_a_busy_server_closes_no_connection_whose_request_waits(monkeypatc
     monkeypatch.setattr(web_server, "MAX_UNKNOWN", 16)
     monkeypatch.setattr(web_server, "GRACE_S", 0.01)
 
+    began, written = threading.Event(), threading.Event()
+
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         server.admit(request)
-        time.sleep(0.002)  # noqa: ASYNC251 # a busy event loop
+        began.set()
+        written.wait(LIMIT_S)  # a busy event loop, while the other clients connect and write
+        time.sleep(0.002)  # noqa: ASYNC251 # and goes on being busy
         return web.Response(text="ok")
 
     thread = LoopThread("busy-server")
     server = WebServer(answer, finish_s=1.0)
     port = await asyncio.wrap_future(thread.submit(server.start("127.0.0.1", 0, backlog=1024)))
-    url = f"http://127.0.0.1:{port}/"
     silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(32)]
 
-    async def ask() -> int:
-        async with aiohttp.ClientSession() as session, session.get(url) as response:
-            return response.status
+    async def ask() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        return reader, writer
 
-    assert set(await asyncio.gather(*(ask() for _ in range(200)))) == {200}
+    asked = [await ask()]
+    await until(began.is_set)
+    asked += [await ask() for _ in range(200)]
+    written.set()
+    assert {await reader.readline() for reader, _ in asked} == {b"HTTP/1.1 200 OK\r\n"}
+    for _, writer in asked:
+        writer.close()
     with contextlib.suppress(ConnectionResetError):
         assert await silent[0][0].read() == b"", "a silent one is closed instead"
     for _, writer in silent:

@@ -20,6 +20,7 @@ from ray.cluster_utils import Cluster
 
 import agentlightning as agl
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
+from agentlightning_plugins.shared.ray_start import start_patiently
 from tests.process import wait_for
 from tests.waiting import LIMIT_S, until
 
@@ -30,15 +31,8 @@ TASKS = [{"number": number} for number in range(8)]
 def ray_cluster(*cpus_of_nodes: int, **resources: float) -> Iterator[Cluster]:
     # Ray notices a lost node after a second rather than after its usual 15.
     fast = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": cpus_of_nodes[0],
-            "resources": resources,
-            "include_dashboard": False,
-            "_system_config": fast,
-        },
-    )
+    head = {"num_cpus": cpus_of_nodes[0], "resources": resources, "include_dashboard": False, "_system_config": fast}
+    cluster = start_patiently(lambda: Cluster(initialize_head=True, head_node_args=dict(head)))
     try:
         for num_cpus in cpus_of_nodes[1:]:
             cluster.add_node(num_cpus=num_cpus)

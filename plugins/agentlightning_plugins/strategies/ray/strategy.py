@@ -22,6 +22,7 @@ from agentlightning_plugins.shared.processes.job_process import JobTarget, load_
 from agentlightning_plugins.shared.processes.pickling import dump_job
 from agentlightning_plugins.shared.processes.stopping import run_with_agents, until_second_interrupt, until_sigterm
 from agentlightning_plugins.shared.processes.supervisor import Ending, Supervisor, run_both, served
+from agentlightning_plugins.shared.ray_start import start_patiently
 
 _QUIET: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -127,7 +128,7 @@ class RayExecutionStrategy(ExecutionStrategy):
         if self.address in (None, "local"):
             # Enough CPUs for all runners, regardless of the number of cores, as with the other strategies.
             num_cpus = max(os.cpu_count() or 1, math.ceil(self.n_runners * self.resources_per_runner["num_cpus"]))
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+            start_patiently(lambda: ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet))
         else:
             try:
                 _knock(self.address)
