@@ -279,7 +279,7 @@ def test_a_misspelt_key_of_a_rollouts_config_suggests_the_near_miss() -> None:
 
 @pytest.mark.parametrize("wrong", [3, "agent", agl.LitAgent])
 def test_a_value_that_is_not_an_agent_is_refused_with_a_suggestion(wrong: Any) -> None:
-    with pytest.raises(agl.ConfigError, match="instance|give a function"):
+    with pytest.raises(agl.ConfigError, match="instance|Give a function"):
         agl.wrap(wrong)
 
 

@@ -22,7 +22,7 @@ from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 
 def install() -> None:
     """Makes replicas of this process serve images, and registers the processor of the tiny model for verl."""
-    from agentlightning_algorithms.verl import replica
+    from agentlightning_algorithms.verl.inference import replica
 
     register_processor()
     replica.TransformersServer = VisionServer

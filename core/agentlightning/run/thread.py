@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final, Protocol, TypeVar
@@ -264,12 +265,14 @@ def _try_to_raise_in(thread: threading.Thread, error: type[BaseException]) -> bo
 
 _RUNNER: Final[Any] = asyncio.Runner
 _ASYNCIO: Final = asyncio.__file__.removesuffix("__init__.py")
+_WEAK: Final = (weakref.__file__, weakref.__file__.replace("weakref.py", "_weakrefset.py"))
+"""The modules whose callbacks run when an object ends, where Python drops an error."""
 _OF_LOOPS: Final = {_RUNNER._lazy_init.__code__, _RUNNER.close.__code__}
 """The functions that make and close the event loop of ``asyncio.run``."""
 
 
 def _holds_unguarded(thread: threading.Thread) -> bool:
-    """Whether a thread takes or releases a lock or an event loop, or is in a function of asyncio itself.
+    """Whether a thread takes or releases a lock or an event loop, or is in asyncio or a callback of a weak reference.
 
     Waiting for a condition is safe, because it takes its lock again. An event loop that waits is in ``select``; one
     that is stopped while it schedules a callback loses the callback, and then waits for it for ever.
@@ -278,7 +281,7 @@ def _holds_unguarded(thread: threading.Thread) -> bool:
     if frame is None:  # it begins or ends
         return True
     function, file = frame.f_code.co_name, frame.f_code.co_filename
-    if function in ("__enter__", "__exit__", "acquire", "release") or file.startswith(_ASYNCIO):
+    if function in ("__enter__", "__exit__", "acquire", "release") or file.startswith(_ASYNCIO) or file in _WEAK:
         return True
     if function != "wait" and "acquire(" in linecache.getline(file, frame.f_lineno or 0):
         return True

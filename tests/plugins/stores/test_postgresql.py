@@ -391,6 +391,24 @@ async def test_cancelled_statements_are_executed_again(database: str) -> None:
     await store.close()
 
 
+async def test_a_connection_whose_transaction_began_although_its_begin_was_cancelled_is_not_used_again(
+    database: str,
+) -> None:
+    store = PostgresLightningStore(database, watchdog_interval_s=None)
+    tries: list[bool] = []
+
+    async def read(connection: asyncpg.Connection) -> None:
+        tries.append(connection.is_in_transaction())
+        if len(tries) == 1:
+            await connection.execute("BEGIN")
+            raise asyncpg.QueryCanceledError("canceling statement due to user request")
+
+    await backend_of(store)._thread.reads.submit(read)
+    assert tries == [False, False]
+    assert await store.query_rollouts(limit=5) is not None
+    await store.close()
+
+
 async def test_a_statement_that_timed_out_is_not_executed_again(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = PostgresLightningStore(database, statement_timeout_s=0.2, watchdog_interval_s=None)
     await store.enqueue_rollout("kept")

@@ -120,7 +120,7 @@ def find_published_prompts(candidates: Sequence[Mapping[str, Any]], latest: Mapp
     """
     if not candidates:
         return {}
-    best = find_best(candidates, latest)
+    best = find_best(candidates, {} if CANDIDATE in latest else latest)
     templates = {name: prompt["template"] for name, prompt in best["prompts"].items()}
     return templates if CANDIDATE in latest else {name: latest.get(name, text) for name, text in templates.items()}
 

@@ -131,4 +131,7 @@ class Readers:
                     raise
             finally:
                 if not connection.is_closed():
-                    self._connections.append(connection)
+                    if connection.is_in_transaction():  # what was cancelled was its BEGIN or its end
+                        connection.terminate()
+                    else:
+                        self._connections.append(connection)

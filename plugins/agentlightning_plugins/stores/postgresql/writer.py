@@ -256,6 +256,10 @@ class Writer:
             try:
                 return await work(self._connection)
             except asyncpg.QueryCanceledError:
+                if (
+                    not self._connection.is_closed() and self._connection.is_in_transaction()
+                ):  # what was cancelled was its BEGIN or its end
+                    self._connection.terminate()
                 cancelled += 1
                 if cancelled > MAX_CANCELLED or self._server.is_timed_out(began):
                     raise
