@@ -63,7 +63,7 @@ def start_ray(config: DictConfig) -> bool:
     from omegaconf import OmegaConf
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
-    from agentlightning_plugins.shared.ray_start import start_patiently
+    from agentlightning_plugins.shared.processes.ray_start import start_patiently
 
     if ray.is_initialized():
         return False

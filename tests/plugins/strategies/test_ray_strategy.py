@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 
 import agentlightning as agl
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
-from agentlightning_plugins.shared.ray_start import start_patiently
+from agentlightning_plugins.shared.processes.ray_start import start_patiently
 from tests.process import wait_for
 from tests.waiting import LIMIT_S, until
 

@@ -303,7 +303,8 @@ class RacingSearch(PromptSearch):
 
     def _choose_examples(self, number: int, n: int, parent: Candidate) -> list[TrialResult]:
         """The rollouts that a reflection reads: failures of the parent, and others if these are few."""
-        known = [each for (mode, _), each in self.pool[parent.candidate_id].items() if mode == "train"]
+        found = sorted(self.pool[parent.candidate_id].items(), key=lambda item: item[0])  # whichever came first
+        known = [each for (mode, _), each in found if mode == "train"]
         self.random_for("examples", number, n, parent.candidate_id).shuffle(known)
         return sorted(known, key=lambda each: not self._is_failure(each))[: self.n_examples]
 

@@ -20,9 +20,9 @@ from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.shared.processes.job_process import JobTarget, load_job, run_runner
 from agentlightning_plugins.shared.processes.pickling import dump_job
+from agentlightning_plugins.shared.processes.ray_start import start_patiently
 from agentlightning_plugins.shared.processes.stopping import run_with_agents, until_second_interrupt, until_sigterm
 from agentlightning_plugins.shared.processes.supervisor import Ending, Supervisor, run_both, served
-from agentlightning_plugins.shared.ray_start import start_patiently
 
 _QUIET: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
