@@ -206,7 +206,8 @@ class GatewayServer:
             body = await parse_json(await read_body(request, MAX_BYTES, MAX_BYTES))
         except RequestRefused as error:
             raise CallRefused(error.status, f"event: {error}", "invalid_request") from None
-        self._writer.put(read_event(body, attempt))
+        if not self._writer.put(read_event(body, attempt)):
+            raise CallRefused(503, "the gateway has too many spans to store; post the event again", "overloaded")
         await self._writer.flush(*attempt)
         return web.json_response({"stored": True})
 
