@@ -294,8 +294,11 @@ class SpanWriter:
             return
         key = _key_of(items[0])
         with self._changed:
+            before = self._dropped[key]
             self._dropped[key] += len(items)
-        logger.warning("%d spans of attempt %s of rollout %s are lost: %s", len(items), key[1], key[0], error)
+            lost = self._dropped[key]
+        if not before or len(str(before)) < len(str(lost)):  # the first, the 10th, the 100th, ...
+            logger.warning("%d spans of attempt %s of rollout %s are lost so far: %s", lost, key[1], key[0], error)
         self._settle(items)
 
     def _settle(self, items: Iterable[_Item]) -> None:
