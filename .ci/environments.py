@@ -51,10 +51,10 @@ class Environment:
 ENVIRONMENTS = {
     "coding": Environment("", "coding"),
     "demo": Environment("demo", constraints="main", torch=True),
-    "frameworks": Environment("langchain openai openinference", "frameworks"),
+    "frameworks": Environment("dspy google-adk langchain openai openinference strands-agents", "frameworks"),
     "lint": Environment("agent-framework autogen langchain openai openai-agents openinference otlp", "lint", "main"),
     "main": Environment("all demo", "main", torch=True),
-    "newest": Environment("agent-framework agentops autogen langchain openai openai-agents", "newest"),
+    "newest": Environment("agent-framework agentops autogen langchain openai openai-agents pydantic-ai", "test"),
     "oldest": Environment("langchain openai openai-agents openinference otlp postgresql", "unit"),
     "verl": Environment("openai verl", "test", torch=True),
     "verl-vllm": Environment("openai verl", "test", torch=True, pinned=True, named="vllm 0.27.1+cpu"),

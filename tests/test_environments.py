@@ -69,6 +69,18 @@ AGENTS = {
         "from agent_framework import Agent\nfrom agent_framework.openai import OpenAIChatCompletionClient\n"
         "agent = Agent(OpenAIChatCompletionClient('gpt-5', api_key='mine'), 'Add.', name='adder')"
     ),
+    "pydantic-ai": "from pydantic_ai import Agent\nagent = Agent(name='adder', instructions='Add.')",
+    "google-adk": (
+        "from google.adk.agents import LlmAgent\nagent = LlmAgent(name='adder', model='any', instruction='Add.')"
+    ),
+    "strands-agents": (
+        "from strands import Agent\nfrom strands.models.openai import OpenAIModel\n"
+        "agent = Agent(OpenAIModel(client_args={'api_key': 'mine'}, model_id='any'), callback_handler=None)"
+    ),
+    "dspy": (
+        "import dspy\nclass Adder(dspy.Module):\n    def forward(self, question):\n"
+        "        return dspy.settings.lm(question)\nagent = Adder()"
+    ),
 }
 IMPORTS = {
     "agentops": "agentops",
@@ -184,7 +196,8 @@ async def test_a_runner_with_old_versions_of_libraries_works_for_this_trainer(tm
     ],
 )
 def test_each_extra_works_without_other_extras(extra: str, tmp_path: Path, wheel: Path) -> None:
-    constraints = {"agentops": "newest", "poml": ""}.get(extra, "main")
+    of_frameworks = dict.fromkeys(("dspy", "google-adk", "strands-agents"), "frameworks")
+    constraints = {"agentops": "newest", "poml": "", "pydantic-ai": "newest", **of_frameworks}.get(extra, "main")
     python = make_environment(tmp_path / "alone", wheel, extra, constraints)
     smoke_test(python, extra, tmp_path)
 

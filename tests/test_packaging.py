@@ -23,8 +23,8 @@ import environments
 from tests.source import REPO, ROOTS, pyproject, run_python
 
 # These need a separate environment.
-NOT_IN_ALL = {"agentops", "poml", "verl"}
-STRICTER = {"openai>=2.8"}
+NOT_IN_ALL = {"agentops", "dspy", "google-adk", "poml", "pydantic-ai", "strands-agents", "verl"}
+STRICTER = {"openai>=2.8", "openai>=3.31"}
 """Requirements of one extra that are stricter than those of other extras."""
 SECURE = {
     # Before 3.13.3, requests inflate without a limit (GHSA-6mq8-rvhq-8wgg); before 3.14.4, members of gzip files cost

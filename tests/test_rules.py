@@ -40,6 +40,8 @@ HEAVY = """
 
 # Packages that are part of the API of a declared distribution.
 DECLARED_THROUGH = {
+    "pydantic_ai": "pydantic-ai-slim",
+    "strands": "strands-agents",
     "google": "opentelemetry-proto",
     "PIL": "transformers",
     "hydra": "hydra-core",

@@ -42,11 +42,6 @@ def make(module: str, cls: str, /, **settings: Any) -> Any:
     return getattr(importlib.import_module(module), cls)(**settings)
 
 
-def make_strands() -> Any:
-    model = make("strands.models.openai", "OpenAIModel", client_args={"api_key": "own"}, model_id="m")
-    return make("strands", "Agent", model=model)
-
-
 def make_smolagents() -> Any:
     return make("smolagents", "ToolCallingAgent", tools=[], model=make("smolagents", "OpenAIModel", model_id="m"))
 
@@ -64,12 +59,9 @@ def make_llama_index() -> Any:
 
 OBJECTS: dict[str, Callable[[], Any]] = {
     "agno": lambda: make("agno.agent", "Agent"),
-    "dspy": lambda: importlib.import_module("dspy").Predict("question -> answer"),
-    "google-adk": lambda: make("google.adk.agents", "LlmAgent", name="calculator", model="m"),
     "haystack": make_haystack,
     "llama-index": make_llama_index,
     "smolagents": make_smolagents,
-    "strands": make_strands,
 }
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from typing import Any, Never
 
 import agent_framework.observability as observability_module
@@ -131,7 +130,7 @@ async def test_a_workflow_that_cannot_be_copied_is_refused_with_an_alternative()
     class Desk(Executor):
         def __init__(self) -> None:
             super().__init__(id="desk")
-            self.lock = threading.Lock()
+            self.rest = (task for task in ())  # a generator
 
         @handler
         async def work(self, task: str, ctx: WorkflowContext[Never, str]) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import autogen_agentchat.agents._base_chat_agent as agent_module
@@ -203,7 +202,7 @@ def test_a_team_with_its_own_runtime_is_refused() -> None:
 
 async def test_an_agent_that_cannot_be_copied_is_refused_with_an_alternative() -> None:
     agent = make_writer()
-    agent.lock = threading.Lock()  # as in an agent class of a user
+    agent.rest = (task for task in ())  # a generator, as in an agent class of a user
     rollout, _ = await run(Lab(agent))
     assert rollout.attempt.error is not None
     assert "'writer' cannot be copied" in rollout.attempt.error.message

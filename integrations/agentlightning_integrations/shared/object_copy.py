@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import io
@@ -13,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import FunctionType, ModuleType
 from typing import Any, Final, TypeAlias, TypeVar
 
 import cloudpickle
@@ -41,12 +43,20 @@ def walk(root: Any, children: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
 def copy_except(value: T, replacements: Mapping[int, Any], name: str) -> T:
     """Deep-copies an object, with ``replacements`` for parts by their ``id``; a part that maps to itself is shared.
 
+    Locks and the like are made again, as by ``dump``.
+
     Raises:
         ConfigError: a part cannot be copied.
     """
-    try:
+    with contextlib.suppress(TypeError):  # of a lock
         return copy.deepcopy(value, dict(replacements))
-    except TypeError as error:
+    try:
+        buffer = io.BytesIO()
+        pickler = _SharingPickler(buffer, replacements)
+        pickler.dump(value)
+        copied: T = _SharingUnpickler(buffer, pickler.shared).load()
+        return copied
+    except (TypeError, pickle.PicklingError) as error:
         raise ConfigError(
             f"{name!r} cannot be copied, and each rollout needs its own copy: {error}. Create it inside a function "
             "decorated with @agl.rollout instead"
@@ -118,6 +128,31 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ships n
             if parent in _reducers:
                 return _reducers[parent](obj)
         return super().reducer_override(obj)
+
+
+class _SharingPickler(_Pickler):
+    """Pickles an object for this process: functions, classes, modules and replacements stay outside the pickle."""
+
+    def __init__(self, file: io.BytesIO, replacements: Mapping[int, Any]) -> None:
+        super().__init__(file)
+        self._replacements = replacements
+        self.shared: dict[int, Any] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if id(obj) not in self._replacements and not isinstance(obj, (FunctionType, ModuleType, type)):
+            return None
+        self.shared[id(obj)] = self._replacements.get(id(obj), obj)
+        return id(obj)
+
+
+class _SharingUnpickler(pickle.Unpickler):
+    def __init__(self, buffer: io.BytesIO, shared: Mapping[int, Any]) -> None:
+        buffer.seek(0)
+        super().__init__(buffer)
+        self._shared = shared
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._shared[pid]
 
 
 def _place_of_sentinel(sentinel: object) -> tuple[str, str] | None:
