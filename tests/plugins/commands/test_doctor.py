@@ -228,7 +228,7 @@ async def test_without_an_endpoint_a_scripted_server_answers_and_this_is_reporte
 
 
 def distribution(folder: Path, name: str, version: str) -> None:
-    info = folder / f"{name}-{version}.dist-info"
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
 
@@ -260,6 +260,15 @@ def test_an_unsupported_version_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert check.state == "broken"
     assert "openai 1.3.0 is installed, but >=1.109 is required" in check.text
     assert "pydantic 1.10.0 is installed, but >=2.11.4 is required" in check.text
+
+
+def test_a_framework_that_is_too_old_is_named_and_one_that_is_missing_needs_no_other_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distribution(tmp_path, "strands-agents", "0.1.3")  # what pip installs beside pydantic-ai
+    monkeypatch.syspath_prepend(tmp_path)
+    check = check_environment()
+    assert check.text == "strands-agents 0.1.3 is installed, but >=1.60 is required"  # and not openai, for pydantic-ai
 
 
 def test_a_plugin_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,3 +61,30 @@ def test_a_global_client_and_a_lock_are_recreated_in_each_runner_and_other_globa
     assert rewards == "[1.0, 1.0]"
     assert "the global client of" in done.stderr
     assert "cannot be sent to another process; each runner creates its own: OpenAI(" in done.stderr
+
+
+_GUARDED = """
+import asyncio
+import mimetypes
+import agentlightning as agl
+
+mimetypes.add_type("x/registered", ".registered")  # as gym.register does
+LIMIT = None
+
+def agent(task):
+    return float(mimetypes.guess_type("a.registered")[0] == "x/registered" and LIMIT == 3)
+
+if __name__ == "__main__":
+    LIMIT = 3
+    store = agl.create_store("memory://")
+    agl.Trainer(algorithm="baseline", store=store, tracer="dummy", trackers=[]).fit(agent, [1])
+    print([rollout.attempt.reward for rollout in asyncio.run(store.query_rollouts(status_in=["succeeded"]))])
+"""
+
+
+def test_what_a_script_does_at_its_top_happens_in_each_runner_too(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_GUARDED)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "[1.0]\n"), done.stderr

@@ -14,6 +14,7 @@ import re
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -361,20 +362,32 @@ def _find_foreign() -> str | None:
 
 
 def _find_wrong_versions() -> Iterator[str]:
-    """Yields each installed distribution whose version this package, or an extra of it, does not support."""
+    """Yields each installed distribution whose version this package, or an extra that uses it, does not support."""
     distributions = (plugin.distribution for plugin in get_manager().plugins.values())
     ours = next((d for d in distributions if d is not None and canonicalize_name(d.name) == _OURS), None)
-    extras = ("", *(ours.metadata.get_all("Provides-Extra") or ())) if ours is not None else ("",)
-    for line in (ours.requires if ours is not None else None) or ():
-        requirement = Requirement(line)
-        if requirement.marker is not None and not any(requirement.marker.evaluate({"extra": e}) for e in extras):
-            continue
-        is_base = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            if is_base:
-                yield f"{requirement.name} is missing"
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            yield f"{requirement.name} {version} is installed, but {requirement.specifier} is required"
+    if ours is None:
+        return
+    by_extra: dict[str, list[Requirement]] = {"": []}
+    for requirement in map(Requirement, ours.requires or ()):
+        for extra in ("", *(ours.metadata.get_all("Provides-Extra") or ())):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                by_extra.setdefault(extra, []).append(requirement)
+                if requirement.marker is None or not extra:
+                    break
+    users = Counter(each.name for extra, needed in by_extra.items() for each in needed if extra not in ("all", "demo"))
+    for extra, needed in by_extra.items():
+        installed = {each.name: version for each in needed if (version := _find_version(each.name)) is not None}
+        missing = [each.name for each in needed if each.name not in installed]
+        if not extra:
+            yield from (f"{name} is missing" for name in missing)
+        for each in needed:  # openai is wrong for an extra only if the rest of the extra is there too
+            is_used = each.name in installed and (not extra or not missing or users[each.name] == 1)
+            if is_used and not each.specifier.contains(installed[each.name], prereleases=True):
+                yield f"{each.name} {installed[each.name]} is installed, but {each.specifier} is required"
+
+
+def _find_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

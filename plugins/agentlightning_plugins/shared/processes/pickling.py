@@ -6,6 +6,7 @@ import ast
 import io
 import logging
 import pickle
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -33,6 +34,9 @@ def dump_job(job: Any) -> bytes:
 
     A global of the user's script that cannot be pickled, such as ``client = OpenAI()``, is created again in the other
     process by evaluating the expression that the script assigns to it. Raises ConfigError if there is none.
+
+    A job with functions of a script that has ``if __name__ == "__main__":`` names the script, and ``load_job`` imports
+    it, as ``multiprocessing`` does: what it does besides, such as ``gym.register``, must happen in that process too.
     """
     expressions: dict[int, tuple[str, str]] = {}
     while True:
@@ -53,12 +57,20 @@ def dump_job(job: Any) -> bytes:
             )
             expressions[id(found.value)] = found.name, expression
         else:
-            return file.getvalue()
+            uses_script = any(function.__module__ == "__main__" for function in pickler.functions)
+            return pickle.dumps(_find_importable_script() if uses_script else None) + file.getvalue()
 
 
 def load_job(data: bytes) -> Any:
     """Unpickles a job that ``dump_job`` pickled in a trusted process."""
-    return _JobUnpickler(io.BytesIO(data)).load()
+    file = io.BytesIO(data)
+    script: str | None = pickle.load(file)  # noqa: S301 # see the docstring
+    if script is not None and Path(script).is_file():
+        try:
+            runpy.run_path(script, run_name="__mp_main__")
+        except (Exception, SystemExit) as error:  # isolation point: a script may raise anything
+            logger.warning("%s cannot be imported in another process: %s: %s", script, type(error).__name__, error)
+    return _JobUnpickler(file).load()
 
 
 class _JobPickler(cloudpickle.Pickler):  # type: ignore[misc] # has no type information
@@ -112,19 +124,28 @@ def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names_in, inner))
 
 
+def _find_importable_script() -> str | None:
+    """Returns the path of the user's script if it guards what only the first process may do."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    guarded = any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in _read_script(path))
+    return str(Path(path).resolve()) if path is not None and guarded else None
+
+
+def _read_script(path: str | None) -> list[ast.stmt]:
+    try:
+        return [] if path is None else ast.parse(Path(path).read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+
+
 def _find_expression(variable: _Global) -> str | None:
     """Returns the expression that the user's script assigns to a global; None unless there is exactly one."""
     script = sys.modules["__main__"]
-    path = getattr(script, "__file__", None)
-    if path is None or variable.function.__globals__ is not vars(script):
-        return None
-    try:
-        body = ast.parse(Path(path).read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, ValueError):
+    if variable.function.__globals__ is not vars(script):
         return None
     assigned = [
         node.value
-        for node in body
+        for node in _read_script(getattr(script, "__file__", None))
         if isinstance(node, (ast.Assign, ast.AnnAssign))
         and node.value is not None
         and [target.id if isinstance(target, ast.Name) else None for target in _targets(node)] == [variable.name]
