@@ -110,12 +110,12 @@ class Authenticator:
 
 
 def _read_key(headers: Mapping[str, str]) -> str | None:
-    """Returns the API key of a request of OpenAI's, Anthropic's or Azure's clients."""
+    """Returns the API key of a request of OpenAI's, Anthropic's, Azure's or Google's clients."""
     bearer = headers.get("Authorization")
     if bearer is not None:
         scheme, _, key = bearer.partition(" ")
         return key.strip() if scheme.lower() == "bearer" else bearer
-    return headers.get("x-api-key") or headers.get("api-key")
+    return headers.get("x-api-key") or headers.get("api-key") or headers.get("x-goog-api-key")
 
 
 _KINDS: Final = ("rollout_started", "attempt_finished", "rollout_finished")

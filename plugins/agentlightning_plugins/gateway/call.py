@@ -256,8 +256,10 @@ _warned: Final[set[str]] = set()
 """Fields that were not passed on; each is logged once."""
 
 
-async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: AttemptKey | None) -> ModelCall:
-    """Reads the call of a request; raises CallRefused if the request contains no call."""
+async def read_call(
+    request: web.BaseRequest, dialect: Dialect, attempt: AttemptKey | None, fields: Mapping[str, Any]
+) -> ModelCall:
+    """Reads the call of a request, with fields that its path has; raises CallRefused if it contains no call."""
     if request.headers.get("Upgrade", "").lower() == "websocket":  # Codex tries other statuses seven times
         raise CallRefused(426, f"{request.path} takes POST, not WebSockets", "upgrade_required")
     if request.method != "POST":
@@ -270,6 +272,7 @@ async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: Attempt
         body = await parse_json(text, loads=load_json)
     except RequestRefused as error:
         raise CallRefused(error.status, str(error), _CODES.get(error.status, "invalid_json")) from None
+    body = {**body, **fields} if isinstance(body, dict) and fields else body
     model = body.get("model") if isinstance(body, dict) else None
     if not isinstance(model, str):
         raise CallRefused(400, "the request is not an object with a 'model'", "invalid_request")

@@ -61,6 +61,7 @@ class Settings:
 
 
 _PATH: Final = re.compile(r"(?:/rollout/([^/]+)/attempt/([^/]+))?/(.+?)/?")
+_MODEL_PATH: Final = re.compile(r"(v1[a-z]*/models/)([^:]+)(:\w+)")
 _FINISH_S: Final = 2.0
 
 
@@ -162,7 +163,7 @@ class GatewayServer:
             if self._is_local:
                 check_local(request, "a gateway that requires no keys")
             target = _PATH.fullmatch(request.path)
-            path = target[3] if target is not None else ""
+            path, fields = _read_model(target[3] if target is not None else "")
             named = (target[1], target[2]) if target is not None and target[1] is not None else None
             dialect = self._dialects.get(path)
             if path == EVENTS and named is not None:
@@ -173,22 +174,24 @@ class GatewayServer:
                 return await self._controls.answer(request, path, named)
             if self._server.is_stopping:
                 raise CallRefused(503, "the gateway stops", "stopping", {"Retry-After": "1", "Connection": "close"})
-            call = await self._read_call(request, dialect, named)
+            call = await self._read_call(request, dialect, named, {**fields, **dialect.route_fields})
         except RequestRefused as error:
             return self._refuse(CHAT, CallRefused(error.status, str(error), "not_local"))
         except CallRefused as error:
             return self._refuse(dialect or CHAT, error)
         return await self._answer_call(call, request)
 
-    async def _read_call(self, request: web.BaseRequest, dialect: Dialect, named: AttemptKey | None) -> ModelCall:
+    async def _read_call(
+        self, request: web.BaseRequest, dialect: Dialect, named: AttemptKey | None, fields: Mapping[str, Any]
+    ) -> ModelCall:
         """Reads the call of an attempt that has not ended; a CallRefused here is not recorded as a call."""
         attempt = self._authenticator.authenticate(request.headers, named)
         self._server.admit(request)
         if attempt is None:
-            return await read_call(request, dialect, None)
+            return await read_call(request, dialect, None, fields)
         await self._ended.ask(self._store, attempt)
         self._ended.refuse(attempt)
-        call = await read_call(request, dialect, attempt)
+        call = await read_call(request, dialect, attempt, fields)
         call.history = self._history
         await self._usage.restore(self._store, attempt)
         self._ended.refuse(attempt)  # it may have ended since
@@ -260,3 +263,9 @@ class GatewayServer:
         """Answers a request that is not recorded as a call."""
         self._metrics.refuse(refusal.status)
         return refusal.to_response(dialect)
+
+
+def _read_model(path: str) -> tuple[str, dict[str, str]]:
+    """Returns the route of a path, and the model in it, as Google's API has."""
+    found = _MODEL_PATH.fullmatch(path)
+    return (path, {}) if found is None else (f"{found[1]}{{model}}{found[3]}", {"model": found[2]})

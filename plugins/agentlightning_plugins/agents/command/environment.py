@@ -84,6 +84,9 @@ def _describe_model(llm: LLM | None) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": attempt,  # its clients add /v1/messages
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_MODEL": llm.model,
+        "GOOGLE_GEMINI_BASE_URL": attempt,  # its clients add /v1beta/models
+        "GEMINI_API_KEY": key,
+        "GEMINI_MODEL": llm.model,
         "AGL_MODEL": llm.model,
         "AGL_OPENAI_BASE_URL": endpoint,  # the names of Agent Lightning 1.0
         "AGL_KEY": key,

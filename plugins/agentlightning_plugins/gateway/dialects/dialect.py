@@ -213,7 +213,9 @@ class Dialect(Protocol):
     name: str
     """The name of the component; providers list the dialects that they speak by name."""
     routes: Sequence[str]
-    """Paths at which agents call it, such as ``v1/chat/completions``."""
+    """Paths at which agents call it, such as ``v1/chat/completions``, or ``v1/models/{model}:verb`` with the model."""
+    route_fields: Mapping[str, Any] = {}
+    """Fields of every request at these paths."""
     path: str
     """Path of the endpoint at a backend, below ``/v1/``."""
     span_name: str

@@ -43,6 +43,10 @@ COUNT_FIELDS: Final = frozenset(
     "billing_policy cache_control compaction context_management mcp_servers messages model output_config speed system "
     "thinking tool_choice tools user_profile_id workspace_id".split()
 )
+GOOGLE_FIELDS: Final = frozenset(
+    "cachedContent cached_content contents generateContentRequest generationConfig generation_config labels model "
+    "safetySettings safety_settings stream systemInstruction system_instruction toolConfig tool_config tools".split()
+)
 MESSAGE_FIELDS: Final = (
     _SAMPLING
     | COUNT_FIELDS
