@@ -14,8 +14,11 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -94,8 +97,18 @@ def pytest_collection_finish() -> None:
     """Exempts imported modules from garbage collection, and collects less often: together a fifth of the CPU time."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-    # A module that a test writes twice within a second, with the same size, would be read from the first one's cache.
-    sys.dont_write_bytecode = True
+    SourceFileLoader.set_data = _write_if_installed  # type: ignore[method-assign]
+
+
+def _write_if_installed(
+    self: SourceFileLoader, path: str, data: Any, *, _mode: int = 0o666, write: Any = SourceFileLoader.set_data
+) -> None:
+    """Writes the bytecode of a module of the environment: frameworks take a minute to compile.
+
+    A module that a test writes twice within a second, with the same size, would be read from the first one's cache.
+    """
+    if path.startswith(sys.prefix):
+        write(self, path, data, _mode=_mode)
 
 
 def pytest_sessionfinish() -> None:
@@ -105,8 +118,16 @@ def pytest_sessionfinish() -> None:
         agent.CLIENT.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked ``gpu`` on a machine without a GPU; no other test may be skipped."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips tests marked ``gpu`` on a machine without a GPU; no other test may be skipped.
+
+    In workers of pytest-xdist the modules that take longest come first, so that none is left to one worker at the end.
+    """
+    if hasattr(config, "workerinput"):
+        seconds = Counter[Path]()
+        for item in items:
+            seconds[item.path] += 8 if item.get_closest_marker("slow") else 0.3  # means of a whole run
+        items.sort(key=lambda item: -seconds[item.path])
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
