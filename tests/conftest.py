@@ -8,18 +8,22 @@ folder.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
 import re
 import signal
+import ssl
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -70,6 +74,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives clients of httpx one certificate of an authority, because no test calls a server of the Internet.
+
+    Reading all of them takes 30 ms of CPU for each client, a sixth of the time of many tests.
+    """
+    bundles = {certifi.where(), os.environ.get("SSL_CERT_FILE", "")}
+    first, end, _ = Path(certifi.where()).read_text(encoding="utf-8").partition("-----END CERTIFICATE-----\n")
+    with tempfile.NamedTemporaryFile("w", suffix=".pem", delete=False) as file:
+        file.write(first + end)
+    authority = file.name
+    create = ssl.create_default_context
+
+    @functools.wraps(create)
+    def create_quickly(*args: Any, cafile: str | None = None, **more: Any) -> ssl.SSLContext:
+        return create(*args, cafile=authority if cafile in bundles else cafile, **more)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ssl, "create_default_context", create_quickly)
+    config.add_cleanup(Path(authority).unlink)
+    config.add_cleanup(patch.undo)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skips files of other environments, whose imports need packages that are not installed here."""
     return None if config.getoption("--environment") in environments_of(collection_path) else True
@@ -97,7 +123,7 @@ def pytest_collection_finish() -> None:
     """Exempts imported modules from garbage collection, and collects less often: together a fifth of the CPU time."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-    SourceFileLoader.set_data = _write_if_installed  # type: ignore[method-assign]
+    SourceFileLoader.set_data = _write_if_installed
 
 
 def _write_if_installed(

@@ -41,7 +41,7 @@ from tests.waiting import LIMIT_S, until
 
 
 class TestPostgresLightningStore(QueueingTests, WaitingTests, ReadingTests, DurableStoreConformance):
-    """What the engine decides on any backend is tested with memory and SQLite; here, what statements of SQL decide."""
+    """Tests of what statements of SQL decide; memory and SQLite show what the engine decides on any backend."""
 
     test_a_succeeded_rollout_is_final = DurableSemantics.test_a_succeeded_rollout_is_final
     test_a_silent_attempt_is_given_to_another_worker = DurableSemantics.test_a_silent_attempt_is_given_to_another_worker
