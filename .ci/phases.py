@@ -70,8 +70,11 @@ class Run:
         pytest += ["--environment", environment.parent.name, f"--junitxml={RESULTS / part}.xml"]
         if self.soak:
             pytest += ["-o", "faulthandler_timeout=10800"]
+        elif part == "serial":  # collecting the others would take longer than these tests do
+            files = [path for path in (REPO / "tests").rglob("test_*.py") if "pytest.mark.serial" in path.read_text()]
+            pytest += map(str, sorted(files))
         elif part == "main":
-            pytest += ["-n", "4", "--dist", "loadfile", "--max-worker-restart", "0"]
+            pytest += ["-n", "4", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0"]
         return [[*pytest, *shlex.split(os.environ.get("PYTEST_ARGS", ""))]]
 
     def _phase(self, name: str, commands: list[list[str]]) -> bool:
@@ -173,6 +176,7 @@ def main() -> int:
     parser.add_argument("--soak", action="store_true", help="run the tests that take minutes")
     parser.add_argument("--busy", action="store_true", help="run on one core, beside two busy loops")
     options = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each process compiles all modules again
     wanted = options.parts or (SOAK if options.soak else parts)
     RESULTS.mkdir(parents=True, exist_ok=True)
     for old in RESULTS.glob("*.xml"):

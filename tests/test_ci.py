@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 import environments
 import phases
 from agentlightning_plugins.shared.presets.preset import load_preset
-from tests import selection
+from tests import conftest, selection
 from tests.source import REPO
 from tests.waiting import blocking_until
 
@@ -179,7 +180,9 @@ def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
 def test_a_failed_phase_is_named_and_stops_no_other(
     monkeypatch: pytest.MonkeyPatch, programs: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    programs |= {"lint": "raise SystemExit('seen')", "verl": "print('.. [ 57%]')", "main": "pass", "serial": "pass"}
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # tests start many processes, which would all compile
+    programs |= {"lint": "raise SystemExit('seen')", "verl": "print('.. [ 57%]')", "serial": "pass"}
+    programs["main"] = "import sys; assert not sys.dont_write_bytecode"
 
     def run(*arguments: str) -> tuple[Any, str]:
         monkeypatch.setattr(sys, "argv", ["phases.py", *arguments])
@@ -193,6 +196,16 @@ def test_a_failed_phase_is_named_and_stops_no_other(
     assert "FAILED: lint" in output.splitlines()[-2]
     programs["lint"] = "pass"
     assert run("lint", "main")[0] == 0
+
+
+def test_workers_begin_with_the_modules_whose_tests_take_longest() -> None:
+    def test(module: str, mark: str = "") -> Any:
+        return SimpleNamespace(path=module, get_closest_marker=lambda name: mark if mark == name else None)
+
+    items = [test("a"), test("b"), test("b", "slow"), test("c"), test("c"), test("d", "slow"), test("d", "slow")]
+    for config, expected in ((SimpleNamespace(), "abbccdd"), (SimpleNamespace(workerinput={}), "ddbbcca")):
+        conftest.pytest_collection_modifyitems(config, items)
+        assert "".join(item.path for item in items) == expected
 
 
 def test_a_phase_ends_with_its_program_and_ends_what_the_program_left_behind(programs: dict[str, str]) -> None:

@@ -37,8 +37,6 @@ from tests.algorithms.prompt_lab import (
 from tests.plugins.commands.agl_here import run_here
 from tests.waiting import LIMIT_S
 
-pytestmark = pytest.mark.environment("main", "newest")
-
 
 def test_a_prompt_that_makes_the_agent_crash_is_not_the_best_where_rewards_are_negative(server: ScriptedOpenAI) -> None:
     def costly(task: Mapping[str, Any], prompt: agl.PromptTemplate) -> float:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 import pytest
@@ -36,12 +37,17 @@ class TestCreateAgent(AgentConformance):
         return make_langchain_agent()
 
 
-class TestCreateReactAgent(AgentConformance):
-    prompt_path = PROMPTS["langchain"]
-
-    @pytest.fixture
-    def agent(self) -> Any:
-        return make_react_agent()
+@pytest.mark.parametrize(
+    "test",
+    [
+        AgentConformance.test_each_model_call_is_a_triplet_with_tokens_agent_and_reward,
+        AgentConformance.test_a_prompt_changes_between_rollouts_and_the_object_stays_unchanged,
+        AgentConformance.test_it_can_be_sent_to_a_runner_process,
+    ],
+    ids=lambda test: test.__name__,
+)
+async def test_the_model_node_of_create_react_agent_is_found(test: Callable[..., Any]) -> None:
+    await test(TestCreateAgent(), make_react_agent())
 
 
 def make_graph(is_async: bool) -> Any:

@@ -8,7 +8,6 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.store import LightningStoreServer
-from agentlightning.testing.store.model import compare_with_model
 from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
 from tests.plugins.stores.queueing import QueueingTests
 from tests.plugins.stores.reading import ReadingTests
@@ -33,6 +32,3 @@ class TestServedPostgresLightningStore(QueueingTests, WaitingTests, ReadingTests
             await client.close()
         await served.close()
         postgresql.take_back(database)
-
-    async def test_any_sequence_of_calls_does_what_a_simple_model_does(self, store: agl.LightningStoreClient) -> None:
-        await compare_with_model(store)

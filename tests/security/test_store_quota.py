@@ -137,7 +137,7 @@ def test_an_export_has_at_most_2000_spans(tmp_path: Path) -> None:
 
 async def test_a_call_above_the_quota_is_answered_and_counted_as_lost() -> None:
     store = agl.InMemoryLightningStore(lease_s=LIMIT_S)
-    long = Answer("x" * 2**21)
+    long = Answer("x" * 2**18)  # with ids and log-probabilities more than 1 MiB
     async with ScriptedOpenAI([long]) as server:
         proxy = LLMProxy(model_list=[{"model": "m", "endpoint": server.endpoint}], store=store)
         await proxy.start()

@@ -15,6 +15,14 @@ import pytest
 
 HERE = Path(__file__).parent
 PACKAGES = sorted((HERE / "packages").iterdir())
+BUILD = """
+import os, sys
+import hatchling.build
+for package in sys.argv[2:]:
+    os.chdir(package)
+    hatchling.build.build_wheel(sys.argv[1])
+"""
+"""Builds wheels as pip does, which starts two processes for each."""
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -44,7 +52,9 @@ def test_packages_of_third_parties_are_installed_used_and_uninstalled(tmp_path: 
     # The new environment sees Lightning and its dependencies in this one.
     (folder / "lightning.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})")
     before = plugins(python, tmp_path)
-    pip(python, "install", "--no-build-isolation", "--no-deps", *PACKAGES)
+    (tmp_path / "wheels").mkdir()
+    run(sys.executable, "-c", BUILD, tmp_path / "wheels", *PACKAGES, cwd=tmp_path)
+    pip(python, "install", "--no-index", "--no-deps", *(tmp_path / "wheels").iterdir())
     installed = plugins(python, tmp_path)
     added = {name: installed[name] for name in set(installed) - set(before)}
     assert len(added) == len(PACKAGES) == 8

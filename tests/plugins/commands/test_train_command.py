@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,14 @@ def own_parts(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def own_manager() -> Iterator[None]:
+    """The command gets a plugin manager of its own, as in a new process."""
+    get_manager.cache_clear()
+    yield
+    get_manager.cache_clear()
+
+
 @pytest.mark.slow
 def test_a_file_is_a_plugin_in_all_processes_of_a_run_and_others_are_switched_off(
     folder: Path, own_parts: dict[str, Any]
@@ -211,13 +220,12 @@ def test_a_file_is_a_plugin_in_all_processes_of_a_run_and_others_are_switched_of
     ids=["agent", "its setting", "reader", "setting of a reader", "plugin", "its settings", "missing", "has none"],
 )
 def test_a_mistake_in_the_parts_of_a_plugin_is_found_before_the_run(
-    folder: Path, own_parts: dict[str, Any], change: dict[str, Any], message: str
+    folder: Path, own_parts: dict[str, Any], change: dict[str, Any], message: str, own_manager: None
 ) -> None:
     write(folder, {**own_parts, **change})
-    command = [sys.executable, "-m", "agentlightning", "train", "config.yaml", "--dry-run"]
-    said = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
+    said = run_here(folder, "train", "config.yaml", "--dry-run", module="mine")
     assert message in said.stderr + said.stdout
-    assert said.returncode == 2
+    assert said.code == 2
 
 
 def test_a_failed_run_and_a_refused_run_have_different_exit_codes(

@@ -6,16 +6,18 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from playwright.sync_api import Browser, Dialog, Page, Request, sync_playwright
 
 from agentlightning import LightningStoreServer
 from agentlightning.store.factory import create_store
 from agentlightning_plugins.dashboard.dashboard import Dashboard
 from tests.plugins.dashboard.filling import fill
 from tests.waiting import LIMIT_S
+
+if TYPE_CHECKING:  # its import takes a second, in each worker that collects
+    from playwright.sync_api import Browser, Dialog, Page, Request
 
 TOKEN = "a-token-of-this-test"
 
@@ -57,6 +59,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")  # its event loop runs as long as it does, and asynchronous tests need their own loop
 def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     assert executable, "these tests need Chromium: apt-get install chromium"
     with sync_playwright() as playwright:

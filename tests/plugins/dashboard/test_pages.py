@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page
 
 from tests.plugins.dashboard.conftest import TOKEN, Served, sign_in
 from tests.plugins.dashboard.filling import HOSTILE, RUN
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 PATHS = {
     "/": "hostile",
@@ -71,6 +73,8 @@ def shown(page: Page, served: Served, path: str) -> Page:
 
 
 def test_a_page_is_accessible_in_both_colour_schemes(shown: Page) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
     found = Axe().run(shown).response["violations"]
     shown.emulate_media(color_scheme="dark")
     found += shown.evaluate("axe.run({ runOnly: ['color-contrast'] })")["violations"]

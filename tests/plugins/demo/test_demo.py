@@ -34,7 +34,7 @@ def test_a_demo_that_is_stopped_with_ctrl_c_can_be_resumed_and_reports_its_resul
 ) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
     metrics = directory / "metrics.jsonl"
-    arguments = ("demo", "--run-dir", str(directory), "--seed", "0", "--steps", "12")
+    arguments = ("demo", "--run-dir", str(directory), "--seed", "0", "--steps", "6")
     with log.open("wb") as errors:
         process = subprocess.Popen([sys.executable, "-c", AGL, *arguments], stderr=errors, start_new_session=True)
     wait_for(lambda: metrics.is_file() and '"step":2' in metrics.read_text(), process, log)
@@ -50,7 +50,7 @@ def test_a_demo_that_is_stopped_with_ctrl_c_can_be_resumed_and_reports_its_resul
         resumed = CliRunner().invoke(command, ["--resume", str(directory)], catch_exceptions=False)
     assert "report" in resumed.stderr
     every_step = training.read_metrics(metrics)
-    assert [step["step"] for step in every_step] == list(range(13))
+    assert [step["step"] for step in every_step] == list(range(7))
     steps = [step for step in every_step if "reward" in step]
     _, after = (step["test_reward"] for step in every_step if "test_reward" in step)
     assert max(step["logprob_gap_max"] for step in steps) <= 1e-4

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
 from pydantic import BaseModel
@@ -345,6 +344,8 @@ async def test_a_request_of_the_messages_api_is_translated_to_chat() -> None:
 
 
 async def test_anthropics_client_gets_errors_in_the_form_of_the_messages_api() -> None:
+    import anthropic
+
     script = [
         Answer(status=429, error="slow down"),
         Answer(status=400, error="no"),

@@ -8,7 +8,6 @@ import json
 import sys
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -228,6 +227,8 @@ async def test_calls_without_tools_are_trained_on_if_no_header_names_their_conve
 
 @pytest.mark.parametrize("failure", [Answer(status=500), Answer(status=429, headers={"x-should-retry": "true"})])
 async def test_clients_do_not_try_again_what_the_gateway_has_tried(failure: Answer) -> None:
+    import anthropic
+
     async with ScriptedOpenAI([failure]) as server, gateway(server, num_retries=1) as case:
         rollout, client = await case.start()
         messages = (await case.anthropic_client(client)).with_options(max_retries=2).messages

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
 
-import anthropic
 import openai
 import pytest
-from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import RawMessageStreamEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response
@@ -114,17 +112,27 @@ def test_translated_events_of_the_responses_api_add_up_to_the_translated_whole_a
     assert not read.is_ended
 
 
+@functools.cache
+def anthropic_events() -> TypeAdapter[Any]:
+    from anthropic.types import RawMessageStreamEvent  # takes seconds, in each worker that collects
+
+    return TypeAdapter(RawMessageStreamEvent)
+
+
 @settings(deadline=None, max_examples=40)
 @given(ANSWERS)
 def test_translated_events_of_the_messages_api_add_up_to_the_translated_whole_answer(answer: dict[str, Any]) -> None:
+    from anthropic.lib.streaming._messages import accumulate_event
+
     body = {"model": "m", "messages": [], "max_tokens": 9}
     translation = MessagesTranslation(body)
     events = to_events(b"".join(map(translation.feed, to_chunks(answer))) + translation.close())
     whole = MessagesTranslation(body).answer(to_whole(answer))
-    adapter: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
     snapshot, buffers = None, {}
     for event in events:
-        snapshot = accumulate_event(event=adapter.validate_python(event), current_snapshot=snapshot, json_bufs=buffers)
+        snapshot = accumulate_event(
+            event=anthropic_events().validate_python(event), current_snapshot=snapshot, json_bufs=buffers
+        )
     assert snapshot is not None
     shown = snapshot.to_dict(exclude_none=True)
     assert shown == {key: value for key, value in whole.items() if value is not None}
@@ -367,6 +375,8 @@ async def ask(case: Case, client: Any, api: str, *, stream: bool) -> dict[str, A
 async def test_client_span_and_adapter_agree_on_every_answer_that_passes_a_gateway(
     api: str, spoken: str, stream: bool
 ) -> None:
+    import anthropic
+
     cases = list(itertools.product(KINDS, REASONS))
     bodies = [serve(spoken, kind, reason, stream=stream) for kind, reason in cases]
     bodies.append(bodies[0][:40])  # breaks off

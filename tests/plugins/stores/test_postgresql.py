@@ -31,13 +31,24 @@ from agentlightning_plugins.stores.postgresql.store import PostgresBackend, Post
 from agentlightning_plugins.stores.shared.sql.document import encode_events
 from tests.failures import check_messages
 from tests.plugins.stores.actions import claim, finish, make_span, number_deleted
+from tests.plugins.stores.queueing import QueueingTests
+from tests.plugins.stores.reading import ReadingTests
 from tests.plugins.stores.semantics import DurableSemantics
+from tests.plugins.stores.waiting import WaitingTests
 from tests.postgresql import PostgresServer
 from tests.source import REPO
 from tests.waiting import LIMIT_S, until
 
 
-class TestPostgresLightningStore(DurableSemantics, DurableStoreConformance):
+class TestPostgresLightningStore(QueueingTests, WaitingTests, ReadingTests, DurableStoreConformance):
+    """Tests of what statements of SQL decide; memory and SQLite show what the engine decides on any backend."""
+
+    test_a_succeeded_rollout_is_final = DurableSemantics.test_a_succeeded_rollout_is_final
+    test_a_silent_attempt_is_given_to_another_worker = DurableSemantics.test_a_silent_attempt_is_given_to_another_worker
+    test_a_deadline_is_enforced_after_reopening = DurableSemantics.test_a_deadline_is_enforced_after_reopening
+    test_open_runs = DurableSemantics.test_open_runs_are_those_with_queued_or_running_rollouts
+    test_rollouts_are_deleted = DurableSemantics.test_rollouts_are_deleted_by_age_count_and_status
+
     @pytest.fixture
     async def opened(self) -> AsyncIterator[list[PostgresLightningStore]]:
         """The stores that the test has opened; the last one is open."""
