@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import agentlightning as agl
+from agentlightning.errors import StorageFullError, StoreError
 from agentlightning.reward import find_final_reward, read_final_reward
 from agentlightning.run.thread import STOP_CHECK_S, until_set
 from agentlightning.types import AttemptedRollout
@@ -539,3 +540,30 @@ async def test_a_claim_that_is_cancelled_returns_its_rollout_to_the_queue(store:
     await asyncio.sleep(0.1)
     assert (await store.query_rollouts(status_in=["preparing"], limit=0)).total == returned
     assert returned < 40
+
+
+@pytest.mark.parametrize(
+    ("error", "is_idle"),
+    [(StoreError("away"), False), (StorageFullError("full"), True)],
+    ids=["away while rollouts run", "full"],
+)
+async def test_a_claim_that_the_store_cannot_take_stops_no_rollout_and_is_made_again(
+    error: StoreError, is_idle: bool, monkeypatch: pytest.MonkeyPatch, store: agl.LightningStore
+) -> None:
+    failed = asyncio.Event()
+    claim = store.dequeue_many_rollouts
+
+    async def fail_once(**arguments: Any) -> Any:
+        in_flight = (await store.query_rollouts(status_in=["preparing", "running"])).total
+        if not failed.is_set() and is_idle == (in_flight == 0):
+            failed.set()
+            raise error
+        return await claim(**arguments)
+
+    async def agent(task: int) -> float:
+        await failed.wait()
+        return 1.0
+
+    monkeypatch.setattr(store, "dequeue_many_rollouts", fail_once)
+    ended = await run_all(store, agent, range(6), poll_interval=0.01)  # more than one claim takes
+    assert [rollout.status for rollout in ended] == ["succeeded"] * 6
