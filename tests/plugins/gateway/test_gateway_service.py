@@ -115,6 +115,30 @@ async def get(url: str, token: str) -> int:
         return response.status
 
 
+async def test_servers_that_listen_on_every_address_print_a_url_that_clients_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("AGL_TOKEN", raising=False)
+    model = ("--model", "m=http://127.0.0.1:9/v1")
+    commands = {
+        "store": ("--backend", "memory://"),
+        "dashboard": (f"sqlite:///{tmp_path}/dashboard.db",),
+        "legacy": ("--store", f"sqlite:///{tmp_path}/legacy.db"),
+        "gateway": ("--store", f"sqlite:///{tmp_path}/gateway.db", *model),
+    }
+    async with contextlib.AsyncExitStack() as stack, aiohttp.ClientSession() as session:
+        for name, arguments in commands.items():
+            token = {} if name == "gateway" else {"AGL_TOKEN": OLD}
+            starting = service(tmp_path / f"{name}.log", name, *arguments, "--host", "0.0.0.0", **token)
+            _, url = await stack.enter_async_context(starting)
+            assert "0.0.0.0" not in url
+            async with session.get(url) as response:
+                assert response.status < 500
+        # The command that the gateway prints finds the key of the operator, which is on this machine.
+        assert (await asyncio.to_thread(ask_gateway, url, None, "status"))["backends"]
+
+
 async def test_a_gateway_refuses_ended_attempts_of_every_run_and_ends_their_streams(tmp_path: Path) -> None:
     def script(request: RecordedRequest) -> Answer:
         return Answer("one two three", chunk_delay_s=LIMIT_S) if request.body.get("stream") else Answer("ok")

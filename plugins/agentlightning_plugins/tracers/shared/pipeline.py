@@ -185,7 +185,8 @@ class Router(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         context = span.context
-        started_in = self._by_span.pop(context.span_id, None)  # also of a root, which started before its route was known
+        # Also of a root, which has started before its route is known.
+        started_in = self._by_span.pop(context.span_id, None)
         route = self._by_trace.get(context.trace_id, started_in)
         if route is None:
             return
