@@ -462,6 +462,35 @@ async def test_a_runner_that_missed_a_cancellation_stops_the_rollout_at_its_next
     await store.close()
 
 
+async def test_a_runner_hears_of_a_cancellation_after_its_stream_of_events_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = agl.InMemoryLightningStore()
+    subscribe, begun, failures = store.subscribe, asyncio.Event(), [StoreError("no events for 30 s")]
+
+    async def fail_once(*arguments: Any) -> AsyncIterator[Any]:
+        if failures:
+            raise failures.pop()
+        async for event in subscribe(*arguments):
+            yield event
+
+    async def agent(task: int) -> None:
+        begun.set()
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(store, "subscribe", fail_once)
+    rollout = await store.enqueue_rollout(1)
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=1, heartbeat_interval=3600)
+    with runner.run_context(agent=agl.wrap(agent), store=store, worker_id="worker"):
+        running = asyncio.create_task(runner.iter())
+        await asyncio.wait_for(begun.wait(), LIMIT_S)
+        await until(lambda: store._waiters._subscriptions)
+        await store.cancel_rollout(rollout.rollout_id)
+        await asyncio.wait_for(running, LIMIT_S)
+    assert not failures
+    await store.close()
+
+
 async def test_a_long_step_sends_heartbeats() -> None:
     store = agl.InMemoryLightningStore()
 

@@ -841,7 +841,7 @@ async def migrate_as_newer_version(database: str, oldest_writer: int) -> None:
     """Migrates the database as the next version of Lightning would."""
     connection = await asyncpg.connect(database)
     async with connection.transaction():
-        await connection.execute("CREATE TABLE agl.news (text text)")
+        await connection.execute("ALTER TABLE agl.attempt ADD COLUMN news text")
         await connection.execute(
             "UPDATE agl.schema_version SET version = version + 1, oldest_writer = $1", oldest_writer
         )
@@ -866,15 +866,29 @@ async def test_processes_stop_writing_when_a_newer_version_changes_the_schema(da
         PostgresLightningStore(database)
 
 
-async def test_two_successive_versions_share_a_database_during_an_upgrade(database: str) -> None:
+async def test_two_successive_versions_share_a_database_during_an_upgrade_under_load(database: str) -> None:
     store = PostgresLightningStore(database)
+    done: list[str] = []
+
+    async def work(worker: str, until_done: int) -> None:
+        while len(done) < until_done:
+            await store.enqueue_rollout("of the old version")
+            claimed = await store.dequeue_rollout(worker)
+            if claimed is not None:
+                await store.add_many_spans([make_span(claimed)])
+                await finish(store, claimed)
+                done.append(claimed.rollout_id)
+
+    working = [asyncio.create_task(work(f"worker-{number}", 120)) for number in range(4)]
+    await until(lambda: len(done) >= 40)
     await migrate_as_newer_version(database, len(schema.MIGRATIONS))
-    await asyncio.sleep(0.2)
-    await store.enqueue_rollout("of the old version")
+    assert len(done) < 120, "it was migrated under load"
+    await asyncio.gather(*working)
     opened = PostgresLightningStore(database)
-    claimed = await opened.dequeue_rollout()
-    assert claimed is not None
-    assert claimed.input == "of the old version"
+    assert await opened.enqueue_rollout("of the new version")
+    found = await opened.query_rollouts(status_in=["succeeded"])
+    assert sorted(rollout.rollout_id for rollout in found) == sorted(done)
+    assert len(await opened.query_spans(None)) == len(done)
     for each in (store, opened):
         await each.close()
 
