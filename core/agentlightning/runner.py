@@ -48,7 +48,7 @@ logger = logging.getLogger("agentlightning")
 _CLAIM_AT_ONCE = 4
 _GOODBYE_S = 1.0
 _GIVE_UP_S = 120.0
-"""How long a result is kept for a store that is away, as long as its spans are."""
+"""How long an attempt waits for a store that is away; its spans do too."""
 _DEATHS_BEFORE_ALONE = 2
 """After this many workers have died before its first span, a rollout runs alone, so that it cannot end others."""
 
@@ -327,7 +327,7 @@ class LitAgentRunner(Runner[T]):
             spans_dropped=trace.dropped or UNSET,
             reward=find_final_reward((*trace.spans, *returned)),
         )
-        await self._write(report, attempt_id, is_end=True)
+        await self._with_patience(report, attempt_id, is_end=True)
         await call_hooks("on_rollout_end", spans=trace.spans)
         if stopped is not None:
             raise stopped
@@ -337,7 +337,8 @@ class LitAgentRunner(Runner[T]):
 
         attempt_id, timeout_s = rollout.attempt.attempt_id, rollout.config.timeout_seconds
         key = attempt_token.issue(store.token, rollout.rollout_id, attempt_id, store.now(), timeout_s)
-        resources = with_attempt_key(resolve_secrets(await _find_resources(store, rollout)), key)
+        found = await self._with_patience(functools.partial(_find_resources, store, rollout), attempt_id)
+        resources = with_attempt_key(resolve_secrets(found), key)
         task = cast(T, thaw(rollout.input))
         return await call_agent(agent, task, resources, rollout, self._abandoned)
 
@@ -345,29 +346,29 @@ class LitAgentRunner(Runner[T]):
         """Emits a returned reward, or stores returned spans and returns them."""
         if isinstance(result, Sequence):
             store, spans = self._given()[1], to_spans(result, rollout)
-            return await self._write(functools.partial(store.add_many_spans, spans), rollout.attempt.attempt_id)
+            return await self._with_patience(functools.partial(store.add_many_spans, spans), rollout.attempt.attempt_id)
         if result is not None:
             emit_reward(float(result))
         return ()
 
-    async def _write(self, write: Callable[[], Awaitable[R]], attempt_id: str, *, is_end: bool = False) -> R:
-        """Stores a result of an attempt; tries again while the disk of the store is full, or the store is away.
+    async def _with_patience(self, call: Callable[[], Awaitable[R]], attempt_id: str, *, is_end: bool = False) -> R:
+        """Makes a call for an attempt again while the disk of the store is full, or the store is away.
 
-        Meanwhile, heartbeats renew the lease of the attempt. ``is_end``: after the write, the attempt has ended.
+        Meanwhile, heartbeats renew the lease of the attempt. ``is_end``: after the call, the attempt has ended.
         """
         gives_up_at, has_failed = time.monotonic() + _GIVE_UP_S, False
         while True:
             if is_end:  # a heartbeat that the store answers later does not list it
                 self._unreported.discard(attempt_id)
             try:
-                return await write()
+                return await call()
             except (NotFoundError, ConflictError):
                 raise
             except (StoreError, OSError) as error:
                 if not isinstance(error, StorageFullError) and time.monotonic() > gives_up_at:
                     raise
                 if not has_failed:
-                    logger.warning("the result of attempt %s is kept until it can be stored: %s", attempt_id, error)
+                    logger.warning("attempt %s waits for the store: %s", attempt_id, error)
                 has_failed = True
             self._unreported.add(attempt_id)
             await asyncio.sleep(self.poll_interval)

@@ -49,7 +49,7 @@ WAVE, WAVE_EVERY_S = 10, 0.5
 CONFIG = RolloutConfig(max_attempts=20, retry_condition=["unresponsive"])
 
 AGENT = """
-import json, time, urllib.request
+import http.client, json, time, urllib.request
 import agentlightning as agl
 
 def agent(task, llm: agl.LLM):
@@ -62,7 +62,7 @@ def agent(task, llm: agl.LLM):
             with urllib.request.urlopen(call, timeout=30) as answer:
                 assert json.load(answer)["choices"]
             break
-        except OSError:
+        except (OSError, http.client.HTTPException):
             time.sleep(0.2)
     time.sleep(0.05 + task["number"] % 7 / 20)
     return float(task["number"])
@@ -333,6 +333,9 @@ async def test_every_rollout_succeeds_exactly_once_while_each_part_of_the_fleet_
                 some = list(numbers)[first : first + 500]
                 rollouts += await client.wait_for_rollouts(some, timeout=300)
             assert len(rollouts) == len(numbers)
+            for rollout in rollouts:
+                if rollout.status != "succeeded":
+                    print(rollout, list(await client.query_attempts(rollout.rollout_id)))
             assert Counter(rollout.status for rollout in rollouts) == {"succeeded": len(numbers)}
             stored = await client.query_rollouts(limit=0)
             assert (stored.total, (await client.statistics())["rollouts"]) == (len(numbers), len(numbers))
