@@ -126,6 +126,10 @@ async def test_prometheus_rules_and_the_grafana_dashboard_use_metrics_that_store
     expressions += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     used = {name for expression in expressions for name in re.findall(r"\b(?:agl|process)_[a-z_]+", expression)}
     assert {name.removesuffix("_bucket") for name in used} <= exported
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert {job["job_name"]: "credentials_file" in job["authorization"] for job in scraped} == {
+        "lightning-store": True, "lightning-gateway": True
+    }  # fmt: skip
     plotted = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
     assert {name for name in exported if name.startswith("agl_gateway") and name in plotted} > {
         "agl_gateway_calls_total", "agl_gateway_call_seconds", "agl_gateway_backend_up", "agl_gateway_spans_dropped"

@@ -10,12 +10,13 @@ import math
 import os
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from agentlightning.emitter import emit_reward
-from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StorageFullError, StoreError
 from agentlightning.event import AttemptRevoked
 from agentlightning.frozen import thaw
 from agentlightning.litagent import LitAgent, check_result, running_in, to_spans, wrap
@@ -41,10 +42,13 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.tracer.tracer import Trace, Tracer
 
 T = TypeVar("T")
+R = TypeVar("R")
 logger = logging.getLogger("agentlightning")
 
 _CLAIM_AT_ONCE = 4
 _GOODBYE_S = 1.0
+_GIVE_UP_S = 120.0
+"""How long an attempt waits for a store that is away; its spans do too."""
 _DEATHS_BEFORE_ALONE = 2
 """After this many workers have died before its first span, a rollout runs alone, so that it cannot end others."""
 
@@ -175,7 +179,7 @@ class LitAgentRunner(Runner[T]):
         left = math.inf if self.max_rollouts is None else self.max_rollouts
         self._slot_freed = asyncio.Event()  # belongs to this loop; a runner may be used in several loops in turn
         self._start_background_tasks()
-        runs_alone = False
+        runs_alone = is_store_away = False
         try:
             while left > 0 and (event is None or not event.is_set()) and not self.is_worn_out:
                 n_free = (0 if self._running else 1) if runs_alone else self.max_concurrency - len(self._running)
@@ -186,7 +190,17 @@ class LitAgentRunner(Runner[T]):
                         await asyncio.wait_for(self._slot_freed.wait(), STOP_CHECK_S)
                     continue
                 claim = store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=self.poll_interval)
-                claimed = await until_set(claim, event) or ()
+                try:
+                    claimed = await until_set(claim, event) or ()
+                except (StoreError, OSError) as error:
+                    if not self._running and not isinstance(error, StorageFullError):
+                        raise
+                    if not is_store_away:  # the rollouts in flight may end when it is back
+                        logger.warning("worker %s cannot claim rollouts and tries again: %s", self.worker_id, error)
+                    is_store_away = True
+                    await until_set(asyncio.sleep(self.poll_interval), event)
+                    continue
+                is_store_away = False
                 suspects = [rollout for rollout in claimed if await self._is_suspect(rollout)]
                 runs_alone = bool(suspects)
                 for rollout in claimed:
@@ -304,8 +318,8 @@ class LitAgentRunner(Runner[T]):
         if attempt_id in self._revoked:  # the store has already ended this attempt and stored the reason
             await call_hooks("on_rollout_end", spans=trace.spans)
             return
-        self._unreported.discard(attempt_id)
-        await store.update_attempt(
+        report = functools.partial(
+            store.update_attempt,
             rollout.rollout_id,
             attempt_id,
             status=status,
@@ -313,6 +327,7 @@ class LitAgentRunner(Runner[T]):
             spans_dropped=trace.dropped or UNSET,
             reward=find_final_reward((*trace.spans, *returned)),
         )
+        await self._with_patience(report, attempt_id, is_end=True)
         await call_hooks("on_rollout_end", spans=trace.spans)
         if stopped is not None:
             raise stopped
@@ -322,17 +337,41 @@ class LitAgentRunner(Runner[T]):
 
         attempt_id, timeout_s = rollout.attempt.attempt_id, rollout.config.timeout_seconds
         key = attempt_token.issue(store.token, rollout.rollout_id, attempt_id, store.now(), timeout_s)
-        resources = with_attempt_key(resolve_secrets(await _find_resources(store, rollout)), key)
+        found = await self._with_patience(functools.partial(_find_resources, store, rollout), attempt_id)
+        resources = with_attempt_key(resolve_secrets(found), key)
         task = cast(T, thaw(rollout.input))
         return await call_agent(agent, task, resources, rollout, self._abandoned)
 
     async def _record_result(self, result: RolloutRawResult, rollout: AttemptedRollout) -> Sequence[Span]:
         """Emits a returned reward, or stores returned spans and returns them."""
         if isinstance(result, Sequence):
-            return await self._given()[1].add_many_spans(to_spans(result, rollout))
+            store, spans = self._given()[1], to_spans(result, rollout)
+            return await self._with_patience(functools.partial(store.add_many_spans, spans), rollout.attempt.attempt_id)
         if result is not None:
             emit_reward(float(result))
         return ()
+
+    async def _with_patience(self, call: Callable[[], Awaitable[R]], attempt_id: str, *, is_end: bool = False) -> R:
+        """Makes a call for an attempt again while the disk of the store is full, or the store is away.
+
+        Meanwhile, heartbeats renew the lease of the attempt. ``is_end``: after the call, the attempt has ended.
+        """
+        gives_up_at, has_failed = time.monotonic() + _GIVE_UP_S, False
+        while True:
+            if is_end:  # a heartbeat that the store answers later does not list it
+                self._unreported.discard(attempt_id)
+            try:
+                return await call()
+            except (NotFoundError, ConflictError):
+                raise
+            except (StoreError, OSError) as error:
+                if not isinstance(error, StorageFullError) and time.monotonic() > gives_up_at:
+                    raise
+                if not has_failed:
+                    logger.warning("attempt %s waits for the store: %s", attempt_id, error)
+                has_failed = True
+            self._unreported.add(attempt_id)
+            await asyncio.sleep(self.poll_interval)
 
     async def _call_hooks(self, name: str, **arguments: Any) -> None:
         for hook in self._hooks:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import agentlightning as agl
+from agentlightning.errors import StorageFullError, StoreError
 from agentlightning.reward import find_final_reward, read_final_reward
 from agentlightning.run.thread import STOP_CHECK_S, until_set
 from agentlightning.types import AttemptedRollout
@@ -461,6 +462,35 @@ async def test_a_runner_that_missed_a_cancellation_stops_the_rollout_at_its_next
     await store.close()
 
 
+async def test_a_runner_hears_of_a_cancellation_after_its_stream_of_events_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = agl.InMemoryLightningStore()
+    subscribe, begun, failures = store.subscribe, asyncio.Event(), [StoreError("no events for 30 s")]
+
+    async def fail_once(*arguments: Any) -> AsyncIterator[Any]:
+        if failures:
+            raise failures.pop()
+        async for event in subscribe(*arguments):
+            yield event
+
+    async def agent(task: int) -> None:
+        begun.set()
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(store, "subscribe", fail_once)
+    rollout = await store.enqueue_rollout(1)
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=1, heartbeat_interval=3600)
+    with runner.run_context(agent=agl.wrap(agent), store=store, worker_id="worker"):
+        running = asyncio.create_task(runner.iter())
+        await asyncio.wait_for(begun.wait(), LIMIT_S)
+        await until(lambda: store._waiters._subscriptions)
+        await store.cancel_rollout(rollout.rollout_id)
+        await asyncio.wait_for(running, LIMIT_S)
+    assert not failures
+    await store.close()
+
+
 async def test_a_long_step_sends_heartbeats() -> None:
     store = agl.InMemoryLightningStore()
 
@@ -539,3 +569,30 @@ async def test_a_claim_that_is_cancelled_returns_its_rollout_to_the_queue(store:
     await asyncio.sleep(0.1)
     assert (await store.query_rollouts(status_in=["preparing"], limit=0)).total == returned
     assert returned < 40
+
+
+@pytest.mark.parametrize(
+    ("error", "is_idle"),
+    [(StoreError("away"), False), (StorageFullError("full"), True)],
+    ids=["away while rollouts run", "full"],
+)
+async def test_a_claim_that_the_store_cannot_take_stops_no_rollout_and_is_made_again(
+    error: StoreError, is_idle: bool, monkeypatch: pytest.MonkeyPatch, store: agl.LightningStore
+) -> None:
+    failed = asyncio.Event()
+    claim = store.dequeue_many_rollouts
+
+    async def fail_once(**arguments: Any) -> Any:
+        in_flight = (await store.query_rollouts(status_in=["preparing", "running"])).total
+        if not failed.is_set() and is_idle == (in_flight == 0):
+            failed.set()
+            raise error
+        return await claim(**arguments)
+
+    async def agent(task: int) -> float:
+        await failed.wait()
+        return 1.0
+
+    monkeypatch.setattr(store, "dequeue_many_rollouts", fail_once)
+    ended = await run_all(store, agent, range(6), poll_interval=0.01)  # more than one claim takes
+    assert [rollout.status for rollout in ended] == ["succeeded"] * 6

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +22,7 @@ from agentlightning.errors import PluginError, PluginImportError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.tracer import TracerConformance
 from agentlightning.tracer import AgentOpsTracer, DummyTracer, OtelTracer, Tracer, get_active_tracer
+from agentlightning.tracer.tracer import Trace
 from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from agentlightning_plugins.tracers.shared.pipeline import pipeline
@@ -182,6 +185,22 @@ async def test_the_trace_id_takes_precedence_over_the_context_of_the_thread(
     await asyncio.create_task(ask())
     assert "served" in await stored(store, second)
     assert "served" not in await stored(store, first)
+
+
+async def test_the_spans_of_an_attempt_that_has_ended_are_not_kept_in_memory(
+    otel_only: OtelTracer, store: InMemoryLightningStore
+) -> None:
+    async def run() -> weakref.ref[Trace]:
+        async with otel_only.trace_context(**ids_of(await store.start_rollout(0))) as trace:
+            emit_message("hello")
+            otel.get_tracer("framework", tracer_provider=PIPELINE.provider).start_span("call").end()
+        assert len(trace.spans) == 3
+        return weakref.ref(trace)
+
+    ended = await asyncio.create_task(run())
+    await asyncio.create_task(run())  # because the tracer keeps the last trace
+    gc.collect()
+    assert ended() is None
 
 
 async def test_spans_outside_attempts_are_not_stored(otel_only: OtelTracer, store: InMemoryLightningStore) -> None:

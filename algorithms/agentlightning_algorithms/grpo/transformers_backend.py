@@ -19,7 +19,7 @@ import aiohttp
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.settings import require_least
 from agentlightning_algorithms.shared.policy_backend import API_KEY_VARIABLE, PolicySetup, digest_weights
-from agentlightning_plugins.shared.web.request import is_loopback
+from agentlightning_plugins.shared.web.request import client_url, is_loopback
 
 logger = logging.getLogger("agentlightning")
 _LOG_TAIL_BYTES = 4000
@@ -155,7 +155,7 @@ class TransformersBackend:
             if line:
                 address = json.loads(line)
                 self._key = address["key"]
-                self._endpoint = f"http://{address['host']}:{address['port']}/v1"
+                self._endpoint = client_url(address["host"], address["port"]) + "/v1"
                 self._options["port"] = address["port"]
                 is_ready = True
                 return

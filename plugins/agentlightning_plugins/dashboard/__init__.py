@@ -62,6 +62,7 @@ async def _serve(store: LightningStore, host: str, port: int, tokens: StoreToken
     from aiohttp.typedefs import Handler
 
     from agentlightning_plugins.dashboard.dashboard import Dashboard
+    from agentlightning_plugins.shared.web.request import client_url
     from agentlightning_plugins.shared.web.server import WebServer, raise_file_limit, stop_on_signals
 
     raise_file_limit()
@@ -80,7 +81,7 @@ async def _serve(store: LightningStore, host: str, port: int, tokens: StoreToken
         bound = await server.start(host, port)
         stop = stop_on_signals()
         following = asyncio.create_task(tokens.follow(dashboard.replace_tokens))
-        echo(f"Dashboard at http://{f'[{host}]' if ':' in host else host}:{bound}/")
+        echo(f"Dashboard at {client_url(host, bound)}/")
         await stop.wait()
         following.cancel()
     finally:

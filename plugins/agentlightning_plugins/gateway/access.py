@@ -18,6 +18,7 @@ import aiohttp
 from agentlightning.errors import StoreError
 from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
 from agentlightning.run import attempt_token
+from agentlightning.store.lifecycle import MODEL_ERROR
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey
 from agentlightning.types import LIVE_ATTEMPT
@@ -207,6 +208,8 @@ class EndedAttempts:
         self._attempts: dict[AttemptKey, None] = {}
         self._rollouts: dict[str, set[str]] = {}
         """Ended rollouts, each with the attempts that began after its end (retries)."""
+        self.failing: dict[AttemptKey, bool] = {}
+        """Attempts whose last call failed, also in an earlier gateway; whether their metadata is known to say so."""
 
     def is_over(self, attempt: AttemptKey) -> bool:
         """Whether calls of this attempt must be refused."""
@@ -240,7 +243,10 @@ class EndedAttempts:
                 "the status of attempt %s cannot be read, so its calls continue: %s", attempt[1], describe_error(error)
             )
             return
-        if any(each.attempt_id == attempt[1] and each.status not in LIVE_ATTEMPT for each in known):
+        asked = next((each for each in known if each.attempt_id == attempt[1]), None)
+        if asked is not None and (asked.metadata or {}).get(MODEL_ERROR):
+            self._add(self.failing, attempt, True)
+        if asked is not None and asked.status not in LIVE_ATTEMPT:
             self._add(self._attempts, attempt, None)
         elif not self.is_over(attempt):  # it may have ended meanwhile
             self._add(self._live, attempt, time.monotonic() + _TRUST_S)

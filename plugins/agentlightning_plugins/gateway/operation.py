@@ -47,12 +47,13 @@ def ask_gateway(url: str, token: str | None, path: str, body: dict[str, Any] | N
 
 def _find_key(root: str) -> str | None:
     """Returns the operator's key of a gateway on this machine that ``agl gateway`` serves."""
-    from agentlightning_plugins.shared.web.request import is_loopback
+    from agentlightning_plugins.shared.web.request import client_url, is_loopback
 
     try:
         parts = urlsplit(root)
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        return read_key(port) if is_loopback(parts.hostname or "") else None
+        own = [client_url(every, port) for every in ("0.0.0.0", "::")]  # noqa: S104 # not bound to
+        return read_key(port) if is_loopback(parts.hostname or "") or root in own else None
     except ValueError:  # the port is not a number
         return None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from agentlightning_plugins.gateway.launch import ServerProcess, ServerThread
 from agentlightning_plugins.gateway.limits import PAUSE_WAIT_S, UsageLimits, read_limits
 from agentlightning_plugins.gateway.remote import ModelNames
 from agentlightning_plugins.gateway.server import Settings
-from agentlightning_plugins.shared.web.request import is_loopback
+from agentlightning_plugins.shared.web.request import client_url, is_loopback
 
 LaunchMode = Literal["thread", "process"]
 _READ_TIMEOUT_S: Final = 600.0  # as in the openai client
@@ -153,8 +152,7 @@ class LLMProxy(ModelNames):
         """
         if not self._settings.port:
             raise ConfigError("the gateway has no port yet: start it first, or give it a port")
-        host = _reachable_host(self._settings.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._settings.port}/v1"
+        return client_url(self._settings.host, self._settings.port) + "/v1"
 
     async def start(self) -> None:
         """Starts serving; does nothing if the gateway is already running.
@@ -232,16 +230,3 @@ class LLMProxy(ModelNames):
         if self._launched is None:
             raise ConflictError(f"the gateway is not running, so {command}() is not possible; start it first")
         return await asyncio.to_thread(self._launched.call, command, *arguments)
-
-
-def _reachable_host(host: str) -> str:
-    """Returns the address at which other machines reach a server that listens on ``host``, which may be a wildcard."""
-    if host not in ("0.0.0.0", "::"):  # noqa: S104 # compared with, not bound to
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # a documentation address: selects the outward interface, sends nothing
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-        return address

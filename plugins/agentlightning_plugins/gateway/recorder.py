@@ -39,6 +39,8 @@ from agentlightning_plugins.gateway.limits import BACKEND, BUDGET_EXCEEDED, COST
 logger = logging.getLogger("agentlightning")
 _STORE_WAIT_S: Final = 1.0
 """How long an answer may wait until its call is stored."""
+_RECOVERY_WAIT_S: Final = 30.0
+"""How long it may wait until its attempt no longer counts as failing: otherwise the attempt would fail."""
 _MAX_ATTEMPTS: Final = 1000
 _DISCONNECTED: Final = 499
 """As in nginx; for the metrics only."""
@@ -65,8 +67,6 @@ class CallRecorder:
         self._cache = cache
         self._ended = ended
         self._fails_attempts = fails_attempts
-        self._failing: dict[AttemptKey, None] = {}
-        """Attempts whose last call failed, according to their metadata."""
         self._warned: set[str] = set()
         self._without_tools: dict[AttemptKey, None] = {}
         """Attempts whose tools were left out, which is logged once."""
@@ -128,10 +128,15 @@ class CallRecorder:
     async def _note_failure(self, call: ModelCall, attempt: AttemptKey) -> None:
         """Writes to an attempt whether its last call failed; if so, it fails too, whatever its agent returns."""
         has_failed = not call.is_complete and call.error_code not in (BUDGET_EXCEEDED, "attempt_over")
-        if has_failed == (attempt in self._failing):
+        failing = self._ended.failing
+        if failing.get(attempt, False) if has_failed else attempt not in failing:
             return
+        if has_failed:  # a write that is not answered in time may be executed later
+            failing[attempt] = False
+            if len(failing) > _MAX_ATTEMPTS:
+                del failing[next(iter(failing))]
         try:
-            async with asyncio.timeout(_STORE_WAIT_S):
+            async with asyncio.timeout(_STORE_WAIT_S if has_failed else _RECOVERY_WAIT_S):
                 known = await self._store.query_attempts(attempt[0])
                 metadata = next((each.metadata or {} for each in known if each.attempt_id == attempt[1]), {})
                 message = (call.error or "")[:_MAX_DESCRIPTION] if has_failed else None
@@ -139,12 +144,10 @@ class CallRecorder:
         except (StoreError, OSError, aiohttp.ClientError) as error:
             logger.warning("attempt %s cannot be told how its last model call ended: %s", attempt[1], error)
             return
-        if not has_failed:
-            self._failing.pop(attempt, None)  # several calls may end at once
-            return
-        self._failing[attempt] = None
-        if len(self._failing) > _MAX_ATTEMPTS:
-            del self._failing[next(iter(self._failing))]
+        if has_failed:
+            failing[attempt] = True
+        else:
+            failing.pop(attempt, None)  # several calls may end at once
 
     def _check_token_ids(self, call: ModelCall) -> None:
         if all(choice.token_ids is not None for choice in call.completion.choices.values()):

@@ -27,7 +27,14 @@ from agentlightning.resources import scope_to_attempt, with_attempt_key
 from agentlightning.run import attempt_token
 from agentlightning.types import AttemptedRollout, AttemptFailure, Triplet
 from agentlightning_plugins.legacy.v0_messages import RolloutLegacy, Task, TaskIfAny, read_spans
-from agentlightning_plugins.shared.web.request import RequestRefused, check_local, is_loopback, parse_json, read_body
+from agentlightning_plugins.shared.web.request import (
+    RequestRefused,
+    check_local,
+    client_url,
+    is_loopback,
+    parse_json,
+    read_body,
+)
 from agentlightning_plugins.shared.web.server import WebServer
 
 logger = logging.getLogger("agentlightning")
@@ -84,7 +91,7 @@ class AgentLightningServer:
     @property
     def endpoint(self) -> str:
         """URL for agents."""
-        return f"http://{self.host}:{self.port}"
+        return client_url(self.host, self.port)
 
     async def start(self) -> None:
         """Starts serving."""

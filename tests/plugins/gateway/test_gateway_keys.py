@@ -18,11 +18,14 @@ import pytest
 from openai import AsyncOpenAI
 
 import agentlightning as agl
+from agentlightning.errors import StoreError
 from agentlightning.resources import LLM
 from agentlightning.run import attempt_token
 from agentlightning.runner import LitAgentRunner
+from agentlightning.store.lifecycle import MODEL_ERROR
 from agentlightning.tracer import DummyTracer
 from agentlightning.types import AttemptedRollout
+from agentlightning_plugins.gateway import recorder
 from agentlightning_plugins.gateway.access import Authenticator
 from agentlightning_plugins.gateway.backends import model_table
 from agentlightning_plugins.gateway.backends.provider import KeyRedactor
@@ -30,7 +33,7 @@ from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, Case, entry, gateway
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 BODY: Mapping[str, Any] = {"model": "m", "messages": HELLO}
 
@@ -164,6 +167,37 @@ async def test_a_restarted_gateway_refuses_calls_of_attempts_that_ended_before_t
             with pytest.raises(openai.APIStatusError, match="is over"):
                 await ended_client.chat.completions.create(**BODY)
         assert len(calls) == 2, "the store is queried once for each attempt"
+
+
+@pytest.mark.parametrize("event", ["a restart", "a slow store", "a failed note"])
+async def test_an_attempt_whose_call_was_repeated_successfully_does_not_fail(
+    event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = [Answer(status=500), Answer("ok")]
+    async with ScriptedOpenAI(script) as server, gateway(server, num_retries=0) as case:
+        store: Any = case.store
+        update = store.update_attempt
+
+        async def update_slowly(*arguments: Any, metadata: Any = None, **changes: Any) -> Any:
+            if event == "a slow store" and metadata == {MODEL_ERROR: None}:
+                await asyncio.sleep(0.2)
+            updated = await update(*arguments, **changes, **({} if metadata is None else {"metadata": metadata}))
+            if event == "a failed note" and metadata != {MODEL_ERROR: None}:
+                raise StoreError("the answer was lost")
+            return updated
+
+        monkeypatch.setattr(recorder, "_STORE_WAIT_S", 0.1 if event == "a slow store" else LIMIT_S)
+        store.update_attempt = update_slowly
+        rollout, client = await case.start()
+        with pytest.raises(openai.InternalServerError):
+            await client.chat.completions.create(**BODY)
+        if event == "a restart":
+            await case.proxy.stop()
+            await case.proxy.start()
+        await client.chat.completions.create(**BODY)
+        store.update_attempt = update
+        ended = await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+        assert (ended.status, ended.error) == ("succeeded", None)
 
 
 async def test_an_expired_key_is_refused_even_if_it_was_accepted_before(monkeypatch: pytest.MonkeyPatch) -> None:

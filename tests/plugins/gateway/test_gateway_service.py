@@ -11,11 +11,13 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import openai
 import pytest
 import yaml
+from aiohttp import web
 from openai import AsyncOpenAI
 
 from agentlightning import semconv
@@ -28,7 +30,9 @@ from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.failures import check_messages
+from tests.http_site import serving
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
+from tests.security.test_connections import many_files
 from tests.waiting import LIMIT_S, until
 
 OLD, NEW = "the-old-token-of-the-store", "the-new-token-of-the-store"
@@ -60,7 +64,7 @@ async def service(
 
 @contextlib.asynccontextmanager
 async def fleet(
-    folder: Path, model: ScriptedOpenAI, finish_s: float = LIMIT_S, **variables: str
+    folder: Path, model: ScriptedOpenAI | SimpleNamespace, finish_s: float = LIMIT_S, **variables: str
 ) -> AsyncIterator[tuple[str, str, asyncio.subprocess.Process]]:
     """Runs a store and a gateway that requires keys; yields the URLs of both, and the gateway."""
     config = folder / "gateway.yaml"
@@ -115,6 +119,30 @@ async def get(url: str, token: str) -> int:
         return response.status
 
 
+async def test_servers_that_listen_on_every_address_print_a_url_that_clients_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("AGL_TOKEN", raising=False)
+    model = ("--model", "m=http://127.0.0.1:9/v1")
+    commands = {
+        "store": ("--backend", "memory://"),
+        "dashboard": (f"sqlite:///{tmp_path}/dashboard.db",),
+        "legacy": ("--store", f"sqlite:///{tmp_path}/legacy.db"),
+        "gateway": ("--store", f"sqlite:///{tmp_path}/gateway.db", *model),
+    }
+    async with contextlib.AsyncExitStack() as stack, aiohttp.ClientSession() as session:
+        for name, arguments in commands.items():
+            token = {} if name == "gateway" else {"AGL_TOKEN": OLD}
+            starting = service(tmp_path / f"{name}.log", name, *arguments, "--host", "0.0.0.0", **token)
+            _, url = await stack.enter_async_context(starting)
+            assert "0.0.0.0" not in url
+            async with session.get(url) as response:
+                assert response.status < 500
+        # The command that the gateway prints finds the key of the operator, which is on this machine.
+        assert (await asyncio.to_thread(ask_gateway, url, None, "status"))["backends"]
+
+
 async def test_a_gateway_refuses_ended_attempts_of_every_run_and_ends_their_streams(tmp_path: Path) -> None:
     def script(request: RecordedRequest) -> Answer:
         return Answer("one two three", chunk_delay_s=LIMIT_S) if request.body.get("stream") else Answer("ok")
@@ -142,6 +170,54 @@ async def test_a_gateway_refuses_ended_attempts_of_every_run_and_ends_their_stre
             late = {span.attributes[semconv.GATEWAY_COMPLETE]: semconv.LATE in span.attributes for span in spans}
             assert late == {True: False, False: True}
         await everyone.close()
+
+
+@pytest.mark.slow
+async def test_512_streams_of_one_attempt_at_once_all_end_and_ask_the_store_a_few_times(tmp_path: Path) -> None:
+    number, begun, together = 512, 0, asyncio.Event()
+    chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+    chunk |= {"choices": [{"index": 0, "delta": {"content": "hello"}, "finish_reason": "stop"}]}
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal begun
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        begun += 1
+        if begun == number:
+            together.set()
+        await together.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(many_files())
+        backend = await stack.enter_async_context(serving(web.post("/v1/{path:.*}", answer)))
+        model = SimpleNamespace(endpoint=f"{backend}/v1")
+        store_url, url, _ = await stack.enter_async_context(fleet(tmp_path, model, AGL_TOKEN=OLD))
+        store = LightningStoreClient(store_url, OLD)
+        stack.push_async_callback(store.close)
+        rollout = await store.start_rollout("task")
+        key = store.attempt_token(rollout.rollout_id, rollout.attempt.attempt_id)
+        session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        await stack.enter_async_context(session)
+
+        async def stream() -> bool:
+            body = {"model": "m", "messages": HELLO, "stream": True}
+            headers = {"Authorization": f"Bearer {key}"}
+            async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
+                return response.status == 200 and (await response.read()).endswith(b"data: [DONE]\n\n")
+
+        async def count_requests() -> float:
+            async with session.get(f"{store_url}/metrics", headers={"Authorization": f"Bearer {OLD}"}) as response:
+                lines = (await response.text()).splitlines()
+            return sum(
+                float(line.split()[-1]) for line in lines if re.match(r"agl_store_requests_total.*/rollouts", line)
+            )
+
+        before = await count_requests()
+        assert await asyncio.gather(*(stream() for _ in range(number))) == [True] * number
+        assert await count_requests() < before + number / 8
 
 
 async def test_an_idle_gateway_and_open_streams_follow_a_rotation_of_the_token(

@@ -23,6 +23,7 @@ from agentlightning_plugins.stores.memory.store import MemoryBackend
 from agentlightning_plugins.stores.postgresql.connection import Server
 from agentlightning_plugins.stores.postgresql.store import PostgresBackend
 from agentlightning_plugins.stores.sqlite.store import SqliteBackend
+from tests.plugins.stores.actions import make_span
 from tests.source import REPO, run_python
 from tests.waiting import LIMIT_S, until
 
@@ -62,6 +63,20 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
+
+
+async def test_an_attempt_that_another_process_ends_is_not_kept_in_memory(url: str) -> None:
+    here, there = open_store(url), open_store(url)
+    claimed = await here.start_rollout("claimed here, its spans are stored there")
+    attempt = claimed.rollout_id, claimed.attempt.attempt_id
+    for _ in range(2):  # the first one sets the attempt running
+        await there.add_many_spans([make_span(claimed)])
+    assert [store._database.is_running(attempt) for store in (here, there)] == [False, True]
+    await here.update_attempt(*attempt, status="succeeded")
+    await until(lambda: not there._database.is_cached(attempt))
+    assert not here._database.is_cached(attempt)
+    for store in (here, there):
+        await store.close()
 
 
 # --- killed processes ---

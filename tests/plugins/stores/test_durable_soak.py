@@ -11,8 +11,10 @@ import pytest
 
 from agentlightning.types import Span
 from tests.benchmarks.bench_durable import PostgresPlace, SqlitePlace, fill, measure_steps
+from tests.benchmarks.bench_queries import LIMIT_MS, filled, measure
 from tests.plugins.stores.actions import claim
 from tests.postgresql import running_server
+from tests.process import cpu_unit_s
 
 pytestmark = pytest.mark.soak
 
@@ -45,6 +47,19 @@ async def test_store_operations_take_as_long_with_a_million_rollouts_as_with_a_t
     print({step: (round(few[step], 3), round(many[step], 3)) for step in few})
     slower = {step: (few[step], many[step]) for step in few if many[step] > 2 * few[step] + 1.0}
     assert slower == {}, "milliseconds with a thousand and with a million rollouts"
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+async def test_no_documented_query_takes_long_with_100_000_rollouts_and_a_million_spans(kind: str) -> None:
+    """CPU time of client and database: 300 ms on an idle machine; other programs take its caches, and more."""
+    columns = []
+    for number in (10_000, 100_000):
+        async with filled(kind, number) as (store, server):
+            columns.append(await measure(store, server, ""))
+    few, many = columns
+    slowness = max(1.0, cpu_unit_s() / 0.06)
+    print({name: f"{few[name]:.1f} ms, then {ms:.1f} ms: {ms / few[name]:.1f} times" for name, ms in many.items()})
+    assert {name: ms for name, ms in many.items() if ms > 2 * LIMIT_MS * slowness} == {}
 
 
 async def test_a_million_spans_are_written_and_read_in_bounded_memory(place: SqlitePlace | PostgresPlace) -> None:

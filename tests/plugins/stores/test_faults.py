@@ -43,11 +43,17 @@ RUNNER = """
             await asyncio.sleep(task["first_waits_s"])
         for number in range(task["spans"]):
             agl.emit_annotation({"number": number})
+        while "begins" in task and not os.path.exists(task["begins"]):
+            await asyncio.sleep(0.01)
+        if task.get("result") == "spans":
+            return [agl.emit_message("x" * 100_000, propagate=False), agl.emit_reward(2.0, propagate=False)]
+        if task.get("result") == "error":
+            raise ValueError("x" * 100_000)
         return 1.0
 
     async def main():
         store = agl.LightningStoreClient(sys.argv[1])
-        runner = agl.LitAgentRunner(agl.OtelTracer(), heartbeat_interval=0.2)
+        runner = agl.LitAgentRunner(agl.OtelTracer(), heartbeat_interval=0.2, poll_interval=0.5)
         with runner.run_context(agent=agent, store=store, worker_id=sys.argv[2]):
             await runner.iter()
 
@@ -394,3 +400,27 @@ async def test_a_full_disk_is_reported_to_clients_probes_and_the_log_and_damages
         await client.close()
     await store.close()
     check_integrity(path)
+
+
+@pytest.mark.parametrize(("result", "status"), [("spans", "succeeded"), ("error", "failed")])
+async def test_a_runner_keeps_a_result_while_the_disk_of_the_store_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, result: str, status: str
+) -> None:
+    async with served_with_lease(tmp_path / "store.db", lease_s=LIMIT_S) as (url, store):
+        task = {"first_waits_s": 0, "spans": 0, "begins": str(tmp_path / "begins"), "result": result}
+        queued = await store.enqueue_rollout(task, config=RolloutConfig(max_attempts=1))
+        with runner(url, "worker") as working:
+            await begun(working)
+            connection = store._database.backend.writer._connection
+            connection.execute("PRAGMA max_page_count = 1")  # as many as there are
+            (tmp_path / "begins").touch()
+            assert working.stderr is not None
+            line = await asyncio.to_thread(working.stderr.readline)
+            assert "writes fail" in caplog.text
+            check_messages("the disk of the database is full, and a rollout ends", line)
+            connection.execute("PRAGMA max_page_count = 1000000")
+            (ended,) = await store.wait_for_rollouts([queued.rollout_id], timeout=LIMIT_S)
+        (attempt,) = await store.query_attempts(queued.rollout_id)
+        assert ended.status == attempt.status == status
+        assert attempt.reward == (2.0 if result == "spans" else None)
+        assert (attempt.error is None) == (result == "spans")

@@ -174,7 +174,8 @@ class LosesWakeUps(InMemoryLightningStore):
     def __init__(self) -> None:
         super().__init__()
         publish = self._waiters.publish
-        self._stop_watching()
+        for stop_watching in self._watches:
+            stop_watching()
         self._database.backend.watch(lambda events: publish(events[:1]))
 
 

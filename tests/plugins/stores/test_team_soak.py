@@ -1,13 +1,15 @@
 """A fleet under faults for 20 minutes: runners and a gateway on two servers over PostgreSQL.
 
-A fault every five seconds in the first half; in the second half, the memory of every process has to stay flat. As root,
-PostgreSQL has a small disk of its own, which becomes full too. (``test_ray_strategy.py`` kills nodes of Ray.)
+Every fault occurs once before one occurs again, for the first half; in the second half, the memory of every process has
+to stay flat. As root, PostgreSQL has a small disk of its own, which becomes full too. (``test_ray_strategy.py`` kills
+nodes of Ray.)
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import random
@@ -27,6 +29,7 @@ from agentlightning.resources import ProxyLLM
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI
 from agentlightning_plugins.stores.http.client import LightningStoreClient
+from tests.plugins.stores.test_fleet_faults import Cable
 from tests.port import reserve_port
 from tests.postgresql import PostgresServer, running_server
 from tests.waiting import LIMIT_S
@@ -38,31 +41,33 @@ GROWTH = 1.1
 """The most memory of a process at the end, as a multiple of that in the middle of the half without faults."""
 FAULT_EVERY_S = 5.0
 PAUSE_S = 3.0
+AWAY_S = 55.0
+"""How long the database is away: shorter than a lease, but longer than a call waits for it."""
+SUSPENDED_S = 80.0
+"""How long a runner is suspended: longer than a lease."""
 WAVE, WAVE_EVERY_S = 10, 0.5
 CONFIG = RolloutConfig(max_attempts=20, retry_condition=["unresponsive"])
 
 AGENT = """
-import json, time, urllib.request
+import http.client, json, time, urllib.request
 import agentlightning as agl
 
 def agent(task, llm: agl.LLM):
     agl.emit_message(str(task["number"]))
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {llm.api_key}"}
-    for left in reversed(range(300)):  # the gateway is killed too
+    while True:  # the gateway is killed too
         try:
             call = urllib.request.Request(llm.endpoint + "/chat/completions", body, headers)
             with urllib.request.urlopen(call, timeout=30) as answer:
                 assert json.load(answer)["choices"]
             break
-        except OSError:
-            if not left:
-                raise
+        except (OSError, http.client.HTTPException):
             time.sleep(0.2)
     time.sleep(0.05 + task["number"] % 7 / 20)
     return float(task["number"])
 """
-SHIFT = "import time\nreal = time.time\ntime.time = lambda: real() + 90.0\n"
+SHIFT = "import time\nreal = time.time\ntime.time = lambda: real() + 300.0\n"
 
 
 class Program:
@@ -106,13 +111,13 @@ class Program:
         for child in self.pids()[1:]:
             os.kill(child, signal.SIGKILL)
 
-    async def pause(self) -> None:
+    async def suspend(self, seconds: float) -> None:
         pids = self.pids()
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-            await asyncio.sleep(PAUSE_S if number == signal.SIGSTOP else 0)
+            await asyncio.sleep(seconds if number == signal.SIGSTOP else 0)
 
     async def keep_running(self) -> None:
         """Starts the command again whenever it ends by itself, and counts these ends."""
@@ -140,9 +145,16 @@ class Tokens:
             await asyncio.sleep(2 * PAUSE_S)  # the old one stays: rollouts that began with it have not ended
 
 
-async def restart_database(place: PostgresServer) -> None:
+async def kill_database(place: PostgresServer, away_s: float = 0.0) -> None:
     place.kill()
+    await asyncio.sleep(away_s)
     await asyncio.to_thread(place.start)
+
+
+async def restart_one_after_the_other(programs: list[Program]) -> None:
+    for program in programs:
+        await program.restart(signal.SIGTERM)
+        await asyncio.sleep(PAUSE_S)
 
 
 async def fill_disk(place: PostgresServer) -> None:
@@ -158,6 +170,45 @@ async def fill_disk(place: PostgresServer) -> None:
             return await asyncio.to_thread(place.start)
         except RuntimeError:  # it ended meanwhile
             await asyncio.sleep(1.0)
+
+
+def deal_faults(
+    chance: random.Random,
+    servers: list[Program],
+    gateway: Program,
+    runners: list[Program],
+    place: PostgresServer,
+    tokens: Tokens,
+    cables: list[Cable],
+) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
+    """Returns every fault once, shuffled, for one of the servers and one of the runners."""
+    server, runner = chance.choice(servers), chance.choice(runners)
+    faults: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+        ("restart the servers one after the other", lambda: restart_one_after_the_other(servers)),
+        ("rotate the token", tokens.rotate),
+        ("kill the database", lambda: kill_database(place)),
+        ("take the database away", lambda: kill_database(place, AWAY_S)),
+        ("kill a runner", lambda: runner.restart(signal.SIGKILL)),
+        ("kill the process of a runner", runner.kill_child),
+        ("restart a runner", lambda: runner.restart(signal.SIGTERM)),
+        ("suspend a runner until it loses its leases", lambda: runner.suspend(SUSPENDED_S)),
+        ("leave connections half open", lambda: cut(cables)),
+    ]
+    for name, program in (("a server", server), ("the gateway", gateway)):
+        faults += [
+            (f"kill {name}", functools.partial(program.restart, signal.SIGKILL)),
+            (f"suspend {name}", functools.partial(program.suspend, PAUSE_S)),
+            (f"restart {name}", functools.partial(program.restart, signal.SIGTERM)),
+        ]
+    if place.folder.parent.is_mount():
+        faults.append(("fill the disk", lambda: fill_disk(place)))
+    chance.shuffle(faults)
+    return faults
+
+
+async def cut(cables: list[Cable]) -> None:
+    for cable in cables:
+        cable.cut()
 
 
 @contextlib.contextmanager
@@ -189,6 +240,8 @@ async def test_every_rollout_succeeds_exactly_once_while_each_part_of_the_fleet_
     with small_disk() as disk, running_server(disk) as place:
         ports = [reserve_port(), reserve_port()]
         urls = [f"http://127.0.0.1:{port}" for port in ports]
+        cables = [Cable(port) for port in ports]
+        through = [await stack.enter_async_context(cable.plugged()) for cable in cables]
         servers = [
             Program(tmp_path / f"server-{port}", "store", "--backend", place.url(), "--port", str(port), "--wait", "60")
             for port in ports
@@ -197,7 +250,7 @@ async def test_every_rollout_succeeds_exactly_once_while_each_part_of_the_fleet_
             Program(
                 tmp_path / f"runner-{number}",
                 *("runner", str(tmp_path / "agent.py") + ":agent", "--max-concurrency", "4"),
-                *("--store", ",".join(urls if number % 2 else reversed(urls))),
+                *("--store", ",".join(through if number == 0 else urls)),
                 **(paths if number == 3 else {}),
             )
             for number in range(4)
@@ -222,48 +275,67 @@ async def test_every_rollout_succeeds_exactly_once_while_each_part_of_the_fleet_
                 await program.start()
             keeping += [asyncio.create_task(program.keep_running()) for program in programs]
             numbers: dict[str, int] = {}
+            refused: Counter[str] = Counter()
+            is_over = asyncio.Event()
+            name = "none"
 
             async def load() -> None:
-                ends_at = time.monotonic() + SOAK_S
-                while time.monotonic() < ends_at:
-                    waiting = await client.query_rollouts(status_in=["queuing", "requeuing"], limit=0)
-                    if waiting.total > 5 * WAVE:  # a slow machine has a short queue too
-                        await asyncio.sleep(WAVE_EVERY_S)
-                        continue
-                    wave = {f"ro-{len(numbers) + more}": len(numbers) + more for more in range(WAVE)}
+                while not is_over.is_set():
                     requests = [
-                        EnqueueRolloutRequest(input={"number": number}, rollout_id=rollout_id, config=CONFIG)
-                        for rollout_id, number in wave.items()
+                        EnqueueRolloutRequest(input={"number": number}, rollout_id=f"ro-{number}", config=CONFIG)
+                        for number in range(len(numbers), len(numbers) + WAVE)
                     ]
                     try:
-                        await client.enqueue_many_rollouts(requests)
-                    except StoreError as error:
-                        if "the disk is full; this write was not stored" not in str(error):
-                            raise
-                    else:
-                        numbers.update(wave)
+                        waiting = await client.query_rollouts(status_in=["queuing", "requeuing"], limit=0)
+                        if waiting.total <= 5 * WAVE:  # a slow machine has a short queue too
+                            await enqueue(requests)
+                    except StoreError:
+                        refused[name] += 1
                     await asyncio.sleep(WAVE_EVERY_S)
+
+            async def enqueue(requests: list[EnqueueRolloutRequest]) -> None:
+                """Sends them until they are stored: an error may come after that, and repeating them is harmless."""
+                while True:
+                    try:
+                        await client.enqueue_many_rollouts(requests)
+                        numbers.update({str(request.rollout_id): request.input["number"] for request in requests})
+                        return
+                    except StoreError:
+                        refused[name] += 1
+                        await asyncio.sleep(WAVE_EVERY_S)
+
+            async def go_on(seconds: float) -> None:
+                await asyncio.wait({loading}, timeout=seconds)
+                assert not loading.done(), loading.exception()
 
             begun = time.monotonic()
             loading = asyncio.create_task(load())
-            while not loading.done() and time.monotonic() < begun + SOAK_S / 2:
-                await asyncio.wait({loading}, timeout=FAULT_EVERY_S)
-                name, fault = choose_fault(chance, [*servers, gateway], runners, place, tokens)
-                done[name] += 1
-                await fault()
-            await asyncio.wait({loading}, timeout=max(0.0, begun + SOAK_S * 0.75 - time.monotonic()))
+            is_dealt = False
+            while not is_dealt or time.monotonic() < begun + SOAK_S / 2:
+                for name, fault in deal_faults(chance, servers, gateway, runners, place, tokens, cables):
+                    await go_on(FAULT_EVERY_S)
+                    if is_dealt and time.monotonic() > begun + SOAK_S / 2:
+                        break
+                    print(f"{time.monotonic() - begun:.0f} s: {name}; {len(numbers)} rollouts", flush=True)
+                    await fault()
+                    done[name] += 1
+                is_dealt = True
+            await go_on(SOAK_S / 4)
             middle = {pid: size for program in programs for pid, size in program.memory().items()}
-            await loading
+            await go_on(SOAK_S / 4)
             end = {pid: size for program in programs for pid, size in program.memory().items()}
             growth = {pid: end[pid] / size for pid, size in middle.items() if pid in end}
             print(f"memory: {[f'{end[pid] / 1e6:.0f} MB, {value:.3f}' for pid, value in growth.items()]}")
-            assert len(growth) >= len(programs)
-            assert max(growth.values()) < GROWTH
+            is_over.set()
+            await loading
             rollouts = []
             for first in range(0, len(numbers), 500):
                 some = list(numbers)[first : first + 500]
                 rollouts += await client.wait_for_rollouts(some, timeout=300)
             assert len(rollouts) == len(numbers)
+            for rollout in rollouts:
+                if rollout.status != "succeeded":
+                    print(rollout, list(await client.query_attempts(rollout.rollout_id)))
             assert Counter(rollout.status for rollout in rollouts) == {"succeeded": len(numbers)}
             stored = await client.query_rollouts(limit=0)
             assert (stored.total, (await client.statistics())["rollouts"]) == (len(numbers), len(numbers))
@@ -278,10 +350,12 @@ async def test_every_rollout_succeeds_exactly_once_while_each_part_of_the_fleet_
                 (succeeded,) = [attempt for attempt in attempts if attempt.status == "succeeded"]
                 assert succeeded.reward == float(numbers[rollout.rollout_id])
                 retried += len(attempts) - 1
-            print(f"{len(numbers)} rollouts, {retried} repeated attempts; faults: {dict(done)}")
-            assert sum(done.values()) >= SOAK_S / (4 * (FAULT_EVERY_S + 4 * PAUSE_S))
+            print(f"{len(numbers)} rollouts, {retried} repeated attempts; faults: {done}; calls refused: {refused}")
+            assert set(refused) <= {"fill the disk", "kill the database", "take the database away"}
             calls = await client.query_spans(None, name_contains="chat", limit=0)
             assert calls.total >= len(numbers)
+            assert len(growth) >= len(programs)
+            assert max(growth.values()) < GROWTH
             assert {
                 name: program.ended_by_itself for name, program in zip("abg1234", programs, strict=True)
             } == dict.fromkeys("abg1234", 0), "programs that ended by themselves"
@@ -298,23 +372,3 @@ async def test_every_rollout_succeeds_exactly_once_while_each_part_of_the_fleet_
                 print(f"--- {log.name}\n{log.read_text()[-3000:]}")
             await client.close()
             await stack.aclose()
-
-
-def choose_fault(
-    chance: random.Random, servers: list[Program], runners: list[Program], place: PostgresServer, tokens: Tokens
-) -> tuple[str, Callable[[], Awaitable[None]]]:
-    server, runner = chance.choice(servers), chance.choice(runners)
-    disk = [("fill the disk", lambda: fill_disk(place))] if place.folder.parent.is_mount() else []
-    return chance.choice(
-        [
-            *disk,
-            ("kill a server or the gateway", lambda: server.restart(signal.SIGKILL)),
-            ("stop a server or the gateway", server.pause),
-            ("restart a server or the gateway", lambda: server.restart(signal.SIGTERM)),
-            ("rotate the token", tokens.rotate),
-            ("kill the database", lambda: restart_database(place)),
-            ("kill a runner", lambda: runner.restart(signal.SIGKILL)),
-            ("kill the process of a runner", runner.kill_child),
-            ("stop a runner", runner.pause),
-        ]
-    )

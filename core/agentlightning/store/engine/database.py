@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from agentlightning.errors import ConflictError, NotFoundError
+from agentlightning.event import Event
 from agentlightning.records import LIVE_ATTEMPT, Attempt, AttemptedRollout, Record, Rollout, Worker
 from agentlightning.resources import ResourcesUpdate, split_version_id
-from agentlightning.store.backend import KEYS, Backend, Condition, Put, Query, Row
+from agentlightning.store.backend import KEYS, Backend, Condition, Listener, Put, Query, Row
 from agentlightning.store.engine.change import Change
 from agentlightning.store.lifecycle import MAX_LOST_CLAIMS, counts_as_lost
 
@@ -21,7 +22,7 @@ R = TypeVar("R", bound=Record)
 
 LIVE: Final = Condition("status", "in", tuple(sorted(LIVE_ATTEMPT)))
 _MAX_RETRIES: Final = 50  # How often a commit is tried. Each failure means that another writer succeeded.
-_MAX_CACHED: Final = 100_000
+_MAX_CACHED: Final = 10_000
 
 
 class Database:
@@ -29,6 +30,7 @@ class Database:
 
     It caches live attempts with their rollouts, as this process wrote or read them last. Other processes may have
     written since: a commit that is planned from the cache is guarded by revisions and planned again if it fails.
+    ``forget_ended`` has to get the events of the backend: another process may end an attempt that is cached here.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -87,6 +89,18 @@ class Database:
             while len(self._live) > _MAX_CACHED:
                 with contextlib.suppress(KeyError):  # another thread removed it first
                     self._live.popitem(last=False)
+
+    @property
+    def forget_ended(self) -> Listener:
+        """Removes the attempts that have ended, according to events, from the cache; refers to no backend."""
+        live = self._live
+
+        def forget(events: Sequence[Event]) -> None:
+            for event in events:
+                if event.kind == "attempt_finished":
+                    live.pop((event.rollout_id, event.attempt_id), None)
+
+        return forget
 
     def is_cached(self, attempt: tuple[str, str]) -> bool:
         """Whether an attempt (rollout id, attempt id) is live and was claimed or changed in this process."""

@@ -84,7 +84,7 @@ class BackendStore(LightningStore):
         self._opened_at = time.monotonic()
         self._database = database = Database(backend)
         self._waiters = Waiters()
-        self._stop_watching = backend.watch(self._waiters.publish)
+        self._watches = [backend.watch(listener) for listener in (database.forget_ended, self._waiters.publish)]
         self._watchdog = Watchdog(database, lease_s, watchdog_interval_s)
         self._attempts = Attempts(database)
         self._rollouts = Rollouts(database, self._waiters)
@@ -129,7 +129,8 @@ class BackendStore(LightningStore):
         loop = asyncio.get_running_loop()
         if tasks := [task for task in tuple(self._queue.background) if task.get_loop() is loop]:
             await asyncio.wait(tasks)
-        self._stop_watching()
+        for stop_watching in self._watches:
+            stop_watching()
         await self._database.backend.close()
 
     # --- rollouts ---

@@ -9,6 +9,7 @@ import functools
 import hmac
 import ipaddress
 import re
+import socket
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,11 @@ def _trim() -> None:
 
 MAX_DEPTH: Final = 100
 MAX_ITEMS: Final = 500_000
+_EVERY_ADDRESS: Final = {
+    "0.0.0.0": (socket.AF_INET, "192.0.2.1", "127.0.0.1"),  # noqa: S104 # compared with, not bound to
+    "::": (socket.AF_INET6, "2001:db8::1", "::1"),
+}
+"""Addresses to listen on, each with a documentation address on another network, and the one of loopback."""
 _ENCODINGS: Final = ("gzip", "x-gzip", "deflate")
 _MAX_MEMBERS: Final = 64
 """Maximum number of members in a gzip file."""
@@ -223,6 +229,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def client_url(host: str, port: int) -> str:
+    """Returns the URL of a server for its clients: if it listens on every address, one that other machines reach."""
+    if host in _EVERY_ADDRESS:
+        family, elsewhere, host = _EVERY_ADDRESS[host]
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))  # selects the interface, sends nothing
+            host = probe.getsockname()[0]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _host_name(host: str) -> str:

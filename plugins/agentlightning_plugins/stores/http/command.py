@@ -149,6 +149,7 @@ async def _serve(
 ) -> None:
     from agentlightning.plugin.registry import get_manager
     from agentlightning.store.url import hide_password
+    from agentlightning_plugins.shared.web.request import client_url
     from agentlightning_plugins.shared.web.server import stop_on_signals
     from agentlightning_plugins.stores.http.server import LightningStoreServer
 
@@ -161,7 +162,7 @@ async def _serve(
         async with LightningStoreServer(store, host, port, token=tokens.current, pages=pages) as server:
             stop = stop_on_signals()
             lifetime = "" if store.capabilities["durable"] else " (not durable: lost when this process ends)"
-            echo(f"Serving {hide_password(backend)}{lifetime} at {server.endpoint}")
+            echo(f"Serving {hide_password(backend)}{lifetime} at {client_url(host, server.port)}")
             tasks = [loop.create_task(tokens.follow(server.replace_tokens))]
             if logger.isEnabledFor(logging.INFO):
                 tasks.append(loop.create_task(_narrate(store)))

@@ -6,7 +6,15 @@ from typing import Final, Literal, TypeAlias
 
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
-from agentlightning.errors import ConfigError, ConflictError, LightningError, NotFoundError, QuotaError, StoreError
+from agentlightning.errors import (
+    ConfigError,
+    ConflictError,
+    LightningError,
+    NotFoundError,
+    QuotaError,
+    StorageFullError,
+    StoreError,
+)
 
 PREFIX: Final = "/v1/agl"
 RUN_HEADER: Final = "agl-run"
@@ -27,6 +35,7 @@ MAX_ITEM_BYTES: Final = 8 * 2**20
 ErrorCode: TypeAlias = Literal[
     "malformed", "unauthorized", "forbidden", "not_found", "no_route",
     "conflict", "too_large", "over_quota", "invalid", "internal", "store_failed",
+    "storage_full",
 ]
 # fmt: on
 ERRORS: Final[dict[ErrorCode, tuple[int, type[LightningError]]]] = {
@@ -41,6 +50,7 @@ ERRORS: Final[dict[ErrorCode, tuple[int, type[LightningError]]]] = {
     "invalid": (422, ConfigError),
     "internal": (500, StoreError),
     "store_failed": (503, StoreError),
+    "storage_full": (503, StorageFullError),
 }
 """The HTTP status of each code, and the error that the client raises for it."""
 

@@ -185,11 +185,11 @@ class Router(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         context = span.context
-        route = self._by_trace.get(context.trace_id)
+        # Also of a root, which has started before its route is known.
+        started_in = self._by_span.pop(context.span_id, None)
+        route = self._by_trace.get(context.trace_id, started_in)
         if route is None:
-            route = self._by_span.pop(context.span_id, None)
-            if route is None:
-                return
+            return
         trace, exporter = route
         record = Span.from_opentelemetry(span, trace.rollout_id, trace.attempt_id)
         name = getattr(trace.tracer, "name", TRACER)

@@ -11,7 +11,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
-from agentlightning.errors import ConflictError, NotFoundError, QuotaError, StoreError
+from agentlightning.errors import ConflictError, NotFoundError, QuotaError, StorageFullError, StoreError
 from agentlightning.types import PaginatedResult, Record
 from agentlightning_plugins.shared.web.request import RequestRefused
 from agentlightning_plugins.stores.http.message import ERRORS, ErrorCode
@@ -83,7 +83,9 @@ def _explain(request: web.Request, error: Exception) -> tuple[ErrorCode, str]:
             return "not_found", str(error)
         case ConflictError():
             return "conflict", str(error)
-        case StoreError():  # the database is full, locked or unreachable; nothing was written
+        case StorageFullError():
+            return "storage_full", str(error)
+        case StoreError():  # the database is locked or unreachable; nothing was written
             # The backend logs an outage once; its client gets the error at each request.
             logger.info("%s %s: %s", request.method, request.path, error)
             return "store_failed", str(error)

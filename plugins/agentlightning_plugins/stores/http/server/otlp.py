@@ -104,7 +104,13 @@ JSON: Final = "application/json"
 
 _STATUS_CODES: Final = {0: "UNSET", 1: "OK", 2: "ERROR"}
 _IS_REMOTE: Final = 0x200
-_RPC_CODES: Final[dict[ErrorCode, int]] = {"unauthorized": 16, "forbidden": 7, "too_large": 8, "store_failed": 14}
+_RPC_CODES: Final[dict[ErrorCode, int]] = {
+    "unauthorized": 16,
+    "forbidden": 7,
+    "too_large": 8,
+    "store_failed": 14,
+    "storage_full": 14,
+}
 """``google.rpc.Code`` for each of our codes; all others are 3 (invalid argument) or 13 (internal)."""
 _ID_KEYS: Final = frozenset({"traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id"})
 
