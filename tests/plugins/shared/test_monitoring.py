@@ -91,7 +91,7 @@ async def test_the_ledger_of_an_asynchronous_step_reads_the_records_around_it(mo
         return page
 
     monkeypatch.setattr(store, "query_spans", counted)
-    for margin in (60.0, 0.0):  # all steps together took less than 60 s, so that would read all of them
+    for margin in (60.0, 0.0):  # the first reads all records, which are younger
         monkeypatch.setattr(query, "_CLOCKS_S", margin)
         for step in range(1, 10):
             assert await read_ledger(store, step) == [entry for entry in whole if entry.step == step], step

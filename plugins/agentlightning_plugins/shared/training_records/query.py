@@ -21,7 +21,7 @@ from agentlightning_plugins.shared.training_records.record import (
 
 _IDS: Final = 500
 """Number of rollouts in one query."""
-_CLOCKS_S: Final = 60.0
+_CLOCKS_S: Final = 10.0
 """How far the clock of a trainer, which makes the records, may be from that of the store."""
 
 
