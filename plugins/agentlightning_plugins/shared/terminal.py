@@ -32,7 +32,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 
 DEFAULT_STORE: Final = "the newest run under runs/, else ./agl.db"
-"""What :func:`find_store` takes if nobody names a store, in words."""
+"""The default of :func:`find_store` after AGL_STORE, in words."""
 store_option = click.option(
     "--store",
     "where",
