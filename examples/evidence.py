@@ -51,7 +51,7 @@ STUDENT_T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 PROCESSES = {
     "agentlightning_algorithms.shared.policy.server": "sampler",
     "agentlightning_plugins.gateway.launch": "gateway",
-    "agentlightning_plugins.strategies": "agent",
+    "agentlightning_plugins.shared.processes.job_process": "agent",
 }
 """Purpose of a process, by a part of its command line; the main process holds the store and updates the weights."""
 WIDTH, HEIGHT, MARGIN = 720, 300, 44

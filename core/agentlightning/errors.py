@@ -107,13 +107,15 @@ def _is_library(filename: str) -> bool:
 
 
 def install_command(extra: str, distribution: str = "lightning") -> str:
-    """Returns the command that installs a distribution from where it came: a checkout, a file or an index.
+    """Returns the command that installs a distribution from where it came, with the environment's own installer.
 
     ``extra`` is the extra to install with it, or empty.
     """
     import importlib.metadata
+    import importlib.util
     import json
 
+    pip = "uv pip" if importlib.util.find_spec("pip") is None else "pip"  # an environment of `uv venv` has no pip
     extra = extra and f"[{extra}]"
     what = f"{distribution}{extra}"
     try:
@@ -124,8 +126,8 @@ def install_command(extra: str, distribution: str = "lightning") -> str:
     url = str(origin.get("url", ""))
     if url.startswith("file://") and "dir_info" in origin:
         editable = "-e " if origin["dir_info"].get("editable") else ""
-        return f"pip install {editable}'{url.removeprefix('file://')}{extra}'"
-    return f"pip install '{what} @ {url}'" if url.startswith("file://") else f"pip install '{what}'"
+        return f"{pip} install {editable}'{url.removeprefix('file://')}{extra}'"
+    return f"{pip} install '{what} @ {url}'" if url.startswith("file://") else f"{pip} install '{what}'"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from agentlightning.resources import PromptTemplate
 from agentlightning.store.factory import create_store
 from agentlightning.types import Span
+from agentlightning_plugins.dashboard.rollouts import SORTS
 from agentlightning_plugins.shared.training_records.record import LedgerEntry, TrainedCall, TrainedRow
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from tests.benchmarks.bench_store import RUNNERS, run_one
@@ -47,6 +48,7 @@ async def add_large(url: str) -> None:
     run = store.with_run(RUN)
     for step in range(1, STEPS + 1):
         values = {"reward": step / STEPS, "entropy": 0.5, "grad_norm": 1.0, "sample_s": 20.0, "train_s": 14.0}
+        values |= {"val_reward": step / STEPS} if step % 100 == 1 else {}
         await run.add_resources({"prompt": PromptTemplate(f"Step {step}. " + "Answer: {question} " * 20)})
         await run.add_metrics(step, values | {"outcome/trained": 400.0, "outcome/flat_group": 112.0})
     for name in ("ro-spans", "ro-tokens"):
@@ -108,6 +110,7 @@ async def list_pages(url: str, rollouts: int) -> dict[str, float]:
     """Returns the paths to request, each with the longest allowed time in milliseconds."""
     store = create_store(url).with_run(RUN)
     some = (await store.query_rollouts(limit=1, offset=rollouts // 2))[0]
+    version = (await store.query_resources(limit=1, offset=STEPS // 2))[0].version_id
     await store.close()
     run, step = f"/runs/{RUN}", rollouts // ROLLOUTS_OF_STEP // 2
     pages = ("/", run, f"{run}/rollouts", f"{run}/rollouts?before={rollouts // 2}", f"{run}/rollouts?before=60")
@@ -120,9 +123,13 @@ async def list_pages(url: str, rollouts: int) -> dict[str, float]:
         "text=zzz",
     )
     filters += (f"text=zzz&before={rollouts // 2}", "status=failed&min=0.5", "status=succeeded&mode=val")
+    filters += tuple(f"sort={order.replace(' ', '+')}" for order in SORTS)
+    filters += ("sort=highest+reward&before=1000", "sort=longest&status=failed", f"sort=lowest+reward&step={step}")
+    filters += ("sort=highest+reward&text=zzz", "sort=longest&text=zzz&messages=1", "text=zzz&messages=1")
     pages += tuple(f"{run}/rollouts?{one}" for one in filters)
     pages += (f"{run}/rollouts/{some.rollout_id}", f"{run}/ledger", f"{run}/ledger?step={step}")
-    pages += (f"{run}/group?name={rollouts // 16}-0", f"{run}/resources", "/fleet", f"/compare?a={RUN}&b=default")
+    pages += (f"{run}/group?name={rollouts // 16}-0", f"{run}/resources", f"{run}/resources?offset=500", "/fleet")
+    pages += (f"{run}/resources/{version}", f"/compare?a={RUN}&b=default", f"/compare?a={RUN}&b={RUN}")
     large = {f"{run}/rollouts/ro-spans": LARGE_MS, f"{run}/rollouts/ro-tokens/tokens": LARGE_MS}
     return dict.fromkeys(pages, PAGE_MS) | large | {f"{run}/rollouts/ro-tokens/tokens?by=gap&start=50000": LARGE_MS}
 
@@ -138,7 +145,7 @@ async def show_pages(server: Server, pages: dict[str, float], requests: int) -> 
     async with aiohttp.ClientSession(server.url) as session:
         for path, wanted in pages.items():
             times: dict[str, list[float]] = {}
-            size = 0
+            size, cpu = 0, server.cpu_s()
             for _ in range(requests):
                 for kind, target in (("page", path), ("json", twin(path))):
                     begun = time.perf_counter()
@@ -147,11 +154,12 @@ async def show_pages(server: Server, pages: dict[str, float], requests: int) -> 
                         assert response.status == 200, (target, response.status, body[-300:])
                     times.setdefault(kind, []).append((time.perf_counter() - begun) * 1e3)
                     size = max(size, len(body))
+            cpu = (server.cpu_s() - cpu) / requests / 2 * 1e3
             medians = {kind: statistics.median(taken) for kind, taken in times.items()}
             slow += any(taken > wanted for taken in medians.values())
             print(
                 f"  {path.replace(f'/runs/{RUN}', '/RUN'):48} {medians['page']:7.0f} ms (at most "
-                f"{max(times['page']):5.0f}), JSON {medians['json']:5.0f} ms, {size / 1e3:7.0f} kB"
+                f"{max(times['page']):5.0f}), JSON {medians['json']:5.0f} ms, CPU {cpu:5.0f} ms, {size / 1e3:7.0f} kB"
                 + ("   SLOW" if medians["page"] > wanted else ""),
                 flush=True,
             )

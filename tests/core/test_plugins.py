@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import re
 import sys
@@ -360,7 +361,7 @@ def test_an_installed_requirement_of_another_version_counts_as_missing(
         metadata="Provides-Extra: new\nRequires-Dist: pluggy>=99; extra == 'new'\n",
     )
     with pytest.raises(
-        PluginError, match=r"needs pluggy>=99 \(.* is installed\)\. Install with: pip install 'acme\[new"
+        PluginError, match=r"needs pluggy>=99 \(.* is installed\)\. Install with: (uv )?pip install 'acme\[new"
     ):
         PluginManager().get("algorithm", "tuned")
 
@@ -581,4 +582,6 @@ def test_a_hint_installs_from_where_the_package_came(
 ) -> None:
     found = Mock(read_text=lambda file: origin)
     monkeypatch.setattr(importlib.metadata.Distribution, "from_name", lambda name: found)
-    assert install_command("grpo") == command
+    for has_pip, shown in ((True, command), (False, f"uv {command}")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, has_pip=has_pip: found if has_pip else None)
+        assert install_command("grpo") == shown

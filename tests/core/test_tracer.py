@@ -384,5 +384,5 @@ def test_thread_pools_are_restored_by_teardown() -> None:
 
 
 def test_the_agentops_tracer_without_its_package_is_refused_with_the_install_command() -> None:
-    with pytest.raises(PluginImportError, match=r"needs agentops\. Install with: pip install .*\[agentops\]"):
+    with pytest.raises(PluginImportError, match=r"needs agentops\. Install with: (uv )?pip install .*\[agentops\]"):
         AgentOpsTracer()

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
+from pyarrow import parquet
 
 import agentlightning as agl
+from agentlightning_plugins.demo.training import CHECKPOINT
+from agentlightning_plugins.shared.configuration.sources import load_attribute
 from tests.algorithms.prompt_lab import BEST, TRAIN, VAL, Server, client, critic_and_editor, is_critic, phrases, worth
+from tests.algorithms.server_thread import threads_for_servers
+from tests.plugins.commands.agl_here import run_here
+from tests.source import REPO
 
 
 @agl.rollout
@@ -109,3 +118,58 @@ def test_state_is_recorded_as_json_and_needs_a_variable() -> None:
     assert (state["question"], state["found"]) == ("where?", [{"page": 1}])
     with pytest.raises(agl.ConfigError, match="at least one variable"):
         agl.emit_state()
+
+
+_CALC_AGENT = """
+import json, logging, os, re, sys, urllib.request
+
+logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+
+def post(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+
+task = json.loads(os.environ["AGL_TASK_INPUT"])
+question = task if sys.argv[1:] else task["question"]
+model = sys.argv[2] if sys.argv[1:] else os.environ["AGL_MODEL_NAME"]
+call = {"model": model, "messages": [{"role": "user", "content": question}]}
+said = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", call)["choices"][0]["message"]["content"]
+answer = re.sub(r"\\s", "", said) or "None"
+print("Extracted answer:", answer) if sys.argv[1:] else logging.info("Answer: %s", answer)
+post(os.environ["AGL_EVENT_URL"], {"event_type": "agent_output", "data": {"answer": answer, "raw_response": said}})
+"""
+"""Reads, calls, prints and posts as the programs of the two examples of 1.0 do, without AutoGen and its calculator."""
+
+
+@pytest.mark.parametrize("example", ["calc_x", "math"])
+def test_the_two_examples_of_1_0_that_the_page_about_migration_shows_train(example: str, tmp_path: Path) -> None:
+    page = (REPO / "docs" / "migration.md").read_text(encoding="utf-8")
+    for name, text in re.findall(r"```(?:yaml|python)\n# (\w+\.(?:yaml|py))(.*?)```", page, re.DOTALL):
+        (tmp_path / name).write_text("#" + text)
+    for name in ("calc_agent.py", "qa_agent.py"):
+        (tmp_path / name).write_text(_CALC_AGENT)
+    rows = [{"question": f"{number} plus 2", "result": str(number + 2), "answer": number + 2} for number in range(7)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test.parquet")
+    (tmp_path / "gsm8k_sample.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    here = {
+        "model": str(CHECKPOINT),
+        "device": "cpu",
+        "dtype": "float32",
+        "steps": 1,
+        "tasks_per_step": 2,
+        "eval_every": 0,
+    }
+    here |= {"sampling.max_tokens": 16, "rollouts_per_task": 2, "experience.keep_flat_groups": True}
+    settings = [f"algorithm.{name}={json.dumps(value)}" for name, value in here.items()]
+    with threads_for_servers():
+        done = run_here(tmp_path, "train", f"{example}.yaml", *settings, "--run-dir", "run")
+    assert done.code == 0, done.stderr
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (step,) = [found for found in lines if "loss" in found]
+    assert (step["rollouts"], step["rollouts_without_reward"], step["calls_without_tokens"]) == (4.0, 0.0, 0.0)
+    scored = load_attribute(f"{tmp_path}/{'calc_x' if example == 'calc_x' else 'gsm8k'}.py:reward")
+    with contextlib.chdir(tmp_path):
+        task = rows[0] if example == "calc_x" else rows[0]["question"]
+        said = [f"03:00 INFO Answer: {text}\nExtracted answer: {text}" for text in ("2", "3")]
+        assert [scored(task, output, None) for output in said] == [1.0, 0.0]

@@ -126,11 +126,13 @@ def _check_policy(metrics: Mapping[str, float], base: Mapping[str, float]) -> di
 def _check_update(metrics: Mapping[str, float], max_gap: float) -> dict[str, str]:
     """Checks the batch and the step that was made with it."""
     found = {}
-    flat, reward = metrics.get("groups_without_spread", 0.0), metrics.get("reward", 0.0)
+    flat = metrics.get("groups_without_spread", 0.0)
     if flat >= 0.9:
-        why = "equal rewards within each"
-        if reward < 0.1 or reward > 0.9:
-            why = "every rollout fails" if reward < 0.1 else "nearly every rollout succeeds"
+        why = f"equal rewards within each, {metrics.get('reward', 0.0):.3g} on average"
+        if metrics.get("success_rate", 0.0) >= _SOLVED:
+            why = "nearly every rollout succeeds"
+        elif metrics.get("failure_rate", 0.0) >= _SOLVED:
+            why = "nearly every rollout fails"
         found["spread"] = (
             f"{flat:.0%} of the groups have no spread ({why}), so there is next to nothing to learn from: use tasks of "
             "another difficulty, more rollouts_per_task, or refill_rounds"

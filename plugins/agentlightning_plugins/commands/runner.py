@@ -10,17 +10,17 @@ import click
 from agentlightning.cli import echo
 from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning_plugins.shared.log_setup import log_options
+from agentlightning_plugins.shared.terminal import DEFAULT_STORE, StoreCommand, find_store
 
 
-@click.command("runner")
+@click.command("runner", cls=StoreCommand)
 @click.argument("agent")
 @click.option(
     "--store",
-    envvar="AGL_STORE",
-    show_envvar=True,
+    "where",
     metavar="URL",
-    help="URL of the store, or directory of a run; default is the store of the configuration, else "
-    "http://127.0.0.1:4747. The token of a store is read from AGL_TOKEN.",
+    help="URL of the store, or directory of a run, also without --store. Default: AGL_STORE, else the store of the "
+    f"configuration, else {DEFAULT_STORE}. The token of a store is read from AGL_TOKEN.",
 )
 @click.option(
     "--run",
@@ -43,7 +43,7 @@ from agentlightning_plugins.shared.log_setup import log_options
 @log_options
 def command(
     agent: str,
-    store: str | None,
+    where: str | None,
     run: str | None,
     reward: str | None,
     n_runners: int,
@@ -67,14 +67,15 @@ def command(
     from agentlightning_plugins.shared.processes.stopping import until_sigterm
     from agentlightning_plugins.shared.processes.supervisor import Supervisor
 
-    start = Path.cwd()
-    if store is None and is_config_file(agent) and (configured := read_document(Path(agent)).values).get("store"):
-        start, store = Path(agent).resolve().parent, expand(configured["store"])
-        run = run or configured.get("name") or Path(agent).stem
-    store = store or "http://127.0.0.1:4747"
+    configured = None
+    if is_config_file(agent) and (values := read_document(Path(agent)).values).get("store"):
+        configured = anchor(Path(agent).resolve().parent, expand(values["store"]))
+    store = find_store(where, configured)
+    if store == configured:
+        run = run or values.get("name") or Path(agent).stem
     if store.startswith("memory://"):
         raise click.UsageError("memory:// cannot be shared between processes; use another store")
-    url = anchor(start, store)  # the configuration's folder becomes the working directory
+    url = anchor(Path.cwd(), store)  # the configuration's folder becomes the working directory
     litagent = load_agent_argument(agent, reward)
     get_manager().check("tracer", tracer)
     job = LitAgentRunnerJob(litagent, tracer, max_rollouts=max_rollouts, max_concurrency=max_concurrency)

@@ -14,31 +14,31 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.shared.log_setup import log_options
-from agentlightning_plugins.shared.terminal import find_store
+from agentlightning_plugins.shared.terminal import StoreCommand, find_store, store_option
 
 if TYPE_CHECKING:
     from agentlightning_plugins.shared.token import StoreTokens
 
 
-@click.command("dashboard")
-@click.argument("where", required=False, metavar="[RUN_DIR|FOLDER|URL]")
+@click.command("dashboard", cls=StoreCommand)
+@click.argument("folder", required=False)
+@store_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Any address but loopback needs a token.")
 @click.option("--port", default=4748, show_default=True, type=click.IntRange(0, 65535), help="0 selects a free port.")
 @click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="Token of the store, also for signing in.")
 @click.option("--read-only", is_flag=True, help="Disable the actions: cancel, retry, label, promote.")
 @log_options
-def command(where: str | None, host: str, port: int, token: str | None, read_only: bool) -> None:
-    """Show runs in a browser: of the store in RUN_DIR or at URL, or of all run directories in a folder such as runs/.
-
-    Without an argument, it shows the newest run under runs/.
-    """
+def command(folder: str | None, where: str | None, host: str, port: int, token: str | None, read_only: bool) -> None:
+    """Show runs in a browser: of the store in RUN_DIR or at URL, or of all runs in a FOLDER such as runs/."""
     from agentlightning_plugins.shared.token import StoreTokens
     from agentlightning_plugins.shared.web.request import is_loopback
 
     tokens = StoreTokens(token, None) if token else StoreTokens.of_environment()
+    if folder is not None and where is not None:
+        raise click.UsageError(f"{folder} and --store {where}: give one of them")
     if not tokens.current and not is_loopback(host):
         raise ConfigError(f"--host {host} lets other machines in; set --token or AGL_TOKEN, or listen on 127.0.0.1")
-    asyncio.run(_serve(_open(find_store(where), token), host, port, tokens, read_only=read_only))
+    asyncio.run(_serve(_open(folder or find_store(where), token), host, port, tokens, read_only=read_only))
 
 
 def _open(where: str, token: str | None) -> LightningStore:

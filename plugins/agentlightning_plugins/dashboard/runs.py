@@ -34,6 +34,8 @@ from agentlightning_plugins.shared.rendering.text import dump, find_difference, 
 from agentlightning_plugins.shared.statistics.interval import paired_p_value
 
 _RUNS_OF_PAGE: Final = 20
+_MAX_COMPARED: Final = 1_000
+"""Number of rollouts of a step that a page reads to compare evaluations; reports read all."""
 _CURVE_STEPS: Final = 100
 
 
@@ -90,7 +92,7 @@ async def _read_outcome(store: LightningStore) -> dict[str, Any]:
     resources = {} if latest is None else latest.resources
     texts = {name: getattr(each, "template", "") for name, each in resources.items()}
     published = find_published_prompts(candidates, texts)
-    found = await compare_first_and_last(store, metrics, candidates, published, transcripts=False)
+    found = await compare_first_and_last(store, metrics, candidates, published, transcripts=False, most=_MAX_COMPARED)
     return await asyncio.to_thread(describe_outcome, found, metrics, published)
 
 
@@ -200,7 +202,9 @@ async def _read_rewards(store: LightningStore, steps: Sequence[Metrics]) -> dict
     step = next((each.step for each in reversed(steps) if "val_reward" in each.values), None)
     found: Iterable[Rollout] = ()
     if step is not None:
-        found = await store.query_rollouts(metadata={"step": step}, sort_order="desc")  # includes training rollouts
+        found = await store.query_rollouts(  # includes training rollouts
+            metadata={"step": step}, sort_order="desc", limit=_MAX_COMPARED
+        )
     if not any(rollout.mode == "val" for rollout in found):  # an algorithm that records no steps
         found = await store.query_rollouts(sort_order="desc", limit=_MAX_ROLLOUTS)
     rewards: dict[str, tuple[list[float | None], str]] = {}

@@ -18,11 +18,11 @@ from agentlightning.errors import ConfigError
 from agentlightning_plugins.gateway.operation import DEFAULT_PORT, ask_gateway, write_key
 from agentlightning_plugins.shared.log_setup import log_options
 from agentlightning_plugins.shared.rendering.text import print_table
+from agentlightning_plugins.shared.terminal import DEFAULT_STORE, find_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DEFAULT_STORE: Final = "http://127.0.0.1:4747"
 _FINISH_S: Final = 6.0
 """As `agl store`: with the time for the last events and spans, SIGTERM ends the process within 10 s."""
 
@@ -43,10 +43,10 @@ _FINISH_S: Final = 6.0
 @click.option("--key-env", metavar="NAME", help="The environment variable with the API key of --model.")
 @click.option(
     "--store",
-    "store_url",
-    envvar="AGL_STORE",
-    show_envvar=True,
-    help=f"URL of the store that records the calls, {DEFAULT_STORE} by default.",
+    "where",
+    metavar="URL",
+    help="URL of the store that records the calls, or directory of a run. Default: AGL_STORE, else the store of "
+    f"--config, else {DEFAULT_STORE}.",
 )
 @click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="The token of the store.")
 @click.option(
@@ -60,7 +60,7 @@ def command(
     config: Path | None,
     models: tuple[str, ...],
     key_env: str | None,
-    store_url: str | None,
+    where: str | None,
     token: str | None,
     host: str | None,
     port: int | None,
@@ -83,10 +83,8 @@ def command(
     settings["port"] = port if port is not None else settings.get("port", DEFAULT_PORT)
     if host is not None:
         settings["host"] = host
-    configured = settings.pop("store", None)
-    asyncio.run(
-        _serve(settings, store_url or configured or DEFAULT_STORE, token, lambda: read_settings()["model_list"])
-    )
+    store = find_store(where, settings.pop("store", None))
+    asyncio.run(_serve(settings, store, token, lambda: read_settings()["model_list"]))
 
 
 _URL = click.argument("url", default=f"http://127.0.0.1:{DEFAULT_PORT}")

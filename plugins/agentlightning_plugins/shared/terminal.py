@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import click
 from pydantic import BaseModel
@@ -31,12 +31,13 @@ M = TypeVar("M", bound=BaseModel)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
+DEFAULT_STORE: Final = "the newest run under runs/, else ./agl.db"
+"""The default of :func:`find_store` after AGL_STORE, in words."""
 store_option = click.option(
     "--store",
     "where",
     metavar="URL",
-    help="URL of the store, or directory of a run, also without --store. Default: AGL_STORE, else the newest run under "
-    "runs/, else ./agl.db.",
+    help=f"URL of the store, or directory of a run, also without --store. Default: AGL_STORE, else {DEFAULT_STORE}.",
 )
 run_option = click.option(
     "--run", envvar="AGL_RUN", show_envvar=True, metavar="NAME", help="A run of a shared store; default is `default`."
@@ -44,13 +45,18 @@ run_option = click.option(
 
 
 class StoreCommand(click.Command):
-    """A command with ``store_option``, which also takes the store as an argument without a name."""
+    """A command with ``store_option``, which also takes the store as an argument without a name.
+
+    Without ``--store``, the first argument that is a URL or a directory with a ``store.db`` is the store, in any place;
+    the others are the command's own arguments.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with_value = {
             name for each in self.params if isinstance(each, click.Option) and not each.is_flag for name in each.opts
         }
-        for place, text in enumerate(args):
+        is_named = any(text == "--store" or text.startswith("--store=") for text in args)
+        for place, text in enumerate(() if is_named else args):
             if not (place and args[place - 1] in with_value) and _is_store(text):
                 args = [*args[:place], *args[place + 1 :], "--store", text]
                 break
@@ -125,17 +131,16 @@ def use_store(where: str | None, run: str | None, action: Callable[[LightningSto
     return asyncio.run(main())
 
 
-def find_store(where: str | None) -> str:
+def find_store(where: str | None, configured: str | None = None) -> str:
     """Returns the URL of the store, or the directory of the run, that the user names, or a default.
 
-    The default is AGL_STORE, else the newest run under ``runs/`` (by its start), which a line on stderr names, else
-    ``agl.db`` in the working directory.
+    The default is AGL_STORE, else ``configured``, else the newest run under ``runs/`` (by its start), which a line on
+    stderr names, else ``agl.db`` in the working directory.
 
     Raises:
         UsageError: there is none of these.
     """
-    where = where or os.environ.get("AGL_STORE")
-    if where is not None:
+    if where := where or os.environ.get("AGL_STORE") or configured:
         return where
     records = [file for file in Path("runs").glob("*/run.json") if file.with_name("store.db").is_file()]
     if records:
@@ -175,7 +180,8 @@ def found(item: T | None, what: str, id: str) -> T:
         NotFoundError: ``item`` is None.
     """
     if item is None:
-        raise NotFoundError(f"no {what} {id!r} in this store")
+        hint = "; the directory of a run is taken for the store if it has a store.db" if "/" in id else ""
+        raise NotFoundError(f"no {what} {id!r} in this store{hint}")
     return item
 
 

@@ -491,7 +491,7 @@ def test_lost_spans_are_counted() -> None:
         rollout_id="ro-1", attempt_id="at-1", sequence_id=1, start_time=0.0, status="succeeded", spans_dropped=3
     )
     rollout = AttemptedRollout(rollout_id="ro-1", input=0, start_time=0.0, status="succeeded", attempt=attempt)
-    checks = {check.name: check for check in RolloutChecks(rollout, [], TraceToTriplet(), False, True).checks()}
+    checks = {check.name: check for check in RolloutChecks(rollout, [], TraceToTriplet(), False, True, True).checks()}
     assert checks["spans"].state == "broken"
     assert checks["spans"].text == "3 spans of 3 did not arrive"
 

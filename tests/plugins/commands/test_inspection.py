@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +385,69 @@ def test_a_missing_store_is_reported(tmp_path: Path) -> None:
     assert f"{str(tmp_path)!r} is neither a URL nor a directory with a store.db" in str(missing.exception)
 
 
+ARGUMENTS = {
+    "agent": ["agent.py:agent"], "path": ["out.jsonl"], "resources_id": ["rs-1"], "rollout_id": ["ro-1"],
+    "rollout_ids": ["ro-1"], "run_id": ["default"], "sources": ["control", "treatment"], "span_id": ["s-1"],
+    "version": ["1"], "worker_id": ["w-1"],
+}  # fmt: skip
+OPTIONS = {"gateway": ["--model", "m=http://127.0.0.1:9"], "rollouts delete": ["--yes"]}
+
+
+def walk(group: click.Group, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yields each command below a group, with its names; a group that works without a command counts as one."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if not isinstance(command, click.Group) or command.invoke_without_command:
+            yield (*names, name), command
+        if isinstance(command, click.Group):
+            yield from walk(command, (*names, name))
+
+
+def test_every_command_finds_its_store_by_one_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(*arguments: str, **variables: str) -> str:
+        result = CliRunner().invoke(cli, arguments, env={"AGL_STORE": "", "COLUMNS": "1000", **variables})
+        assert result.exit_code, arguments
+        return result.stderr + str(result.exception or "")
+
+    monkeypatch.chdir(tmp_path)
+    Path("agent.py").write_text("def agent(task):\n    return 1.0\n")
+    found = [(names, command) for names, command in walk(cli) if any(each.name == "where" for each in command.params)]
+    assert {names for names, command in walk(cli) if "--store" in command.get_help(click.Context(command))} == {
+        *(names for names, _ in found), ("trace",),
+    }  # fmt: skip
+    assert len(found) > 30
+    lines = []
+    for names, command in found:
+        arguments = [each.name for each in command.params if isinstance(each, click.Argument)]
+        given = [text for name in arguments for text in ARGUMENTS.get(name or "", ())]
+        lines.append((names, [*names, *given, *OPTIONS.get(" ".join(names), ())]))
+    for _, line in lines:
+        assert "name the directory of a run or the URL of a store, such as runs/NAME" in said(*line), line
+    Path("secret").write_text("")
+    for name in ("old", "new"):
+        directory = tmp_path / "runs" / name
+        directory.mkdir(parents=True)
+        (directory / "run.json").write_text('{"key": "k"}')
+        (directory / "store.db").symlink_to(tmp_path / "secret")  # is refused, by an error that names the directory
+        os.utime(directory / "run.json", (len(name), len(name) + (name == "new")))
+    for names, line in lines:
+        newest = said(*line)
+        assert "store: runs/new, the newest run; another one: --store URL or --store runs/NAME" in newest, line
+        assert "runs/new, so it is not opened" in newest, line
+        assert "runs/old, so it is not opened" in said(*line, AGL_STORE="runs/old"), line
+        assert "runs/old, so it is not opened" in said(*line, "--store", "runs/old", AGL_STORE="runs/new"), line
+        assert "'nothing'" in said(*line, "--store=nothing://a"), line
+        if names != ("gateway",):  # a group, whose commands have the gateway's URL as argument
+            assert "runs/old, so it is not opened" in said(*line, "runs/old"), line
+            assert "'nothing'" in said(*names, "nothing://a", *line[len(names) :], AGL_STORE="runs/old"), line
+    for names, command in found:
+        shown = command.get_help(click.Context(command, terminal_width=1000, max_content_width=1000))
+        assert re.search(rf"AGL_STORE, else .*{re.escape(terminal.DEFAULT_STORE)}\.", shown), names
+        assert ("[RUN_DIR|URL]" in shown and "also without --store" in shown) == (names != ("gateway",)), names
+
+
 def test_without_a_store_a_command_takes_the_newest_run_and_says_so(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,14 +458,6 @@ def test_without_a_store_a_command_takes_the_newest_run_and_says_so(
     home.mkdir()
     monkeypatch.chdir(home)
     monkeypatch.delenv("AGL_STORE", raising=False)
-    commands = [
-        ("runs", "list"), ("rollouts", "list"), ("spans", "list"), ("workers", "list"), ("resources", "list"),
-        ("rollouts", "show", "ro-1"), ("replay", "agent.py:agent", "ro-1"), ("ledger",), ("tokens", "ro-1"),
-        ("top", "--once"), ("compare", "control", "treatment"), ("report",), ("dashboard",),
-    ]  # fmt: skip
-    for command in commands:
-        refused = show(*command)
-        assert (refused.exit_code, "name the directory of a run or the URL of a store" in refused.stderr) == (2, True)
     for age, name in enumerate(("old", "new", "elsewhere")):
         run_directory = home / "runs" / name
         run_directory.mkdir(parents=True)
@@ -418,5 +474,6 @@ def test_without_a_store_a_command_takes_the_newest_run_and_says_so(
         assert (len(json.loads(found.stdout)), found.stderr) == (2, "")
     assert json.loads(show("rollouts", "show", json.loads(listed.stdout)[0]["rollout_id"], "runs/old", "--json").stdout)
     assert "(runs/typo); the directory of a run has a store.db" in show("rollouts", "list", "runs/typo").stderr
+    assert "if it has a store.db" in str(show("spans", "list", "runs/typo").exception)
     monkeypatch.setenv("AGL_STORE", "runs/old")
     assert show("rollouts", "list").stderr == ""

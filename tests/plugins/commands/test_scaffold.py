@@ -43,6 +43,8 @@ def test_a_new_agent_trains_without_changes(tmp_path: Path) -> None:
     said = run_here(tmp_path / "word-adder", "train", "config.yaml", "strategy=shm", module="agent")
     assert (said.code, "run succeeded" in said.stdout + said.stderr) == (0, True)
     assert "@" not in (tmp_path / "word-adder" / "config.yaml").read_text()
+    doctor = run_here(tmp_path / "word-adder", "doctor", "config.yaml", module="agent")
+    assert (doctor.code, "BROKEN" in doctor.stdout) == (0, False), doctor.stdout
 
 
 async def test_a_new_agent_for_grpo_has_a_valid_configuration_and_calls_the_model_of_the_run(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import html
 import json
 import re
+import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,82 @@ def number(text: str) -> float:
 
 def series(steps: Sequence[Metrics], name: str) -> list[tuple[int, float]]:
     return [(each.step, each.values[name]) for each in steps if name in each.values]
+
+
+def means(rollouts: Sequence[AttemptedRollout], key: Callable[[AttemptedRollout], Any]) -> dict[Any, float]:
+    """The mean rewards of the rollouts with each value of ``key``, in order of first occurrence."""
+    found: dict[Any, list[float]] = {}
+    for rollout in rollouts:
+        found.setdefault(key(rollout), []).append(rollout.attempt.reward or 0.0)
+    return {name: statistics.fmean(values) for name, values in found.items()}
+
+
+async def check_lists(client: httpx.AsyncClient, rollouts: Sequence[AttemptedRollout], page: Shown) -> None:
+    """Sorted lists have the store's rewards and durations, and errors are counted by type."""
+    rewards = sorted((each.attempt.reward for each in rollouts if each.attempt.reward is not None), reverse=True)
+    seconds = sorted((each.end_time or 0.0) - each.attempt.start_time for each in rollouts)
+    for order, key, expected in (
+        ("highest reward", "reward", rewards), ("lowest reward", "reward", rewards[::-1]),
+        ("longest", "seconds", seconds[::-1]), ("shortest", "seconds", seconds),
+    ):  # fmt: skip
+        rows = (await client.get("/runs/default/rollouts.json", params={"sort": order})).json()["rollouts"]
+        assert [row[key] for row in rows if row[key] is not None] == pytest.approx(expected[: len(rows)])
+    failed = Counter(each.attempt.error.type for each in rollouts if each.status == "failed" and each.attempt.error)
+    assert dict(re.findall(r'text=([A-Za-z]+)">(\d+)</a></td>', page.html)) == {
+        name: str(count) for name, count in failed.items()
+    }
+
+
+async def check_training(
+    client: httpx.AsyncClient, rollouts: Sequence[AttemptedRollout], steps: Sequence[Metrics], page: Shown
+) -> None:
+    """The result card, groups of the ledger, uses of versions and a comparison have the store's rewards."""
+
+    def step_of(rollout: AttemptedRollout) -> Any:
+        return (rollout.metadata or {}).get("step")
+
+    evaluated = [step for step, _ in series(steps, "val_reward")]
+    of_step = means([each for each in rollouts if each.mode == "val"], step_of)
+    if len(evaluated) > 1 and evaluated[0] in of_step and "validation, before" in page.figures:
+        ends = [of_step[step] for step in (evaluated[0], evaluated[-1])]
+        shown = [page.figures[f"validation, {label}"] for label in ("before", "after", "difference")]
+        assert shown == [f"{ends[0]:.3f}", f"{ends[1]:.3f}", f"{ends[1] - ends[0]:+.3f}"]
+
+    ledger = (await client.get("/runs/default/ledger.json")).json()
+    own = (
+        [each for each in rollouts if each.mode == "train" and step_of(each) == ledger["step"]]
+        if ledger["step"]
+        else []
+    )
+    grouped = means(own, lambda each: str((each.metadata or {})["group"]))
+    assert {name: group["reward"] for name, group in ledger["groups"].items()} == pytest.approx(grouped)
+    text = html.unescape((await client.get("/runs/default/ledger")).text)
+    found = re.findall(r"(\d+) rollouts?, (\d+) trained on, mean reward</span> (?:<[^>]*>)*([^<]*)", text)
+    assert [shown for *_, shown in found] == [show_number(mean) for mean in grouped.values()]
+    assert sum(int(number) for number, _, _ in found) == len(own)
+    for name, mean in [*grouped.items()][:2]:
+        side = html.unescape((await client.get("/runs/default/group", params={"name": name})).text)
+        assert f"mean reward {show_number(mean)}</p>" in side
+
+    versions = (await client.get("/runs/default/resources.json")).json()["versions"]
+    used = [each for each in versions if each["use"]]
+    for each in used:
+        names = (each["version_id"], each["version_id"].partition("@")[0])
+        assert each["use"]["step"] == min(step_of(one) for one in rollouts if one.resources_id in names)
+        name = "reward" if each["use"]["mode"] == "train" else f"{each['use']['mode']}_reward"
+        assert each["use"]["reward"] == dict(series(steps, name)).get(each["use"]["step"])
+
+    compared = (await client.get("/compare", params={"a": "default", "b": "default"})).text
+    last = {key: value for each in steps for key, value in each.values.items()}
+    rows = re.findall(r'<tr><td>([^<]+)</td><td class="num">([^<]*)</td><td class="num">([^<]*)</td>', compared)
+    assert {name: (one, other) for name, one, other in rows if name in last} == {
+        name: (show_number(value),) * 2 for name, value in last.items()
+    }
+    if any(key.startswith("outcome/") for key in last):  # a training with weights has all of these
+        assert all((found, grouped, used, of_step, "validation, difference" in page.figures))
+    for count, difference in re.findall(r"<p>([\d,]+) tasks in both runs: mean difference ([^,]*),", compared):
+        tasks = {json.dumps(each.input, sort_keys=True) for each in rollouts if each.mode == "val"}
+        assert (int(count), difference) == (len(tasks), "0")
 
 
 @pytest.fixture(params=["baseline", "apo", "grpo", "eval"])
@@ -182,6 +259,10 @@ async def test_every_page_and_report_shows_the_numbers_of_the_store(opened: tupl
         assert int(fleet.figures.get("rollouts", "0").replace(",", "")) == len(rollouts)
         again = await read("/fleet")
         assert re.findall(r"newest ([\d,]+) calls?", fleet.html) == re.findall(r"newest ([\d,]+) calls?", again.html)
+
+        await check_lists(client, rollouts, page)
+        if name != "eval":
+            await check_training(client, rollouts, steps, page)
 
         # each rollout's page: reward and status
         for rollout in [*rollouts[:3], *rollouts[-3:]]:

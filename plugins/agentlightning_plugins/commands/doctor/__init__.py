@@ -83,7 +83,7 @@ def command(
         if task is not None:
             given["task"] = json_or_text(task)
         if tunes is not None:
-            given["trains_weights"] = tunes == "weights"
+            given |= {"trains_weights": tunes == "weights", "reads_calls": True}
         for text in resources:
             name, separator, value = text.partition("=")
             if not separator or not name:
@@ -120,7 +120,8 @@ def _read_config(document: ConfigDocument) -> dict[str, Any]:
         given["task"] = load_data(data)[0]
     if config.algorithm is not None:
         name = config.algorithm if isinstance(config.algorithm, str) else config.algorithm["name"]
-        given["trains_weights"] = find_class("algorithm", name).default_adapter == "triplet"
+        adapter = find_class("algorithm", name).default_adapter
+        given |= {"trains_weights": adapter == "triplet", "reads_calls": adapter is not None}
         settings = {} if isinstance(config.algorithm, str) else config.algorithm
         backend = read_spec(settings.get("backend") or "transformers")
         if backend["name"] == "transformers" and "tool_format" not in backend and "model" in settings:

@@ -144,6 +144,7 @@ class RolloutChecks:
     is_scripted: bool
     """Whether the model server was the scripted one."""
     trains_weights: bool
+    reads_calls: bool
     """Whether token ids are needed; prompt tuning does not need them."""
     resources: Mapping[str, Resource] = field(default_factory=dict)
     """Resources of the rollout, by name."""
@@ -206,6 +207,8 @@ class RolloutChecks:
             return ok("calls", said)
         if any(semconv.OPERATION_OUTPUT in span.attributes for span in self.spans):
             return unchecked("calls", "the agent made no traced model call; critics read its output")
+        if not self.reads_calls:
+            return unchecked("calls", "the agent made no traced model call, and the algorithm reads none")
         said = "the agent made no traced model call: critics would see only tasks and rewards"
         return broken("calls", said, f"{_USE_LLM}; or call the model with a library that the tracer supports")
 

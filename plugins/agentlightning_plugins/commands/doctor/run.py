@@ -81,6 +81,8 @@ class Request:
     tracer: str = "otel"
     agent_match: str | None = None
     trains_weights: bool = True
+    reads_calls: bool = True
+    """Whether the algorithm needs the agent's model calls; `baseline` needs rewards only."""
     local_model: str | None = None
     """Directory or hub name of the model that the algorithm samples and trains."""
     timeout_s: float = 60.0
@@ -119,6 +121,7 @@ async def run_checks(request: Request) -> list[Check]:
             adapter,
             request.endpoint is None,
             request.trains_weights,
+            request.reads_calls,
             resources={} if update is None else update.resources,
             server=f"{model} at {endpoint}",
             has_own_task=request.task is not NO_TASK or request.agent == _DEMO,

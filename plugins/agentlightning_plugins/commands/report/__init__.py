@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -14,41 +12,51 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.run.directory import inside, read_record
-from agentlightning_plugins.shared.terminal import find_store, json_option, print_json
+from agentlightning_plugins.shared.terminal import (
+    StoreCommand,
+    find_store,
+    json_option,
+    print_json,
+    run_option,
+    store_option,
+    use_store,
+)
 
-if TYPE_CHECKING:
-    from agentlightning.store.protocol import LightningStore
 
-T = TypeVar("T")
-
-
-@click.command("report")
-@click.argument("where", required=False, metavar="[RUN_DIR]")
+@click.command("report", cls=StoreCommand)
+@click.argument("directory", required=False, type=click.Path(path_type=Path), metavar="")
 @click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write one web page instead.")
-@click.option("--store", "url", metavar="URL", help="The store of the run, if not in RUN_DIR. Default: AGL_STORE.")
+@store_option
+@run_option
 @json_option
-def command(where: str | None, page: Path | None, url: str | None, as_json: bool) -> None:
-    """Print the report of the run in RUN_DIR: rollouts, metrics, errors and learned resources.
+def command(directory: Path | None, page: Path | None, where: str | None, run: str | None, as_json: bool) -> None:
+    """Print the report of a run: rollouts, metrics, errors and learned resources.
 
-    The default is the newest run under runs/.
+    If the store of the run in RUN_DIR is elsewhere, name both: agl report RUN_DIR --store URL.
     """
     from agentlightning_plugins.commands.report.report import REPORT_NAME, read_report, write_html
 
-    directory = Path(find_store(where))
+    if directory is None:
+        where = find_store(where)
+        directory = None if "://" in where else Path(where)
+    else:
+        run = run or directory.resolve().name
+    if directory is not None:
+        read_record(directory)  # fails here, before the store is opened
+        where = where or _default_store(directory)
     if page is not None:
         if as_json:
             raise click.UsageError("--html writes a file and --json prints values; choose one of them")
         try:
-            _with_store(directory, url, lambda store: write_html(store, directory, page))
+            use_store(where, run, lambda store: write_html(store, directory, page))
         except OSError as error:
-            raise ConfigError(f"{error.filename or directory} cannot be written: {error.strerror or error}") from error
+            raise ConfigError(f"{error.filename or page} cannot be written: {error.strerror or error}") from error
         echo(str(page))
         return
-    written = directory / REPORT_NAME
     try:
-        report = _with_store(directory, url, lambda store: read_report(store, directory))
+        report = use_store(where, run, lambda store: read_report(store, directory))
     except StoreError as error:
-        if as_json or not written.is_file():
+        if as_json or directory is None or not (written := directory / REPORT_NAME).is_file():
             raise
         echo(f"{error}\nThe report that was written when the run ended:\n", err=True)
         echo(inside(directory, written).read_text(encoding="utf-8"), nl=False)
@@ -59,34 +67,18 @@ def command(where: str | None, page: Path | None, url: str | None, as_json: bool
         echo(report.to_markdown(), nl=False)
 
 
-def _with_store(directory: Path, url: str | None, action: Callable[[LightningStore], Awaitable[T]]) -> T:
-    """Returns the result of an action on the store of a run."""
+def _default_store(directory: Path) -> str:
+    """Returns the store of a run whose directory has no store.db.
 
-    async def main() -> T:
-        read_record(directory)
-        store = _open_store(directory, url)
-        try:
-            return await action(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(main())
-
-
-def _open_store(directory: Path, url: str | None) -> LightningStore:
-    """Opens the store in the directory, or the one that the user names.
-
-    The configuration in the directory may name another store; it is not asked, because the directory may be someone
-    else's, and its variables and our token would go where that person wants.
+    The configuration in the directory may name one; it is not asked, because the directory may be someone else's, and
+    its variables and our token would go where that person wants.
     """
-    from agentlightning.store.factory import create_store
-
-    if url is None and not (directory / "store.db").is_file() and (url := os.environ.get("AGL_STORE")) is None:
-        raise ConfigError(
-            f"{directory} has no store; see {directory}/report.md, written when the run ended, or name the store: "
-            f"agl report {directory} --store URL"
-        )
-    return create_store(str(directory)) if url is None else create_store(url, run=directory.resolve().name)
+    if url := os.environ.get("AGL_STORE"):
+        return url
+    raise ConfigError(
+        f"{directory} has no store; see {directory}/report.md, written when the run ended, or name the store: "
+        f"agl report {directory} --store URL"
+    )
 
 
 @hookimpl

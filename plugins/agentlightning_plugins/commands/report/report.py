@@ -43,7 +43,7 @@ class Report(NamedTuple):
 
     run: Run
     record: Mapping[str, Any]
-    """Contents of ``run.json``."""
+    """Contents of ``run.json``; empty if the directory of the run is elsewhere."""
     rollouts: Mapping[str, int]
     """Number of rollouts by status."""
     errors: Mapping[str, int]
@@ -78,9 +78,9 @@ class Report(NamedTuple):
             f"- started: {started}" + f", resumed {'once' if resumed == 1 else f'{resumed} times'}" * bool(resumed),
             f"- rollouts: {total}" + f" ({counts})" * bool(counts),
             f"- step: {'none' if self.step is None else self.step}",
-            f"- seed: {self.record.get('seed', 0)}",
-            f"- versions: {shown}; more in {RECORD_NAME}",
         ]
+        if self.record:
+            lines += [f"- seed: {self.record.get('seed', 0)}", f"- versions: {shown}; more in {RECORD_NAME}"]
         if self.cached_calls:
             lines.append(f"- model calls that the gateway's cache answered: {self.cached_calls}")
         if self.metrics:
@@ -96,8 +96,8 @@ class Report(NamedTuple):
         return "\n".join(lines) + "\n"
 
 
-async def read_report(store: LightningStore, directory: Path) -> Report:
-    """Builds the report of a store's run from the records that exist now."""
+async def read_report(store: LightningStore, directory: Path | None) -> Report:
+    """Builds the report of a store's run from the records that exist now; the directory has ``run.json``."""
     run = await store.get_run_by_id(store.run_id)
     failed = await store.query_rollouts(
         status_in=["failed"], sort_by="start_time", sort_order="desc", limit=_MAX_FAILED
@@ -112,7 +112,7 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
     latest = await store.get_latest_resources()
     return Report(
         run=run or Run(),
-        record=read_record(directory),
+        record={} if directory is None else read_record(directory),
         rollouts=await count_rollouts(store),
         errors=dict(errors.most_common(_MAX_ERRORS)),
         step=metrics[-1].step if metrics else None,
@@ -164,8 +164,8 @@ _MAX_INTERVALS: Final = 30
 """Maximum number of evaluations whose intervals are computed from their rollouts."""
 
 
-async def write_html(store: LightningStore, directory: Path, file: Path | None = None) -> Path:
-    """Writes the page into ``file``, or into the directory of the run."""
+async def write_html(store: LightningStore, directory: Path | None, file: Path | None = None) -> Path:
+    """Writes the page into ``file``, or into the directory of the run; one of both is given."""
     report = await read_report(store, directory)
     metrics = (await store.query_metrics()).items
     published = find_published_prompts(report.candidates, report.learned)
@@ -174,7 +174,7 @@ async def write_html(store: LightningStore, directory: Path, file: Path | None =
     data = await read_result(store)
     return write_page(
         Path(__file__).with_name("report.html.jinja"),
-        file or directory / HTML_NAME,
+        file or Path(directory or "", HTML_NAME),
         data={**data, "reward": await _with_intervals(store, metrics, data["reward"])},
         report=report,
         comparison=comparison,

@@ -177,20 +177,25 @@ async def compare_first_and_last(
     published: Mapping[str, str],
     *,
     transcripts: bool = True,
+    most: int | None = None,
 ) -> BeforeAfter:
     """Compares the seed of a prompt search with its best candidate, or the first evaluation with the last one.
 
     ``published`` has the templates of the search's published prompts by name. With ``transcripts``, the
-    conversations of the task that gained most are read too.
+    conversations of the task that gained most are read too. If a step of an evaluation has more than ``most``
+    rollouts, they are not read: the result has the means that the run recorded, and no intervals.
     """
     if candidates:
         return await _compare_candidates(store, candidates[0], find_best(candidates, published), transcripts)
     for mode in _MODES:
-        steps = [entry.step for entry in metrics if f"{mode}_reward" in entry.values]
-        if len(steps) > 1:
-            first = await _evaluated(store, mode, {"step": steps[0]})
-            last = await _evaluated(store, mode, {"step": steps[-1]})
-            return await _compare(store, {"test": "test", "val": "validation"}[mode], first, last, transcripts)
+        means = {entry.step: entry.values[name] for entry in metrics if (name := f"{mode}_reward") in entry.values}
+        if len(means) > 1:
+            what, ends = {"test": "test", "val": "validation"}[mode], (min(means), max(means))
+            sizes = [(await store.query_rollouts(metadata={"step": step}, limit=0)).total for step in ends]
+            if most is not None and max(sizes) > most:
+                return BeforeAfter(what, [means[ends[0]]], [means[ends[1]]])
+            first, last = [await _evaluated(store, mode, {"step": step}) for step in ends]
+            return await _compare(store, what, first, last, transcripts)
     return BeforeAfter()
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Final
 
 from agentlightning.store.protocol import LightningStore
@@ -20,6 +21,8 @@ from agentlightning_plugins.shared.training_records.record import (
 
 _IDS: Final = 500
 """Number of rollouts in one query."""
+_CLOCKS_S: Final = 10.0
+"""How far the clock of a trainer, which makes the records, may be from that of the store."""
 
 
 async def read_rows(store: LightningStore, rollout_id: str) -> list[TrainedRow]:
@@ -34,23 +37,37 @@ async def read_ledger(store: LightningStore, step: int | None = None) -> list[Le
     ``step`` is the version of the weights that the training step produced.
     """
     conditions = {} if step is None else {"metadata": {"step": step}}
-    rollouts = [
-        rollout
-        async for rollout in every(store.query_rollouts, sort_by="start_time", **conditions)
-        if rollout.mode == "train"
-    ]
+    rollouts = [rollout async for rollout in every(store.query_rollouts, sort_by="start_time", **conditions)]
     spans: list[Span] = []
-    if step is not None and any((rollout.metadata or {}).get("asynchronous") for rollout in rollouts):
-        # Asynchronous training trains on a rollout in a later step than the step that enqueued it.
-        return [entry for entry in await read_ledger(store) if entry.step == step]
     if step is None:
         spans = [span async for span in every(store.query_spans, None, name=LEDGER_SPAN)]
     else:
-        ids = [rollout.rollout_id for rollout in rollouts]
+        if not rollouts or any((rollout.metadata or {}).get("asynchronous") for rollout in rollouts):
+            rollouts += await _read_earlier(store, step, {rollout.rollout_id for rollout in rollouts})
+            rollouts.sort(key=operator.attrgetter("start_time"))
+        ids = [rollout.rollout_id for rollout in rollouts if rollout.mode == "train"]
         for start in range(0, len(ids), _IDS):
             spans += await store.query_spans(None, rollout_id_in=ids[start : start + _IDS], name=LEDGER_SPAN)
     entries = {entry.rollout_id: entry for entry in read_records(LedgerEntry, spans)}
-    return [entries.get(rollout.rollout_id) or _missing(rollout) for rollout in rollouts]
+    found = [entries.get(each.rollout_id) or _missing(each) for each in rollouts if each.mode == "train"]
+    return [entry for entry in found if step in (None, entry.step)]
+
+
+async def _read_earlier(store: LightningStore, step: int, known: Set[str]) -> list[Rollout]:
+    """Reads the rollouts that an earlier step enqueued and ``step`` recorded, as asynchronous training does.
+
+    No store has an index for the step of a record, so this searches the records made around the time of the step.
+    """
+    times = {each.step: each.time for each in await store.query_metrics()}
+    after = max((time for of, time in times.items() if of < step), default=0.0) - _CLOCKS_S
+    before = times.get(step, store.now()) + _CLOCKS_S
+    spans = every(store.query_spans, None, name=LEDGER_SPAN, start_after=after, start_before=before)
+    entries = read_records(LedgerEntry, [span async for span in spans])
+    ids = sorted({entry.rollout_id for entry in entries if entry.step == step} - known)
+    found: list[Rollout] = []
+    for start in range(0, len(ids), _IDS):
+        found += await store.query_rollouts(rollout_id_in=ids[start : start + _IDS])
+    return found
 
 
 def read_entry(spans: Iterable[Span]) -> LedgerEntry | None:
