@@ -33,7 +33,7 @@ from agentlightning_algorithms.shared.prompt_search.trial import TrialResult
 
 
 class Rules(NamedTuple):
-    """What the rules of a world do; the first ones solve a kind of task each."""
+    """The effects of the rules of a world; the first ones solve a kind of task each."""
 
     shares: tuple[float, ...] = (0.22, 0.18, 0.16, 0.14, 0.12, 0.10, 0.08)
     """Share of each kind among the tasks."""
