@@ -187,7 +187,7 @@ def run_dspy(world: World, budget: int, seed: int) -> str:
     """Runs DSPy's GEPA and returns its prompt."""
     import dspy
 
-    class Program(dspy.Module):  # type: ignore[misc]
+    class Program(dspy.Module):
         def __init__(self) -> None:
             super().__init__()
             self.predict = dspy.Predict(dspy.Signature("question -> answer", FIRST))
