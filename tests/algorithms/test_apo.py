@@ -342,7 +342,7 @@ def test_a_budget_ends_the_search(server: ScriptedOpenAI, budget: dict[str, Any]
     else:
         largest = 1000  # tokens of a call; two were in flight when the limit was reached
         assert 3000 <= apo.budget.metrics()["tokens"] <= 3000 + 2 * largest
-    assert all(apo.pool[each.candidate_id] for each in apo.history), "paid candidates are tried"
+    assert all(apo.results.of(each.candidate_id, "train") for each in apo.history), "paid candidates are tried"
 
 
 def test_patience_ends_the_search(server: ScriptedOpenAI) -> None:

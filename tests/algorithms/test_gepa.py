@@ -14,7 +14,9 @@ import pytest
 from opentelemetry.trace import get_tracer
 
 import agentlightning as agl
+from agentlightning.event import ResourcesPublished, StepFinished
 from agentlightning.testing.algorithm import AlgorithmConformance
+from agentlightning_algorithms.shared.prompt_search.budget import CallUsage
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms.prompt_lab import BEST, SEED, TRAIN, VAL, WORTH, Server, agent, client, phrases
 
@@ -47,9 +49,8 @@ def train(gepa: Any, agent: Any = agent, resources: Any = None, **settings: Any)
         algorithm=gepa,
         store=store,
         strategy="shm",
-        trackers=[],
         initial_resources=resources or {"prompt": SEED},
-        **{"tracer": "dummy", **settings},
+        **{"tracer": "dummy", "trackers": [], **settings},
     )
     assert trainer.fit(agent, TRAIN, VAL).status == "succeeded"
     return store
@@ -175,6 +176,72 @@ def test_prompts_of_several_resources_are_tuned(server: ScriptedOpenAI) -> None:
     train(gepa, two_prompts, {"planner": SEED, "writer": SEED})
     assert {name for candidate in gepa.history for name in candidate.edited} == {"planner", "writer"}
     assert gepa.get_best().score > 0
+
+
+def test_several_prompts_are_edited_together_each_with_its_own_reflection_prompt(server: ScriptedOpenAI) -> None:
+    def two_prompts(task: Any, planner: agl.PromptTemplate, writer: agl.PromptTemplate) -> float:
+        return (agent(task, planner) + agent(task, writer)) / 2
+
+    own = {"planner": "You edit plans.\n```\n<curr_param>\n```\n<side_info>"}
+    gepa = make(server, max_rollouts=100, prompts_per_child=2, reflection_prompt=own)
+    train(gepa, two_prompts, {"planner": SEED, "writer": SEED})
+    parents = {each.candidate_id for each in gepa.history}
+    assert {"planner", "writer"} in [set(each.edited) for each in gepa.history[1:]]
+    assert all(each.parent_id in parents for each in gepa.history[1:]), "what was made in between is no candidate"
+    asked = [request.body["messages"][0]["content"] for request in server.requests]
+    assert {each.startswith("You edit plans.") for each in asked} == {True, False}
+
+
+def test_a_subclass_chooses_the_prompt_that_a_child_edits(server: ScriptedOpenAI) -> None:
+    class OnlyWriter(agl.GEPA):
+        def choose_names(self, parent: Any, turn: int) -> list[str]:
+            return ["writer"]
+
+    def two_prompts(task: Any, planner: agl.PromptTemplate, writer: agl.PromptTemplate) -> float:
+        return (agent(task, planner) + agent(task, writer)) / 2
+
+    gepa = OnlyWriter(client(server), reflection_model="reflector", max_rollouts=100)
+    train(gepa, two_prompts, {"planner": SEED, "writer": SEED})
+    assert {name for candidate in gepa.history for name in candidate.edited} == {"writer"}
+
+
+def test_the_cost_of_reflections_has_its_own_limit_which_the_calls_of_agents_do_not_use(server: ScriptedOpenAI) -> None:
+    prices = {"reflector": (1e6, 0.0)}  # each token of a request costs 1
+    whole = make(server, prices=prices)
+    train(whole)
+    limit = whole.reflection_budget.metrics()["cost"] / 2
+    n_calls = len(server.requests)
+    half = make(server, prices=prices, max_reflection_cost=limit)
+    train(half)
+    assert half.stopped_because == "budget"
+    assert 0 < len(server.requests) - n_calls < n_calls
+    half.budget.spend([CallUsage("reflector", 10**9)])  # as an agent's
+    assert half.reflection_budget.metrics()["cost"] < 2 * limit
+    with pytest.raises(agl.ConfigError, match="needs the price of 'reflector'"):
+        make(server, max_reflection_cost=1.0)
+
+
+def test_a_tracker_is_a_callback_of_every_round_and_candidate(server: ScriptedOpenAI) -> None:
+    class Callback:
+        def __init__(self) -> None:
+            self.events: list[Any] = []
+
+        def start(self, run: Any, directory: Path | None) -> None:
+            self.events.clear()
+
+        def on_event(self, event: Any) -> None:
+            self.events.append(event)
+
+        def close(self) -> None:
+            pass
+
+    callback, gepa = Callback(), make(server, max_rollouts=100)
+    train(gepa, trackers=[callback])
+    steps = [event for event in callback.events if isinstance(event, StepFinished)]
+    assert {"best_score", "progress", "candidates"} <= steps[1].values.keys()
+    assert steps[-1].values["progress"] == 1.0
+    published = {event.resources_id for event in callback.events if isinstance(event, ResourcesPublished)}
+    assert len(published) >= len(gepa.history), "each candidate is a snapshot"
 
 
 def make_at(endpoint: str, **settings: Any) -> Any:

@@ -6,7 +6,7 @@ Parents and survivors are chosen by races instead of a Pareto front, which learn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,16 +37,19 @@ class GEPA(RacingSearch):
     minibatch_size: int = 8
     """Maximum number of rollouts that one reflection reads; failures come first."""
     max_rollouts: int | None = 500
-    reflection_prompt: str | None = None
-    """Replacement for gepa's reflection prompt, with ``<curr_param>`` and ``<side_info>``."""
+    reflection_prompt: str | Mapping[str, str] | None = None
+    """Replacement for gepa's reflection prompt, with ``<curr_param>`` and ``<side_info>``; one for each prompt by name,
+    or one for all."""
 
     def __post_init__(self) -> None:
         require_least(1, minibatch_size=self.minibatch_size)
         if self.max_rollouts is None:
             raise ConfigError("max_rollouts = None: gepa ends when its rollouts are spent; give a number")
         super().__post_init__()
+        given = self.reflection_prompt
         try:
-            InstructionProposalSignature.validate_prompt_template(self.reflection_prompt)
+            for template in given.values() if isinstance(given, Mapping) else (given,):
+                InstructionProposalSignature.validate_prompt_template(template)
         except ValueError as error:
             raise ConfigError(f"reflection_prompt: {error}") from error
 
@@ -67,12 +70,14 @@ class GEPA(RacingSearch):
         self, parent: Candidate, name: str, results: Sequence[TrialResult], sample: int
     ) -> Candidate | None:
         """Makes a child by rewriting the prompt ``name`` based on these rollouts; returns None if that failed."""
-        original = parent.prompts[name]
+        original, template = parent.prompts[name], self.reflection_prompt
+        if isinstance(template, Mapping):
+            template = template.get(name)
         request = InstructionProposalSignature.prompt_renderer(
             {
                 "current_instruction_doc": show_text(original),
                 "dataset_with_feedback": [_to_record(result, name) for result in results],
-                "prompt_template": self.reflection_prompt,
+                "prompt_template": template,
             }
         )
         edited = await self.ask_for_edit(

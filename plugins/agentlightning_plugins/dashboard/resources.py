@@ -14,7 +14,13 @@ from agentlightning.resources import PromptTemplate, ResourcesUpdate, hide_secre
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import SortOrder
 from agentlightning_plugins.dashboard.visit import Visit
-from agentlightning_plugins.shared.monitoring.evaluation import CANDIDATE, list_distributions, read_candidate
+from agentlightning_plugins.shared.monitoring.evaluation import (
+    CANDIDATE,
+    list_distributions,
+    read_candidate,
+    read_candidates,
+    read_verdict,
+)
 from agentlightning_plugins.shared.monitoring.metrics import read_metrics
 from agentlightning_plugins.shared.rendering.text import find_difference
 
@@ -24,7 +30,7 @@ _STEPS_IN_USE: Final = 2
 """Number of steps that are searched after a version was published: the one that it ends, and the next."""
 _ENDS: Final[tuple[SortOrder, ...]] = ("asc", "desc")
 """The first rollout of a step is one of training, the last one of its validation, if it has one."""
-_SHOWN: Final = ("candidate_id", "parent_id", "round", "full_score", "batch_score", "critique", "edited")
+_SHOWN: Final = ("candidate_id", "parent_id", "round", "full_score", "batch_score", "critique", "edited", "prompts")
 
 
 async def list_resources(visit: Visit) -> dict[str, Any]:
@@ -54,6 +60,7 @@ async def list_resources(visit: Visit) -> dict[str, Any]:
         "total": page.total,
         "next": offset + _PAGE_SIZE if offset + _PAGE_SIZE < page.total else None,
         "candidates": _make_trees(candidates),
+        "verdicts": await read_verdict(store, candidates) if candidates else {},
         "distributions": list_distributions(candidates),
     }
 
@@ -88,13 +95,14 @@ async def show_resources(visit: Visit) -> dict[str, Any]:
     base_id = visit.query.get("base") or await _find_base(visit, update)
     base = await store.get_resources_by_id(base_id) if base_id else None
     old = {} if base is None else _describe(base)
-    latest = await store.get_latest_resources()
+    latest, is_candidate = await store.get_latest_resources(), CANDIDATE in update.resources
     return {
         "version_id": update.version_id,
         "resources_id": update.resources_id,
         "version": update.version,
         "time": update.update_time,
-        "is_latest": latest is not None and latest.version_id == update.version_id,
+        "is_latest": (is_latest := latest is not None and latest.version_id == update.version_id),
+        "verdicts": await read_verdict(store, await read_candidates(store)) if is_latest or is_candidate else {},
         "base": None if base is None else base.version_id,
         "resources": [
             {

@@ -17,7 +17,7 @@ from agentlightning.cli import cli
 from agentlightning.plugin.registry import PluginManager
 from agentlightning_algorithms.shared.prompt_search.candidate import CANDIDATE_NAME, Candidate
 from agentlightning_plugins.commands.report import command
-from agentlightning_plugins.commands.report.report import write_html
+from agentlightning_plugins.commands.report.report import write_html, write_report
 from agentlightning_plugins.shared.monitoring.metrics import make_series, sum_phases
 from agentlightning_plugins.shared.rendering.text import show_text
 from agentlightning_plugins.shared.training_records.record import LedgerEntry
@@ -182,6 +182,25 @@ async def test_the_page_says_whether_fresh_rollouts_confirmed_the_best_candidate
     assert ("<h2>Best prompt</h2>" in page) == is_confirmed
     assert ("<h2>Best candidate, not published</h2>" in page) != is_confirmed
     assert "0.500 with the first prompt, 0.625 with this prompt (one-sided p = 0.25): not confirmed" in page
+    report = (await write_report(store, tmp_path)).read_text()
+    assert (
+        "- fresh rollouts: 0.500 with the first prompt, 0.625 with the best (one-sided p = 0.25): not confirmed"
+        in report
+    )
+
+
+async def test_a_prompt_that_no_fresh_rollouts_compared_with_the_first_is_not_confirmed(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"key": "k"}')
+    store = agl.create_store("memory://")
+    seed = Candidate.of({"p": agl.PromptTemplate("first")}, full_score=0.5)
+    best = Candidate.of({"p": agl.PromptTemplate("better")}, seed, full_score=0.9)
+    for place, candidate in enumerate((seed, best)):
+        await store.update_resources(f"rs-{place}", {**candidate.prompts, CANDIDATE_NAME: candidate})
+    await store.add_resources(seed.prompts)
+    assert "not confirmed" not in (await write_report(store, tmp_path)).read_text(), "the first prompt is published"
+    await store.add_resources(best.prompts)
+    assert "- best prompt: not confirmed" in (await write_report(store, tmp_path)).read_text()
+    assert "Not confirmed: no fresh rollouts" in (await write_html(store, tmp_path)).read_text()
 
 
 async def test_of_candidates_with_the_same_score_the_page_shows_the_published_one(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptFailure, EnqueueRolloutRequest, PromptTemplate
 from agentlightning_algorithms.shared.prompt_search.candidate import Candidate
 from agentlightning_plugins.dashboard.dashboard import Dashboard
-from agentlightning_plugins.dashboard.resources import list_resources
+from agentlightning_plugins.dashboard.resources import list_resources, show_resources
 from agentlightning_plugins.dashboard.rollouts import select
 from agentlightning_plugins.dashboard.runs import compare_tasks, show_run
 from agentlightning_plugins.dashboard.visit import Visit
@@ -100,10 +100,38 @@ async def test_a_run_shows_what_its_prompt_search_achieved_and_its_errors_by_typ
         ("after", 1.0),
         ("difference", 0.5),
     ]
-    assert outcome["confirmation"] == {"first": 0.4, "best": 0.8, "p": 0.01, "gain": 0.35, "is_confirmed": True}
+    assert outcome["confirmation"] == {"first": 0.4, "best": 0.8, "p": 0.01, "gain": 0.35, "verdict": "confirmed"}
     assert outcome["prompts"][0][2] == [("same", "Answer"), ("add", " briefly"), ("same", ".")]
     assert (outcome["is_published"], outcome["costs"]) == (True, [("model calls", 7.0)])
     assert (shown["errors"], shown["errors_of"]) == ([{"type": "ValueError", "count": 2, "message": "two"}], 2)
+
+
+@pytest.mark.parametrize(("p_value", "verdict"), [(0.01, "confirmed"), (0.4, "not confirmed"), (None, "not confirmed")])
+async def test_the_pages_of_resources_say_whether_the_gain_of_the_published_prompt_is_confirmed(
+    p_value: float | None, verdict: str
+) -> None:
+    store = InMemoryLightningStore()
+    seed = Candidate.of({"p": PromptTemplate("Answer.")}, full_score=0.5)
+    best = Candidate.of({"p": PromptTemplate("Answer briefly.")}, seed, full_score=1.0)
+    for place, candidate in enumerate((seed, best)):
+        await store.update_resources(f"rs-{place}", {**candidate.prompts, CANDIDATE: candidate})
+    fresh = {} if p_value is None else {"confirmed_first": 0.4, "confirmed_best": 0.8, "confirmed_p": p_value}
+    await store.add_metrics(1, {"candidates": 2.0, "best_score": 1.0, **fresh})
+    assert (await list_resources(Visit(store, {"run_id": "default"}, {})))["verdicts"] == {}, "a trial is not published"
+    latest = await store.add_resources(best.prompts)
+    assert (await list_resources(Visit(store, {"run_id": "default"}, {})))["verdicts"] == {best.candidate_id: verdict}
+    for shown in ("rs-1", latest.resources_id):
+        found = await show_resources(Visit(store, {"run_id": "default", "resources_id": shown}, {}))
+        assert found["verdicts"] == {best.candidate_id: verdict}
+    async with (
+        LightningStoreServer(store, port=0, pages=[Dashboard(store)]) as server,
+        aiohttp.ClientSession() as client,
+    ):
+        for path, label in (("", "published, "), ("/rs-1", ""), (f"/{latest.resources_id}", "")):
+            async with client.get(f"{server.endpoint}/runs/default/resources{path}") as answer:
+                assert f">{label}{verdict}</span>" in await answer.text()
+    await store.add_resources(seed.prompts)
+    assert (await list_resources(Visit(store, {"run_id": "default"}, {})))["verdicts"] == {}, "nothing was gained"
 
 
 async def test_the_versions_of_weights_have_the_step_and_the_reward_of_their_rollouts() -> None:

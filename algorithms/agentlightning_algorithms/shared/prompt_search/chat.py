@@ -70,14 +70,14 @@ class CallCache:
 
 
 class CachedChat:
-    """Calls chat models within a budget. Every answer is cached before it is used."""
+    """Calls chat models within budgets. Every answer is cached before it is used."""
 
-    def __init__(self, client: AsyncOpenAI | None, cache: CallCache, budget: SearchBudget) -> None:
-        """Counts calls in ``budget``; for ``client``, see ``copy_client``."""
+    def __init__(self, client: AsyncOpenAI | None, cache: CallCache, *budgets: SearchBudget) -> None:
+        """Counts calls in all ``budgets``; for ``client``, see ``copy_client``."""
         self._given = client
         self._client = copy_client(client)
         self._cache = cache
-        self._budget = budget
+        self._budgets = budgets
         self._slots = asyncio.Semaphore(_MAX_CONCURRENCY)
         self._counted: set[str] = set()
         self._in_flight = 0
@@ -112,14 +112,19 @@ class CachedChat:
                 return None
         if place not in self._counted:
             self._counted.add(place)
-            self._budget.spend([call])
+            self._spend(call)
         self.answered += 1
         return call.answer
 
     def _is_spent(self) -> bool:
         """Whether the budget is spent, counting calls in flight and cached calls that a resumed search will reach."""
         cached = [call for place, call in self._cache.calls.items() if place not in self._counted]
-        return self._budget.is_spent([*cached, *(CallUsage("") for _ in range(self._in_flight))])
+        further = [*cached, *(CallUsage("") for _ in range(self._in_flight))]
+        return any(budget.is_spent(further) for budget in self._budgets)
+
+    def _spend(self, call: CachedCall) -> None:
+        for budget in self._budgets:
+            budget.spend([call])
 
     async def _call_model(
         self, place: str, model: str, messages: Sequence[Mapping[str, Any]], temperature: float
@@ -146,7 +151,7 @@ class CachedChat:
                 self._cache.record(call)
                 self.failed.pop(place, None)
                 return call
-            self._budget.spend([call])
+            self._spend(call)
             self.failed[place] = f"{model} gave an empty answer"
         return None
 

@@ -2,20 +2,19 @@
 
 import asyncio
 import logging
-import math
 import statistics
 from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import starmap
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.shared.prompt_search.candidate import Candidate
+from agentlightning_algorithms.shared.prompt_search.results import Gain
 from agentlightning_algorithms.shared.prompt_search.search import PromptSearch
 from agentlightning_algorithms.shared.prompt_search.trial import TrialResult
-from agentlightning_plugins.shared.statistics.interval import variance
 
 logger = logging.getLogger("agentlightning")
 _TRAIN_TASKS: Final = 8
@@ -23,26 +22,13 @@ _TRAIN_TASKS: Final = 8
 _SCREENED: Final = 4
 """Failures of the parent that a new prompt tries before it is validated; also the least that a reflection reads."""
 _MAX_TRAIN_TASKS: Final = 32
-"""Training tasks on which failures of one prompt are looked for."""
-_PRIOR_VARIANCE: Final = 0.01
-"""Variance of the gains of new prompts before they are tried, with rewards from 0 to 1."""
+"""Training tasks on which failures of one prompt are looked for; 4 more after each proposal."""
 _PENALTY: Final = 0.01
 """How much less a prompt is worth as a parent after each proposal, with rewards from 0 to 1."""
 _MAX_IDLE_ROUNDS: Final = 30
 """Number of consecutive rounds without a rollout that end the search."""
 _MAX_FAILED_ROUNDS: Final = 5
 """Number of consecutive rounds in which no proposal could be used that end the search."""
-
-
-class Gain(NamedTuple):
-    """The lead of a prompt over its parent on the validation tasks that both ran on."""
-
-    n_tasks: int
-    mean: float
-    error: float
-    """Standard error of the mean."""
-    is_different: bool
-    """Whether any task earned another reward."""
 
 
 # No ``from __future__ import annotations``: the types of these settings are resolved in the subclasses' modules.
@@ -74,6 +60,11 @@ class RacingSearch(PromptSearch):
         ``sample`` distinguishes the children that are made from the same rollouts.
         """
 
+    def choose_names(self, parent: Candidate, turn: int) -> Sequence[str]:
+        """The prompts that one child of ``parent`` edits, by default ``prompts_per_child`` in turn."""
+        names = list(parent.prompts)
+        return [names[(turn + n) % len(names)] for n in range(min(self.prompts_per_child, len(names)))]
+
     @property
     def first_rung(self) -> int:
         """Number of validation tasks after which a race is judged for the first time."""
@@ -90,20 +81,18 @@ class RacingSearch(PromptSearch):
     async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
         """Runs rounds until a limit is reached."""
         self._data: dict[RolloutMode, Dataset[Any]] = {"train": train, "val": val}
-        self._lost: set[str] = set()
         self._n_proposals: Counter[str] = Counter()
-        self._estimates: dict[str, float] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._n_raced = self.count_raced(self.max_rollouts)
         modes: tuple[RolloutMode, ...] = ("train", "val")
         for mode in modes:
-            self.order[mode] = list(range(len(self._data[mode])))
-            self.random_for("order", mode).shuffle(self.order[mode])
+            self.results.order[mode] = list(range(len(self._data[mode])))
+            self.random_for("order", mode).shuffle(self.results.order[mode])
         first_train = min(_TRAIN_TASKS, len(train))
         self.require_rollouts(first_train + self._n_raced + self._child_cost)
-        await self._run(0, seed, "train", self.order["train"][:first_train])
+        await self._run(0, seed, "train", self.results.order["train"][:first_train])
         if n_first := self.count_first(self.max_rollouts):
-            await self._run(0, seed, "val", self.order["val"][:n_first])
+            await self._run(0, seed, "val", self.results.order["val"][:n_first])
             await self._finish_round(0, [seed], 0)
         number = idle_rounds = failed_rounds = rounds_without_gain = 0
         while not self.is_over(number + 1, rounds_without_gain):
@@ -138,12 +127,6 @@ class RacingSearch(PromptSearch):
         """Number of rollouts before a new prompt is judged for the first time on validation tasks."""
         return _SCREENED + min(self.first_rung, self.n_val)
 
-    @property
-    def _spread(self) -> float:
-        """The highest minus the lowest reward of the search."""
-        spread = self._highest - self._reward_check.lowest
-        return spread if 0 < spread < math.inf else 1.0
-
     async def _run_round(self, number: int) -> tuple[int, int]:
         """Makes and races the children of a round; returns the number of proposals, and of those that were tried."""
         beam, (width, branches) = self._beam(), self.shape
@@ -152,25 +135,26 @@ class RacingSearch(PromptSearch):
         parents = [parent for parent in (beam * width)[:width] for _ in range(branches)]
         parents = parents[: int(min(len(parents), self.left_for_search() / self._child_cost))]
         known = {candidate.candidate_id: candidate for candidate in self.history}
-        raced = {each.candidate_id for each in self.history if self.validation_scores(each)}
         shown = [self._choose_examples(number, n, parent) for n, parent in enumerate(parents)]
 
         async def grow(n: int, parent: Candidate) -> tuple[Candidate, bool | None] | None:
             """Returns a child and, if it is new, whether it may race."""
-            names = list(parent.prompts)
-            name = names[(number - 1 + n) % len(names)]
-            child = await self.make_child(parent, name, shown[n], number * 1000 + n)
-            if child is None:
+            child = parent
+            for name in self.choose_names(parent, number - 1 + n):
+                child = await self.make_child(child, name, shown[n], number * 1000 + n) or child
+            if child is parent:
                 return None
+            child = Candidate.of(child.prompts, parent, critique=child.critique)
             if child.candidate_id not in known:
                 child = child.model_copy(update={"round": number})
                 return child, await self._screen(number, child, parent, shown[n])
-            child = known[child.candidate_id]
-            if child.candidate_id not in lost or len(self.validation_scores(child)) >= self._n_raced:
-                return child, None
-            return child, child.candidate_id in raced or await self._screen(number, child, parent, shown[n])
+            child, may_race = known[child.candidate_id], None  # it lost before, and may have been unlucky
+            if not self.results.scores(child.candidate_id):
+                may_race = await self._screen(number, child, parent, shown[n])
+            elif child.parent_id is not None and not self._has_won(gain := self.results.compare(child.candidate_id)):
+                may_race = True if gain.n_tasks < self._n_raced else None
+            return child, may_race
 
-        lost = frozenset(self._lost)
         growing = [asyncio.create_task(grow(n, parent)) for n, parent in enumerate(parents)]
         try:
             made = [each for each in await asyncio.gather(*growing) if each is not None]
@@ -184,12 +168,14 @@ class RacingSearch(PromptSearch):
             children.setdefault(child.candidate_id, child)
         racing = {child.candidate_id for child, may_race in made if may_race}
         tried = {child.candidate_id for child, may_race in made if may_race is not None}
-        self._lost = (self._lost | tried) - racing
-        self.history += [child for child in children.values() if child.candidate_id not in known]
+        new = [child for child in children.values() if child.candidate_id not in known]
+        for child in new:
+            self.results.add_parent(child)
+        self.history += new
         await self._race(number, [child for each, child in children.items() if each in racing], known)
         for candidate in [*children.values(), *beam]:
             self._rescore(candidate)
-        self._best = max(self._survivors(), key=self._estimate)
+        self._best = self.results.best(self.history)
         await self._complete_if_perfect(number)
         return len(made), len(tried)
 
@@ -198,14 +184,14 @@ class RacingSearch(PromptSearch):
 
         Returns whether it may race: it did better on one of them.
         """
-        before = self.pool[parent.candidate_id]
-        indices = {each.rollout_id: index for (mode, index), each in before.items() if mode == "train"}
+        before = self.results.of(parent.candidate_id, "train")
+        indices = {each.rollout_id: index for index, each in before.items()}
         failed = [indices[each.rollout_id] for each in shown if self._is_failure(each)][:_SCREENED]
-        await self._run(number, child, "train", failed or self.order["train"][:_SCREENED])
-        after = self.pool[child.candidate_id]
-        if failed and not any(after["train", index].score > before["train", index].score for index in failed):
+        await self._run(number, child, "train", failed or self.results.order["train"][:_SCREENED])
+        after = self.results.of(child.candidate_id, "train")
+        if failed and not any(after[index].score > before[index].score for index in failed):
             return False
-        await self._run(number, child, "val", self.order["val"][: self.first_rung])
+        await self._run(number, child, "val", self.results.order["val"][: self.first_rung])
         return True
 
     async def _race(self, number: int, running: list[Candidate], again: Container[str]) -> None:
@@ -213,13 +199,13 @@ class RacingSearch(PromptSearch):
 
         Those in ``again`` have lost before and are judged after further tasks.
         """
+        known = {each.candidate_id: each for each in self.history}
         while running:
             wanted, still = dict[str, int](), list[Candidate]()
             for child in sorted(running, key=self._estimate, reverse=True):
-                gain = self._compare(child)
-                if self._has_lost(gain) and child.candidate_id not in again:
-                    self._lost.add(child.candidate_id)
-                elif gain.n_tasks < self._n_raced and not self._has_won(gain):
+                gain = self.results.compare(child.candidate_id)
+                has_ended = self._has_lost(gain) and child.candidate_id not in again
+                if not has_ended and gain.n_tasks < self._n_raced and not self._has_won(gain):
                     size = min(max(2 * gain.n_tasks, self.first_rung), self._n_raced)
                     more = {
                         each: max(size, wanted.get(each, 0)) for each in (child.candidate_id, child.parent_id or "")
@@ -228,39 +214,13 @@ class RacingSearch(PromptSearch):
                         wanted |= more
                         still.append(child)
             running, again = still, ()
+            order = self.results.order["val"]
             await asyncio.gather(
-                *(self._run(number, self._find(each), "val", self.order["val"][:size]) for each, size in wanted.items())
+                *(self._run(number, known[each], "val", order[:size]) for each, size in wanted.items())
             )
 
-    def _compare(self, child: Candidate) -> Gain:
-        """How much better a child is than its parent.
-
-        A parent survived because its results were good, which makes them too high on average. Its estimate is not, so
-        the child is compared with that.
-        """
-        parent = self._find(child.parent_id)
-        before, after = self.validation_scores(parent), self.validation_scores(child)
-        differences = [score - before[index] for index, score in after.items() if index in before]
-        if not differences:
-            return Gain(0, 0.0, math.inf, True)
-        luck = statistics.fmean(before.values()) - self._estimate(parent)
-        n = len(differences)
-        error = math.sqrt((variance(differences) if n > 1 else self._spread**2) / n)
-        return Gain(n, statistics.fmean(differences) + luck, error, any(differences))
-
     def _estimate(self, candidate: Candidate) -> float:
-        """The mean reward to expect of a candidate: its parent's, and a gain that is smaller the less certain it is."""
-        scores = self.validation_scores(candidate)
-        if not scores:
-            return 0.0
-        if candidate.candidate_id not in self._estimates:
-            found = statistics.fmean(scores.values())
-            if candidate.parent_id is not None:
-                gain = self._compare(candidate)
-                prior = _PRIOR_VARIANCE * self._spread**2
-                found = self._estimate(self._find(candidate.parent_id)) + gain.mean * prior / (prior + gain.error**2)
-            self._estimates[candidate.candidate_id] = found
-        return self._estimates[candidate.candidate_id]
+        return self.results.estimate(candidate.candidate_id)
 
     def _has_lost(self, gain: Gain) -> bool:
         if gain.n_tasks >= self._n_raced and (gain.mean <= 0 or not gain.is_different):
@@ -268,31 +228,26 @@ class RacingSearch(PromptSearch):
         return gain.mean < (0 if gain.n_tasks > self.first_rung else -gain.error / 2)
 
     def _has_won(self, gain: Gain) -> bool:
-        return gain.n_tasks > self.first_rung and gain.mean > 2.5 * gain.error
-
-    def _survivors(self) -> list[Candidate]:
-        """The candidates that lost no race; the first prompt if there are none."""
-        raced = [each for each in self.history if self.validation_scores(each)]
-        return [each for each in raced if each.candidate_id not in self._lost] or self.history[:1]
+        return gain.n_tasks >= self.first_rung and gain.is_different and gain.mean > 2 * gain.error
 
     def _beam(self) -> list[Candidate]:
         """The parents of the next round; a prompt that had many children gives way to others."""
-        penalty = _PENALTY * self._spread
+        raced = [each for each in self.history if self.results.scores(each.candidate_id)] or self.history[:1]
+        penalty = _PENALTY * self.results.spread
 
         def worth(candidate: Candidate) -> float:
             return self._estimate(candidate) - penalty * self._n_proposals[candidate.candidate_id]
 
-        return sorted(self._survivors(), key=worth, reverse=True)[: self.shape[0]]
+        return sorted(raced, key=worth, reverse=True)[: self.shape[0]]
 
     async def _collect_failures(self, number: int, parent: Candidate) -> None:
         """Runs a parent on further training tasks if few of its failures are known."""
-        order, wanted = self.order["train"], _SCREENED + self._n_proposals[parent.candidate_id] // 5
+        n_proposals = self._n_proposals[parent.candidate_id]
         while True:
-            found = self.pool.get(parent.candidate_id, {})
-            tried = {index for mode, index in found if mode == "train"}
-            failures = sum(mode == "train" and self._is_failure(each) for (mode, _), each in found.items())
-            more = [index for index in order if index not in tried][:_SCREENED]
-            if failures >= wanted or not more or len(tried) >= _MAX_TRAIN_TASKS:
+            found = self.results.of(parent.candidate_id, "train")
+            more = self.results.missing(parent.candidate_id, "train", self.results.order["train"])[:_SCREENED]
+            has_enough = sum(map(self._is_failure, found.values())) >= _SCREENED + n_proposals
+            if has_enough or not more or len(found) >= _MAX_TRAIN_TASKS + _SCREENED * n_proposals:
                 return
             if self.left_for_search() < self._child_cost + len(more):
                 return
@@ -303,8 +258,8 @@ class RacingSearch(PromptSearch):
 
     def _choose_examples(self, number: int, n: int, parent: Candidate) -> list[TrialResult]:
         """The rollouts that a reflection reads: failures of the parent, and others if these are few."""
-        found = sorted(self.pool[parent.candidate_id].items(), key=lambda item: item[0])  # whichever came first
-        known = [each for (mode, _), each in found if mode == "train"]
+        found = self.results.of(parent.candidate_id, "train")
+        known = [found[index] for index in sorted(found)]  # whichever came first
         self.random_for("examples", number, n, parent.candidate_id).shuffle(known)
         return sorted(known, key=lambda each: not self._is_failure(each))[: self.n_examples]
 
@@ -312,37 +267,29 @@ class RacingSearch(PromptSearch):
         """Runs a candidate on those of these tasks that it has not run on."""
         async with self._locks[candidate.candidate_id]:  # two parents may have made the same child
             await self.publish_prompts(candidate)
-            found = self.pool.setdefault(candidate.candidate_id, {})
-            missing = [index for index in indices if (mode, index) not in found]
+            missing = self.results.missing(candidate.candidate_id, mode, indices)
             if missing:
                 results = await self.run_trial(
                     candidate, self._data[mode], missing, mode, mode, step=number, with_messages=mode == "train"
                 )
-                found.update({(mode, index): result for index, result in zip(missing, results, strict=True)})
-                self._estimates.clear()
-                if mode == "val":
-                    scores = zip(missing, (result.score for result in results), strict=True)
-                    self.scores.setdefault(candidate.candidate_id, {}).update(scores)
+                self.results.add(candidate.candidate_id, mode, dict(zip(missing, results, strict=True)))
 
     def _count_missing(self, candidate_id: str, size: int) -> int:
-        return sum(("val", index) not in self.pool[candidate_id] for index in self.order["val"][:size])
-
-    def _find(self, candidate_id: str | None) -> Candidate:
-        return next(each for each in self.history if each.candidate_id == candidate_id)
+        return len(self.results.missing(candidate_id, "val", self.results.order["val"][:size]))
 
     async def _complete_if_perfect(self, number: int) -> None:
         """Runs the best candidate on the rest of the validation tasks if it may end the search."""
         best = self.get_best()
-        scores = self.validation_scores(best).values()
+        scores = self.results.scores(best.candidate_id).values()
         goals = [goal for goal in (self.target_score, self.perfect_score) if goal is not None]
         is_promising = scores and goals and statistics.fmean(scores) >= min(goals)
         if is_promising and self._count_missing(best.candidate_id, self._n_raced) <= self.left_for_search():
-            await self._run(number, best, "val", self.order["val"][: self._n_raced])
+            await self._run(number, best, "val", self.results.order["val"][: self._n_raced])
             self._rescore(best)
 
     def _rescore(self, candidate: Candidate) -> Candidate:
         """Updates the scores of a candidate from all of its validation results."""
-        scores = self.validation_scores(candidate)
+        scores = self.results.scores(candidate.candidate_id)
         mean = statistics.fmean(scores.values()) if scores else None
         is_whole = len(scores) == self._n_raced
         return self.update(
@@ -367,4 +314,6 @@ class RacingSearch(PromptSearch):
             "progress": self.progress(number),
         }
         await self.get_store().add_metrics(number, values)
-        logger.info("round %d: %d prompts tried, best score %s", number, n_children, self.get_best().score)
+        rollouts = f"{self.n_rollouts}" + (f" of {self.max_rollouts}" if self.max_rollouts else "")
+        best = self.get_best().score
+        logger.info("round %d: %d prompts tried, %s rollouts, best score %s", number, n_children, rollouts, best)

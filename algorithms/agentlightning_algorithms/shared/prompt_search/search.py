@@ -28,6 +28,7 @@ from agentlightning_algorithms.shared.prompt_search.candidate import (
 )
 from agentlightning_algorithms.shared.prompt_search.chat import FILE_NAME, CachedChat, CallCache, copy_client
 from agentlightning_algorithms.shared.prompt_search.critique import REPAIR_PROMPT, read_prompt
+from agentlightning_algorithms.shared.prompt_search.results import ResultPool
 from agentlightning_algorithms.shared.prompt_search.trial import (
     Confirmation,
     TrialResult,
@@ -68,6 +69,8 @@ class PromptSearch(Algorithm):
     """Mean reward of the best prompt on the whole validation set at which the search stops."""
     prompts: Sequence[str] | str | None = None
     """Names of the prompt resources to tune, all by default; they are edited in turn."""
+    prompts_per_child: int = 1
+    """Number of prompts that a proposal edits together, from the same rollouts."""
     seed: int | None = None
     """Seed of all random choices; the run's seed by default."""
     max_calls: int | None = None
@@ -77,6 +80,8 @@ class PromptSearch(Algorithm):
     """Budget in tokens of prompts and answers."""
     max_cost: float | None = None
     """Budget in money; needs the prices of the search's models."""
+    max_reflection_cost: float | None = None
+    """Budget in money of the search's own model calls only."""
     prices: Mapping[str, tuple[float, float]] | None = None
     """Price of a million prompt tokens and of a million answer tokens, by model."""
     max_rollouts: int | None = None
@@ -95,12 +100,14 @@ class PromptSearch(Algorithm):
         if not self.rollout_batch_timeout > 0:
             raise ConfigError(f"rollout_batch_timeout = {self.rollout_batch_timeout}: seconds above 0 are needed")
         require_least(0, confirm_pairs=self.confirm_pairs)
-        require_least(1, max_rollouts=self.max_rollouts)
+        require_least(1, max_rollouts=self.max_rollouts, prompts_per_child=self.prompts_per_child)
         if self.confirm not in ("fair", "strict"):
             raise ConfigError(f"confirm = {self.confirm!r}: give 'fair' or 'strict'")
         self.budget = SearchBudget(self.max_calls, self.max_tokens, self.max_cost, self.prices or {})
-        if self.max_cost is not None:
-            self.budget.require_prices(*self.models)
+        self.reflection_budget = SearchBudget(max_cost=self.max_reflection_cost, prices=self.prices or {})
+        for budget in (self.budget, self.reflection_budget):
+            if budget.max_cost is not None:
+                budget.require_prices(*self.models)
         if isinstance(self.prompts, str):
             self.prompts = (self.prompts,)
         self.history: list[Candidate] = []
@@ -117,11 +124,8 @@ class PromptSearch(Algorithm):
         self.stopped_because: str | None = None
         """``rounds``, ``rollouts``, ``target_score``, ``perfect_score``, ``patience``, ``budget``, ``no_new_prompt``
         (proposals repeat) or ``model_calls_failed``."""
-        self.pool: dict[str, dict[tuple[RolloutMode, int], TrialResult]] = {}
-        """The results of each candidate by task: the dataset and the position there."""
-        self.scores: dict[str, dict[int, float]] = {}
-        self.order: dict[RolloutMode, list[int]] = {}
-        """The order in which the tasks of each dataset are run."""
+        self.results = ResultPool()
+        """The results of each candidate by task."""
         self.n_rollouts = 0
         """Number of rollouts so far."""
         self._highest = -math.inf
@@ -227,7 +231,7 @@ class PromptSearch(Algorithm):
     def _count_reserved(self, limit: int) -> int:
         """Number of rollouts of the confirmation, with ``max_rollouts = limit``."""
         pairs = self._count_pairs(limit)
-        known = len(self.validation_scores(self.history[0])) if self.pool else self.count_first(limit)
+        known = len(self.results.scores(self.history[0].candidate_id)) or self.count_first(limit)
         return 2 * pairs - (min(pairs, known) if self.confirm == "fair" else 0)
 
     def _count_pairs(self, limit: int | None) -> int:
@@ -241,6 +245,7 @@ class PromptSearch(Algorithm):
         self.open_chat(self.context.directory)
         self._base = await self._read_base()
         seed = Candidate.of(choose_prompts(self._base, self.prompts))
+        self.results.add_parent(seed)
         self.history.append(seed)
         self._best = seed
         await self._read_earlier(seed)
@@ -250,6 +255,7 @@ class PromptSearch(Algorithm):
     def open_chat(self, directory: Path | None) -> None:
         """Opens the cache of model calls in the run's directory, and counts the budget from 0."""
         self.budget.by_model.clear()
+        self.reflection_budget.by_model.clear()
         if directory is not None:
             self._cache = CallCache(directory / FILE_NAME)
         self._chat = None
@@ -264,7 +270,7 @@ class PromptSearch(Algorithm):
     def chat(self) -> CachedChat:
         """The model calls of this run."""
         if self._chat is None:
-            self._chat = CachedChat(self.async_openai_client, self._cache, self.budget)
+            self._chat = CachedChat(self.async_openai_client, self._cache, self.budget, self.reflection_budget)
         return self._chat
 
     def random_for(self, *place: str | int) -> random.Random:
@@ -372,7 +378,7 @@ class PromptSearch(Algorithm):
 
     def is_spent(self) -> bool:
         """Whether the budget is spent, except for the confirmation's share; sets ``stopped_because``."""
-        if self.budget.is_spent(self._reserve):
+        if self.budget.is_spent(self._reserve) or self.reflection_budget.is_spent():
             self.stopped_because = "budget"
         return self.stopped_because == "budget"
 
@@ -403,7 +409,7 @@ class PromptSearch(Algorithm):
 
         if self.stopped_because == "rollouts":  # what the search could not use makes the comparison more certain
             n_pairs += int(max(self.left_for_search(), 0)) // 2
-        known = self.validation_scores(first)
+        known = self.results.scores(first.candidate_id)
 
         async def score(candidate: Candidate, indices: Sequence[int], number: int) -> list[float]:
             found = dict(known) if candidate is first and number == 0 and self.confirm == "fair" else {}
@@ -424,10 +430,6 @@ class PromptSearch(Algorithm):
             "the best prompt is published" if is_published else "the first prompt stays",
         )  # fmt: skip
         return is_published
-
-    def validation_scores(self, candidate: Candidate) -> dict[int, float]:
-        """The scores of a candidate by validation task."""
-        return self.scores.get(candidate.candidate_id, {})
 
     async def _log_end(self) -> None:
         """Adds the end of the search, and what it and its confirmation cost, to the metrics of its last step."""

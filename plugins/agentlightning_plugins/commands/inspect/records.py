@@ -13,6 +13,7 @@ from agentlightning.resources import LLM, ResourcesUpdate
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Run, Worker, WorkerStatus
 from agentlightning_plugins.commands.inspect.export import export, export_path
+from agentlightning_plugins.shared.monitoring.evaluation import read_confirmation
 from agentlightning_plugins.shared.monitoring.fleet import find_state
 from agentlightning_plugins.shared.monitoring.runs import describe_run
 from agentlightning_plugins.shared.paging import every
@@ -69,6 +70,8 @@ async def _with_scores(store: LightningStore, run: Run) -> Run:
 async def _run_row(store: LightningStore, run: Run) -> tuple[Any, ...]:
     rollouts = await store.with_run(run.run_id).query_rollouts(limit=1)
     score = next((f"{run.scores[metric]:.4g}" for metric in _SCORES if metric in run.scores), None)
+    if "confirmed_p" in run.scores:
+        score = f"{score}, {read_confirmation(run.scores)['verdict']}"
     algorithm = describe_run(run)["algorithm"]
     return run.run_id, run.name, run.status, algorithm, show_time(run.created_at), rollouts.total, score
 

@@ -21,6 +21,7 @@ from agentlightning_plugins.shared.monitoring.evaluation import (
     find_published_prompts,
     list_distributions,
     read_candidates,
+    read_confirmation,
     read_rewards,
 )
 from agentlightning_plugins.shared.monitoring.metrics import make_series
@@ -87,6 +88,14 @@ class Report(NamedTuple):
             rows = [(name, *map(float, summary.values())) for name, summary in self.metrics.items()]
             lines += ["\n## Metrics\n", *to_markdown(("", "first", "last", "lowest", "highest"), rows)]
         if self.candidates:
+            found = read_confirmation({name: summary["last"] for name, summary in self.metrics.items()})
+            if "p" in found:
+                means = f"{found['first']:.3f} with the first prompt, {found['best']:.3f} with the best"
+                lines.insert(5, f"- fresh rollouts: {means} (one-sided p = {found['p']:.2g}): {found['verdict']}")
+            elif find_published_prompts(self.candidates, self.learned) != find_published_prompts(
+                self.candidates[:1], {}
+            ):
+                lines.insert(5, "- best prompt: not confirmed, no fresh rollouts compared it with the first")
             lines += ["\n## Candidates\n", *to_markdown(CANDIDATE_COLUMNS, map(candidate_row, self.candidates))]
         if self.errors:
             lines += ["\n## Errors\n", *(f"- {count} x {without_html(error)}" for error, count in self.errors.items())]

@@ -147,16 +147,13 @@ def describe_outcome(found: BeforeAfter, metrics: Sequence[Metrics], published: 
     for each in metrics:
         for name, value in each.values.items():
             values.setdefault(name, []).append(value)
-    confirmation = {name: values[key][-1] for name in _CONFIRMATION if (key := f"confirmed_{name}") in values}
-    if confirmation:
-        confirmation["is_confirmed"] = confirmation["best"] > confirmation["first"] and confirmation["p"] <= _LEVEL
     changes = [after - before for before, after in zip(found.before, found.after, strict=True)]
     is_search = bool(found.prompts)
     return {
         "what": found.what,
         "rows": found.rows,
         "p_value": paired_p_value(changes) if len(changes) > 1 and not is_search else None,
-        "confirmation": confirmation,
+        "confirmation": read_confirmation({name: last[-1] for name, last in values.items()}),
         "prompts": found.prompts,
         "is_published": published == {name: text for name, text, _ in found.prompts},
         "costs": [
@@ -168,6 +165,27 @@ def describe_outcome(found: BeforeAfter, metrics: Sequence[Metrics], published: 
 
 
 _CONFIRMATION: Final = ("first", "best", "p", "gain", "gain_low", "gain_high")
+
+
+def read_confirmation(values: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the gain of a published prompt in fresh rollouts; only a ``verdict`` if it has not been measured.
+
+    ``values`` has the last value of each metric. The verdict is ``confirmed`` or ``not confirmed``.
+    """
+    found = {name: values[key] for name in _CONFIRMATION if (key := f"confirmed_{name}") in values}
+    is_confirmed = bool(found) and found["best"] > found["first"] and found["p"] <= _LEVEL
+    return {**found, "verdict": "confirmed" if is_confirmed else "not confirmed"}
+
+
+async def read_verdict(store: LightningStore, candidates: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the verdict on the published candidate by its id; empty if no candidate but the first is published."""
+    latest = await store.get_latest_resources()
+    if latest is None or CANDIDATE in latest.resources:  # the trial of a candidate
+        return {}
+    texts = {name: getattr(each, "template", "") for name, each in latest.resources.items()}
+    best = [each for each in candidates if each.get("parent_id") and is_published(each, texts)]
+    values = {name: value for each in await store.query_metrics() for name, value in each.values.items()}
+    return {best[-1]["candidate_id"]: read_confirmation(values)["verdict"]} if best else {}
 
 
 async def compare_first_and_last(
