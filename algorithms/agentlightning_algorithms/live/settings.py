@@ -59,17 +59,35 @@ class LiveSettings:
     """Seconds after its start after which a rollout counts as failed; a promotion waits for earlier rollouts to end."""
     refresh_s: float = 1.0
     """Seconds between two reads of rewards."""
+    control_share: float = 0.05
+    """Share of the traffic that the version before a promotion keeps, so that the promoted version can be compared with
+    it for as long as it is watched; 0: it is not watched."""
+    control_s: float = 604800.0
+    """Seconds after a promotion for which the promoted version is watched."""
+    alarm_interval: int = 1_000_000
+    """Smallest mean number of rewards between two false alarms. An alarm publishes the version before the promotion
+    again."""
     max_trials: int | None = None
-    """``run`` returns after this many candidates; None means until it is stopped."""
+    """``run`` returns after this many candidates, so that the last one is not watched; None: until it is stopped."""
 
     def __post_init__(self) -> None:
         for name in ("share", "risk"):
             if not 0 < getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: a number between 0 and 1 is needed")
-        for name in ("check_timeout_s", "max_trial_s", "reward_timeout_s", "rollout_timeout_s", "refresh_s"):
+        for name in (
+            "check_timeout_s",
+            "max_trial_s",
+            "reward_timeout_s",
+            "rollout_timeout_s",
+            "refresh_s",
+            "control_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: more than 0 is needed")
+        if not 0 <= self.control_share < 1:
+            raise ConfigError(f"control_share = {self.control_share}: a number from 0 to below 1 is needed")
         require_least(1, evidence=self.evidence, max_treated=self.max_treated, max_trials=self.max_trials)
+        require_least(1, alarm_interval=self.alarm_interval)
         require_least(0, check_tasks=self.check_tasks, check_tolerance=self.check_tolerance, margin=self.margin)
         low, high = self.reward_range
         if not low < high:
