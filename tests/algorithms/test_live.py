@@ -551,6 +551,42 @@ async def test_a_learner_that_was_down_longer_than_check_timeout_s_still_runs_th
     assert service.live.state.phase == "trial"
 
 
+@pytest.mark.parametrize(
+    ("rewards", "asked"),
+    [
+        ({"sql": [0.0, 1.0], "chat": [1.0, 1.0]}, ("tables", 2)),
+        ({"sql": [1.0, 1.0], "chat": [0.0, 1.0]}, ("words", 4)),
+        ({"sql": [0.9, 0.9], "chat": [0.9, 0.9]}, None),
+        ({"chat": [0.2, 0.2]}, ("words", 2)),
+    ],
+    ids=["bad tables", "good tables", "all good", "no tables"],
+)
+async def test_proposers_are_chosen_by_the_kind_of_task_and_by_the_rewards(
+    store: agl.LightningStore, rewards: dict[str, list[float]], asked: tuple[str, int] | None
+) -> None:
+    def proposer(name: str) -> Callable[[agl.LiveLearning.Experience], Mapping[str, str]]:
+        return lambda experience: {"prompt": f"{name} {len(experience.results)}"}
+
+    results = [
+        agl.LiveLearning.Result(agl.Rollout(rollout_id=f"ro-{kind}{n}", input={"kind": kind}, start_time=0.0), reward)
+        for kind, group in rewards.items()
+        for n, reward in enumerate(group)
+    ]
+    settings = agl.LiveLearning(
+        proposers=[
+            {"when": {"task": {"kind": "sql"}, "reward_below": 0.8}, "use": proposer("tables")},
+            {"when": {"reward_below": 0.8}, "use": proposer("words")},
+        ]
+    )
+    latest = await store.get_latest_resources()
+    assert latest is not None
+    experience = agl.LiveLearning.Experience(latest.resources, results, [], store)
+    assert callable(settings.propose)
+    found = settings.propose(experience)
+    assert isinstance(found, Awaitable)
+    assert (await found) == (None if asked is None else {"prompt": f"{asked[0]} {asked[1]}"})
+
+
 def test_a_learner_stops_while_a_synchronous_proposer_works() -> None:
     begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -694,6 +730,12 @@ async def test_learning_without_published_resources_is_refused() -> None:
         ({"reward_range": (1.0, 1.0)}, "reward_range"),
         ({"propose": "no_such_module:function"}, "propose = 'no_such_module:function'"),
         ({"propose": "baseline"}, r"Baseline has no propose\(experience\), as apo has"),
+        ({"propose": None}, "give propose, or several as proposers, and not both"),
+        ({"proposers": [{"use": propose(GOOD)}]}, "give propose, or several as proposers, and not both"),
+        (
+            {"propose": None, "proposers": [{"when": {"kind": "sql"}, "use": "json:loads"}]},
+            "give use, and in when any of",
+        ),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
