@@ -119,7 +119,7 @@ async def test_an_error_that_stops_a_run_of_the_sdk_is_recorded_on_the_attempt()
 
 @dataclass
 class Desk:
-    """What the tools of a run share."""
+    """Data that the tools of a run share."""
 
     customer: str
     notes: list[str]
