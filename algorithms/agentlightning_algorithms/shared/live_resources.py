@@ -56,7 +56,7 @@ class LiveState(Resource):
     margin_spent: float = 0.0
     """How much worse the stable version may be than the first one, because of promotions without evidence of a gain."""
     former: str | None = None
-    """The version before the last promotion, while the promoted version is compared with it; None: it is not watched."""
+    """The version before the last promotion, while the promoted version is compared with it; or None."""
     control_share: float = 0.0
     """Share of the traffic that ``former`` gets, from 0 to 1."""
     watched_trial: int = 0
