@@ -121,3 +121,16 @@ async def test_calls_of_another_model_give_no_rows() -> None:
     rollout = agl.Rollout(rollout_id="ro-1", input=1, start_time=0.0, status="succeeded")
     episode = controller._to_episode("train", RolloutResult(rollout, spans, 1.0), 0.0)
     assert [row.response_ids for row in episode.rows] == [[2]]
+
+
+async def test_rows_are_in_the_order_of_their_batch_whichever_group_starts_first() -> None:
+    store = agl.InMemoryLightningStore()
+    controller = await make_controller(store)
+    controller.order(["second-in-time", "first-in-time"])
+    for group in ("first-in-time", "second-in-time"):
+        rollout = asyncio.create_task(controller.roll_out("train", 0, group, 1))
+        await end_next(store, 1.0)
+        await rollout
+    keys = ["first-in-time_0_0", "second-in-time_1_0", "second-in-time_0_1", "second-in-time_0_0"]
+    assert sorted(keys, key=controller.place_of) == keys[::-1]
+    await store.close()

@@ -67,6 +67,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc] # verl's class
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Starts the rollouts of a batch of prompts and returns."""
+        self.controller.order([str(group) for group in prompts["uid"]])
         self.controller.call(self.worker.generate_sequences(prompts))
 
     def cancel(self) -> None:

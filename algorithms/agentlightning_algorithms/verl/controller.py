@@ -168,8 +168,13 @@ class RolloutController:
             self._resources[mode] = (await self.store.add_resources(resources)).resources_id
         await self.gateway.resume(version)
 
+    def order(self, groups: Sequence[str]) -> None:
+        """Takes the groups of a batch, in its order: verl starts them in an order that depends on time."""
+        for group in groups:
+            self._places.setdefault(group, len(self._places))
+
     def place_of(self, key: str) -> tuple[int, int, int]:
-        """Returns the place of a row, ``{group}_{rollout}_{row}``, in the order in which rollouts were requested."""
+        """Returns the place of a row, ``{group}_{rollout}_{row}``, in the order of the batches."""
         group, rollout, row = key.rsplit("_", 2)
         return self._places.get(group, -1), int(rollout), int(row)
 
@@ -188,7 +193,6 @@ class RolloutController:
         """
         own: asyncio.Future[RolloutResult | None] = asyncio.get_running_loop().create_future()
         members = self._groups.setdefault((mode, group), [])
-        self._places.setdefault(group, len(self._places))
         members.append(own)
         try:
             request = EnqueueRolloutRequest(
