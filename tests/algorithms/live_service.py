@@ -16,6 +16,7 @@ import agentlightning as agl
 from agentlightning.types import Rollout
 
 GOOD, WORSE = "quality 0.95", "quality 0.2"
+FADING = "quality 0.95 0.1"
 BEGIN = "quality 0.6"
 GOLDEN = 0.6180339887498949
 """A number whose multiples modulo 1 spread evenly over [0, 1) from any start."""
@@ -25,13 +26,14 @@ GOLDEN = 0.6180339887498949
 async def answer(task: dict[str, Any], prompt: agl.PromptTemplate) -> float | None:
     """Earns 1 on the share of tasks that its prompt states and 0 on the rest; ``late`` tasks get no reward yet.
 
-    A prompt with "penalty" earns 1 less, and a prompt with "unrated" gets no reward.
+    A prompt with "penalty" earns 1 less, and a prompt with "unrated" gets no reward. For ``worn`` tasks the last number
+    of the prompt counts.
     """
     if "broken" in prompt.template:
         raise RuntimeError("no such tool")
     if task.get("late") or "unrated" in prompt.template:
         return None
-    quality = float(prompt.template.split()[1])
+    quality = float(prompt.template.split()[-1 if task.get("worn") else 1])
     return float(task["n"] * GOLDEN % 1 < quality) - ("penalty" in prompt.template)
 
 

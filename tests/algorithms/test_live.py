@@ -22,7 +22,19 @@ from agentlightning_algorithms.shared.live_resources import (
     read_live_history,
     read_live_state,
 )
-from tests.algorithms.live_service import BEGIN, GOLDEN, GOOD, WORSE, Service, answer, run_checks, running, serving
+from agentlightning_plugins.shared.monitoring.runs import read_result
+from tests.algorithms.live_service import (
+    BEGIN,
+    FADING,
+    GOLDEN,
+    GOOD,
+    WORSE,
+    Service,
+    answer,
+    run_checks,
+    running,
+    serving,
+)
 from tests.waiting import LIMIT_S, until
 
 QUICK: dict[str, Any] = {
@@ -113,6 +125,99 @@ async def test_a_bad_version_is_rolled_back_and_no_longer_served(store: agl.Ligh
     assert (await store.query_metrics())[0].values["live/high"] < 0
 
 
+async def test_a_promoted_version_that_becomes_worse_is_taken_back_while_the_proposer_works(
+    store: agl.LightningStore,
+) -> None:
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    async def think(experience: agl.LiveLearning.Experience) -> Mapping[str, str] | None:
+        if asked.is_set():
+            await ended.wait()
+            return None
+        asked.set()
+        return {"prompt": FADING}
+
+    algorithm = agl.LiveLearning(think, **{**QUICK, "control_share": 0.3, "alarm_interval": 2000})
+    algorithm.set_store(store)
+    async with serving(store) as service, running(run_checks(store), algorithm.run()):
+        async with running(service.serve()):
+            await until(lambda: service.live.stable == "tuned@2")
+        async with running(service.serve(worn=True)):
+            await until(lambda: service.live.stable == "tuned@3")
+        ended.set()
+        await until(lambda: service.live.state is not None and service.live.state.former is None)
+        state = service.live.state
+    assert await latest_prompt(store) == BEGIN
+    watched = [
+        (rollout.metadata["group"], rollout.resources_id)
+        for rollout in await store.query_rollouts(metadata={"watched": 1})
+    ]
+    assert set(watched) == {("stable", "tuned@2"), ("former", "tuned@1")}
+    assert 0.1 < watched.count(("former", "tuned@1")) / len(watched) < 0.5
+    assert state is not None
+    assert (state.stable, state.alarms, state.candidate) == ("tuned@3", 1, None)
+    assert "the promotion of candidate 1 is taken back: -0." in state.alarm
+    assert state.note == f"{state.alarm}; tuned@3 is the stable version"
+    values = [metrics.values for metrics in await store.query_metrics()]
+    (alarm,) = [each for each in values if "live/alarm" in each]
+    assert alarm["live/alarm_difference"] < -0.1
+    shown = [each for each in (await read_result(store))["health"] if each["name"] == "Live learning"]
+    assert shown == [{"name": "Live learning", "level": "watch", "words": state.alarm}]
+
+
+async def test_a_learner_that_was_killed_after_an_alarm_takes_the_promotion_back(store: agl.LightningStore) -> None:
+    ids, latest = LiveIds(store.run_id), await store.update_resources("tuned", {"prompt": FADING})
+    alarmed = LiveState(
+        phase="watching", since=store.now(), stable=latest.version_id, trial=1, former="tuned@1", control_share=0.1,
+        watched_trial=1, promoted_at=store.now(), alarms=1, alarm="it became worse",
+    )  # fmt: skip
+    await store.with_run(ids.learner_run_id).update_resources(ids.state_id, {STATE_NAME: alarmed})
+
+    async def is_settled() -> bool:
+        found = await read_live_state(store)
+        return found is not None and found[0].former is None
+
+    async with running(learner(store, None, max_trials=None).run()):
+        await until(is_settled)
+    assert await latest_prompt(store) == BEGIN
+    (state,) = (await read_live_history(store))[1:]
+    assert (state.stable, state.alarms, state.note) == ("tuned@3", 1, "it became worse; tuned@3 is the stable version")
+
+
+async def test_a_promoted_version_is_no_longer_compared_after_control_s(store: agl.LightningStore) -> None:
+    async with serving(store) as service, running(service.serve(), run_checks(store)):
+        async with running(learner(store, GOOD, max_trials=None, control_s=0.3).run()):
+            await until(lambda: service.live.state is not None and service.live.state.former == "tuned@1")
+            await until(lambda: service.live.state is not None and service.live.state.former is None)
+        notes = [state.note for state in await read_live_history(store)]
+        assert "candidate 1 is no longer compared with tuned@1" in notes
+        assert service.live.stable == "tuned@2"
+
+
+async def test_a_user_keeps_the_version_before_a_promotion_for_a_day(
+    store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def users() -> set[int]:
+        return {user for user in range(2000) if live.pick(key=f"user {user}").resources_id == "tuned@1"}
+
+    await store.update_resources("tuned", {"prompt": GOOD})
+    live = agl.LiveResources(store)
+    live.stable, live._alive_at = "tuned@2", time.monotonic()
+    live.state = LiveState(
+        phase="watching", since=0.0, stable="tuned@2", former="tuned@1", control_share=0.1, watched_trial=1
+    )
+    today = time.time() // 86400 * 86400 + 1.0
+    monkeypatch.setattr(time, "time", lambda: today)
+    chosen = users()
+    assert 140 < len(chosen) < 260
+    assert chosen == users()
+    assert live.pick(key=f"user {min(chosen)}").metadata.keys() == {"group", "key_hash", "period", "watched"}
+    monkeypatch.setattr(time, "time", lambda: today + 86400)
+    assert len(chosen & users()) < len(chosen) / 2
+    live.stable = "by-hand@1"
+    assert users() == set()
+
+
 async def test_a_version_that_fails_on_recorded_tasks_never_reaches_a_user(store: agl.LightningStore) -> None:
     async with serving(store) as service:
         states = await learn(service, learner(store, "broken", check_tolerance=0.2))
@@ -196,7 +301,7 @@ async def test_results_of_both_groups_are_read_in_the_order_in_which_they_ended(
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
     with runner.run_context(agent=answer, store=store):
         served = [await runner.step({"n": 1}, metadata={"group": group, "step": 1}) for group in groups]
-    reader = ResultReader(store, {"treatment", "control"}, 0.0, 60.0, 60.0, step=1)
+    reader = ResultReader(store, {"treatment", "control"}, 0.0, 60.0, 60.0, where={"step": 1})
     found, _ = await reader.read_new()
     assert [each.rollout.rollout_id for each in found] == [each.rollout_id for each in served]
 
@@ -209,7 +314,7 @@ async def test_the_horizon_is_the_start_of_the_earliest_rollout_that_may_still_g
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
     with runner.run_context(agent=answer, store=store):
         await runner.step({"n": 1}, metadata=metadata)
-        reader = ResultReader(store, {"treatment", "control"}, 0.0, LIMIT_S, LIMIT_S, step=1)
+        reader = ResultReader(store, {"treatment", "control"}, 0.0, LIMIT_S, LIMIT_S, where={"step": 1})
         results, horizon = await reader.read_new()
         assert (len(results), horizon) == (1, running.start_time)
         unrated = await runner.step({"n": 1, "late": True}, metadata={"group": "control", "step": 1})
@@ -446,6 +551,42 @@ async def test_a_learner_that_was_down_longer_than_check_timeout_s_still_runs_th
     assert service.live.state.phase == "trial"
 
 
+@pytest.mark.parametrize(
+    ("rewards", "asked"),
+    [
+        ({"sql": [0.0, 1.0], "chat": [1.0, 1.0]}, ("tables", 2)),
+        ({"sql": [1.0, 1.0], "chat": [0.0, 1.0]}, ("words", 4)),
+        ({"sql": [0.9, 0.9], "chat": [0.9, 0.9]}, None),
+        ({"chat": [0.2, 0.2]}, ("words", 2)),
+    ],
+    ids=["bad tables", "good tables", "all good", "no tables"],
+)
+async def test_proposers_are_chosen_by_the_kind_of_task_and_by_the_rewards(
+    store: agl.LightningStore, rewards: dict[str, list[float]], asked: tuple[str, int] | None
+) -> None:
+    def proposer(name: str) -> Callable[[agl.LiveLearning.Experience], Mapping[str, str]]:
+        return lambda experience: {"prompt": f"{name} {len(experience.results)}"}
+
+    results = [
+        agl.LiveLearning.Result(agl.Rollout(rollout_id=f"ro-{kind}{n}", input={"kind": kind}, start_time=0.0), reward)
+        for kind, group in rewards.items()
+        for n, reward in enumerate(group)
+    ]
+    settings = agl.LiveLearning(
+        proposers=[
+            {"when": {"task": {"kind": "sql"}, "reward_below": 0.8}, "use": proposer("tables")},
+            {"when": {"reward_below": 0.8}, "use": proposer("words")},
+        ]
+    )
+    latest = await store.get_latest_resources()
+    assert latest is not None
+    experience = agl.LiveLearning.Experience(latest.resources, results, [], store)
+    assert callable(settings.propose)
+    found = settings.propose(experience)
+    assert isinstance(found, Awaitable)
+    assert (await found) == (None if asked is None else {"prompt": f"{asked[0]} {asked[1]}"})
+
+
 def test_a_learner_stops_while_a_synchronous_proposer_works() -> None:
     begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -589,6 +730,12 @@ async def test_learning_without_published_resources_is_refused() -> None:
         ({"reward_range": (1.0, 1.0)}, "reward_range"),
         ({"propose": "no_such_module:function"}, "propose = 'no_such_module:function'"),
         ({"propose": "baseline"}, r"Baseline has no propose\(experience\), as apo has"),
+        ({"propose": None}, "give propose, or several as proposers, and not both"),
+        ({"proposers": [{"use": propose(GOOD)}]}, "give propose, or several as proposers, and not both"),
+        (
+            {"propose": None, "proposers": [{"when": {"kind": "sql"}, "use": "json:loads"}]},
+            "give use, and in when any of",
+        ),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:

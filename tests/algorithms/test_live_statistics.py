@@ -16,7 +16,7 @@ import pytest
 
 from agentlightning.types import Rollout
 from agentlightning_algorithms.live.algorithm import LiveLearning
-from agentlightning_algorithms.live.trial import _BETS, _MAX_LOSS, _MIN_BLOCK, SequentialTest, Trial
+from agentlightning_algorithms.live.trial import _BETS, _MAX_LOSS, _MIN_BLOCK, SequentialTest, Trial, Watch
 from agentlightning_algorithms.shared.live_resources import LiveState, Result
 
 RISK = 0.05
@@ -245,6 +245,78 @@ def test_rewards_outside_the_range_are_clipped() -> None:
     assert test.difference == 20.0
     low, high = test.interval
     assert -20.0 <= low < 20.0 == pytest.approx(high)
+
+
+def first_alarm(former: Any, rewards: Any, share: float, interval: int) -> Any:
+    """Returns the number of rewards at which each watch raises its alarm, infinite if it does not.
+
+    It makes the same bets as ``Watch``, in NumPy, for runs of rewards from 0 to 1; a test below compares both.
+    """
+    size = max(_MIN_BLOCK, round(1 / share))
+    shape = (len(former), former.shape[1] // size, size)
+    former, rewards = (each[:, : shape[1] * size].reshape(shape) for each in (former, rewards))
+    n_former = former.sum(2)
+    information = n_former * (size - n_former) / size
+    means = [(side * rewards).sum(2) / np.maximum(side.sum(2), 1) for side in (former, ~former)]
+    stakes = np.minimum(np.array(_BETS) * information[..., None], _MAX_LOSS)
+    gains = 1 + stakes * (means[0] - means[1])[..., None]
+    wealth, found = np.zeros((len(former), len(_BETS))), np.full(len(former), math.inf)
+    for block in range(shape[1]):
+        is_bet = information[:, block, None] > 0
+        wealth = np.where(is_bet, np.minimum((wealth + 1) * gains[:, block], 1e300), wealth)
+        rung = (wealth.mean(1) >= interval / size) & np.isinf(found)
+        found[rung] = (block + 1) * size
+    return found
+
+
+def watch_runs(traffic: Rewards, effect: float, *, n: int, runs: int, interval: int = 1_000_000, since: int = 0) -> Any:
+    """Simulates watches of ``n`` rewards; from ``since``, the promoted version earns ``effect`` more than before."""
+    draw, requests, share = np.random.default_rng(17), np.arange(n), 0.05
+    former = draw.random((runs, n)) < share
+    chance = np.broadcast_to(traffic(requests, n), (runs, n)) + effect * (~former & (requests >= since))
+    return first_alarm(former, (draw.random((runs, n)) < chance).astype(float), share, interval)
+
+
+@pytest.mark.parametrize("traffic", TRAFFIC.values(), ids=TRAFFIC.keys())
+def test_false_alarms_are_as_rare_as_promised_for_every_pattern_of_traffic(traffic: Rewards) -> None:
+    """A run without an alarm counts as one that ends with an alarm."""
+    alarms = watch_runs(traffic, 0.0, interval=2000, n=10_000, runs=200)
+    assert np.minimum(alarms, 10_000).mean() >= 2000
+
+
+@pytest.mark.parametrize(("drop", "median"), [(0.1, 10_000), (0.2, 4000), (0.5, 1500)])
+def test_a_drop_is_found_as_soon_after_a_long_time_as_at_the_beginning(drop: float, median: int) -> None:
+    for since in (0, 20_000):  # within 20,000 rewards, one run in 50 may have a false alarm
+        alarms = watch_runs(TRAFFIC["constant"], -drop, n=since + 4 * median, runs=60, since=since)
+        assert (alarms > since).mean() > 0.9
+        assert np.median(alarms) - since <= median
+
+
+def test_the_watch_raises_its_alarm_like_the_simulation() -> None:
+    draw = np.random.default_rng(17)
+    for share, drop in ((0.05, 0.5), (0.3, 0.2), (0.3, 0.0)):
+        former = draw.random((1, 4000)) < share
+        rewards = (draw.random((1, 4000)) < 0.6 - drop * ~former).astype(float)
+        watch = Watch(interval=5000, tolerance=0.0, reward_range=(0.0, 1.0), share=share)
+        alarm = math.inf
+        for number, (reward, is_former) in enumerate(zip(rewards[0], former[0], strict=True), 1):
+            watch.add(reward, is_promoted=not is_former, unit=str(number))
+            alarm = min(alarm, number if watch.is_alarming else math.inf)
+        assert alarm == first_alarm(former, rewards, share, 5000)[0]
+        assert (alarm == math.inf) == (drop == 0.0)
+        assert watch.n_former + watch.n_promoted == 4000
+        assert drop == 0.0 or watch.difference < -0.05
+
+
+def test_a_tolerated_drop_raises_no_alarm() -> None:
+    draw = np.random.default_rng(17)
+    watches = [Watch(interval=10**6, tolerance=each, reward_range=(0.0, 1.0), share=0.3) for each in (0.0, 0.2)]
+    for number in range(3000):
+        is_promoted = bool(draw.random() < 0.7)
+        reward = float(draw.random() < 0.6 - 0.15 * is_promoted)
+        for watch in watches:
+            watch.add(reward, is_promoted=is_promoted, unit=str(number))
+    assert [watch.is_alarming for watch in watches] == [True, False]
 
 
 @pytest.mark.parametrize(("timeout_s", "rolled_back"), [(600.0, 0), (5.0, 1)])

@@ -134,3 +134,23 @@ async def test_tasks_in_common_forms_are_accepted_and_other_tasks_are_refused(fr
             assert rollout.attempt.error is not None
             assert f"a mapping with the fields {fields}; exactly one of" in rollout.attempt.error.message
             assert "task_to_input" in rollout.attempt.error.message
+
+
+def fail_then_add(request: RecordedRequest) -> Answer:
+    """Answers with a call that the tool cannot take, then with one that it can, then with text."""
+    n_results = sum(message["role"] == "tool" for message in request.body["messages"])
+    if n_results == 2:
+        return Answer("The sum is 5.")
+    return Answer(tool_calls=[("add", {"a": 2, "b": 3 if n_results else "three"})])
+
+
+@pytest.mark.parametrize("framework", [name for name in AGENTS if name != "openai"])
+async def test_intermediate_rewards_find_failed_and_successful_tools_in_the_spans_of_each_framework(
+    framework: str,
+) -> None:
+    async with Lab(AGENTS[framework](), fail_then_add, reward=lambda task, output, rollout: 1.0) as lab:
+        (rollout,) = await lab.run(ask(2, 3))
+        spans = await lab.spans(rollout)
+    assert rollout.attempt.error is None
+    rule = {"name": "intermediate", "tool_success": 0.5, "tool_failure": -4.0, "invalid_output": 64.0, "retry": 32.0}
+    assert [triplet.reward for triplet in agl.TraceToTriplet(credit=rule).adapt(spans)] == [-3.0, 1.5, 1.0]

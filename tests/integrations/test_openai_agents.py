@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from agents import (
     MaxTurnsExceeded,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
+    RunContextWrapper,
     Runner,
     function_tool,
     handoff,
@@ -23,6 +25,7 @@ from openai import AsyncOpenAI
 
 import agentlightning as agl
 from agentlightning.adapter import TraceToTriplet
+from agentlightning.adapter.call import find_states
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, AgentConformance, Lab, add, ask, is_tool_span
 from agentlightning.tracer import OtelTracer
 from agentlightning_integrations.openai_agents.agent import _processors
@@ -112,6 +115,48 @@ async def test_an_error_that_stops_a_run_of_the_sdk_is_recorded_on_the_attempt()
     assert rollout.attempt.error is not None
     assert rollout.attempt.error.type == MaxTurnsExceeded.__name__
     assert "Traceback" in rollout.attempt.error.traceback
+
+
+@dataclass
+class Desk:
+    """Data that the tools of a run share."""
+
+    customer: str
+    notes: list[str]
+    api_key: str
+    client: object
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["run", "run_streamed"])
+async def test_the_context_of_a_run_is_the_state_of_the_agent(is_streamed: bool) -> None:
+    @function_tool(name_override="add")
+    def note(context: RunContextWrapper[Desk], a: int, b: int) -> str:
+        """Adds a note."""
+        context.context.notes.append(f"{a} and {b}")
+        return "noted"
+
+    async def answer(task: str, llm: agl.LLM) -> float:
+        async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
+            model = OpenAIChatCompletionsModel(llm.model, client)
+            agent = Agent[Desk](name=AGENT_NAME, instructions=INSTRUCTIONS, tools=[note], model=model)
+            context = Desk("Ada", [], "sk-secret", object())
+            if is_streamed:
+                async for _ in Runner.run_streamed(agent, task, context=context).stream_events():
+                    pass
+            else:
+                await Runner.run(agent, task, context=context)
+        return 1.0
+
+    async with Lab(answer) as lab:
+        (rollout,) = await lab.run(ask(2, 3))
+        spans = await lab.spans(rollout)
+    assert rollout.attempt.error is None
+    assert [state.changed for state in find_states(spans)] == [
+        {"customer": "Ada", "notes": [], "api_key": "***"},
+        {"notes": ["2 and 3"]},
+    ]
+    first, second = agl.adapter.TraceToTransitions().adapt(spans)
+    assert (first.state["notes"], second.state["notes"]) == ([], ["2 and 3"])
 
 
 async def test_an_error_of_a_tool_is_recorded_on_its_span() -> None:

@@ -181,6 +181,26 @@ def test_a_size_of_micro_batches_turns_off_those_sized_by_tokens() -> None:
     assert compose_config({f"{actor}.ppo_max_token_len_per_gpu": 99}).actor_rollout_ref.actor.use_dynamic_bsz is True
 
 
+@pytest.mark.parametrize(
+    ("config", "merges"),
+    [
+        ({}, True),
+        ({"actor_rollout_ref.rollout.name": "transformers"}, False),
+        ({"trainer.device": "cpu"}, False),
+        ({"trainer.device": "cpu", "actor_rollout_ref.rollout.name": "vllm"}, True),
+    ],
+    ids=["default", "transformers", "cpu", "vllm on a cpu"],
+)
+def test_an_engine_whose_endpoint_does_not_offer_the_adapter_gets_merged_weights(
+    config: dict[str, Any], merges: bool
+) -> None:
+    config |= {"actor_rollout_ref.model.lora_rank": 4}
+    assert compose_config(config).actor_rollout_ref.model.lora.merge is merges
+    if merges:
+        with pytest.raises(agl.ConfigError, match=r"lora\.merge = False: agents would sample from the model without"):
+            compose_config({**config, "actor_rollout_ref.model.lora.merge": False})
+
+
 def test_vllm_on_a_cpu_gets_its_keys_and_keeps_those_of_the_user() -> None:
     vllm = {"enable_auto_tool_choice": True, "kv_cache_memory_bytes": 1}
     rollout = {"name": "vllm", "engine_kwargs": {"vllm": vllm}}

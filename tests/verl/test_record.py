@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,8 +46,8 @@ def record(*rows: object, **options: bool) -> tuple[list[TrainedRow], dict[str, 
 
 
 def test_flat_groups_are_recorded_as_trained_only_if_the_loss_has_other_terms() -> None:
-    flat = [row(name, "flat", 1.0, [0.0] * 4, [1, 1, 0, 1]) for name in "ab"]
-    rows, entries = record(*flat)
+    flat: list[Any] = [row(name, "flat", 1.0, [0.0] * 4, [1, 1, 0, 1]) for name in "ab"]
+    rows, entries = record(*flat, replace(flat[0], rollout=RolloutOutcome("c", "", "flat", None, "model_error")))
     assert (rows, {entry.outcome for entry in entries.values()}) == ([], {"flat_group"})
     rows, entries = record(*flat, trains_flat_groups=True)
     assert (len(rows), {entry.outcome for entry in entries.values()}) == (2, {"trained"})

@@ -5,6 +5,7 @@ python tests/verl/verl_train.py JOB.json
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -41,6 +42,20 @@ def record_advantages(path: Path) -> None:
     trainer.TRAINERS.update({name: recording(cls) for name, cls in own.items()})
 
 
+def start_cluster(nodes: int) -> str:
+    """Starts Ray's processes of several nodes, each of which has one GPU for Ray, and returns their address."""
+    from ray.cluster_utils import Cluster
+
+    from agentlightning_plugins.shared.processes.ray_start import start_patiently
+
+    resources = {"num_cpus": 8, "num_gpus": 1, "include_dashboard": False}
+    cluster = start_patiently(lambda: Cluster(initialize_head=True, head_node_args=dict(resources)))
+    for _ in range(nodes - 1):
+        start_patiently(lambda: cluster.add_node(**resources))
+    atexit.register(cluster.shutdown)
+    return str(cluster.address)
+
+
 def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         run(job)
@@ -59,6 +74,8 @@ def run(job: dict[str, Any]) -> None:
     else:
         from verl_agent import agent
     record_advantages(directory.with_name(f"{directory.name}-rows.jsonl"))
+    if "nodes" in job:
+        job["config"]["+ray_kwargs.ray_init.address"] = start_cluster(job["nodes"])
     trainer = agl.Trainer(
         algorithm=agl.VERL({"trainer.device": "cpu", **job["config"]}, **job.get("settings", {})),
         store=agl.create_store(f"sqlite:///{directory}.db"),

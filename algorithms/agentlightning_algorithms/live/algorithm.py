@@ -7,8 +7,8 @@ import hashlib
 import json
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, TypeAlias
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.errors import ConfigError, ConflictError, StoreError
@@ -16,10 +16,21 @@ from agentlightning.resources import split_version_id
 from agentlightning.types import Dataset, EnqueueRolloutRequest, Rollout, RolloutConfig
 from agentlightning_algorithms.live.reward_feed import ResultReader, read_reward
 from agentlightning_algorithms.live.settings import LiveSettings, make_candidate
-from agentlightning_algorithms.live.trial import CHECK_SHARE, Trial, describe_missing, is_lower, next_margin
+from agentlightning_algorithms.live.trial import (
+    CHECK_SHARE,
+    Trial,
+    Watch,
+    describe_missing,
+    is_lower,
+    make_watch,
+    next_margin,
+)
 from agentlightning_algorithms.shared import live_resources
 from agentlightning_algorithms.shared.live_resources import (
+    KEY_HASH,
+    PERIOD,
     STATE_NAME,
+    WATCHED,
     LiveExperience,
     LiveIds,
     LiveState,
@@ -30,7 +41,10 @@ from agentlightning_algorithms.shared.live_resources import (
 from agentlightning_algorithms.shared.rollout_result import run_rollouts
 
 logger = logging.getLogger("agentlightning")
+T = TypeVar("T")
 _HEARTBEAT_S: Final = 5.0
+_CLOCKS_S: Final = 60.0
+"""Clocks of processes may differ by this much; metadata selects the rollouts of a trial, not the time."""
 
 
 class LiveLearning(LiveSettings, Algorithm):
@@ -39,7 +53,8 @@ class LiveLearning(LiveSettings, Algorithm):
     The learner repeats these phases: rewards of the stable version come in; the proposer makes a candidate; runners run
     it on tasks that were served before (the offline check); a small share of the traffic gets it, while rewards of both
     versions come in at the same time; a sequential test ends the trial. A candidate that is better is promoted:
-    published as the run's latest resources. A worse one is rolled back: its share ends.
+    published as the run's latest resources. A worse one is rolled back: its share ends. A promoted version is compared
+    with the one before it, which keeps a small share of the traffic, and an alarm publishes that one again.
 
     Serving processes ask ``agl.LiveResources`` for the version of each task. All state is in the store, so a restarted
     learner continues where it was killed; while no learner runs, all tasks get the stable version.
@@ -67,6 +82,7 @@ class LiveLearning(LiveSettings, Algorithm):
         self.learner_store = self.store.with_run(self.ids.learner_run_id)
         self.state: LiveState
         self.version = 0
+        self._watched: tuple[int, ResultReader, Watch] | None = None
         work = [asyncio.create_task(part) for part in (self._learn(), self._send_heartbeats())]
         try:
             ended, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
@@ -82,9 +98,14 @@ class LiveLearning(LiveSettings, Algorithm):
         phases = {"watching": self._watch, "checking": self._check, "trial": self._try, "closing": self._try}
         while True:
             state = self.state
-            if state.phase == "watching" and state.trial >= (self.max_trials or state.trial + 1):
+            if state.phase == "watching" and self._has_ended:
                 return
             await phases[state.phase]()
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the last of ``max_trials`` candidates was made."""
+        return self.max_trials is not None and self.state.trial >= self.max_trials
 
     async def _send_heartbeats(self) -> None:
         """Shows serving processes that a learner is alive, and at which version of the state."""
@@ -142,13 +163,17 @@ class LiveLearning(LiveSettings, Algorithm):
         if latest is None or latest.version_id == state.stable:
             return False
         candidate = None if state.candidate is None else await self.store.get_resources_by_id(state.candidate)
-        if candidate is not None and candidate.resources == latest.resources:
+        if state.former is not None and state.alarm:
+            note = f"{state.alarm}; {latest.version_id} is the stable version"
+            await self._watch_again(note, stable=latest.version_id, former=None)
+        elif candidate is not None and candidate.resources == latest.resources:
             note = f"candidate {state.trial} is promoted as {latest.version_id}"
-            spent = state.margin_spent + next_margin(self, state)  # upper bound: the verdict was not recorded
+            margin = next_margin(self, state)  # upper bound: the verdict was not recorded
+            changes = self._begin_watch(latest.version_id, tolerance=margin)
+            await self._watch_again(note, margin_spent=state.margin_spent + margin, **changes)
         else:
             note = f"{latest.version_id} was published from outside and is the stable version now"
-            spent = 0.0
-        await self._watch_again(note, stable=latest.version_id, margin_spent=spent)
+            await self._watch_again(note, stable=latest.version_id, margin_spent=0.0, former=None)
         return True
 
     # --- watching: rewards of the stable version ---
@@ -157,6 +182,7 @@ class LiveLearning(LiveSettings, Algorithm):
         reader = self._reader({"stable"}, self.state.since)
         results: list[Result] = []
         while not await self._is_superseded():
+            await self._watch_promoted()
             results += (await reader.read_new())[0]
             if len(results) >= self.evidence:
                 await self._propose(sorted(results, key=lambda result: result.rollout.start_time))
@@ -173,7 +199,7 @@ class LiveLearning(LiveSettings, Algorithm):
             experience = LiveExperience(stable.resources, results, notes, self.store, self.context.directory)
             try:
                 assert callable(self.propose), "load_proposer made it one"
-                resources = await make_candidate(self.propose, experience)
+                resources = await self._beside_watch(make_candidate(self.propose, experience))
             except Exception as error:  # isolation point: a failing proposer must not end the learning
                 logger.exception("the proposer failed")
                 await self._watch_again(f"the proposer failed: {type(error).__name__}: {error}"[:500])
@@ -204,7 +230,7 @@ class LiveLearning(LiveSettings, Algorithm):
             )
             for result in recorded
         ]
-        ended = await run_rollouts(self.store, requests, timeout_s=self.check_timeout_s)
+        ended = await self._beside_watch(run_rollouts(self.store, requests, timeout_s=self.check_timeout_s))
         n_cancelled = sum(rollout.status == "cancelled" for rollout in ended)
         if n_cancelled:
             await self._watch_again(
@@ -266,10 +292,10 @@ class LiveLearning(LiveSettings, Algorithm):
 
     async def _try(self) -> None:
         state = self.state
-        # Step and group select the rollouts; the minute allows for clocks that differ between processes.
-        reader = self._reader({"control", "treatment"}, state.since - 60.0, state.trial)
+        reader = self._reader({"control", "treatment"}, state.since - _CLOCKS_S, step=state.trial)
         trial = Trial(self, state)
         while not await self._is_superseded():
+            await self._watch_promoted()
             results, horizon = await reader.read_new()
             trial.add(results, horizon)
             is_complete = horizon >= reader.read_at  # no result is missing
@@ -279,7 +305,7 @@ class LiveLearning(LiveSettings, Algorithm):
             is_late = self.store.now() - state.since >= self.max_trial_s
             if self.state.phase == "trial" and (is_late or reader.count("treatment") >= self.max_treated):
                 note = f"candidate {state.trial} gets no more traffic and waits for its last rewards"
-                await self._save(state.model_copy(update={"phase": "closing", "note": note}))
+                await self._save(self.state.model_copy(update={"phase": "closing", "note": note}))
                 logger.info("live learning: %s", note)
                 continue  # the results that are known may be complete
             await asyncio.sleep(self.refresh_s)
@@ -313,15 +339,85 @@ class LiveLearning(LiveSettings, Algorithm):
         candidate = await self.store.get_resources_by_id(state.candidate or "")
         assert candidate is not None, "versions are never removed"
         update = await self.store.update_resources(split_version_id(state.stable)[0], candidate.resources)
-        spent = state.margin_spent + (next_margin(self, state) if verdict == "not worse" else 0.0)
+        margin = next_margin(self, state) if verdict == "not worse" else 0.0
         note = f"{summary}; promoted as {update.version_id} because it is {verdict}"
-        await self._watch_again(note, stable=update.version_id, margin_spent=spent)
+        changes = self._begin_watch(update.version_id, tolerance=margin)
+        await self._watch_again(note, margin_spent=state.margin_spent + margin, **changes)
 
-    def _reader(self, groups: set[str], since: float, step: int | None = None) -> ResultReader:
+    def _reader(self, groups: set[str], since: float, **where: Any) -> ResultReader:
         return ResultReader(
             self.store, groups, since, self.reward_timeout_s, self.rollout_timeout_s,
-            step=step, failure_reward=self.reward_range[0],
+            where=where, failure_reward=self.reward_range[0],
         )  # fmt: skip
+
+    # --- the watch over a promoted version, beside all phases ---
+
+    def _begin_watch(self, promoted: str, *, tolerance: float) -> dict[str, Any]:
+        """Returns the changes of the state with which a promoted version becomes the stable one."""
+        is_watched = self.control_share > 0 and not self._has_ended
+        return {
+            "stable": promoted,
+            "former": self.state.stable if is_watched else None,
+            "control_share": self.control_share,
+            "watched_trial": self.state.trial,
+            "promoted_at": self.store.now(),
+            "tolerance": tolerance,
+            "alarm": "",
+        }
+
+    async def _beside_watch(self, work: Awaitable[T]) -> T:
+        """Awaits work that may take long."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await self._watch_promoted()
+                await asyncio.wait([task], timeout=self.refresh_s)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return task.result()
+
+    async def _watch_promoted(self) -> None:
+        """Compares the promoted version with the one before it, which it publishes again if it was better.
+
+        As with resources that are published from outside, the phase ends then.
+        """
+        state = self.state
+        if state.former is None:
+            return
+        if state.alarm:
+            await self._take_back(state.former)
+            return
+        if self._watched is None or self._watched[0] != state.watched_trial:
+            groups = {"stable", "control", "former"}
+            reader = self._reader(groups, state.promoted_at - _CLOCKS_S, **{WATCHED: state.watched_trial})
+            self._watched = state.watched_trial, reader, make_watch(self, state)
+        _, reader, watch = self._watched
+        for result in (await reader.read_new())[0]:
+            metadata = result.rollout.metadata or {}
+            user = f"{metadata.get(KEY_HASH, result.rollout.rollout_id)}/{metadata.get(PERIOD)}"
+            watch.add(result.reward, is_promoted=metadata["group"] != "former", unit=user)
+        if watch.is_alarming:
+            reason = (
+                f"the promotion of candidate {state.watched_trial} is taken back: {watch.difference:+.3f} against "
+                f"{state.former} of late, after {watch.n_promoted} against {watch.n_former} rewards"
+            )
+            logger.warning("live learning: %s", reason)
+            numbers = {"live/alarm": 1.0, "live/alarm_difference": watch.difference, "live/watched": watch.n_promoted}
+            await self._check_alone()
+            await self.store.add_metrics(state.watched_trial, numbers)
+            await self._save(state.model_copy(update={"alarm": reason, "alarms": state.alarms + 1}))
+            await self._take_back(state.former)
+        elif self.store.now() - state.promoted_at > self.control_s:
+            note = f"candidate {state.watched_trial} is no longer compared with {state.former}"
+            await self._save(state.model_copy(update={"former": None, "note": note}))
+
+    async def _take_back(self, former: str) -> None:
+        """Publishes the version before the promotion, unless this or another version was published since."""
+        latest, before = await self.store.get_latest_resources(), await self.store.get_resources_by_id(former)
+        assert before is not None, "versions are never removed"
+        if latest is not None and latest.version_id == self.state.stable:
+            await self.store.update_resources(split_version_id(self.state.stable)[0], before.resources)
 
 
 def _check_id(state: LiveState, recorded: Rollout) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Rollout, RolloutStatus
@@ -43,8 +43,8 @@ class ResultReader:
     """Seconds after the end of a rollout in which its reward may arrive."""
     rollout_timeout_s: float
     """Seconds after the start of a rollout after which it counts as failed."""
-    step: int | None = None
-    """Value of ``step`` in the metadata; None means any."""
+    where: Mapping[str, Any] = field(default_factory=dict)
+    """Further metadata of the rollouts."""
     failure_reward: float = 0.0
     """The reward of a rollout that failed."""
     unrated: Counter[str] = field(default_factory=Counter)
@@ -88,12 +88,14 @@ class ResultReader:
         return self._n_results[group] + self.unrated[group] + missing
 
     async def _select(self, statuses: Sequence[RolloutStatus], since: float) -> list[Rollout]:
-        step = {} if self.step is None else {"step": self.step}
         return [
             rollout
             for group in self.groups
             async for rollout in every(
-                self.store.query_rollouts, status_in=statuses, metadata={"group": group, **step}, start_after=since
+                self.store.query_rollouts,
+                status_in=statuses,
+                metadata={"group": group, **self.where},
+                start_after=since,
             )
         ]
 

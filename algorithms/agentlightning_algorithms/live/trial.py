@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
@@ -19,6 +20,8 @@ _BETS: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 _MAX_LOSS: Final = 0.9
 """Largest share of the wealth that one block can lose."""
 _MIN_BLOCK: Final = 8
+_RECENT: Final = 20
+"""Number of blocks whose difference an alarm reports."""
 
 
 class Wealth:
@@ -30,22 +33,60 @@ class Wealth:
     section 3; the mean over fixed bets: Waudby-Smith and Ramdas, arXiv:2010.09686, section 4.
     """
 
-    def __init__(self, bound: float) -> None:
+    def __init__(self, bound: float, *, gains_gamblers: bool = False) -> None:
+        """Begins with one gambler; with ``gains_gamblers``, with none, and another one comes with each difference."""
         self._bound = bound
         self._max_bet = _MAX_LOSS / max(1 + bound, 1e-9)
-        self._logs = [0.0] * len(_BETS)
+        self._gains_gamblers = gains_gamblers
+        self._logs = [-math.inf if gains_gamblers else 0.0] * len(_BETS)
 
     def add(self, information: float, difference: float) -> None:
         """Bets on a difference, from -1 to 1, in proportion to its information."""
         gain = difference - self._bound
         for number, bet in enumerate(_BETS):
+            if self._gains_gamblers:
+                log = self._logs[number]
+                self._logs[number] = max(log, 0.0) + math.log1p(math.exp(-abs(log)))
             self._logs[number] += math.log1p(min(bet * information, self._max_bet) * gain)
 
     def refutes(self, risk: float) -> bool:
         """Whether the hypothesis is rejected at this level."""
         top = max(self._logs)
+        if top == -math.inf:
+            return False
         log_wealth = top + math.log(math.fsum(math.exp(log - top) for log in self._logs) / len(self._logs))
         return log_wealth >= -math.log(risk)
+
+
+class Blocks:
+    """Collects rewards of two versions in blocks of units that were assigned to a version at random."""
+
+    def __init__(self, reward_range: tuple[float, float], share: float) -> None:
+        self._low, self._high = reward_range
+        self.size = max(_MIN_BLOCK, round(1 / min(share, 1 - share)))
+        """Units of a block."""
+        self._open: dict[str, tuple[bool, list[float]]] = {}
+        self._seen: set[str] = set()
+
+    def add(self, reward: float, *, is_treatment: bool, unit: str) -> tuple[float, float] | None:
+        """Adds a reward; returns information and difference of a block that it ends, if both versions are in it.
+
+        Rewards outside the range are clipped. The difference of the mean rewards, treatment minus control, is a share
+        of the range.
+        """
+        if unit in self._seen and unit not in self._open:
+            return None
+        self._seen.add(unit)
+        scaled = (min(max(reward, self._low), self._high) - self._low) / (self._high - self._low)
+        self._open.setdefault(unit, (is_treatment, []))[1].append(scaled)
+        if len(self._open) < self.size:
+            return None
+        means = [(treated, statistics.fmean(rewards)) for treated, rewards in self._open.values()]
+        treated, control = ([mean for is_treated, mean in means if is_treated is side] for side in (True, False))
+        self._open = {}
+        if not treated or not control:
+            return None
+        return len(treated) * len(control) / len(means), statistics.fmean(treated) - statistics.fmean(control)
 
 
 class SequentialTest:
@@ -76,9 +117,7 @@ class SequentialTest:
         """
         self._low, self._high = reward_range
         self._risks = risk, promotion_risk or risk
-        self._size = max(_MIN_BLOCK, round(1 / min(share, 1 - share)))
-        self._open: dict[str, tuple[bool, list[float]]] = {}
-        self._seen: set[str] = set()
+        self._units = Blocks(reward_range, share)
         self._blocks: list[tuple[float, float]] = []
         """Information and difference of each block; rewards are scaled to [0, 1]."""
         self._worse, self._better = Wealth(0.0), Wealth(0.0)
@@ -88,28 +127,15 @@ class SequentialTest:
 
     def add(self, reward: float, *, is_treatment: bool, unit: str) -> None:
         """Adds a reward of a unit."""
-        reward = min(max(reward, self._low), self._high)
         self.n_treatment += is_treatment
         self.n_control += not is_treatment
-        if unit in self._seen and unit not in self._open:
-            return
-        self._seen.add(unit)
-        self._open.setdefault(unit, (is_treatment, []))[1].append((reward - self._low) / (self._high - self._low))
-        if len(self._open) == self._size:
-            self._end_block()
-
-    def _end_block(self) -> None:
-        means = [(treated, statistics.fmean(rewards)) for treated, rewards in self._open.values()]
-        treated, control = ([mean for is_treated, mean in means if is_treated is side] for side in (True, False))
-        self._open = {}
-        if not treated or not control:
-            return
-        difference = statistics.fmean(treated) - statistics.fmean(control)
-        information = len(treated) * len(control) / len(means)
-        self._blocks.append((information, difference))
-        self._worse.add(information, -difference)
-        self._better.add(information, difference)
-        self._not_worse.add(information, difference)
+        block = self._units.add(reward, is_treatment=is_treatment, unit=unit)
+        if block is not None:
+            information, difference = block
+            self._blocks.append(block)
+            self._worse.add(information, -difference)
+            self._better.add(information, difference)
+            self._not_worse.add(information, difference)
 
     @property
     def difference(self) -> float:
@@ -146,6 +172,53 @@ class SequentialTest:
         if self._better.refutes(promotion_risk):
             return "better"
         return "not worse" if self._not_worse.refutes(promotion_risk) else None
+
+
+class Watch:
+    """Raises an alarm once a promoted version is worse than the version before it, at whatever time that begins.
+
+    It adds the wealth of gamblers who begin one after another, as Shiryaev and Roberts do with likelihood ratios, so
+    that a difference that begins late is found as soon as an early one. The mean number of blocks until a false alarm
+    is at least the wealth that raises it: Shin, Ramdas and Rinaldo, E-detectors, arXiv:2203.03532, section 2.
+    """
+
+    def __init__(self, *, interval: int, tolerance: float, reward_range: tuple[float, float], share: float) -> None:
+        """Begins to watch.
+
+        Args:
+            interval: smallest mean number of rewards until a false alarm.
+            tolerance: how much lower the promoted version may be, in units of reward.
+            reward_range: rewards outside of it are clipped.
+            share: of the traffic that the version before it keeps.
+        """
+        self._scale = reward_range[1] - reward_range[0]
+        self._units = Blocks(reward_range, share)
+        self._worse = Wealth(tolerance / self._scale, gains_gamblers=True)
+        self._risk = min(self._units.size / interval, 1.0)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self.n_promoted = self.n_former = 0
+        """Number of rewards of each version."""
+
+    def add(self, reward: float, *, is_promoted: bool, unit: str) -> None:
+        """Adds a reward of a unit, in the order of arrival."""
+        self.n_promoted += is_promoted
+        self.n_former += not is_promoted
+        block = self._units.add(reward, is_treatment=is_promoted, unit=unit)
+        if block is not None and not self.is_alarming:
+            self._recent.append(block)
+            self._worse.add(block[0], -block[1])
+
+    @property
+    def is_alarming(self) -> bool:
+        """Whether the promoted version is worse; once it is, this stays so."""
+        return self._worse.refutes(self._risk)
+
+    @property
+    def difference(self) -> float:
+        """Mean difference of the last blocks, in units of reward."""
+        weight = math.fsum(information for information, _ in self._recent)
+        total = math.fsum(information * difference for information, difference in self._recent)
+        return total / weight * self._scale if weight else 0.0
 
 
 def _find_bound(is_refuted: Callable[[float], bool]) -> float:
@@ -228,6 +301,16 @@ def make_test(settings: LiveSettings, state: LiveState) -> SequentialTest:
         margin=next_margin(settings, state),
         reward_range=settings.reward_range,
         share=state.share,
+    )
+
+
+def make_watch(settings: LiveSettings, state: LiveState) -> Watch:
+    """The watch over the version that was promoted last."""
+    return Watch(
+        interval=settings.alarm_interval,
+        tolerance=state.tolerance,
+        reward_range=settings.reward_range,
+        share=state.control_share,
     )
 
 

@@ -28,6 +28,10 @@ logger = logging.getLogger("agentlightning")
 STATE_NAME: Final = "live"
 KEY_HASH: Final = "key_hash"
 """Metadata of a rollout whose version was chosen by a key: a hash of the key."""
+WATCHED, PERIOD = "watched", "period"
+"""Metadata of a rollout while a promoted version is watched: the number of its candidate, and that of the day."""
+_PERIOD_S: Final = 86400
+"""A user of the former version keeps it for this long: users differ, so they must change for their means to agree."""
 LivePhase: TypeAlias = Literal["watching", "checking", "trial", "closing"]
 
 
@@ -51,6 +55,20 @@ class LiveState(Resource):
     """Number of candidates that were served to users so far."""
     margin_spent: float = 0.0
     """How much worse the stable version may be than the first one, because of promotions without evidence of a gain."""
+    former: str | None = None
+    """The version before the last promotion, while the promoted version is compared with it; or None."""
+    control_share: float = 0.0
+    """Share of the traffic that ``former`` gets, from 0 to 1."""
+    watched_trial: int = 0
+    """Number of the candidate that was promoted last."""
+    promoted_at: float = 0.0
+    """Unix time of the last promotion."""
+    tolerance: float = 0.0
+    """How much lower than that of ``former`` the reward of the promoted version may be."""
+    alarms: int = 0
+    """Number of promotions that the learner has taken back."""
+    alarm: str = ""
+    """Why it took back the last promotion; empty if it did not."""
     note: str = ""
     """The last event, as readable text."""
 
@@ -117,7 +135,8 @@ class ServedVersion:
     resources_id: str | None
     """A version, as in ``rs-1@3``; None while the run has no resources."""
     metadata: Mapping[str, Any]
-    """``group`` (stable, control or treatment), ``step`` (number of the running trial), ``key_hash`` (with a key)."""
+    """``group`` (stable, control, treatment or former), ``step`` (number of the running trial), ``watched`` (number of
+    the promoted candidate) and ``period`` while a promotion is watched, ``key_hash`` (with a key)."""
 
 
 class LiveResources:
@@ -162,28 +181,39 @@ class LiveResources:
     @property
     def trial(self) -> LiveState | None:
         """The state while a candidate gets its share of the traffic; None otherwise."""
-        state = self.state
-        if state is None or state.phase != "trial" or state.candidate is None or state.stable != self.stable:
-            return None
-        is_watched = self._alive_at is not None and time.monotonic() - self._alive_at <= self._learner_timeout_s
-        return state if is_watched else None
+        state = self._current
+        return None if state is None or state.phase != "trial" or state.candidate is None else state
+
+    @property
+    def _current(self) -> LiveState | None:
+        """The state, if it is about the stable version and a learner is alive."""
+        is_alive = self._alive_at is not None and time.monotonic() - self._alive_at <= self._learner_timeout_s
+        return self.state if is_alive and self.state is not None and self.state.stable == self.stable else None
 
     def pick(self, key: str | None = None) -> ServedVersion:
         """Chooses the version for the next task: ``runner.step(task, resources_id=..., metadata=...)``.
 
         Args:
-            key: a user's id, for example; the same key gets the same version throughout a trial. None draws at random.
-                The metadata has a hash of the key, because statistical tests must count users, not their rollouts.
+            key: a user's id, for example; the same key gets the same version throughout a trial, and for a day while a
+                promoted version is watched. None draws at random. The metadata has a hash of the key, because
+                statistical tests must count users, not their rollouts.
         """
-        trial = self.trial
-        unit = {} if key is None else {KEY_HASH: _hash(f"{self._store.run_id}/{key}").hex()}
+        trial, state = self.trial, self._current
+        own: dict[str, Any] = {} if key is None else {KEY_HASH: _hash(f"{self._store.run_id}/{key}").hex()}
+        if trial is not None and self._draw_for(f"{trial.candidate}/{key}", key) < trial.share:
+            return ServedVersion(trial.candidate, {"group": "treatment", "step": trial.trial, **own})
+        if state is not None and state.former is not None:
+            period = int(time.time() // _PERIOD_S)
+            own |= {WATCHED: state.watched_trial, PERIOD: period}
+            if self._draw_for(f"{state.former}/{state.watched_trial}/{period}/{key}", key) < state.control_share:
+                return ServedVersion(state.former, {"group": "former", **own})
         if trial is None:
-            return ServedVersion(self.stable, {"group": "stable", **unit})
-        digest = None if key is None else _hash(f"{trial.candidate}/{key}")
-        chance = self._draw.random() if digest is None else int.from_bytes(digest, "big") / 2**64
-        if chance < trial.share:
-            return ServedVersion(trial.candidate, {"group": "treatment", "step": trial.trial, **unit})
-        return ServedVersion(self.stable, {"group": "control", "step": trial.trial, **unit})
+            return ServedVersion(self.stable, {"group": "stable", **own})
+        return ServedVersion(self.stable, {"group": "control", "step": trial.trial, **own})
+
+    def _draw_for(self, text: str, key: str | None) -> float:
+        """Returns a number from 0 to below 1: that of the text if there is a key, otherwise a random one."""
+        return self._draw.random() if key is None else int.from_bytes(_hash(text), "big") / 2**64
 
     async def reward(self, rollout: Rollout | str, reward: float | Mapping[str, float]) -> None:
         """Adds a reward to a rollout, at any time after it ended.

@@ -38,10 +38,12 @@ class AgentLoopWorker(_Worker):  # type: ignore[misc] # verl's classes are untyp
         episode = await self.controller.roll_out(mode, *place)
         outputs = episode_to_outputs(episode, step if mode == "val" else step - 1)
         if greedy is not None:
-            baseline = (await greedy).reward
+            found = await greedy
+            has_baseline = found.record["rollout"]["reward"] is not None  # otherwise the advantage is 0
             for output in outputs:
-                output.extra_fields["baseline"] = baseline
-        await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
+                output.extra_fields["baseline"] = found.reward if has_baseline else episode.reward
+        if outputs:
+            await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
 
 
 class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc] # verl's classes are untyped
@@ -65,6 +67,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc] # verl's class
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Starts the rollouts of a batch of prompts and returns."""
+        self.controller.order([str(group) for group in prompts["uid"]])
         self.controller.call(self.worker.generate_sequences(prompts))
 
     def cancel(self) -> None:

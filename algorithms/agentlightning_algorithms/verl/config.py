@@ -20,6 +20,7 @@ from agentlightning_algorithms.verl.environment import check_release, choose_pla
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+_MERGE: Final = "actor_rollout_ref.model.lora.merge"
 _DYNAMIC: Final = "actor_rollout_ref.actor.use_dynamic_bsz"
 DEFAULTS: Final[Mapping[str, Any]] = {
     "algorithm.adv_estimator": "grpo",
@@ -37,6 +38,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "actor_rollout_ref.model.path": "Qwen/Qwen2.5-1.5B-Instruct",
     "actor_rollout_ref.model.use_remove_padding": True,
     "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    _MERGE: True,
     "actor_rollout_ref.rollout.name": "vllm",
     "actor_rollout_ref.rollout.n": 8,
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
@@ -172,10 +174,11 @@ def default_values(settings: list[Setting]) -> dict[str, Any]:
     defaults = dict(DEFAULTS)
     if any(key.endswith(_BY_TOKENS[1]) for key in given):
         defaults[_DYNAMIC] = False
-    if given.get("trainer.device") != "cpu":
-        return defaults
-    has_vllm = given.get(f"{_ROLLOUT}.name") == "vllm"
-    return {**defaults, **CPU_DEFAULTS, **(_VLLM_ON_CPU if has_vllm else {})}
+    is_on_cpu = given.get("trainer.device") == "cpu"
+    defaults |= CPU_DEFAULTS if is_on_cpu else {}
+    engine = given.get(f"{_ROLLOUT}.name", defaults[f"{_ROLLOUT}.name"])
+    defaults[_MERGE] = engine != "transformers"  # which merges without rounding
+    return {**defaults, **(_VLLM_ON_CPU if is_on_cpu and engine == "vllm" else {})}
 
 
 def compose_without_verl(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,6 +360,12 @@ def check_values(get: Callable[[str], Any]) -> None:
     temperature = get(f"{rollout}.temperature")
     if temperature is not None and temperature <= 0:
         raise ConfigError(f"verl's {rollout}.temperature must be above 0: greedy rollouts are all alike")
+    has_adapter = any(get(f"actor_rollout_ref.model.{name}") for name in ("lora_rank", "lora.rank"))
+    if has_adapter and get(f"{rollout}.name") != "transformers" and not get(_MERGE):
+        raise ConfigError(
+            f"verl's {_MERGE} = {get(_MERGE)}: agents would sample from the model without its adapter, because verl "
+            "does not offer the adapter at the endpoint of its inference engine; leave the key out"
+        )
     if get(f"{rollout}.name") == "transformers":
         for name in ("custom_chat_template", "trust_remote_code"):
             if value := get(f"actor_rollout_ref.model.{name}"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import statistics
+from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
@@ -25,7 +25,7 @@ from agentlightning_algorithms.shared.rollout_result import RolloutResult, cance
 from agentlightning_algorithms.verl.batch_row import REMAX, BatchRow, RowKind, build_rows, placeholder_row
 from agentlightning_algorithms.verl.images import ImageLoader
 from agentlightning_algorithms.verl.metrics import RolloutMetrics, RolloutStats
-from agentlightning_plugins.shared.training_records.record import Outcome, RolloutOutcome, count_sampled
+from agentlightning_plugins.shared.training_records.record import LedgerEntry, Outcome, RolloutOutcome, count_sampled
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -74,7 +74,7 @@ class VerlEpisode:
     """A finished rollout, as verl trains on it."""
 
     rows: list[BatchRow]
-    """The rows of the rollout, at least one."""
+    """The rows of the rollout: none if it has no place in its group, else at least one."""
     reward: float
     calls: int
     record: dict[str, Any] = field(default_factory=dict)
@@ -100,8 +100,10 @@ class RolloutController:
     failure: BaseException | None = None
     """The first error that did not come from an agent."""
     _resources: dict[Mode, str] = field(default_factory=dict)
-    _groups: dict[tuple[Mode, str], list[asyncio.Future[float | None]]] = field(default_factory=dict)
-    """The rewards of the groups that are running, None for rollouts that failed."""
+    entries: deque[LedgerEntry] = field(default_factory=deque)
+    """Ledger entries of rollouts that are not in verl's batch."""
+    _groups: dict[tuple[Mode, str], list[asyncio.Future[RolloutResult | None]]] = field(default_factory=dict)
+    """The results of the groups that are running, None for rollouts that could not be run."""
     _greedy: dict[str, asyncio.Task[VerlEpisode]] = field(default_factory=dict)
     """The greedy rollout of each group that is running, with ReMax."""
     _places: dict[str, int] = field(default_factory=dict)
@@ -166,8 +168,13 @@ class RolloutController:
             self._resources[mode] = (await self.store.add_resources(resources)).resources_id
         await self.gateway.resume(version)
 
+    def order(self, groups: Sequence[str]) -> None:
+        """Takes the groups of a batch, in its order: verl starts them in an order that depends on time."""
+        for group in groups:
+            self._places.setdefault(group, len(self._places))
+
     def place_of(self, key: str) -> tuple[int, int, int]:
-        """Returns the place of a row, ``{group}_{rollout}_{row}``, in the order in which rollouts were requested."""
+        """Returns the place of a row, ``{group}_{rollout}_{row}``, in the order of the batches."""
         group, rollout, row = key.rsplit("_", 2)
         return self._places.get(group, -1), int(rollout), int(row)
 
@@ -180,11 +187,12 @@ class RolloutController:
     async def roll_out(self, mode: Mode, index: int, group: str, step: int) -> VerlEpisode:
         """Runs the agent once on a task; returns an episode even if the agent fails.
 
-        The episode of a rollout without a reward waits for the other rewards of its group.
+        The episode of a rollout without a reward waits for the other results of its group. A rollout whose model call
+        failed does not count in its group, as in ``grpo``. If it leaves one rollout alone, it has that rollout's
+        reward: verl would take the reward of a single rollout for its advantage.
         """
-        own: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        own: asyncio.Future[RolloutResult | None] = asyncio.get_running_loop().create_future()
         members = self._groups.setdefault((mode, group), [])
-        self._places.setdefault(group, len(self._places))
         members.append(own)
         try:
             request = EnqueueRolloutRequest(
@@ -200,18 +208,23 @@ class RolloutController:
             rollout = await self.store.get_rollout_by_id(queued.rollout_id)
             assert rollout is not None
             result = await read_result(self.store, rollout)
-            own.set_result(result.valid_reward)
+            own.set_result(result)
             if result.valid_reward is None:
                 await asyncio.wait(members)
-            known = [reward for each in members if each.done() and (reward := each.result()) is not None]
+            ended = [found for each in members if each.done() and (found := each.result()) is not None]
+            others = [each for each in ended if each.error_type != MODEL_ERROR]
+            known = [each.valid_reward for each in others if each.valid_reward is not None]
             failed_reward = count_failed(known or [self.metrics.lowest], self.settings.failed_reward)
             if result.error_type == MODEL_ERROR and known:
-                failed_reward = statistics.fmean(known)  # the rollout does not change its group's baseline
+                (failed_reward, *_) = known  # the only one, or there is no row
             episode = await asyncio.to_thread(self._to_episode, mode, result, failed_reward)
-            if mode == "greedy" and episode.record["rollout"]["attempt_id"]:
+            if result.error_type == MODEL_ERROR and len(others) > 1:
+                episode.rows.clear()
+            if mode == "greedy" or (mode == "train" and not episode.rows):
                 calls: dict[str, Outcome] = {call.name: "baseline" for row in episode.rows for call in row.calls}
-                entry = RolloutOutcome(**episode.record["rollout"]).to_entry(step, episode.record["left_out"] | calls)
-                await self.store.add_many_spans([entry.to_span()])
+                outcome = RolloutOutcome(**episode.record["rollout"])
+                if outcome.attempt_id:
+                    self.entries.append(outcome.to_entry(step, episode.record["left_out"] | calls))
             return episode
         except Exception as error:  # isolation point: a store's or dataset's error, which ``check`` raises
             self.failure = self.failure or error
@@ -286,7 +299,7 @@ class RolloutController:
             "rollout_id": rollout.rollout_id,
             "attempt_id": "" if attempt is None else attempt.attempt_id,
             "group": str((rollout.metadata or {}).get("group", rollout.rollout_id)),
-            "reward": stats.reward,
+            "reward": None if error == MODEL_ERROR else stats.reward,
             "error": error,
             "has_failed": rollout.status != "succeeded",
             "tokens": count_sampled(triplets),

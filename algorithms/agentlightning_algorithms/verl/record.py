@@ -82,7 +82,7 @@ def make_spans(
     """
     rewards: dict[str, set[float | None]] = {}
     for row in rows:
-        rewards.setdefault(row.rollout.group, set()).add(row.rollout.reward)
+        rewards.setdefault(row.rollout.group, set()).update({row.rollout.reward} - {None})
     spans: list[Span] = []
     calls: dict[str, dict[str, Outcome]] = {}
     rollouts: dict[str, RolloutOutcome] = {}

@@ -90,8 +90,11 @@ class _AgentTrainer:
         has_trainer = not correction.get("bypass_mode", False)  # else the trainer uses the sampler's log-probabilities
         rows = read_rows(batch, is_skipped=self.is_skipped, has_trainer=has_trainer)
         spans, outcomes = make_spans(rows, self.global_steps, self.token_texts, trains_flat_groups=bool(has_other_loss))
+        others = self.controller.entries
+        entries = [others.popleft() for _ in range(len(others))]
+        spans += [entry.to_span() for entry in entries]
         self.controller.call(self.controller.store.add_many_spans(spans))
-        self.outcomes += outcomes
+        self.outcomes += outcomes + Counter(entry.outcome for entry in entries)
         self.drift = mean_drift(rows, self.global_steps - 1)
         self.record_s += time.monotonic() - started
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from agents import Agent, FunctionTool, Handoff, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, RunResult
+from agents import (
+    Agent,
+    FunctionTool,
+    Handoff,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    RunConfig,
+    RunContextWrapper,
+    Runner,
+    RunResult,
+)
 from agents.run import AgentRunner, CallModelData, ModelInputData
 from agents.tool_context import ToolContext
 from agents.tracing import FunctionSpanData, Span, Trace, TracingProcessor, get_trace_provider, set_trace_processors
@@ -18,8 +30,9 @@ from agents.tracing.span_data import AgentSpanData, GuardrailSpanData, HandoffSp
 from opentelemetry import trace as otel
 from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
 
+from agentlightning import semconv
 from agentlightning.plugin.hookspecs import WrapOptions
-from agentlightning.resources import LLM
+from agentlightning.resources import LLM, hide_secrets
 from agentlightning_integrations.shared.agent import FrameworkAgent, by_path, read_input
 from agentlightning_integrations.shared.object_copy import walk
 from agentlightning_integrations.shared.openai_client import async_client
@@ -99,6 +112,7 @@ def _to_settings(parameters: Mapping[str, Any]) -> ModelSettings:
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:
     """Sends the SDK's own tracing to the provider, and stops its upload to OpenAI until this is undone."""
+    follow_contexts()
     recorder = _Recorder(otel.get_tracer("agentlightning.openai_agents", tracer_provider=tracer_provider))
     before = _processors()
     kept = [processor for processor in before if not _uploads(processor)]
@@ -134,7 +148,7 @@ class _Recorder(TracingProcessor):
     def on_span_start(self, span: Span[Any]) -> None:
         data, key, parent = span.span_data, span.span_id, span.parent_id
         if isinstance(data, AgentSpanData):
-            self._spans.begin_agent(key, data.name, parent)
+            self._spans.begin_agent(key, data.name, parent, attributes=read_context())
         elif isinstance(data, FunctionSpanData):
             self._spans.begin_tool(key, data.name, parent)
         elif isinstance(data, HandoffSpanData):
@@ -148,7 +162,7 @@ class _Recorder(TracingProcessor):
         data = span.span_data
         attributes: dict[str, Any] = {}
         if isinstance(data, FunctionSpanData):
-            attributes = {TOOL_ARGUMENTS: to_text(data.input), TOOL_RESULT: to_text(data.output)}
+            attributes = {TOOL_ARGUMENTS: to_text(data.input), TOOL_RESULT: to_text(data.output), **read_context()}
         elif isinstance(data, HandoffSpanData):
             attributes = {INPUT: data.from_agent, OUTPUT: data.to_agent}
         elif isinstance(data, GuardrailSpanData):
@@ -163,6 +177,39 @@ class _Recorder(TracingProcessor):
 
     def force_flush(self) -> None:
         """Does nothing: spans are passed on when they end."""
+
+
+run_context: ContextVar[Any] = ContextVar("agentlightning_openai_agents_context", default=None)
+"""The context object that the user gave to the innermost run."""
+
+
+@functools.cache
+def follow_contexts() -> None:
+    """Keeps the context of each run for its spans, which do not have it."""
+
+    def run(wrapped: Callable[..., Any], runner: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = kwargs.get("context")
+        run_context.set(given.context if isinstance(given, RunContextWrapper) else given)
+        return wrapped(*args, **kwargs)
+
+    for name in ("run", "run_streamed"):
+        wrap_function_wrapper(AgentRunner, name, run)
+
+
+def read_context() -> dict[str, str]:
+    """Returns the data in the run's context as an attribute: the state of the agent, without secrets and clients."""
+    context = run_context.get()
+    if isinstance(context, Mapping):
+        found = dict(context)
+    elif is_dataclass(context):
+        found = {field.name: getattr(context, field.name) for field in fields(context)}
+    else:
+        found = getattr(context, "__dict__", {})
+    variables = {}
+    for name, value in found.items():
+        with contextlib.suppress(TypeError, ValueError, RecursionError):  # not data
+            variables[str(name)] = json.loads(json.dumps(value))
+    return {semconv.STATE: json.dumps(hide_secrets(variables), ensure_ascii=False)} if variables else {}
 
 
 run_config: ContextVar[RunConfig | None] = ContextVar("agentlightning_openai_agents_config", default=None)

@@ -45,10 +45,12 @@ class SpanTree:
             self._open[key] = span
         otel_context.attach(otel_context.set_value(_ENTERED, (span, outer), otel.set_span_in_context(span, outer)))
 
-    def begin_agent(self, key: Hashable, name: str, parent: Hashable, given: Any = None) -> None:
+    def begin_agent(
+        self, key: Hashable, name: str, parent: Hashable, given: Any = None, attributes: Mapping[str, Any] | None = None
+    ) -> None:
         """Begins the span of an agent that works on ``given``."""
-        attributes = {OPERATION: "invoke_agent", "gen_ai.agent.name": name, INPUT: to_text(given)}
-        self.begin(key, f"invoke_agent {name}", attributes, parent)
+        own = {OPERATION: "invoke_agent", "gen_ai.agent.name": name, INPUT: to_text(given)}
+        self.begin(key, f"invoke_agent {name}", own | dict(attributes or {}), parent)
 
     def begin_tool(
         self, key: Hashable, name: str, parent: Hashable, arguments: Any = None, call_id: str | None = None

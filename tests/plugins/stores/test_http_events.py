@@ -222,7 +222,7 @@ async def test_prometheus_metrics_show_rewards_by_version_and_mode_and_what_live
                 await live.update_attempt(begun.rollout_id, "latest", status="succeeded", reward=reward)
         again = await live.start_rollout("task", "val", "tuned@1")
         await live.update_attempt(again.rollout_id, "latest", status="failed", reward=0.5)
-        state = LiveState(phase="trial", since=0.0, stable="tuned@2", candidate="shop.candidate@1", share=0.25, trial=1)
+        state = LiveState(phase="trial", since=0.0, stable="tuned@2", share=0.25, alarms=2)
         await store.with_run("shop.live").update_resources("shop.live", {"live": state})
         samples: dict[str, Any] = _samples((await ask(server, "GET", "/metrics"))[1].decode())
         assert samples["agl_store_reward"] == {
@@ -233,6 +233,7 @@ async def test_prometheus_metrics_show_rewards_by_version_and_mode_and_what_live
         assert samples["agl_store_promoted_version"]["tuned", "shop"] == 2
         assert samples["agl_store_trial_phase"] == {("trial", "shop"): 1.0}
         assert samples["agl_store_trial_share"] == {("shop",): 0.25}
+        assert samples["agl_store_promotions_taken_back"] == {("shop",): 2.0}
 
 
 async def test_a_scrape_reads_rewards_where_rollouts_have_ended_and_of_few_runs_only(

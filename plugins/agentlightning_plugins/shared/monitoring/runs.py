@@ -6,9 +6,18 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Final, get_args
 
+from agentlightning.resources import Resource
+from agentlightning.store.capabilities import LIVE_SUFFIX
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Metrics, RolloutStatus, Run
-from agentlightning_plugins.shared.monitoring.metrics import estimate_left, judge, make_series, read_metrics, sum_phases
+from agentlightning_plugins.shared.monitoring.metrics import (
+    Health,
+    estimate_left,
+    judge,
+    make_series,
+    read_metrics,
+    sum_phases,
+)
 
 _NEWEST: Final = 50
 """Number of newest runs that are read, and of runs with open work."""
@@ -19,6 +28,21 @@ async def count_rollouts(store: LightningStore) -> dict[str, int]:
     statuses = get_args(RolloutStatus)
     pages = await asyncio.gather(*(store.query_rollouts(status_in=[status], limit=0) for status in statuses))
     return {status: page.total for status, page in zip(statuses, pages, strict=True)}
+
+
+async def read_live_state(store: LightningStore) -> Resource | None:
+    """Returns the state of live learning in the store's run, the ``LiveState`` of the algorithm ``live``, or None."""
+    live = await store.with_run(store.run_id + LIVE_SUFFIX).get_latest_resources()
+    state = None if live is None else live.resources.get("live")
+    return state if getattr(state, "resource_type", None) == "live_state" else None
+
+
+async def _judge_live(store: LightningStore) -> list[Health]:
+    """Says what live learning did last, or why it took back its last promotion."""
+    state: Any = await read_live_state(store)
+    if state is None:
+        return []
+    return [Health("Live learning", "watch" if state.alarm else "good", state.alarm or state.note)]
 
 
 async def find_run(store: LightningStore) -> Run | None:
@@ -94,7 +118,7 @@ async def read_result(store: LightningStore, metric: str = "") -> dict[str, Any]
         "last": dict(steps[-1].values) if steps else {},
         "reward": reward,
         "has_ledger": any(name.startswith("outcome/") for name in names),
-        "health": [health._asdict() for health in judge(steps)],
+        "health": [health._asdict() for health in (*await _judge_live(store), *judge(steps))],
         "phases": sum_phases(steps),
         "progress": estimate_left(run, steps, store.now()),
         "metrics": {name: make_series(steps, name) for name in drawn},

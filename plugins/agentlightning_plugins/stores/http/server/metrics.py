@@ -14,10 +14,9 @@ from prometheus_client import Counter, Histogram, Info, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 
 from agentlightning.errors import LightningError
-from agentlightning.store.capabilities import LIVE_SUFFIX
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID, AttemptedRollout, PaginatedResult, Rollout, RolloutStatus, WorkerStatus
-from agentlightning_plugins.shared.monitoring.runs import count_rollouts
+from agentlightning_plugins.shared.monitoring.runs import count_rollouts, read_live_state
 from agentlightning_plugins.shared.web.metrics import ScrapedMetrics
 from agentlightning_plugins.stores.http.message import PREFIX
 from agentlightning_plugins.stores.http.server.events import EventStreams
@@ -155,6 +154,7 @@ class ServerMetrics(ScrapedMetrics):
         promoted = GaugeMetricFamily("agl_store_promoted_version", "The latest resources.", labels=["run", "resources"])
         phase = GaugeMetricFamily("agl_store_trial_phase", "The phase of live learning is 1.", labels=["run", "phase"])
         share = GaugeMetricFamily("agl_store_trial_share", "Share of the candidate in the traffic.", labels=["run"])
+        alarms = GaugeMetricFamily("agl_store_promotions_taken_back", "Promotions that did not last.", labels=["run"])
         await self._refresh_rewards(run_ids)
         for run_id in run_ids:
             for label, mean in self._rewards.get(run_id, (None, {}))[1].items():
@@ -162,12 +162,12 @@ class ServerMetrics(ScrapedMetrics):
             latest = await self._store.with_run(run_id).get_latest_resources()
             if latest is not None:
                 promoted.add_metric([run_id, latest.resources_id], latest.version)
-            live = await self._store.with_run(run_id + LIVE_SUFFIX).get_latest_resources()
-            state: Any = None if live is None else live.resources.get("live")
-            if getattr(state, "resource_type", None) == "live_state":
+            state: Any = await read_live_state(self._store.with_run(run_id))
+            if state is not None:
                 phase.add_metric([run_id, state.phase], 1.0)
                 share.add_metric([run_id], state.share)
-        return [reward, promoted, phase, share]
+                alarms.add_metric([run_id], state.alarms)
+        return [reward, promoted, phase, share, alarms]
 
     async def _refresh_rewards(self, run_ids: Sequence[str]) -> None:
         """Reads the rewards of runs in which rollouts have ended since, those first that were read longest ago."""
