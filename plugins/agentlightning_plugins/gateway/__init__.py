@@ -26,7 +26,7 @@ _COMPONENTS: Final[tuple[tuple[str, str, str, str], ...]] = (
     ("dialect", "anthropic-messages", "dialects.messages:Messages", "Anthropic Messages"),
     ("dialect", "anthropic-count-tokens", "dialects.messages:CountTokens", "tokens of Messages"),
     ("dialect", "google-generate-content", "dialects.google:GenerateContent", "Google's generateContent"),
-    ("dialect", "google-stream-generate-content", "dialects.google:StreamGenerateContent", "the same as a stream"),
+    ("dialect", "google-stream-generate-content", "dialects.google:StreamGenerateContent", "Google's streams"),
     ("dialect", "google-count-tokens", "dialects.google:GoogleCountTokens", "tokens of generateContent"),
     ("provider", "openai-compatible", "backends.provider:OpenAICompatible", "the default"),
     ("provider", "vllm", "backends.provider:VLLM", "vLLM, with token ids"),
