@@ -107,6 +107,7 @@ def test_a_race_ends_when_the_child_cannot_win_or_is_clearly_better() -> None:
     assert lost(Gain(16, -0.01, 0.1, True))
     assert not lost(Gain(8, 0.0, 0.1, True))
     assert lost(Gain(found.count_raced(150), 0.05, 0.0, False)), "equal on all tasks"
-    assert won(Gain(8, 0.3, 0.1, True))
+    assert not won(Gain(8, 0.3, 0.1, True)), "too little is known after the first tasks"
+    assert won(Gain(16, 0.3, 0.1, True))
     assert not won(Gain(16, 0.2, 0.1, True))
     assert not won(Gain(16, 0.1, 0.0, False)), "equal on all tasks"

@@ -228,7 +228,7 @@ class RacingSearch(PromptSearch):
         return gain.mean < (0 if gain.n_tasks > self.first_rung else -gain.error / 2)
 
     def _has_won(self, gain: Gain) -> bool:
-        return gain.n_tasks >= self.first_rung and gain.is_different and gain.mean > 2 * gain.error
+        return gain.n_tasks > self.first_rung and gain.is_different and gain.mean > 2.5 * gain.error
 
     def _beam(self) -> list[Candidate]:
         """The parents of the next round; a prompt that had many children gives way to others."""

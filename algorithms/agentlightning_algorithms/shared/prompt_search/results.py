@@ -93,9 +93,8 @@ class ResultPool:
     def compare(self, candidate_id: str, ancestor_id: str | None = None) -> Gain:
         """How much better a candidate is than an ancestor, by default its parent.
 
-        An ancestor was chosen because its results were good, which makes them too high on average; its estimate is not.
-        The gain is corrected by that difference, but only as far as rewards vary from rollout to rollout: what varies
-        between tasks, the same for both prompts, cancels.
+        An ancestor was chosen because its results were good, which makes them too high on average. Its estimate is not,
+        so the gain is corrected by that difference.
         """
         ancestor_id = ancestor_id or self._parents[candidate_id] or candidate_id
         before, after = self.scores(ancestor_id), self.scores(candidate_id)
@@ -105,11 +104,8 @@ class ResultPool:
         n, differences = len(pairs), [new - old for old, new in pairs]
         if n == 1:
             return Gain(1, differences[0], self.spread, any(differences))
-        of_difference, of_both = variance(differences), sum(map(variance, zip(*pairs, strict=True)))
-        noise = min(of_difference / of_both, 1.0) if of_both else float(any(differences))
         luck = statistics.fmean(before.values()) - self.estimate(ancestor_id)
-        mean = statistics.fmean(differences) + noise * luck
-        return Gain(n, mean, math.sqrt(of_difference / n), any(differences))
+        return Gain(n, statistics.fmean(differences) + luck, math.sqrt(variance(differences) / n), any(differences))
 
     def best(self, candidates: Sequence[Candidate]) -> Candidate:
         """The candidate with the highest estimate, the first one if none has a result."""
