@@ -73,7 +73,7 @@ def test_an_example_trains_and_the_demo_with_a_learning_rate_of_zero_does_not_ch
 def test_cpu_seconds_are_counted_by_the_purpose_of_a_process() -> None:
     purposes = {
         "sampler": "agentlightning_algorithms.shared.policy.server",
-        "agent": "agentlightning_plugins.strategies",
+        "agent": "agentlightning_plugins.shared.processes.job_process",
         "other": "",
     }
     with contextlib.ExitStack() as started, evidence.measured_cpu() as seconds:

@@ -43,7 +43,7 @@ def test_apo_tunes_the_default_value_of_a_parameter_and_its_critic_sees_the_stat
     with Server(critic_and_editor) as server:
         apo = agl.APO(
             client(server), gradient_model="critic", apply_edit_model="editor",
-            beam_width=2, branch_factor=3, beam_rounds=4,
+            beam_width=2, branch_factor=3, beam_rounds=8,
         )  # fmt: skip
         store = agl.create_store(f"sqlite:///{tmp_path}/store.db")
         run = agl.Trainer(algorithm=apo, store=store, n_runners=2).fit(agent, TRAIN, VAL)

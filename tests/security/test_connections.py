@@ -160,7 +160,9 @@ async def test_every_server_may_open_as_many_files_as_the_system_allows_and_ends
         assert await server.wait() == 0, text_of(log)
 
 
-@pytest.mark.parametrize("command", ["store --backend memory://", "gateway --model m=http://127.0.0.1:9/v1"])
+@pytest.mark.parametrize(
+    "command", ["store --backend memory://", "gateway --model m=http://127.0.0.1:9/v1 --store http://127.0.0.1:9"]
+)
 def test_a_server_that_may_open_too_few_files_says_so(command: str) -> None:
     limited = ["prlimit", "--nofile=24:24", sys.executable, "-m", "agentlightning", *command.split(), "--port", "0"]
     done = subprocess.run(limited, capture_output=True, text=True, check=False)

@@ -72,7 +72,7 @@ def test_no_command_opens_a_database_through_a_link(run: Path, command: str, suf
 
 def test_texts_of_agents_and_of_the_directory_are_no_html_in_a_report_and_a_model_card(run: Path) -> None:
     tag, fence = "<img src=x onerror=alert(1)>", "a\n```\n<script>x</script>\n```"
-    candidate = {"candidate_id": tag, "critique": tag}
+    candidate = {"candidate_id": tag, "critique": tag, "prompts": {}}
     report = Report(
         agl.types.Run(name=tag), {}, {}, {f"ValueError: {tag}": 1}, 0, {}, {f"prompt {tag}": fence}, 0, [candidate]
     )

@@ -212,7 +212,7 @@ async def test_of_candidates_with_the_same_score_the_page_shows_the_published_on
         await store.update_resources(f"rs-{place}", {**candidate.prompts, CANDIDATE_NAME: candidate})
     await store.add_resources(best.prompts)
     page = (await write_html(store, tmp_path)).read_text()
-    assert '<h2>Best prompt</h2>\n<h3>p</h3>\n<pre class="block">best</pre>' in page
+    assert '<h3>p</h3>\n<pre class="block">best</pre>' in page.partition("<h2>Best prompt</h2>")[2]
 
 
 def test_the_command_writes_html(tmp_path: Path) -> None:

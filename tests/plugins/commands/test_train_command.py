@@ -410,7 +410,7 @@ def test_a_process_with_only_the_algorithm_prints_how_to_start_its_runners(
     (line,) = (line.split() for line in said.splitlines() if line.startswith("    agl runner"))
     asked = runner_command.make_context("runner", line[2:]).params
     assert asked["agent"] == "config.yaml"
-    assert asked["store"] == (store or "http://127.0.0.1:4750")
+    assert asked["where"] == (store or "http://127.0.0.1:4750")
     assert (asked["run"] or "default") == run
 
 
@@ -665,7 +665,7 @@ def test_a_runner_joins_the_run_and_the_store_that_the_configuration_names(folde
     command = [sys.executable, "-m", "agentlightning", "runner", "project/config.yaml", "--max-rollouts", "1"]
     done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
-    assert "run joined of sqlite:///all.db" in done.stdout
+    assert f"run joined of sqlite:///{folder}/project/all.db" in done.stdout
     assert asyncio.run(queue()).status == "succeeded"
     assert (folder / "project" / "ran.txt").read_text() == "4\n"
 

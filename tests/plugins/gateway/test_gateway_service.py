@@ -22,6 +22,7 @@ from openai import AsyncOpenAI
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
+from agentlightning.store.factory import create_store
 from agentlightning.trainer import Trainer
 from agentlightning.types import Span
 from agentlightning_plugins.gateway.operation import ask_gateway
@@ -125,10 +126,12 @@ async def test_servers_that_listen_on_every_address_print_a_url_that_clients_can
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("AGL_TOKEN", raising=False)
     model = ("--model", "m=http://127.0.0.1:9/v1")
+    existing = f"sqlite:///{tmp_path}/existing.db"
+    await create_store(existing).close()
     commands = {
         "store": ("--backend", "memory://"),
-        "dashboard": (f"sqlite:///{tmp_path}/dashboard.db",),
-        "legacy": ("--store", f"sqlite:///{tmp_path}/legacy.db"),
+        "dashboard": (existing,),
+        "legacy": ("--store", existing),
         "gateway": ("--store", f"sqlite:///{tmp_path}/gateway.db", *model),
     }
     async with contextlib.AsyncExitStack() as stack, aiohttp.ClientSession() as session:

@@ -1131,12 +1131,14 @@ async def count_pages(url: str, stored: int) -> dict[str, int]:
     }
     for operation in operations.values():  # the first execution plans the statements, which reads the catalogue
         await operation()
-    claimed = await claim(store)
-    pages = {}
-    for name, operation in operations.items():
-        before = await read_meter(meter, store)
-        await operation()
-        pages[name] = await read_meter(meter, store) - before
+    pages: dict[str, int] = {}
+    for _ in range(3):  # a connection may count pages of an operation later, with those of another
+        claimed = await claim(store)
+        for name, operation in operations.items():
+            before = await read_meter(meter, store)
+            await operation()
+            touched = await read_meter(meter, store) - before
+            pages[name] = min(pages.get(name, touched), touched)
     await meter.close()
     await store.close()
     return pages

@@ -280,7 +280,7 @@ def _to_format(config: Mapping[str, Any]) -> Any:
 def _to_part(part: Part) -> dict[str, Any]:
     if part.kind != "tool_call":
         return _to_text(part.kind, part.text)
-    arguments = parse_json(part.text.encode()) if part.text else {}
+    arguments = parse_json(part.text, exact=True) if part.text else {}
     return {"functionCall": {"id": part.call_id, "name": part.name, "args": arguments}}
 
 

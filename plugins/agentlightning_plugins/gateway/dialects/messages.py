@@ -403,7 +403,7 @@ def _to_block(part: Part) -> dict[str, Any]:
 def _parse_arguments(text: str) -> dict[str, Any]:
     """Parses tool arguments; text that is not a JSON object is kept under a key, since the API takes only objects."""
     try:
-        arguments = parse_json(text.encode()) if text else {}
+        arguments = parse_json(text, exact=True) if text else {}
     except ValueError:
         arguments = None
     return arguments if isinstance(arguments, dict) else {UNPARSED: text}

@@ -24,7 +24,8 @@ CANDIDATE: Final = "prompt_candidate"
 def read_candidate(update: ResourcesUpdate | None) -> dict[str, Any]:
     """Returns the fields of the candidate in a version of resources; empty without a candidate."""
     candidate = None if update is None else update.resources.get(CANDIDATE)
-    return {} if candidate is None else candidate.model_dump(mode="json")
+    found: dict[str, Any] = {} if candidate is None else candidate.model_dump(mode="json")
+    return found if isinstance(found.get("prompts"), dict) else {}  # another resource may have this name
 
 
 def find_best(candidates: Sequence[Mapping[str, Any]], published: Mapping[str, str]) -> Mapping[str, Any]:
