@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -89,7 +90,12 @@ def instrument(tracer_provider: Any) -> Callable[[], None]:
     """Records modules that are not DSPy's own as agents, and tools; the gateway records the model calls."""
     recorder = _CallRecorder(otel.get_tracer("agentlightning.dspy", tracer_provider=tracer_provider))
     dspy.settings.callbacks.append(recorder)
-    return lambda: dspy.settings.callbacks.remove(recorder)
+
+    def undo() -> None:
+        with contextlib.suppress(ValueError):  # the program has set other callbacks since
+            dspy.settings.callbacks.remove(recorder)
+
+    return undo
 
 
 class _CallRecorder(BaseCallback):  # type: ignore[misc] # mypy does not read DSPy

@@ -52,11 +52,16 @@ class PydanticAIAgent(FrameworkAgent[Agent[Any, Any]]):
             agent._system_prompts = (by_label["system_prompt"],)
         tuned = agent.override(instructions=by_label["instructions"]) if "instructions" in by_label else nullcontext()
         async with async_client(llm) if llm is not None else nullcontext() as client:
+            of_rollout = None
             if client is not None and llm is not None:
                 model = OpenAIChatModel(llm.model, provider=OpenAIProvider(openai_client=client))
-                _of_rollout.set((model, llm.sampling_parameters))  # each rollout has its own context
-            with tuned:
-                return await agent.run(task if isinstance(task, list) else to_text(task))
+                of_rollout = model, llm.sampling_parameters
+            token = _of_rollout.set(of_rollout)
+            try:
+                with tuned:
+                    return await agent.run(task if isinstance(task, list) else to_text(task))
+            finally:
+                _of_rollout.reset(token)
 
 
 _of_rollout: Final[ContextVar[tuple[OpenAIChatModel, Mapping[str, Any]] | None]] = ContextVar(

@@ -61,7 +61,7 @@ class Settings:
 
 
 _PATH: Final = re.compile(r"(?:/rollout/([^/]+)/attempt/([^/]+))?/(.+?)/?")
-_MODEL_PATH: Final = re.compile(r"(v1[a-z]*/models/)([^:]+)(:\w+)")
+_MODEL_PATH: Final = re.compile(r"(v1[a-z]*/models/)(.+)(:\w+)")
 _FINISH_S: Final = 2.0
 
 
@@ -163,7 +163,7 @@ class GatewayServer:
             if self._is_local:
                 check_local(request, "a gateway that requires no keys")
             target = _PATH.fullmatch(request.path)
-            path, fields = _read_model(target[3] if target is not None else "")
+            path, fields = self._read_route(target[3] if target is not None else "")
             named = (target[1], target[2]) if target is not None and target[1] is not None else None
             dialect = self._dialects.get(path)
             if path == EVENTS and named is not None:
@@ -180,6 +180,12 @@ class GatewayServer:
         except CallRefused as error:
             return self._refuse(dialect or CHAT, error)
         return await self._answer_call(call, request)
+
+    def _read_route(self, path: str) -> tuple[str, dict[str, str]]:
+        """Returns the route of a path, and the model that it names, as in Google's API."""
+        found = _MODEL_PATH.fullmatch(path)
+        route = "" if found is None else f"{found[1]}{{model}}{found[3]}"
+        return (path, {}) if found is None or route not in self._dialects else (route, {"model": found[2]})
 
     async def _read_call(
         self, request: web.BaseRequest, dialect: Dialect, named: AttemptKey | None, fields: Mapping[str, Any]
@@ -263,9 +269,3 @@ class GatewayServer:
         """Answers a request that is not recorded as a call."""
         self._metrics.refuse(refusal.status)
         return refusal.to_response(dialect)
-
-
-def _read_model(path: str) -> tuple[str, dict[str, str]]:
-    """Returns the route of a path, and the model in it, as Google's API has."""
-    found = _MODEL_PATH.fullmatch(path)
-    return (path, {}) if found is None else (f"{found[1]}{{model}}{found[3]}", {"model": found[2]})

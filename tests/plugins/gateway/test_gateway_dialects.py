@@ -24,7 +24,7 @@ from agentlightning_plugins.shared.scripted_model.server import (
     logprob,
     render_prompt,
 )
-from tests.plugins.gateway.gateway_setup import HELLO, gateway
+from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
 
 ADD: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 FULL = Answer("The sum is 3.", reasoning="Add them.", tool_calls=[("add", {"a": 1, "b": 2}), ("add", {})])
@@ -603,3 +603,17 @@ async def test_namespaces_custom_and_hosted_tools_of_the_responses_api_work_with
     assert deltas == ["*** Begin", "no JSON"]
     assert [span.attributes["agentlightning.gateway.left_out_tools"] for span in spans] == [["web_search"]] * 3
     assert caplog.text.count("offers tools that only OpenAI runs: web_search") == 1
+
+
+async def test_googles_path_may_name_a_model_with_a_colon_and_other_paths_below_models_stay() -> None:
+    async with ScriptedOpenAI([Answer("Hello")]) as server:
+        models = [entry(server.endpoint), entry(server.endpoint, model="llama3:8b")]
+        async with gateway(model_list=models) as case, aiohttp.ClientSession() as session:
+            _, client = await case.start()
+            url = str(client.base_url).removesuffix("/v1/") + "/v1beta/models/llama3:8b:generateContent"
+            body = {"contents": [{"parts": [{"text": "hi"}]}], "generation_config": {"top_p": 0.5}}
+            async with session.post(url, json=body) as response:
+                answer = await response.json()
+            assert (await client.models.retrieve("llama3:8b")).id == "llama3:8b"
+    assert answer["candidates"][0]["content"]["parts"] == [{"text": "Hello"}]
+    assert server.requests[0].body["top_p"] == 0.5

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from agentlightning_plugins.gateway.dialects.dialect import CompletionChoice, flatten, read_reasoning
+from agentlightning_plugins.gateway.dialects.dialect import UNPARSED, CompletionChoice, flatten, read_reasoning
 from agentlightning_plugins.gateway.dialects.openai import to_chunk
-from agentlightning_plugins.gateway.dialects.wire import dump_json, is_json
+from agentlightning_plugins.gateway.dialects.wire import dump_json, is_json, parse_json
 
 _FAILED = "Error: "
 PartKind: TypeAlias = Literal["reasoning", "text", "refusal", "tool_call"]
@@ -196,3 +196,12 @@ def to_tool_result(output: Any, to_part: Callable[[Mapping[str, Any]], dict[str,
     if not has_failed:
         return content
     return [{"type": "text", "text": _FAILED}, *content] if isinstance(content, list) else f"{_FAILED}{content}"
+
+
+def parse_arguments(text: str) -> dict[str, Any]:
+    """Parses tool arguments; text that is not a JSON object is kept under a key, since the API takes only objects."""
+    try:
+        arguments = parse_json(text, exact=True) if text else {}
+    except ValueError:
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {UNPARSED: text}

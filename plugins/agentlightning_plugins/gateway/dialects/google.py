@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from agentlightning_plugins.gateway.dialects.chat_part import Part, PartTranslation, take, to_content
+from agentlightning_plugins.gateway.dialects.chat_part import Part, PartTranslation, parse_arguments, take, to_content
 from agentlightning_plugins.gateway.dialects.dialect import Completion, Dialect, Translation, to_tool_call
 from agentlightning_plugins.gateway.dialects.fields import GOOGLE_FIELDS
 from agentlightning_plugins.gateway.dialects.openai import CHAT
-from agentlightning_plugins.gateway.dialects.wire import dump_json, parse_json, to_event
+from agentlightning_plugins.gateway.dialects.wire import dump_json, to_event
 
 _STATUSES: Final = {
     400: "INVALID_ARGUMENT",
@@ -280,8 +280,7 @@ def _to_format(config: Mapping[str, Any]) -> Any:
 def _to_part(part: Part) -> dict[str, Any]:
     if part.kind != "tool_call":
         return _to_text(part.kind, part.text)
-    arguments = parse_json(part.text, exact=True) if part.text else {}
-    return {"functionCall": {"id": part.call_id, "name": part.name, "args": arguments}}
+    return {"functionCall": {"id": part.call_id, "name": part.name, "args": parse_arguments(part.text)}}
 
 
 def _to_text(kind: str, text: str) -> dict[str, Any]:

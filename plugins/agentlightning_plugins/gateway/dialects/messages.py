@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from agentlightning_plugins.gateway.dialects.chat_part import Part, PartTranslation, take, to_content, to_tool_result
+from agentlightning_plugins.gateway.dialects.chat_part import (
+    Part,
+    PartTranslation,
+    parse_arguments,
+    take,
+    to_content,
+    to_tool_result,
+)
 from agentlightning_plugins.gateway.dialects.dialect import (
-    UNPARSED,
     Completion,
     CompletionChoice,
     CompletionToolCall,
@@ -396,14 +402,5 @@ def _to_block(part: Part) -> dict[str, Any]:
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     if part.kind == "tool_call":
-        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _parse_arguments(part.text)}
+        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": parse_arguments(part.text)}
     return {"type": "text", "text": part.text}
-
-
-def _parse_arguments(text: str) -> dict[str, Any]:
-    """Parses tool arguments; text that is not a JSON object is kept under a key, since the API takes only objects."""
-    try:
-        arguments = parse_json(text, exact=True) if text else {}
-    except ValueError:
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {UNPARSED: text}
