@@ -59,11 +59,17 @@ _FOLDER = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
-def log_as_it_was() -> Iterator[None]:
-    """Restores our logger after each test: a handler left behind would keep the next test's ``caplog`` empty."""
+def process_as_it_was() -> Iterator[None]:
+    """Restores what a test leaves behind in its process and another one would trip over.
+
+    A handler of our logger would keep the next test's ``caplog`` empty; an import path would give it another test's
+    ``agent.py``.
+    """
     logger = logging.getLogger("agentlightning")
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    path = sys.path[:]
     yield
+    sys.path[:] = path
     logger.handlers[:], logger.propagate = handlers, propagate
     logger.setLevel(level)
 
