@@ -61,8 +61,10 @@ ENVIRONMENTS = {
     "vllm": Environment("grpo openai", "test", torch=True, pinned=True),
 }
 NODE = "node@22.23.3"
-AGENTS = {"npm": ["claude-code", "codex"], "npm-soak": ["opencode", "pi", "qwen-code"]}
+AGENTS = {"npm": ["claude-code", "codex"], "npm-soak": ["gemini-cli", "opencode", "pi", "qwen-code"]}
 """The presets whose programs each environment of npm has."""
+NPM_LIBRARIES = {"npm": ["ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "zod@4.6.7"], "npm-soak": []}
+"""Libraries of docs/frameworks.md."""
 PRESETS = REPO / "plugins" / "agentlightning_plugins" / "shared" / "presets"
 
 
@@ -203,7 +205,8 @@ def install(name: str) -> None:
         return
     started = time.monotonic()
     installer = Installer(folder)
-    constraints = ["--constraint", str(pins)]
+    # Its wheel brings Claude Code, 385 MB, which the environment npm has.
+    constraints = ["--constraint", str(pins), "--no-binary", "claude-agent-sdk"]
     stamp.unlink(missing_ok=True)
     if old.get("content") != stamps["content"]:
         print(f"Installing {folder.relative_to(REPO)}", end=" ", flush=True)
@@ -234,7 +237,7 @@ def install(name: str) -> None:
 
 def agent_packages(name: str) -> list[str]:
     """Returns the packages of an environment of npm, with their versions."""
-    packages = [NODE]
+    packages = [NODE, *NPM_LIBRARIES[name]]
     for agent in AGENTS[name]:
         fields = dict(
             re.findall(r"^(install|tested): (.+)$", (PRESETS / f"{agent}.yaml").read_text("utf-8"), re.MULTILINE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,15 +17,19 @@ from agentlightning_plugins.shared.scripted_model.server import RecordedRequest
 from tests.source import REPO
 
 PAGE: Final = (REPO / "docs" / "frameworks.md").read_text(encoding="utf-8")
-_BLOCK: Final = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def read_block(title: str, language: str) -> str:
+    """Returns the first block of a section of the page in a language; empty if it has none. No title: of the page."""
+    section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0] if title else PAGE
+    found = re.search(rf"^```{language}[^\n]*\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    return found[1] if found else ""
 
 
 def load(title: str, folder: Path) -> agl.LitAgent[Any]:
     """Returns the agent of a section of the page, from a file: smolagents reads the source of its tools."""
-    first, *_ = _BLOCK.findall(PAGE)
-    (block,) = _BLOCK.findall(PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0])
     path = folder / "agent.py"
-    path.write_text(first + block, encoding="utf-8")
+    path.write_text(read_block("", "python") + read_block(title, "python"), encoding="utf-8")
     agent: agl.LitAgent[Any] = runpy.run_path(str(path))["agent"]
     return agent
 
@@ -37,7 +42,10 @@ def answer_any(request: RecordedRequest) -> Answer:
         return Answer("[[ ## answer ## ]]\nThe sum is 5.\n\n[[ ## completed ## ]]")
     if "final_answer" in tools and "Observation" in text:
         return Answer(tool_calls=[("final_answer", {"answer": "The sum is 5."})])
-    return answer(request)
+    own = answer(request)
+    if own.tool_calls and "mcp__own__add" in tools:
+        return replace(own, tool_calls=[("mcp__own__add", arguments) for _, arguments in own.tool_calls])
+    return own
 
 
 def read_row(title: str) -> Mapping[str, str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,14 @@ import pytest
 
 import agentlightning as agl
 from agentlightning_integrations.shared.agent import FrameworkAgent
-from tests.recipes import describe, read_row, run
+from tests.recipes import describe, read_block, read_row, run
+from tests.source import REPO
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks and their dependencies
 OWN_SPANS = ["Deep Agents", "Google ADK"]
 """Frameworks whose agents the default tracer records; OpenInference's instrumentors change their spans."""
-FRAMEWORKS = ["Agno", *OWN_SPANS, "DSPy", "Haystack", "LlamaIndex", "smolagents", "Strands Agents"]
+WITH_NODE = ["Claude Agent SDK", "Vercel AI SDK"]
+FRAMEWORKS = ["Agno", *OWN_SPANS, "DSPy", "Haystack", "LlamaIndex", "smolagents", "Strands Agents", *WITH_NODE]
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +33,22 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.collect()
 
 
+def enter_node(folder: Path, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Works in a folder with the libraries and programs of npm, and with the JavaScript of a section."""
+    subprocess.run([sys.executable, REPO / ".ci" / "environments.py", "npm"], check=True, stdout=subprocess.DEVNULL)
+    modules = REPO / ".venvs" / "npm" / "node_modules"
+    (folder / "node_modules").symlink_to(modules)
+    (folder / "agent.mjs").write_text(read_block(title, "js"), encoding="utf-8")
+    monkeypatch.setenv("PATH", f"{modules / '.bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(folder)
+
+
 @pytest.mark.parametrize("title", FRAMEWORKS)
-async def test_an_agent_of_the_page_gives_a_triplet_with_tokens_for_each_call(title: str, tmp_path: Path) -> None:
+async def test_an_agent_of_the_page_gives_a_triplet_with_tokens_for_each_call(
+    title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if title in WITH_NODE:
+        enter_node(tmp_path, title, monkeypatch)
     tracers = ["otel", *([] if title in OWN_SPANS else ["openinference"])]
     found = {tracer: await run(title, tracer, tmp_path) for tracer in tracers}
     tools = {tracer: recorded for tracer, (recorded, _) in found.items()}

@@ -182,6 +182,7 @@ def test_validation_runs_the_whole_set_with_its_own_sampling(trained: Training) 
         of_step = [r for r in trained.rollouts if r.mode == "val" and r.metadata["step"] == step]
         assert {r.metadata["task_id"] for r in of_step} == {0, 1}
         assert trained.metrics[step]["val_rollouts"] == 2
+        assert not [name for name in trained.metrics[step] if name.startswith("val-")]
         for rollout in of_step:
             temperatures = {
                 span.attributes["gen_ai.request.temperature"]

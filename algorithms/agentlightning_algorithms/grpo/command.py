@@ -108,6 +108,11 @@ def export_model(
     "--api-key", envvar="AGL_API_KEY", show_envvar=True, help="Key that requests must send; not used with --command."
 )
 @click.option("--name", default="policy", show_default=True, help="Name of the model in requests.")
+@click.option(
+    "--adapters",
+    metavar="DIR",
+    help="Folder of LoRA adapters: the adapter in DIR/NAME is the model NAME, also later ones.",
+)
 @click.option("--device", help="Device, such as cpu or cuda:0; default is the device of the training.")
 @click.option("--dtype", help="float32, bfloat16 or float16; default is the dtype of the training.")
 @click.option(
@@ -121,6 +126,7 @@ def serve(
     port: int,
     api_key: str | None,
     name: str,
+    adapters: str | None,
     device: str | None,
     dtype: str | None,
     own: str | None,
@@ -141,6 +147,7 @@ def serve(
             checkpoint,
             trust=trust,
             name=name,
+            adapters=adapters,
             device=device,
             dtype=dtype,
             host=host,

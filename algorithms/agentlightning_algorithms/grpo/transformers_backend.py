@@ -47,6 +47,7 @@ class TransformersBackend:
         kv_cache_mb: int = 4096,
         tool_format: Literal["auto", "none", "hermes", "xml", "llama", "mistral"] = "auto",
         keep_thinking: bool = False,
+        adapters: str | None = None,
         ready_timeout_s: float = 300.0,
     ) -> None:
         """Takes the address, where port 0 is any free port, and how long loading may take.
@@ -56,7 +57,8 @@ class TransformersBackend:
         ``prefix_cache_mb`` is the memory for keys and values of earlier prompts, ``kv_cache_mb`` that of running
         calls; calls that do not fit wait. ``tool_format`` is the form of the model's tool calls, by default the one
         that its chat template writes; ``none``: calls with tools are refused. With ``keep_thinking``, prompts keep the
-        thoughts of earlier turns, which the chat template must be able to write.
+        thoughts of earlier turns, which the chat template must be able to write. Each LoRA adapter in the folder
+        ``adapters`` is a model of the name of its own folder.
         """
         require_least(0, prefix_cache_mb=prefix_cache_mb)
         require_least(1, kv_cache_mb=kv_cache_mb, max_length=max_length)
@@ -70,6 +72,7 @@ class TransformersBackend:
             "kv_cache_mb": kv_cache_mb,
             "tool_format": tool_format,
             "keep_thinking": keep_thinking,
+            "adapters": adapters,
         }
         self._ready_timeout_s = ready_timeout_s
         self._host = host

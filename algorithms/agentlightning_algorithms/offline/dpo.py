@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
+from agentlightning.types import Rollout
 from agentlightning_algorithms.offline.training import OfflineTraining, make_rows, mean_metrics
 from agentlightning_algorithms.shared.policy.model import Policy
 from agentlightning_algorithms.shared.policy.server.request import read_messages
@@ -123,8 +124,8 @@ class DPO(OfflineTraining):
         read_messages(parsed.non_preferred_output, "non_preferred_output")
         return parsed.to_pair()
 
-    def select(self, store: LightningStore) -> AsyncIterator[PreferencePair]:
-        return select_pairs(store, self.min_gap, self.pairs_per_task)
+    def select(self, store: LightningStore, rollouts: Sequence[Rollout] | None = None) -> AsyncIterator[PreferencePair]:
+        return select_pairs(store, self.min_gap, self.pairs_per_task, rollouts)
 
     @property
     def missing(self) -> str:

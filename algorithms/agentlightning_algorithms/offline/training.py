@@ -18,10 +18,13 @@ from pydantic import ValidationError
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import bind_fields, require_least
+from agentlightning.resources import LLM, Resource
+from agentlightning.run.directory import atomic_directory
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.url import hide_password
-from agentlightning.types import Dataset
+from agentlightning.types import Dataset, Rollout
+from agentlightning_algorithms.shared.live_resources import LiveExperience
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.server.request import CompletionError, read_messages
 from agentlightning_algorithms.shared.policy.settings import Aggregation, LoraSettings, UpdateSettings
@@ -45,8 +48,9 @@ class OfflineTraining(Algorithm):
 
     model: str
     """Directory of a model or of a run that trained one, or a hub name."""
-    source: str
-    """A .jsonl file in the format of OpenAI's fine-tuning, the directory of a run, or the URL of a store."""
+    source: str | None = None
+    """A .jsonl file in the format of OpenAI's fine-tuning, the directory of a run, or the URL of a store. Needed except
+    for live learning."""
     epochs: int = 1
     """Passes over the examples."""
     batch_size: int = 16
@@ -75,10 +79,16 @@ class OfflineTraining(Algorithm):
     """Optimizer steps in which the learning rate rises linearly to ``lr``."""
     val_source: str | None = None
     """Examples to validate with, as ``source``, before the first epoch and after each; None: no validation."""
+    adapters: str | None = None
+    """For live learning: the folder to which ``propose`` writes LoRA adapters, as in ``agl serve --adapters``."""
 
     def __post_init__(self) -> None:
         bind_fields(self, self.name)
         require_least(1, epochs=self.epochs, batch_size=self.batch_size)
+        if (self.source is None) == (self.adapters is None):
+            raise ConfigError(f"{self.name}: give source, or adapters for live learning, and not both")
+        if self.adapters is not None and self.lora is None:
+            raise ConfigError(f"{self.name}: adapters = {self.adapters!r} needs lora, such as lora: {{rank: 16}}")
         self.model = find_model(self.model)
         self._updater: Updater | None = None
         self._resume_from: Path | None = None
@@ -91,8 +101,8 @@ class OfflineTraining(Algorithm):
         """Returns the example on a line of a file, or raises a ValidationError or a CompletionError."""
 
     @abstractmethod
-    def select(self, store: LightningStore) -> AsyncIterator[Any]:
-        """Yields examples from the rollouts of a run or store."""
+    def select(self, store: LightningStore, rollouts: Sequence[Rollout] | None = None) -> AsyncIterator[Any]:
+        """Yields examples from these rollouts; None: from all of a run or store."""
 
     @property
     @abstractmethod
@@ -121,7 +131,7 @@ class OfflineTraining(Algorithm):
         Raises:
             ConfigError: there is no such source, a line is not of this form, or no rollout can be learned from.
         """
-        found, source = [], source or self.source
+        found, source = [], source or self.source or ""
         if source.endswith(".jsonl"):
             lines = load_dataset(source)
             for number in range(len(lines)):
@@ -154,6 +164,8 @@ class OfflineTraining(Algorithm):
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Trains for ``epochs``; the datasets are not used."""
+        if self.source is None:
+            raise ConfigError(f"{self.name}: a training needs source; adapters is for live learning")
         examples = await self.read_examples()
         held_out = [] if self.val_source is None else await self.read_examples(self.val_source)
         updater, items, val_items = await asyncio.to_thread(self._open, examples, held_out)
@@ -171,6 +183,39 @@ class OfflineTraining(Algorithm):
             await self.get_store().add_metrics(epoch + 1, metrics)
             await asyncio.to_thread(self.checkpoint)
         self._updater = None
+
+    async def propose(self, experience: LiveExperience) -> dict[str, Resource] | None:
+        """Trains an adapter on served rollouts, beginning with the one that is served, and returns the LLM with it.
+
+        The adapter is the folder ``live-N`` of ``adapters``, and N is the next free number.
+
+        Raises:
+            ConfigError: ``adapters`` is not set, or the resources do not have exactly one LLM.
+        """
+        if self.adapters is None:
+            raise ConfigError(f"{self.name}: live learning needs adapters, the folder of agl serve --adapters")
+        llms = {name: value for name, value in experience.resources.items() if type(value) is LLM}
+        if len(llms) != 1:
+            found = ", ".join(experience.resources) or "none"
+            raise ConfigError(f"{self.name}: live learning needs one LLM among the resources; there are: {found}")
+        name, llm = next(iter(llms.items()))
+        examples = [each async for each in self.select(experience.store, [each.rollout for each in experience.results])]
+        if not examples:
+            return None
+        model = await asyncio.to_thread(self._train_adapter, examples, Path(self.adapters), llm.model)
+        return {name: llm.model_copy(update={"model": model})}
+
+    def _train_adapter(self, examples: Sequence[Any], folder: Path, served: str) -> str:
+        updater, items, _ = self._open(examples, [])
+        if (folder / served).is_dir():
+            updater.policy.load_weights(folder / served)
+        for epoch in range(self.epochs):
+            self.run_epoch(updater, items, epoch)
+        numbers = [int(path.name[5:]) for path in folder.glob("live-*") if path.name[5:].isdecimal()]
+        target = folder / f"live-{max(numbers, default=0) + 1}"
+        with atomic_directory(target) as scratch:
+            updater.policy.save(scratch, merge=False)
+        return target.name
 
     def run_epoch(self, updater: Updater, items: Sequence[Any], epoch: int) -> dict[str, float]:
         """Makes the optimizer steps of an epoch and returns its metrics."""
@@ -220,7 +265,7 @@ class OfflineTraining(Algorithm):
 
     def require_targets(self, policy: Policy, rows: Sequence[TrainingRow], what: str) -> None:
         """Refuses a source of whose answers nothing but the end could be learned, because that unlearns answering."""
-        source = hide_password(self.source)
+        source = hide_password(self.source or "live rollouts")
         if not rows:
             raise ConfigError(f"source = {source!r} has no {what} that fits the model")
         if all(policy.stop_ids.issuperset(row.response_ids) for row in rows):
@@ -324,7 +369,9 @@ class SFT(OfflineTraining):
 
     def __post_init__(self) -> None:
         require_least(1, best_of=self.best_of)
-        if self.source.endswith(".jsonl") and (self.min_reward is not None or self.best_of is not None):
+        if self.adapters is not None and self.min_reward is None and self.best_of is None:
+            raise ConfigError("sft: give min_reward, or live learning also learns from the failures")
+        if (self.source or "").endswith(".jsonl") and (self.min_reward is not None or self.best_of is not None):
             raise ConfigError(
                 f"min_reward and best_of select rollouts, but source = {self.source!r} is a file; leave them out"
             )
@@ -336,8 +383,10 @@ class SFT(OfflineTraining):
         read_messages(example.messages)
         return example
 
-    def select(self, store: LightningStore) -> AsyncIterator[FineTuningExample]:
-        return select_examples(store, self.min_reward, self.best_of)
+    def select(
+        self, store: LightningStore, rollouts: Sequence[Rollout] | None = None
+    ) -> AsyncIterator[FineTuningExample]:
+        return select_examples(store, self.min_reward, self.best_of, rollouts)
 
     @property
     def missing(self) -> str:

@@ -188,7 +188,8 @@ class _AgentTrainer:
         metrics: dict[str, Any] = super()._validate()  # type: ignore[misc] # as above
         self.controller.check()
         metrics.update({f"val_{name}": value for name, value in self.controller.metrics.take("val").items()})
-        self._report(metrics)
+        # verl's own means of rewards count a failed rollout as an answer of the model
+        self._report({name: value for name, value in metrics.items() if not name.startswith(("val-core/", "val-aux/"))})
         return metrics
 
     def _report(self: Any, metrics: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -47,8 +48,9 @@ class LangChainAgent(FrameworkAgent[Runnable[Any, Any]]):
     def texts(self) -> Mapping[str, str | None]:
         """System prompts of agents, as ``writer.system_prompt``, and the messages of prompt templates.
 
-        An agent without a name has ``system_prompt``; a subgraph has the name of its node. Prompt templates outside
-        graphs are ``prompt.system``, ``prompt.human`` or just ``prompt``, the next ones ``prompt2.system`` and so on.
+        An agent without a name has ``system_prompt``; a subgraph has the name of its node, and a sub-agent of Deep
+        Agents its own. Prompt templates outside graphs are ``prompt.system``, ``prompt.human`` or just ``prompt``, the
+        next ones ``prompt2.system`` and so on.
         """
         return by_path((found.path, found.text) for found in _find_texts(self.agent))
 
@@ -221,8 +223,19 @@ def _system_prompts(graph: Any, prefix: str) -> Iterator[_Text]:
     text = prompt if message is None else message.content
     if isinstance(text, str):
         yield _Text(f"{name}.system_prompt" if name else "system_prompt", text, message)
-    for node_name, inner in graph.get_subgraphs():
-        yield from _system_prompts(inner, node_name)
+    for inner_name, inner in _inner_graphs(graph):
+        yield from _system_prompts(inner, inner_name)
+
+
+def _inner_graphs(graph: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the graphs in a graph with their names: subgraphs, and sub-agents, which a tool of Deep Agents runs."""
+    yield from graph.get_subgraphs()
+    for node in graph.nodes.values():
+        for tool in getattr(getattr(node, "bound", None), "tools_by_name", {}).values():
+            function = getattr(tool, "func", None)
+            if getattr(function, "__module__", "").startswith("deepagents."):
+                agents = inspect.getclosurevars(function).nonlocals.get("subagent_graphs", {})
+                yield from ((name, graph) for name, agent in agents.items() if (graph := _graph_of(agent)) is not None)
 
 
 def _graph_of(runnable: Any) -> Any:

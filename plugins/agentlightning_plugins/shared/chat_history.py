@@ -164,39 +164,53 @@ class PreferencePair(BaseModel):
 
 
 async def select_examples(
-    store: LightningStore, min_reward: float | None = None, best_of: int | None = None
+    store: LightningStore,
+    min_reward: float | None = None,
+    best_of: int | None = None,
+    rollouts: Sequence[Rollout] | None = None,
 ) -> AsyncIterator[FineTuningExample]:
     """Yields the conversations of the best rollouts that succeeded (rejection sampling).
 
     A conversation of several model calls is one example; calls beside the agent's work, such as for a title, are left
     out. Rollouts without a reward or with one below ``min_reward``,
-    with lost spans, and of validation and test (``mode``) are excluded; ``best_of`` of each task are kept.
+    with lost spans, and of validation and test (``mode``) are excluded; ``best_of`` of each task are kept. ``rollouts``
+    are those to choose from; None: all of the store's run.
     """
-    for rollouts in await _rank_rollouts(store, min_reward):
-        for _, rollout in rollouts[:best_of]:
+    for ranked in await _rank_rollouts(store, min_reward, rollouts):
+        for _, rollout in ranked[:best_of]:
             for example in await _read_conversations(store, rollout):
                 yield example
 
 
 async def select_pairs(
-    store: LightningStore, min_gap: float = 0.0, pairs_per_task: int | None = 1
+    store: LightningStore,
+    min_gap: float = 0.0,
+    pairs_per_task: int | None = 1,
+    rollouts: Sequence[Rollout] | None = None,
 ) -> AsyncIterator[PreferencePair]:
     """Yields pairs of rollouts of one task: the best with the worst, the second best with the second worst, and so on.
 
     Only rollouts that succeeded are used, without those that lost spans and those of validation and test (``mode``).
     The rewards of a pair differ by at least ``min_gap``, and by more than 0; ``pairs_per_task`` None means no limit.
+    ``rollouts`` are those to choose from; None: all of the store's run.
     """
-    for rollouts in await _rank_rollouts(store, None):
-        for (more, chosen), (less, rejected) in list(zip(rollouts, reversed(rollouts), strict=True))[:pairs_per_task]:
+    for ranked in await _rank_rollouts(store, None, rollouts):
+        for (more, chosen), (less, rejected) in list(zip(ranked, reversed(ranked), strict=True))[:pairs_per_task]:
             if more > less and more - less >= min_gap:
                 yield PreferencePair(
                     chosen=await _read_conversations(store, chosen), rejected=await _read_conversations(store, rejected)
                 )
 
 
-async def _rank_rollouts(store: LightningStore, min_reward: float | None) -> list[list[tuple[float, Rollout]]]:
+async def _rank_rollouts(
+    store: LightningStore, min_reward: float | None, rollouts: Sequence[Rollout] | None
+) -> list[list[tuple[float, Rollout]]]:
     """Returns the rollouts of each task to learn from, with their rewards, the highest first."""
-    succeeded = (await store.query_rollouts(status_in=["succeeded"])).items
+    succeeded: Sequence[Rollout]
+    if rollouts is None:
+        succeeded = (await store.query_rollouts(status_in=["succeeded"])).items
+    else:
+        succeeded = [rollout for rollout in rollouts if rollout.status == "succeeded"]
     candidates = [rollout for rollout in succeeded if rollout.mode not in ("val", "test")]
     if len(candidates) < len(succeeded):
         logger.warning(

@@ -29,7 +29,7 @@ class Preset(BaseModel):
     """Texts of files in the home folder, by path."""
     ignore: list[str] = []
     """Patterns of names in the workspace whose changes are the agent's own and are not recorded."""
-    api: Literal["chat", "responses", "messages"] = "chat"
+    api: Literal["chat", "responses", "messages", "google"] = "chat"
     """The API that the agent calls its model with."""
     install: str = ""
     """The command that installs the agent."""

@@ -23,6 +23,7 @@ import os
 import secrets
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -75,6 +76,7 @@ def open_app(options: argparse.Namespace, key: str, api_key: str | None) -> Poli
         is_local=is_loopback(options.host),
         tool_format=options.tool_format,
         keep_thinking=options.keep_thinking,
+        adapters=options.adapters,
     )
 
 
@@ -118,6 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="directory written by save_pretrained, or a hub name")
     add("--model-name", default="policy", help="name of the model in requests (default: policy)")
+    add("--adapters", type=Path, help="folder whose LoRA adapters are models of the names of their folders")
     add("--host", default="127.0.0.1", help="address to bind")
     add("--port", type=int, default=0, help="0: any free port")
     add("--dtype", default="float32", help="float32, bfloat16 or float16")

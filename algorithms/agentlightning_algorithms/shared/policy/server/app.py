@@ -45,6 +45,8 @@ _THREAD_BYTES = 256 * 1024
 
 
 _WITH_KEY = ("/weights", "/statistics")
+_MAX_ADAPTERS = 4
+"""Adapters of the folder that stay in memory; a further one takes the place of the idle one used longest ago."""
 
 
 class _WeightsRequest(BaseModel):
@@ -67,6 +69,10 @@ class _Served:
     digest: str | None = None
     """Digest of the newest weights."""
 
+    @property
+    def is_idle(self) -> bool:
+        return not self.sampler.running and not self.sampler.waiting
+
 
 class PolicyApp:
     """The HTTP handlers of a model and of the LoRA adapters that are added to it."""
@@ -83,13 +89,15 @@ class PolicyApp:
         is_local: bool = True,
         tool_format: str = "auto",
         keep_thinking: bool = False,
+        adapters: Path | None = None,
     ) -> None:
         """Takes a policy, and a function that makes a sampler for it and for each adapter.
 
         ``key`` is required for ``/weights`` and ``/statistics``; ``api_key``, unless it is None, for all other paths
         but ``/health``: a key, or ``file:PATH`` for each line of a file, which may change. ``max_length`` bounds the
         tokens of a prompt and its response together; with ``is_local``, requests from web pages are refused.
-        ``tool_format`` and ``keep_thinking`` are those of ``PolicyCompletions``.
+        ``tool_format`` and ``keep_thinking`` are those of ``PolicyCompletions``. Each folder in ``adapters`` that has a
+        LoRA adapter is a model of that name, which the first request for it loads.
         """
         self._policy = policy
         self._make_sampler = make_sampler
@@ -102,6 +110,9 @@ class PolicyApp:
         self._swapping = asyncio.Lock()
         self._max_length = min(max_length or policy.max_length, policy.max_length)
         self._prompts: dict[str, Any] = {"tool_format": tool_format, "keep_thinking": keep_thinking}
+        self._adapters = adapters
+        self._opened: list[str] = []
+        """Adapters of the folder that are in memory, the one used longest ago first."""
         self._served = {model_name: self._serve(policy, model_name)}
 
     def close(self) -> None:
@@ -135,8 +146,8 @@ class PolicyApp:
 
     async def _complete(self, kind: type[ChatRequest | TextRequest], http: web.Request) -> web.StreamResponse:
         text = await read_body(http, _MAX_BODY_BYTES, _MAX_BODY_BYTES)
-        request = parse_request(kind, await parse_json(text), self._served)
-        served = self._served[request.model or self._model_name]
+        request = parse_request(kind, await parse_json(text), self._model_names())
+        served = await self._open(request.model or self._model_name)
         completions, sampler = served.completions, served.sampler
         if len(text) < _THREAD_BYTES:
             prompt = completions.prompt(request)
@@ -221,7 +232,7 @@ class PolicyApp:
 
     async def _models(self, _: web.Request) -> web.Response:
         about = {"object": "model", "created": 0, "owned_by": "agentlightning", "max_model_len": self._max_length}
-        return _json({"object": "list", "data": [{"id": name, **about} for name in self._served]})
+        return _json({"object": "list", "data": [{"id": name, **about} for name in self._model_names()]})
 
     async def _health(self, _: web.Request) -> web.Response:
         models = {
@@ -249,6 +260,30 @@ class PolicyApp:
             except (ValueError, OSError) as error:
                 raise CompletionError(str(error), param="path", code="bad_weights") from error
         return _json({"model": name, "weight_version": request.version, "weights_digest": digest})
+
+    def _model_names(self) -> list[str]:
+        files = [] if self._adapters is None else sorted(self._adapters.glob("[!.]*/adapter_config.json"))
+        return list(dict.fromkeys([*self._served, *(file.parent.name for file in files)]))
+
+    async def _open(self, name: str) -> _Served:
+        """Returns a model; loads it if it is an adapter of the folder that is not in memory."""
+        if name in self._opened:
+            self._opened.append(self._opened.pop(self._opened.index(name)))
+        if name in self._served or self._adapters is None:
+            return self._served[name]
+        async with self._swapping:
+            if name not in self._served:
+                try:
+                    path = self._adapters / name
+                    await self._load(name, path, _WeightsRequest(path=str(path), version=0))
+                except (ValueError, OSError) as error:
+                    raise CompletionError(str(error), status=500, param="model", code="bad_weights") from error
+                self._opened.append(name)
+                idle = [each for each in self._opened[:-1] if self._served[each].is_idle]
+                for each in idle[: max(len(self._opened) - _MAX_ADAPTERS, 0)]:
+                    self._opened.remove(each)
+                    await asyncio.to_thread(self._served.pop(each).sampler.close)
+        return self._served[name]
 
     async def _load(self, name: str, path: Path, request: _WeightsRequest) -> str:
         digest = await asyncio.to_thread(digest_weights, path)
