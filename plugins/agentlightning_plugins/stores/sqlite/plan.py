@@ -11,8 +11,8 @@ from typing import Any, Final, TypeVar
 import orjson
 
 from agentlightning.store.backend import Page, Query
+from agentlightning.store.condition import choices
 from agentlightning.types import Attempt, Record, Span
-from agentlightning_plugins.stores.shared.condition import choices
 from agentlightning_plugins.stores.shared.sql.condition import Dialect
 from agentlightning_plugins.stores.shared.sql.plan import Plan, Planner
 

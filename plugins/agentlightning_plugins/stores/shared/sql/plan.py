@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
 
 from agentlightning.store.backend import KEYS, Condition, Page, Query, Row
+from agentlightning.store.condition import choices, make_test, read_field, sort_by
 from agentlightning.types import Attempt, Record, Rollout, Span
-from agentlightning_plugins.stores.shared.condition import choices, make_test, read_field, sort_by
 from agentlightning_plugins.stores.shared.sql.condition import TABLES, Dialect, Test
 from agentlightning_plugins.stores.shared.sql.document import decode
 
