@@ -127,7 +127,8 @@ def argument_type(name: str, annotation: Any) -> Any:
         return Annotated[items, Strict(False)]
     if origin is tuple:
         pair: Any = tuple[tuple(argument_type(name, each) for each in arguments)]  # type: ignore[misc] # as above
-        return Annotated[pair, BeforeValidator(_list_to_tuple)]  # JSON has no tuples
+        to_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+        return Annotated[pair, to_tuple]  # JSON has no tuples
     if annotation is Any or annotation == Mapping[str, Any]:
         json: Any = Any if annotation is Any else Annotated[dict[str, Any], Strict(False)]
         return Annotated[json, AfterValidator(functools.partial(freeze, name=name))]
@@ -148,10 +149,6 @@ def argument_type(name: str, annotation: Any) -> Any:
 _LEAST: Final = {"limit": -1, "offset": 0, "keep": 0, "spans_dropped": 0, "version": 0}
 """The least values of integer parameters that have one."""
 _IDS: Final = frozenset({"rollout_id", "attempt_id", "worker_id", "resources_id"})
-
-
-def _list_to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def check_span(span: Span) -> None:

@@ -108,7 +108,8 @@ class PostgresBackend(DurableBackend):
         rows: list[Sequence[Any]] = []
         while len(rows) < query.limit and not is_last:  # what is left of the last snapshot, then a new one
             if now is None:
-                now, xid, after, is_last = await self._read(_fetch_snapshot), 0, 0, True
+                now = tuple(await self._read(lambda connection: connection.fetchrow(_SNAPSHOT)))
+                xid, after, is_last = 0, 0, True
             first = max(before[0], xid)
             plan = Plan(_NEW_SPANS, (run_id, first, *before[1:], *now[1:], xid, after, query.limit - len(rows)))
             rows += await self._read(functools.partial(_fetch, plan=plan), plan.sql)
@@ -236,11 +237,6 @@ class DatabaseThread:
 async def _fetch(connection: asyncpg.Connection, plan: Plan) -> Sequence[Sequence[Any]]:
     rows: Sequence[Sequence[Any]] = await connection.fetch(number_parameters(plan.sql), *plan.parameters)
     return rows
-
-
-async def _fetch_snapshot(connection: asyncpg.Connection) -> _Snapshot:
-    first, end, open_ids = await connection.fetchrow(_SNAPSHOT)
-    return first, end, open_ids
 
 
 async def _fetch_counted(

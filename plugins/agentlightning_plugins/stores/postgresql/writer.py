@@ -197,7 +197,9 @@ class Writer:
                 if events:
                     self._must_look = False  # events of which this process was notified so far are read now
                     await self._events.read(connection, self._server.clock.now())  # before our events
-                    self._note_told(await connection.fetchval(TELL, self._origin, encode_events(events)))
+                    if self._unannounced is None:
+                        self._unannounced_since = time.monotonic()
+                    self._unannounced = await connection.fetchval(TELL, self._origin, encode_events(events))
                 await connection.execute(_MARK, self._origin, self._number)
                 self._is_certain = False
                 await connection.execute("COMMIT")
@@ -270,11 +272,6 @@ class Writer:
                 deadline = deadline or time.monotonic() + self._server.reconnect_s
                 if time.monotonic() > deadline:  # each new connection is lost, too, or never answers this statement
                     raise
-
-    def _note_told(self, position: int) -> None:
-        if self._unannounced is None:
-            self._unannounced_since = time.monotonic()
-        self._unannounced = position
 
     async def _notify(self) -> None:
         """Wakes the other processes.

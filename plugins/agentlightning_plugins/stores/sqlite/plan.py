@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import orjson
 
@@ -26,11 +25,6 @@ def index_key(value: object) -> str | int | float | None:
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
-def _make_list(values: Sequence[Any]) -> str:
-    """Encodes any number of values as one parameter."""
-    return orjson.dumps(list(values)).decode()
-
-
 PLANNER: Final = Planner(
     Dialect(
         prefix="",
@@ -44,7 +38,7 @@ PLANNER: Final = Planner(
         json_key=lambda key: None if '"' in key or "\\" in key else f'$.metadata."{key}"',
         compares_json=False,
         live="live = 1",
-        make_list=_make_list,
+        make_list=lambda values: orjson.dumps(list(values)).decode(),
         index_key=index_key,
         no_limit=-1,
     )

@@ -234,10 +234,6 @@ class Transaction:
 
 
 def _values(row: Stored) -> list[Any]:
-    columns = columns_of(row, _indexed)
+    # A metadata value as its column stores it; others are found by their JSON.
+    columns = columns_of(row, lambda value: value if isinstance(value, (str, int, float)) else None)
     return [*[columns[name] for name in COLUMNS[row.key[0]]], row.revision, row.text]
-
-
-def _indexed(value: object) -> str | int | float | None:
-    """Returns a metadata value as its column stores it; None for others, which are found by their JSON."""
-    return value if isinstance(value, (str, int, float)) else None

@@ -103,6 +103,8 @@ Work: TypeAlias = Callable[[Transaction], Any]
 
 MAX_BATCH: Final = 500
 """Maximum number of writes in a transaction, so that the first of them does not wait for long."""
+_FAIL_ALL: Final = ("SQLITE_BUSY", "SQLITE_READONLY", "SQLITE_CANTOPEN")
+"""Errors after which every other write would fail in the same way, after the same wait."""
 _SHRINK_EVERY: Final = 32
 """Number of transactions between two checks for free pages."""
 LOOK_EVERY_S: Final = 0.01
@@ -181,7 +183,7 @@ class Writer:
         try:
             events = self._try(batch)
         except Exception as error:  # isolation point: every caller gets the error and this thread goes on
-            if len(batch) > 1 and not _concerns_all(error):
+            if len(batch) > 1 and not getattr(error, "sqlite_errorname", "").startswith(_FAIL_ALL):
                 for item in batch:
                     self._write([item])
                 return
@@ -243,8 +245,3 @@ class Writer:
             cause = explain(error, self._path) if isinstance(error, sqlite3.Error) else error
             logger.warning("cannot look for events of other processes; trying again: %s", cause)
             time.sleep(1.0)
-
-
-def _concerns_all(error: Exception) -> bool:
-    """Whether every other write would fail in the same way, after the same wait."""
-    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_READONLY", "SQLITE_CANTOPEN"))
