@@ -291,7 +291,6 @@ class PostgresLightningStore(BackendStore):
         watchdog_interval_s: float | None = 1.0,
         connections: int = 5,
         statement_timeout_s: float = 50.0,
-        connect_timeout_s: float = 10.0,
         reconnect_s: float = 30.0,
     ) -> None:
         """Connects, and creates the schema ``agl`` or migrates it from an older version.
@@ -305,7 +304,7 @@ class PostgresLightningStore(BackendStore):
             connections: maximum number of connections: one writes, the others read. Further reads queue.
             statement_timeout_s: the server cancels a statement that takes longer, and a search after 10 s; it is not
                 executed again.
-            connect_timeout_s: how long one attempt to connect may take.
+
             reconnect_s: how long calls wait for a server that went away before they fail.
 
         Raises:
@@ -313,13 +312,7 @@ class PostgresLightningStore(BackendStore):
                 of a newer version.
             StoreError: the server cannot be reached.
         """
-        server = Server(
-            url,
-            connections=connections,
-            statement_timeout_s=statement_timeout_s,
-            connect_timeout_s=connect_timeout_s,
-            reconnect_s=reconnect_s,
-        )
+        server = Server(url, connections=connections, statement_timeout_s=statement_timeout_s, reconnect_s=reconnect_s)
         backend = PostgresBackend(server)
         try:
             super().__init__(backend, run_id, lease_s=lease_s, watchdog_interval_s=watchdog_interval_s)

@@ -10,17 +10,26 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
 from agentlightning.errors import StoreError
-from agentlightning.event import Event, RolloutEnqueued, RolloutFinished
+from agentlightning.event import Event
 from agentlightning.store.backend import Listener
 from agentlightning_plugins.stores.shared.clock import since_boot
-from agentlightning_plugins.stores.shared.sql.batch import Inbox, Item, settle, settle_here
+from agentlightning_plugins.stores.shared.sql.batch import (
+    CLOCKS_S,
+    ENDED_SINCE,
+    WAITING,
+    Inbox,
+    Item,
+    make_missed_events,
+    settle,
+    settle_here,
+)
 from agentlightning_plugins.stores.shared.sql.document import decode_events
 from agentlightning_plugins.stores.shared.watchers import Watchers
 from agentlightning_plugins.stores.sqlite.schema import connect, explain, shrink
@@ -29,13 +38,6 @@ from agentlightning_plugins.stores.sqlite.transaction import Rows, Transaction
 _NEW: Final = "SELECT position, origin, events FROM event WHERE position > ? ORDER BY position"
 _NEWEST: Final = "SELECT coalesce(max(position), 0) FROM event"
 _OLDEST: Final = "SELECT coalesce(min(position), 0) FROM event"
-_WAITING: Final = "SELECT run_id, rollout_id FROM rollout WHERE queue_position IS NOT NULL"
-_ENDED: Final = (
-    "SELECT run_id, rollout_id, status, json_extract(record, '$.mode'), json_extract(record, '$.end_time') "
-    "FROM rollout WHERE json_extract(record, '$.end_time') >= ?"
-)
-_SLACK_S: Final = 60.0
-"""How far the clocks of other processes may lag behind ours."""
 
 
 class EventReader:
@@ -64,7 +66,9 @@ class EventReader:
         commits: list[list[Event]] = []
         oldest = self._execute(_OLDEST).fetchone()[0]
         if oldest > self._position + 1:  # this process was stopped for so long that some are deleted
-            commits.append(list(self._reconstruct()))
+            since = self._up_to_date_at - CLOCKS_S
+            ended = self._execute(ENDED_SINCE.format("", "?"), (since,))
+            commits.append(make_missed_events(self._execute(WAITING.format("")), ended))
         for position, origin, text in self._execute(_NEW, (self._position,)).fetchall():
             if origin != self.origin:
                 try:
@@ -79,17 +83,6 @@ class EventReader:
     def skip(self, position: int) -> None:
         """Skips this process's own events; all earlier events were read in the same transaction."""
         self._position = position
-
-    def _reconstruct(self) -> Iterable[Event]:
-        """Replaces deleted events: yields events for the current queue and for the rollouts that ended since.
-
-        Some of these events were published before, which wakes waiters needlessly but does no harm.
-        """
-        logger.warning("this process was away for so long that it missed events of the store; it catches up now")
-        for run_id, rollout_id in self._execute(_WAITING):
-            yield RolloutEnqueued(run_id=run_id, rollout_id=rollout_id)
-        for run_id, rollout_id, status, mode, end_time in self._execute(_ENDED, (self._up_to_date_at - _SLACK_S,)):
-            yield RolloutFinished(run_id=run_id, time=end_time, rollout_id=rollout_id, status=status, mode=mode)
 
     def _data_version(self) -> int:
         """Returns a number that changes with every commit of another connection, but not with ours."""
