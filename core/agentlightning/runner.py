@@ -49,6 +49,8 @@ _CLAIM_AT_ONCE = 4
 _GOODBYE_S = 1.0
 _GIVE_UP_S = 120.0
 """How long an attempt waits for a store that is away; its spans do too."""
+_MAX_ABANDONED = 32
+"""Once more threads than this belong to agents that could not be stopped, the process should be replaced."""
 _DEATHS_BEFORE_ALONE = 2
 """After this many workers have died before its first span, a rollout runs alone, so that it cannot end others."""
 
@@ -121,7 +123,6 @@ class LitAgentRunner(Runner[T]):
         heartbeat_interval: float = 10.0,
         *,
         max_concurrency: int = 16,
-        max_abandoned_threads: int = 32,
     ) -> None:
         """Sets up a runner.
 
@@ -131,8 +132,6 @@ class LitAgentRunner(Runner[T]):
             poll_interval: longest single wait for work, in seconds; new work is noticed immediately.
             heartbeat_interval: seconds between heartbeats.
             max_concurrency: number of concurrent rollouts.
-            max_abandoned_threads: once more threads than this belong to agents that could not be stopped, ``iter``
-                returns, so that its process can be replaced.
         """
         require_least(1, max_rollouts=max_rollouts, max_concurrency=max_concurrency)
         self.tracer = tracer
@@ -140,7 +139,7 @@ class LitAgentRunner(Runner[T]):
         self.poll_interval = poll_interval
         self.heartbeat_interval = heartbeat_interval
         self.max_concurrency = max_concurrency
-        self.max_abandoned_threads = max_abandoned_threads
+
         self.worker_id = ""
         self.trainer: Any = None  # the ``Trainer`` that started this runner, if one did
         self._agent: LitAgent[T] | None = None
@@ -165,7 +164,7 @@ class LitAgentRunner(Runner[T]):
         self._agent, self._store, self._hooks = wrap(agent), store, hooks or ()
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
         with contextlib.ExitStack() as stack:
-            stack.callback(self._forget_given)
+            stack.callback(vars(self).update, _agent=None, _store=None)
             stack.enter_context(guarded_process())
             self.tracer.init()
             stack.callback(self.tracer.teardown)
@@ -250,15 +249,12 @@ class LitAgentRunner(Runner[T]):
     def is_worn_out(self) -> bool:
         """Whether too many threads were abandoned, so that ``iter`` returns and a new process should take over."""
         self._abandoned[:] = [thread for thread in self._abandoned if thread.is_alive()]
-        return len(self._abandoned) > self.max_abandoned_threads
+        return len(self._abandoned) > _MAX_ABANDONED
 
     def _given(self) -> tuple[LitAgent[T], LightningStore]:
         if self._agent is None or self._store is None:
             raise ConfigError("the runner has no agent; use it in: with runner.run_context(agent=..., store=...)")
         return self._agent, self._store
-
-    def _forget_given(self) -> None:
-        self._agent = self._store = None
 
     async def _is_suspect(self, rollout: AttemptedRollout) -> bool:
         """Whether enough workers died during earlier attempts of a rollout."""

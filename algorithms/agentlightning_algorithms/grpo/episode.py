@@ -307,7 +307,12 @@ def undecided(count: int, history: TaskHistory) -> list[int]:
 
 def finished(episodes: Sequence[Episode], settings: GRPOSettings) -> Sequence[Episode]:
     """The rollout filter ``finished``: only rollouts that did not fail and in which no answer was cut off."""
-    return [e for e in episodes if e.reward is not None and not any(map(_is_cut_off, e.triplets))]
+    return [
+        episode
+        for episode in episodes
+        if episode.reward is not None
+        and not any(call.metadata.get("finish_reason") == "length" for call in episode.triplets)
+    ]
 
 
 def soft_overlong(episode: Episode, group: Sequence[Episode], settings: GRPOSettings) -> float | None:
@@ -341,7 +346,3 @@ def pass_at_k(episodes: Sequence[Episode], threshold: float = 1.0) -> dict[str, 
         return sum(1 - math.comb(len(g) - sum(g), k) / math.comb(len(g), k) for g in groups.values()) / len(groups)
 
     return {f"pass@{k}": estimate(k) for k in (2**i for i in range(least.bit_length()))}
-
-
-def _is_cut_off(triplet: Triplet) -> bool:
-    return triplet.metadata.get("finish_reason") == "length"

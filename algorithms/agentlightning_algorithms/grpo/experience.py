@@ -147,7 +147,7 @@ def _score_calls(scored_R: Sequence[tuple[Episode, float]]) -> list[tuple[Scored
     items: list[tuple[Scored, Sequence[Triplet]]] = []
     for index, (episode, reward) in enumerate(scored_R):
         calls = episode.triplets
-        if any(map(_has_credit, calls)):
+        if any("credit" in call.metadata for call in calls):  # otherwise their rewards were emitted after them
             for call in calls:
                 value, turn = read_credit(call, episode.reward, reward)
                 item = Scored(value, episode.group, index, turn, _count_tokens(call), episode.rewards)
@@ -182,11 +182,6 @@ def estimate_advantages(items: Sequence[Scored], settings: ExperienceSettings) -
 
 def _count_tokens(call: Triplet) -> int:
     return len(call.response.get("token_ids") or ())
-
-
-def _has_credit(triplet: Triplet) -> bool:
-    """Whether a credit rule assigned ``Triplet.reward``; otherwise it is a reward emitted after that call."""
-    return "credit" in triplet.metadata
 
 
 def _call_rows(

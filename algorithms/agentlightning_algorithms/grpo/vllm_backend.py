@@ -35,12 +35,7 @@ class VLLMBackend:
     tells_versions = False
 
     def __init__(
-        self,
-        *,
-        endpoint: str = "http://127.0.0.1:8000/v1",
-        served_model: str | None = None,
-        api_key: str | None = None,
-        reload_timeout_s: float = 600.0,
+        self, *, endpoint: str = "http://127.0.0.1:8000/v1", served_model: str | None = None, api_key: str | None = None
     ) -> None:
         """Takes the settings that only this backend has.
 
@@ -48,12 +43,12 @@ class VLLMBackend:
             endpoint: OpenAI base URL.
             served_model: the server's name for the model; None: the name that agents use.
             api_key: API key of the server.
-            reload_timeout_s: how long running calls and reloading may take together.
+
         """
         self.endpoint = endpoint.rstrip("/")
         self._served_model = served_model
         self._api_key = api_key
-        self._reload_timeout_s = reload_timeout_s
+
         self._model_name = ""
         self._served: set[str] = set()
         """Names of the server's models and adapters."""
@@ -195,7 +190,7 @@ class VLLMBackend:
         url = self.endpoint.removesuffix("/v1") + path
         key = read_key(self._api_key)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = aiohttp.ClientTimeout(total=self._reload_timeout_s, connect=30)
+        timeout = aiohttp.ClientTimeout(total=600, connect=30)  # for running calls and reloading together
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout, headers=headers) as session,

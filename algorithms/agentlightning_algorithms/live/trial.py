@@ -140,9 +140,7 @@ class SequentialTest:
     @property
     def difference(self) -> float:
         """Mean difference within blocks, weighted by their information, in units of reward; 0 before the first."""
-        weight = math.fsum(information for information, _ in self._blocks)
-        total = math.fsum(information * difference for information, difference in self._blocks)
-        return total / weight * (self._high - self._low) if weight else 0.0
+        return mean_difference(self._blocks) * (self._high - self._low)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -216,9 +214,13 @@ class Watch:
     @property
     def difference(self) -> float:
         """Mean difference of the last blocks, in units of reward."""
-        weight = math.fsum(information for information, _ in self._recent)
-        total = math.fsum(information * difference for information, difference in self._recent)
-        return total / weight * self._scale if weight else 0.0
+        return mean_difference(self._recent) * self._scale
+
+
+def mean_difference(blocks: Iterable[tuple[float, float]]) -> float:
+    """The mean of the blocks' differences, weighted by their information; 0 without blocks."""
+    information, differences = zip(*blocks, strict=True) if blocks else ((), ())
+    return statistics.fmean(differences, information) if differences else 0.0
 
 
 def _find_bound(is_refuted: Callable[[float], bool]) -> float:

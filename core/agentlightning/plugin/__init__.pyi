@@ -30,6 +30,9 @@ from agentlightning.store.backend import Query as Query
 from agentlightning.store.backend import Row as Row
 from agentlightning.store.backend import Write as Write
 from agentlightning.store.backend import key_of as key_of
+from agentlightning.store.condition import make_test as make_test
+from agentlightning.store.condition import read_field as read_field
+from agentlightning.store.condition import sort_by as sort_by
 from agentlightning.store.engine import BackendStore as BackendStore
 from agentlightning.tracer.tracer import OpenSpan as OpenSpan
 from agentlightning.tracer.tracer import Trace as Trace
@@ -64,6 +67,3 @@ from agentlightning_plugins.shared.terminal import json_option as json_option
 from agentlightning_plugins.shared.terminal import print_json as print_json
 from agentlightning_plugins.shared.terminal import with_store as with_store
 from agentlightning_plugins.stores.http.server.application import Pages as Pages
-from agentlightning_plugins.stores.shared.condition import make_test as make_test
-from agentlightning_plugins.stores.shared.condition import read_field as read_field
-from agentlightning_plugins.stores.shared.condition import sort_by as sort_by

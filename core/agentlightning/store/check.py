@@ -59,20 +59,20 @@ def check_choice(name: str, value: C, choices: Sequence[C]) -> C:
 
 
 def checked(method: F, declared: Callable[..., Any]) -> F:
-    """Wraps a method of a store: it gets its arguments valid and frozen, as the declared method's signature has them.
+    """Wraps a method of a store: it gets its arguments by name, valid and frozen, as the declared signature has them.
 
     So every store, also a remote one, refuses the same arguments with the same ConfigError before it does anything.
     """
 
-    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         try:
             return _validator(declared)(*args, **kwargs)
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
-        if "argument" in problem["type"]:  # a missing or unexpected one: the call itself raises TypeError
-            return args, kwargs
+        signature = inspect.signature(declared)
+        signature.bind(None, *args, **kwargs)  # raises TypeError for a missing or unexpected argument
         first, value = problem["loc"][0], problem["input"]
-        name = [*inspect.signature(declared).parameters][first + 1] if isinstance(first, int) else str(first)
+        name = [*signature.parameters][first + 1] if isinstance(first, int) else str(first)
         context = problem.get("ctx", {})
         if isinstance(context.get("error"), ConfigError):
             raise context["error"]
@@ -85,28 +85,26 @@ def checked(method: F, declared: Callable[..., Any]) -> F:
     if inspect.iscoroutinefunction(method):
 
         async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = check(args, kwargs)
-            return await method(self, *args, **kwargs)
+            return await method(self, **check(args, kwargs))
 
         return cast("F", functools.wraps(method)(call))
 
     def call_now(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = check(args, kwargs)
-        return method(self, *args, **kwargs)
+        return method(self, **check(args, kwargs))
 
     return cast("F", functools.wraps(method)(call_now))
 
 
 @functools.cache
-def _validator(declared: Callable[..., Any]) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+def _validator(declared: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     """Returns the function that takes the arguments of a method and returns them valid, built at the first call."""
     hints = get_type_hints(declared, include_extras=True)
     _, *parameters = inspect.signature(declared).parameters.values()
-
-    def collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs
-
     types = {parameter.name: argument_type(parameter.name, hints[parameter.name]) for parameter in parameters}
+
+    def collect(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**dict(zip(types, args, strict=False)), **kwargs}
+
     collect.__annotations__ = types
     collect.__dict__["__signature__"] = inspect.Signature(
         [parameter.replace(annotation=types[parameter.name]) for parameter in parameters]
@@ -129,7 +127,8 @@ def argument_type(name: str, annotation: Any) -> Any:
         return Annotated[items, Strict(False)]
     if origin is tuple:
         pair: Any = tuple[tuple(argument_type(name, each) for each in arguments)]  # type: ignore[misc] # as above
-        return Annotated[pair, BeforeValidator(_list_to_tuple)]  # JSON has no tuples
+        to_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+        return Annotated[pair, to_tuple]  # JSON has no tuples
     if annotation is Any or annotation == Mapping[str, Any]:
         json: Any = Any if annotation is Any else Annotated[dict[str, Any], Strict(False)]
         return Annotated[json, AfterValidator(functools.partial(freeze, name=name))]
@@ -150,10 +149,6 @@ def argument_type(name: str, annotation: Any) -> Any:
 _LEAST: Final = {"limit": -1, "offset": 0, "keep": 0, "spans_dropped": 0, "version": 0}
 """The least values of integer parameters that have one."""
 _IDS: Final = frozenset({"rollout_id", "attempt_id", "worker_id", "resources_id"})
-
-
-def _list_to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def check_span(span: Span) -> None:

@@ -51,7 +51,8 @@ def wrap_agent(agent: Any, options: WrapOptions) -> FrameworkAgent[Any] | None:
     if not isinstance(agent, (Crew, Agent, Flow)):
         return None
     _disable_telemetry()
-    register_reducer(Memory, _reduce_memory)
+    # The memory of a flow is pickled by its settings, without the connection to its database.
+    register_reducer(Memory, lambda memory: (functools.partial(Memory, **_settings_of(memory)), ()))
     return CrewAIFlow(agent, options) if isinstance(agent, Flow) else CrewAIAgent(agent, options)
 
 
@@ -164,9 +165,8 @@ def _copy_flow(flow: Flow[Any]) -> Flow[Any]:
     return copied
 
 
-def _reduce_memory(memory: Memory) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Pickles the memory of a flow by its settings, without the connection to its database."""
-    return functools.partial(Memory, **{name: getattr(memory, name) for name in memory.model_fields_set}), ()
+def _settings_of(memory: Memory) -> dict[str, Any]:
+    return {name: getattr(memory, name) for name in memory.model_fields_set}
 
 
 def _inputs(task: Any) -> dict[str, Any]:

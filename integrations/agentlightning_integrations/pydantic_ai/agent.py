@@ -98,8 +98,4 @@ def instrument(tracer_provider: Any) -> Callable[[], None]:
     return lambda: Agent.instrument_all(before)
 
 
-def _remake(name: str) -> ContextVar[Any]:
-    return ContextVar(name, default=None)
-
-
-register_reducer(ContextVar, lambda variable: (_remake, (variable.name,)))
+register_reducer(ContextVar, lambda variable: (functools.partial(ContextVar, variable.name, default=None), ()))

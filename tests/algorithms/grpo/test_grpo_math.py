@@ -15,7 +15,7 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.advantage import AdvantageConformance
 from agentlightning.testing.policy_loss import PolicyLossConformance
 from agentlightning_algorithms.shared.advantage import Estimator, Scored, compute_advantages, flat_groups, gdpo
-from agentlightning_algorithms.shared.policy.loss import aggregate, kl_penalty, loss_normalizer, ppo
+from agentlightning_algorithms.shared.policy.loss import aggregate, find_factors, kl_penalty, ppo
 from agentlightning_algorithms.shared.policy.prepared_row import importance_weights, trusted_tokens
 from agentlightning_algorithms.shared.policy.settings import (
     Aggregation,
@@ -326,7 +326,7 @@ def test_the_losses_of_the_parts_of_a_batch_add_up_to_the_loss_of_the_batch(
 ) -> None:
     value_BT, mask_BT = random_batch(row_lengths)
     lengths_B = rollout_lengths(row_lengths)
-    whole = loss_normalizer(mask_BT, aggregation, rollout_length_B=lengths_B, horizon=7)
+    whole = find_factors(mask_BT, aggregation, rollout_length_B=lengths_B, horizon=7).divisor
     shares = [
         aggregate(value_BT[part], mask_BT[part], aggregation, normalizer=whole, rollout_length_B=lengths_B[part])
         for part in (slice(cut), slice(cut, None))

@@ -42,9 +42,7 @@ async def backend(url: str) -> AsyncIterator[DurableBackend]:
 def open_backend(url: str) -> DurableBackend:
     if url.startswith("sqlite"):
         return SqliteBackend(Path(url.removeprefix("sqlite:///")))
-    return PostgresBackend(
-        Server(url, connections=5, statement_timeout_s=50.0, connect_timeout_s=10.0, reconnect_s=10.0)
-    )
+    return PostgresBackend(Server(url, connections=5, statement_timeout_s=50.0, reconnect_s=10.0))
 
 
 def open_store(url: str) -> BackendStore:

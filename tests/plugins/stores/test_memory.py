@@ -235,19 +235,6 @@ async def test_a_failing_watcher_does_not_affect_the_writer_or_other_watchers(ca
     assert len(seen) == 1
 
 
-async def test_a_commit_with_a_failed_guard_writes_nothing() -> None:
-    backend = MemoryBackend()
-    seen: list[Event] = []
-    backend.watch(lambda events: seen.extend(events))
-    one = Rollout(rollout_id="ro-1", input=1, start_time=0.0)
-    assert await backend.commit([Put(one)], [Guard(Rollout, ("ro-1",), 0)])
-    two = Rollout(rollout_id="ro-2", input=2, start_time=0.0)
-    guards = [Guard(Rollout, ("ro-2",), 0), Guard(Rollout, ("ro-1",), 7)]
-    assert not await backend.commit([Put(two)], guards, [RolloutEnqueued(rollout_id="ro-2")])
-    assert [row.record for row in (await backend.select(Query(Rollout))).rows] == [one]
-    assert seen == []
-
-
 @pytest.mark.parametrize("order", [None, "start_time"])
 @pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize(

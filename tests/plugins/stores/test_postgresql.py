@@ -26,9 +26,9 @@ from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.postgresql import connection as connection_module
-from agentlightning_plugins.stores.postgresql import events as events_module
 from agentlightning_plugins.stores.postgresql import schema, transaction, writer
 from agentlightning_plugins.stores.postgresql.store import PostgresBackend, PostgresLightningStore
+from agentlightning_plugins.stores.shared.sql import batch
 from agentlightning_plugins.stores.shared.sql.document import encode_events
 from tests.failures import check_messages
 from tests.plugins.stores.actions import claim, finish, make_span, number_deleted
@@ -769,8 +769,7 @@ async def test_a_deadline_with_many_watchdogs_is_enforced_once(database: str) ->
 async def test_a_waiter_that_missed_events_reads_the_records(
     writes_first: bool, database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(writer, "KEPT_EVENTS", 3)
-    monkeypatch.setattr(events_module, "KEPT_EVENTS", 3)
+    monkeypatch.setattr(batch, "KEPT_EVENTS", 3)
     here, there = PostgresLightningStore(database), PostgresLightningStore(database)
     claimed = await claim(here)
     waiting = asyncio.create_task(here.wait_for_rollouts([claimed.rollout_id], timeout=LIMIT_S))

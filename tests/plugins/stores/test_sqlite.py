@@ -272,7 +272,7 @@ async def test_urls_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 async def test_a_waiter_that_missed_events_reads_the_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agentlightning_plugins.stores.sqlite.transaction.KEPT_EVENTS", 3)
+    monkeypatch.setattr("agentlightning_plugins.stores.shared.sql.batch.KEPT_EVENTS", 3)
     here, there = SqliteLightningStore(tmp_path / "store.db"), SqliteLightningStore(tmp_path / "store.db")
     claimed = await claim(here)
     waiting = asyncio.create_task(here.wait_for_rollouts([claimed.rollout_id], timeout=300))

@@ -291,32 +291,22 @@ def rollout_mean(length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | 
     return Aggregated(factor_B, (factor_B * length_B).sum())
 
 
-def _aggregated(
+def find_factors(
     mask_BT: Tensor,
     aggregation: str | Mapping[str, Any],
-    weight_B: Tensor | None,
-    rollout_length_B: Tensor | None,
-    horizon: int,
+    weight_B: Tensor | None = None,
+    rollout_length_B: Tensor | None = None,
+    horizon: int = 1,
 ) -> Aggregated:
+    """Returns factors and divisor of :func:`aggregate`, which takes the same arguments.
+
+    The divisor counts tokens (token-mean), non-empty rows (seq-mean-*; times ``horizon``), rollouts (rollout-mean), or
+    is 1 (token-sum).
+    """
     length_B = mask_BT.sum(-1)
     weight_B = torch.ones_like(length_B) if weight_B is None else weight_B
     component: Callable[..., tuple[Tensor, Tensor]] = load_part("aggregation", aggregation)
     return Aggregated(*component(length_B, weight_B, rollout_length_B, horizon))
-
-
-def loss_normalizer(
-    mask_BT: Tensor,
-    aggregation: str | Mapping[str, Any],
-    weight_B: Tensor | None = None,
-    *,
-    rollout_length_B: Tensor | None = None,
-    horizon: int = 1,
-) -> Tensor:
-    """Returns the divisor of :func:`aggregate`, which takes the same arguments.
-
-    Counts tokens (token-mean), non-empty rows (seq-mean-*; times ``horizon``), rollouts (rollout-mean); token-sum: 1.
-    """
-    return _aggregated(mask_BT, aggregation, weight_B, rollout_length_B, horizon).divisor
 
 
 def aggregate(
@@ -347,9 +337,9 @@ def aggregate(
         mask_BT: 1 on tokens that count.
         aggregation: see above.
         weight_B: copies a row counts for, in the sum and in the divisor alike; None: 1.
-        normalizer: :func:`loss_normalizer` of the whole batch; None: of these rows.
+        normalizer: the divisor (:func:`find_factors`) of the whole batch; None: of these rows.
         rollout_length_B: for rollout-mean, the tokens that count in all rows of each row's rollout, copies included.
         horizon: constant for seq-mean-token-sum-norm, such as the maximum number of tokens of a response.
     """
-    factor_B, divisor = _aggregated(mask_BT, aggregation, weight_B, rollout_length_B, horizon)
+    factor_B, divisor = find_factors(mask_BT, aggregation, weight_B, rollout_length_B, horizon)
     return ((value_BT * mask_BT).sum(-1) * factor_B).sum() / (divisor if normalizer is None else normalizer)

@@ -47,6 +47,10 @@ _TOTALS = (
 )  # fmt: skip
 
 
+_MAX_PREFILL_TOKENS = 8192
+"""Prompt tokens, padding included, that pass through the model at a time."""
+
+
 class Sampler:
     """Owns a policy, exclusively until the sampler is closed, and the thread that runs the policy."""
 
@@ -55,7 +59,6 @@ class Sampler:
         policy: Policy,
         *,
         max_batch_size: int = 64,
-        max_prefill_tokens: int = 8192,
         prefix_cache_bytes: int = 512 * 2**20,
         kv_cache_bytes: int = 4096 * 2**20,
         seed: int | None = None,
@@ -67,7 +70,7 @@ class Sampler:
         Args:
             policy: the model to sample from.
             max_batch_size: rows that run together; further requests wait.
-            max_prefill_tokens: prompt tokens, padding included, that pass through the model at a time.
+
             prefix_cache_bytes: memory for the keys and values of earlier sequences; allocated on demand.
             kv_cache_bytes: memory for the keys and values of running rows; further requests wait. A row that needs more
                 runs on its own.
@@ -83,7 +86,7 @@ class Sampler:
         self.policy = policy
         self.weight_version = weight_version
         self._max_batch_size = max_batch_size
-        self._max_prefill_tokens = max_prefill_tokens
+
         self._seed = seed
         self._swap_in_flight = swap_in_flight
         self._numbers = itertools.count(1)
@@ -290,7 +293,7 @@ class Sampler:
         for with_prefix in (False, True):
             chosen = [(blocks, group) for blocks, group in known if bool(blocks) == with_prefix]
             lengths = [len(group[0].sequence) - BLOCK * len(blocks) for blocks, group in chosen]
-            for batch in batch_by_tokens(lengths, self._max_prefill_tokens):
+            for batch in batch_by_tokens(lengths, _MAX_PREFILL_TOKENS):
                 self._prefill_batch([chosen[i][1] for i in batch], [chosen[i][0] for i in batch])
         # Only now: storing may evict a prefix that another batch of this call begins with.
         self._store_prefixes({id(group[0]) for _, group in known})

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.run.directory import atomic_directory, recover_directory
-from agentlightning_algorithms.shared.policy.loss import LossBatch, Surrogate, aggregate, kl_penalty, loss_normalizer
+from agentlightning_algorithms.shared.policy.loss import LossBatch, Surrogate, aggregate, find_factors, kl_penalty
 from agentlightning_algorithms.shared.policy.model import Policy, batch_by_tokens, collate
 from agentlightning_algorithms.shared.policy.prepared_row import (
     PreparedRow,
@@ -376,14 +376,11 @@ class Updater:
 
     def _normalizer(self, rows: Sequence[PreparedRow]) -> float:
         n_kept_B1 = torch.stack([row.kept_T.sum() for row in rows])[:, None].double()
-        normalizer = loss_normalizer(
-            n_kept_B1,
-            self.settings.aggregation,
-            torch.tensor([row.row.weight for row in rows], dtype=torch.float64),
-            rollout_length_B=torch.tensor([row.rollout_length for row in rows], dtype=torch.float64),
-            horizon=self.settings.horizon or 1,
-        )
-        return float(normalizer)
+        weight_B = torch.tensor([row.row.weight for row in rows], dtype=torch.float64)
+        length_B = torch.tensor([row.rollout_length for row in rows], dtype=torch.float64)
+        settings = self.settings
+        found = find_factors(n_kept_B1, settings.aggregation, weight_B, length_B, settings.horizon or 1)
+        return float(found.divisor)
 
     def score(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         """Returns the log-probability of every response token under the current weights; 0 for given tokens."""

@@ -90,7 +90,9 @@ class Attempts:
         unknown = [each for each in attempts if not self._database.is_cached(each) and not self._quota.knows(each)]
         runs = {attempt: await self._database.run_of(attempt) for attempt in attempts}
         for attempt in unknown:
-            self._quota.recall(attempt, await self._count_spans(attempt))
+            where = Condition("rollout_id", "eq", attempt[0]), Condition("attempt_id", "eq", attempt[1])
+            stored_before = (await backend.select(Query(Span, where, limit=0, count=True))).total or 0
+            self._quota.recall(attempt, stored_before)
         sized = list(zip(spans, self._quota.reserve(spans, runs), strict=True))
         unstored = sized
         try:
@@ -104,10 +106,6 @@ class Attempts:
         finally:
             self._quota.give_back(unstored, runs)
         return [span for span in stored if span is not None]
-
-    async def _count_spans(self, attempt: tuple[str, str]) -> int:
-        where = Condition("rollout_id", "eq", attempt[0]), Condition("attempt_id", "eq", attempt[1])
-        return (await self._database.backend.select(Query(Span, where, limit=0, count=True))).total or 0
 
     async def take_sequence_ids(self, pairs: Sequence[tuple[str, str]]) -> Sequence[int]:
         """Reserves a span number for each pair of rollout and attempt; the attempt may be "latest"."""

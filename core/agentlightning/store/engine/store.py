@@ -15,19 +15,15 @@ from agentlightning.records import (
     UNSET,
     Attempt,
     AttemptedRollout,
-    AttemptFailure,
     AttemptStatus,
     EnqueueRolloutRequest,
     Metrics,
     PaginatedResult,
     Rollout,
-    RolloutConfig,
-    RolloutMode,
     RolloutStatus,
     Run,
     RunStatus,
     Span,
-    TaskInput,
     Unset,
     Worker,
 )
@@ -135,18 +131,9 @@ class BackendStore(LightningStore):
 
     # --- rollouts ---
 
-    async def start_rollout(
-        self,
-        input: TaskInput,
-        mode: RolloutMode | None = None,
-        resources_id: str | None = None,
-        config: RolloutConfig | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        worker_id: str | None = None,
-    ) -> AttemptedRollout:
-        arguments = {"input": input, "mode": mode, "resources_id": resources_id, "config": config}
-        request = EnqueueRolloutRequest.model_validate({**arguments, "metadata": metadata})
-        return await self._queue.start(self.run_id, request, worker_id)
+    @implements(LightningStore.start_rollout)
+    async def start_rollout(self, *, worker_id: str | None = None, **request: Any) -> AttemptedRollout:
+        return await self._queue.start(self.run_id, EnqueueRolloutRequest.model_validate(request), worker_id)
 
     async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
         return await self._queue.enqueue(self.run_id, requests)
@@ -180,19 +167,11 @@ class BackendStore(LightningStore):
         rollout = await self._database.record(Rollout, rollout_id)
         return None if rollout is None else (await self._database.with_attempts([rollout]))[0]
 
-    async def update_rollout(
-        self,
-        rollout_id: str,
-        input: TaskInput | Unset = UNSET,
-        mode: RolloutMode | Unset | None = UNSET,
-        resources_id: str | Unset | None = UNSET,
-        status: RolloutStatus | Unset = UNSET,
-        config: RolloutConfig | Unset = UNSET,
-        metadata: Mapping[str, Any] | Unset | None = UNSET,
-    ) -> Rollout:
-        changes = _given(input=input, mode=mode, resources_id=resources_id, config=config, metadata=metadata)
-        if isinstance(resources_id, str):
-            await self._database.check_resources(resources_id)
+    @implements(LightningStore.update_rollout)
+    async def update_rollout(self, rollout_id: str, *, status: RolloutStatus | Unset = UNSET, **fields: Any) -> Rollout:
+        changes = _given(fields)
+        if changes.get("resources_id") is not None:
+            await self._database.check_resources(changes["resources_id"])
         return await self._rollouts.update(rollout_id, status, changes)
 
     async def retry_rollout(self, rollout_id: str) -> Rollout:
@@ -225,28 +204,11 @@ class BackendStore(LightningStore):
         query = make_query(Attempt, [Condition("rollout_id", "eq", rollout_id)], sort_by=sort_by, **page)
         return await find(self._database.backend, query)
 
+    @implements(LightningStore.update_attempt)
     async def update_attempt(
-        self,
-        rollout_id: str,
-        attempt_id: str | Literal["latest"],
-        status: AttemptStatus | Unset = UNSET,
-        worker_id: str | Unset = UNSET,
-        last_heartbeat_time: float | Unset = UNSET,
-        metadata: Mapping[str, Any] | Unset | None = UNSET,
-        *,
-        error: AttemptFailure | Unset | None = UNSET,
-        spans_dropped: int | Unset = UNSET,
-        reward: float | Unset | None = UNSET,
+        self, rollout_id: str, attempt_id: str, *, status: AttemptStatus | Unset = UNSET, **fields: Any
     ) -> Attempt:
-        changes = _given(
-            worker_id=worker_id,
-            last_heartbeat_time=last_heartbeat_time,
-            metadata=metadata,
-            error=error,
-            spans_dropped=spans_dropped,
-            reward=reward,
-        )
-        return await self._attempts.update(rollout_id, attempt_id, status, changes)
+        return await self._attempts.update(rollout_id, attempt_id, status, _given(fields))
 
     async def release_attempt(self, rollout_id: str, attempt_id: str) -> Rollout:
         return await self._attempts.release(rollout_id, attempt_id)
@@ -321,30 +283,21 @@ class BackendStore(LightningStore):
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:
         return await self._workers.get(worker_id)
 
+    @implements(LightningStore.update_worker)
     async def update_worker(
-        self,
-        worker_id: str,
-        heartbeat_stats: Mapping[str, Any] | Unset | None = UNSET,
-        attempt_ids: Sequence[str] | Unset | None = UNSET,
+        self, worker_id: str, *, attempt_ids: Sequence[str] | Unset | None = UNSET, **fields: Any
     ) -> Worker:
-        return await self._workers.beat(worker_id, _given(heartbeat_stats=heartbeat_stats), attempt_ids)
+        return await self._workers.beat(worker_id, _given(fields), attempt_ids)
 
     async def end_worker(self, worker_id: str) -> int:
         return await self._workers.end(worker_id)
 
     # --- runs, metrics, events ---
 
-    async def create_run(
-        self,
-        name: str,
-        *,
-        run_id: str | None = None,
-        config: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Run:
+    @implements(LightningStore.create_run)
+    async def create_run(self, *, run_id: str | None = None, config: Any = None, **fields: Any) -> Run:
         run_id = self.run_id if run_id is None else run_id
-        arguments = {"run_id": run_id, "name": name, "config": config or {}, "metadata": metadata}
-        return await self._runs.create(Run.model_validate(arguments))
+        return await self._runs.create(Run.model_validate({"run_id": run_id, "config": config or {}, **fields}))
 
     async def get_run_by_id(self, run_id: str) -> Run | None:
         return await self._database.record(Run, run_id)
@@ -375,6 +328,6 @@ class BackendStore(LightningStore):
         return self._waiters.events(None if every_run else self.run_id, None if kinds is None else frozenset(kinds))
 
 
-def _given(**arguments: Any) -> dict[str, Any]:
+def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments that were given."""
     return {name: value for name, value in arguments.items() if value is not UNSET}

@@ -8,6 +8,7 @@ from typing import Any
 from agentlightning.frozen import FrozenList
 from agentlightning.records import UNSET, Attempt, PaginatedResult, Unset, Worker
 from agentlightning.store.backend import Condition, Put, Query
+from agentlightning.store.condition import make_test, read_field, sort_by
 from agentlightning.store.engine.attempts import Attempts
 from agentlightning.store.engine.database import LIVE, Database
 
@@ -33,14 +34,15 @@ class Workers:
         for attempt in await self._database.rows(Query(Attempt, (theirs, LIVE))):
             live.setdefault(attempt.record.worker_id, []).append(attempt.record)
         workers = [self._describe(row.record, live.get(row.record.worker_id, ())) for row in rows]
+        parts = query.where, query.any_of
+        where, any_of = ([make_test(each, read_field(each.field)) for each in part] for part in parts)
         found = [
             worker
             for worker in workers
-            if all(_holds(worker, condition) for condition in query.where)
-            and (not query.any_of or any(_holds(worker, condition) for condition in query.any_of))
+            if all(test(worker) for test in where) and (not any_of or any(test(worker) for test in any_of))
         ]
         if query.sort_by is not None:
-            found.sort(key=lambda worker: _sort_key(getattr(worker, str(query.sort_by))), reverse=query.descending)
+            sort_by(found, read_field(query.sort_by), query.descending)
         elif query.descending:
             found.reverse()
         end = None if query.limit < 0 else query.offset + query.limit
@@ -100,15 +102,3 @@ class Workers:
         if status not in (worker.status, "unknown"):
             changes[f"last_{status}_time"] = seen
         return worker.model_copy(update=changes)
-
-
-def _holds(worker: Worker, condition: Condition) -> bool:
-    value = getattr(worker, condition.field)
-    if condition.op == "contains":
-        return condition.value in (value or "")
-    return bool(value in condition.value if condition.op == "in" else value == condition.value)
-
-
-def _sort_key(value: Any) -> tuple[bool, Any]:
-    """Sorts None first, and JSON by its text."""
-    return value is not None, str(value) if isinstance(value, (dict, list)) else value

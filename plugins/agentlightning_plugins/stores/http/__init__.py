@@ -13,26 +13,15 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kinds() -> list[Kind]:
-    return [
-        Kind("pages", "agentlightning_plugins.stores.http.server.application:Pages", "pages that agl store serves too")
-    ]
+    return [Kind("pages", f"{__name__}.server.application:Pages", "pages that agl store serves too")]
 
 
 @hookimpl
 def components() -> Iterable[Component]:
+    target = f"{__name__}.client:LightningStoreClient"
     return [
-        Component(
-            "store",
-            "http",
-            "agentlightning_plugins.stores.http.client:LightningStoreClient",
-            summary="a store served by `agl store`",
-        ),
-        Component(
-            "store",
-            "https",
-            "agentlightning_plugins.stores.http.client:LightningStoreClient",
-            summary="a store served by `agl store` behind TLS",
-        ),
+        Component("store", "http", target, summary="a store served by `agl store`"),
+        Component("store", "https", target, summary="a store served by `agl store` behind TLS"),
     ]
 
 

@@ -77,11 +77,11 @@ def command(
     """
     if context.invoked_subcommand is not None:
         return
+    from agentlightning.store.retention import Retention
     from agentlightning_plugins.shared.garbage_collection import relax_collector
     from agentlightning_plugins.shared.token import StoreTokens
     from agentlightning_plugins.shared.web.request import return_freed_memory
     from agentlightning_plugins.shared.web.server import raise_file_limit
-    from agentlightning_plugins.stores.shared.retention import Retention
 
     relax_collector()
     return_freed_memory()

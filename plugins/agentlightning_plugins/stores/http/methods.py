@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -21,12 +20,9 @@ def _remote(method: str, path: str, function: M, status: int = 200, **options: A
     """Makes a method that sends its arguments as a request; ``options`` are fields of ``Route``."""
     route = Route(method, path, function, status, **options)
     METHOD_ROUTES.append(route)
-    signature = inspect.signature(function)
 
     @wraps(function)
-    async def send(self: RemoteMethods, *args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(self, *args, **kwargs).arguments
-        del arguments["self"]
+    async def send(self: RemoteMethods, **arguments: Any) -> Any:
         return await self._send(route, arguments)
 
     send.__dict__["__isabstractmethod__"] = False

@@ -134,15 +134,13 @@ def read_record(kind: type[R], content: dict[str, Any]) -> R:
 
 def _json_type(name: str, annotation: Any) -> Any:
     """Returns the type that a parameter with this annotation has in a message."""
-    given = [member for member in _members(annotation) if member is not Unset]
-    return argument_type(
-        name, reduce(or_, [_limited(name, kind) if get_origin(kind) is Sequence else kind for kind in given])
-    )
-
-
-def _limited(name: str, kind: Any) -> Any:
-    items = argument_type(name, kind)
-    return Annotated[items, Field(max_length=MAX_BATCH)]
+    kinds = []
+    for kind in _members(annotation):
+        if get_origin(kind) is Sequence:
+            kinds.append(Annotated[argument_type(name, kind), Field(max_length=MAX_BATCH)])
+        elif kind is not Unset:
+            kinds.append(kind)
+    return argument_type(name, reduce(or_, kinds))
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

@@ -88,17 +88,14 @@ class MemoryBackend:
         self._spans = Table(
             Span, self._lock, self._spans_of, Index("run_id", constant=True), readers={"run_id": self._run_of}
         )
-        self._resources = Table(
-            ResourcesUpdate, self._lock, Index("resources_id", constant=True), Index("run_id", constant=True)
-        )
-        self._workers = Table(Worker, self._lock)
+        resources = Index("resources_id", constant=True), Index("run_id", constant=True)
         self._tables: dict[type[Record], Table[Any]] = {
             Run: Table(Run, self._lock),
             Rollout: self._rollouts,
             Attempt: self._attempts,
             Span: self._spans,
-            ResourcesUpdate: self._resources,
-            Worker: self._workers,
+            ResourcesUpdate: Table(ResourcesUpdate, self._lock, *resources),
+            Worker: Table(Worker, self._lock),
             Metrics: Table(Metrics, self._lock, Index("run_id", constant=True)),
         }
         self._queues: dict[str, _Queue] = {}
@@ -162,8 +159,8 @@ class MemoryBackend:
                 "rollouts": len(self._rollouts),
                 "attempts": len(self._attempts),
                 "spans": len(self._spans),
-                "resources": len(self._resources),
-                "workers": len(self._workers),
+                "resources": len(self._tables[ResourcesUpdate]),
+                "workers": len(self._tables[Worker]),
             }
 
     async def find_open_runs(self) -> list[str]:

@@ -17,8 +17,8 @@ from operator import attrgetter
 from typing import Any, Final, Generic, TypeVar
 
 from agentlightning.store.backend import KEYS, Condition, Key, Page, Query, Row
+from agentlightning.store.condition import lookup_values, make_test, read_field, sort_by
 from agentlightning.types import Record
-from agentlightning_plugins.stores.shared.condition import lookup_values, make_test, read_field, sort_by
 
 R = TypeVar("R", bound=Record)
 

@@ -9,19 +9,8 @@ from agentlightning.plugin.hookspecs import Component, hookimpl
 
 @hookimpl
 def components() -> Iterable[Component]:
+    target = f"{__name__}.store:PostgresLightningStore"
     return [
-        Component(
-            "store",
-            "postgresql",
-            "agentlightning_plugins.stores.postgresql.store:PostgresLightningStore",
-            extra="postgresql",
-            summary="one database for the processes of many machines",
-        ),
-        Component(
-            "store",
-            "postgres",
-            "agentlightning_plugins.stores.postgresql.store:PostgresLightningStore",
-            extra="postgresql",
-            summary="another name for postgresql",
-        ),
+        Component("store", "postgresql", target, "postgresql", "one database for the processes of many machines"),
+        Component("store", "postgres", target, "postgresql", "another name for postgresql"),
     ]

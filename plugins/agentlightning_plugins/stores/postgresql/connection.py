@@ -47,6 +47,7 @@ _AWAY: Final = (
 
 ANSWER_SLACK_S: Final = 10.0
 """A server that cancels a timed-out statement later than this is considered lost."""
+_CONNECT_TIMEOUT_S: Final = 10.0
 MAX_CANCELLED: Final = 2
 """How often a statement that was cancelled by hand is repeated; a write is done once, however often it is sent."""
 _PARAMETERS: Final = ("connections", "statement_timeout_s")
@@ -55,9 +56,7 @@ _PARAMETERS: Final = ("connections", "statement_timeout_s")
 class Server:
     """One database of one server."""
 
-    def __init__(
-        self, url: str, *, connections: int, statement_timeout_s: float, connect_timeout_s: float, reconnect_s: float
-    ) -> None:
+    def __init__(self, url: str, *, connections: int, statement_timeout_s: float, reconnect_s: float) -> None:
         """Parses the URL, whose parameters ``agl_connections`` and ``agl_statement_timeout_s`` override arguments.
 
         Raises:
@@ -67,15 +66,11 @@ class Server:
         self._url = url
         self.connections = int(given.get("connections", connections))
         self._statement_timeout_s = given.get("statement_timeout_s", statement_timeout_s)
-        self._connect_timeout_s = connect_timeout_s
+        self._connect_timeout_s = _CONNECT_TIMEOUT_S
         self.reconnect_s = reconnect_s
         if self.connections < 2:
             raise ConfigError(f"connections={self.connections}; a store needs 2 or more: one writes, the others read")
-        for name, value in (
-            ("statement_timeout_s", self._statement_timeout_s),
-            ("connect_timeout_s", connect_timeout_s),
-            ("reconnect_s", reconnect_s),
-        ):
+        for name, value in (("statement_timeout_s", self._statement_timeout_s), ("reconnect_s", reconnect_s)):
             if not value > 0:
                 raise ConfigError(f"{name}={value}; it must be above 0")
         try:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import asyncpg
 import orjson
 from pydantic import ValidationError
 
-from agentlightning.event import Event, RolloutEnqueued, RolloutFinished
-from agentlightning.types import Rollout
-from agentlightning_plugins.stores.postgresql.schema import KEPT_EVENTS
-from agentlightning_plugins.stores.shared.sql.document import decode, decode_events
+from agentlightning.event import Event
+from agentlightning_plugins.stores.shared.sql import batch
+from agentlightning_plugins.stores.shared.sql.document import decode_events
 
 logger = logging.getLogger("agentlightning")
 
@@ -29,11 +28,6 @@ SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint AS horizon,
 TELL: Final = """
 INSERT INTO agl.event (xid, origin, events) VALUES (pg_current_xact_id()::text::bigint, $1, $2) RETURNING position"""
 PRUNE: Final = "DELETE FROM agl.event WHERE position <= $1"
-PRUNE_EVERY: Final = 64
-_SLACK_S: Final = 60.0
-"""How far the event times of other processes may lag behind."""
-_WAITING: Final = "SELECT run_id, rollout_id FROM agl.rollout WHERE queue_position IS NOT NULL"
-_ENDED: Final = "SELECT record FROM agl.rollout WHERE end_time >= $1"
 
 
 class EventReader:
@@ -60,8 +54,10 @@ class EventReader:
     async def read(self, connection: asyncpg.Connection, now: float) -> None:
         """Publishes what other processes committed since the last time, before Unix time ``now``."""
         horizon, events, newest = await self._fetch(connection, self._horizon)
-        if newest - self._newest > KEPT_EVENTS:  # this process was stopped for so long that some are deleted
-            self._publish(await self._reconstruct(connection))
+        if newest - self._newest > batch.KEPT_EVENTS:  # this process was stopped for so long that some are deleted
+            since = self._up_to_date_at - batch.CLOCKS_S
+            ended = await connection.fetch(batch.ENDED_SINCE.format("agl.", "$1"), since)
+            self._publish(batch.make_missed_events(await connection.fetch(batch.WAITING.format("agl.")), ended))
         self._take(horizon, events)
         self._newest, self._up_to_date_at = max(self._newest, newest), now
 
@@ -81,18 +77,3 @@ class EventReader:
                 logger.exception("an event of another process cannot be read and is skipped")
         self._horizon = max(self._horizon, horizon)
         self._seen = {origin: last for origin, last in self._seen.items() if last[1] >= self._horizon}
-
-    async def _reconstruct(self, connection: asyncpg.Connection) -> list[Event]:
-        """Replaces deleted events: returns events for the current queue and for the rollouts that ended since.
-
-        Some of these events were published before, which wakes waiters needlessly but does no harm.
-        """
-        logger.warning("this process was away for so long that it missed events of the store; it catches up now")
-        found: list[Event] = []
-        for run_id, rollout_id in await connection.fetch(_WAITING):
-            found.append(RolloutEnqueued(run_id=run_id, rollout_id=rollout_id))
-        for (record,) in await connection.fetch(_ENDED, self._up_to_date_at - _SLACK_S):
-            rollout = decode(Rollout, record)
-            ended: dict[str, Any] = {"status": rollout.status, "mode": rollout.mode, "time": rollout.end_time}
-            found.append(RolloutFinished(run_id=rollout.run_id, rollout_id=rollout.rollout_id, **ended))
-        return found

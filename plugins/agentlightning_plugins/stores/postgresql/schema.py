@@ -14,8 +14,7 @@ _MIGRATING: Final = 0x41474C01
 """The advisory lock of a migration."""
 _MIGRATION_TIMEOUT_S: Final = 86_400.0
 """How long a statement of a migration may take: it may rewrite a large table, or wait for another process."""
-KEPT_EVENTS: Final = 100_000
-"""The events of this many commits are kept for other processes. A process further behind reads the records."""
+
 
 # Text is compared byte by byte (COLLATE "C"), which is the order of Python's strings. Attempts refer to rollouts, and
 # spans to attempts, by position: their indexes grow at the end only. Rows that are updated often have free space

@@ -108,7 +108,8 @@ class PostgresBackend(DurableBackend):
         rows: list[Sequence[Any]] = []
         while len(rows) < query.limit and not is_last:  # what is left of the last snapshot, then a new one
             if now is None:
-                now, xid, after, is_last = await self._read(_fetch_snapshot), 0, 0, True
+                now = tuple(await self._read(lambda connection: connection.fetchrow(_SNAPSHOT)))
+                xid, after, is_last = 0, 0, True
             first = max(before[0], xid)
             plan = Plan(_NEW_SPANS, (run_id, first, *before[1:], *now[1:], xid, after, query.limit - len(rows)))
             rows += await self._read(functools.partial(_fetch, plan=plan), plan.sql)
@@ -238,11 +239,6 @@ async def _fetch(connection: asyncpg.Connection, plan: Plan) -> Sequence[Sequenc
     return rows
 
 
-async def _fetch_snapshot(connection: asyncpg.Connection) -> _Snapshot:
-    first, end, open_ids = await connection.fetchrow(_SNAPSHOT)
-    return first, end, open_ids
-
-
 async def _fetch_counted(
     connection: asyncpg.Connection, query: Query[R], plan: Plan
 ) -> tuple[Sequence[Sequence[Any]], int]:
@@ -295,7 +291,6 @@ class PostgresLightningStore(BackendStore):
         watchdog_interval_s: float | None = 1.0,
         connections: int = 5,
         statement_timeout_s: float = 50.0,
-        connect_timeout_s: float = 10.0,
         reconnect_s: float = 30.0,
     ) -> None:
         """Connects, and creates the schema ``agl`` or migrates it from an older version.
@@ -309,7 +304,7 @@ class PostgresLightningStore(BackendStore):
             connections: maximum number of connections: one writes, the others read. Further reads queue.
             statement_timeout_s: the server cancels a statement that takes longer, and a search after 10 s; it is not
                 executed again.
-            connect_timeout_s: how long one attempt to connect may take.
+
             reconnect_s: how long calls wait for a server that went away before they fail.
 
         Raises:
@@ -317,13 +312,7 @@ class PostgresLightningStore(BackendStore):
                 of a newer version.
             StoreError: the server cannot be reached.
         """
-        server = Server(
-            url,
-            connections=connections,
-            statement_timeout_s=statement_timeout_s,
-            connect_timeout_s=connect_timeout_s,
-            reconnect_s=reconnect_s,
-        )
+        server = Server(url, connections=connections, statement_timeout_s=statement_timeout_s, reconnect_s=reconnect_s)
         backend = PostgresBackend(server)
         try:
             super().__init__(backend, run_id, lease_s=lease_s, watchdog_interval_s=watchdog_interval_s)

@@ -15,9 +15,10 @@ import asyncpg
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import Event
 from agentlightning_plugins.stores.postgresql.connection import MAX_CANCELLED, Server, close, drop_if_lost, is_lost
-from agentlightning_plugins.stores.postgresql.events import PRUNE, PRUNE_EVERY, TELL, EventReader
-from agentlightning_plugins.stores.postgresql.schema import KEPT_EVENTS, MIGRATED, check_version
+from agentlightning_plugins.stores.postgresql.events import PRUNE, TELL, EventReader
+from agentlightning_plugins.stores.postgresql.schema import MIGRATED, check_version
 from agentlightning_plugins.stores.postgresql.transaction import Transaction
+from agentlightning_plugins.stores.shared.sql import batch
 from agentlightning_plugins.stores.shared.sql.batch import Item, settle
 from agentlightning_plugins.stores.shared.sql.changes import Claiming, Work
 from agentlightning_plugins.stores.shared.sql.document import encode_events
@@ -197,7 +198,9 @@ class Writer:
                 if events:
                     self._must_look = False  # events of which this process was notified so far are read now
                     await self._events.read(connection, self._server.clock.now())  # before our events
-                    self._note_told(await connection.fetchval(TELL, self._origin, encode_events(events)))
+                    if self._unannounced is None:
+                        self._unannounced_since = time.monotonic()
+                    self._unannounced = await connection.fetchval(TELL, self._origin, encode_events(events))
                 await connection.execute(_MARK, self._origin, self._number)
                 self._is_certain = False
                 await connection.execute("COMMIT")
@@ -271,11 +274,6 @@ class Writer:
                 if time.monotonic() > deadline:  # each new connection is lost, too, or never answers this statement
                     raise
 
-    def _note_told(self, position: int) -> None:
-        if self._unannounced is None:
-            self._unannounced_since = time.monotonic()
-        self._unannounced = position
-
     async def _notify(self) -> None:
         """Wakes the other processes.
 
@@ -287,8 +285,8 @@ class Writer:
         position, self._unannounced = self._unannounced, None
         try:
             await self._connection.execute("SELECT pg_notify('agl', $1)", str(self._origin))
-            if position % PRUNE_EVERY == 0:
-                await self._connection.execute(PRUNE, position - KEPT_EVENTS)
+            if position % batch.PRUNE_EVERY == 0:
+                await self._connection.execute(PRUNE, position - batch.KEPT_EVENTS)
         except Exception as error:  # isolation point: the writer must go on
             logger.debug("cannot wake other processes, which poll for events anyway: %s", error)
             drop_if_lost(self._connection, error)

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import orjson
 
 from agentlightning.store.backend import Page, Query
+from agentlightning.store.condition import choices
 from agentlightning.types import Attempt, Record, Span
-from agentlightning_plugins.stores.shared.condition import choices
 from agentlightning_plugins.stores.shared.sql.condition import Dialect
 from agentlightning_plugins.stores.shared.sql.plan import Plan, Planner
 
@@ -24,11 +23,6 @@ def index_key(value: object) -> str | int | float | None:
     if isinstance(value, int):
         return value if -(2**63) <= value < 2**63 else None
     return value if isinstance(value, float) and math.isfinite(value) else None
-
-
-def _make_list(values: Sequence[Any]) -> str:
-    """Encodes any number of values as one parameter."""
-    return orjson.dumps(list(values)).decode()
 
 
 PLANNER: Final = Planner(
@@ -44,7 +38,7 @@ PLANNER: Final = Planner(
         json_key=lambda key: None if '"' in key or "\\" in key else f'$.metadata."{key}"',
         compares_json=False,
         live="live = 1",
-        make_list=_make_list,
+        make_list=lambda values: orjson.dumps(list(values)).decode(),
         index_key=index_key,
         no_limit=-1,
     )

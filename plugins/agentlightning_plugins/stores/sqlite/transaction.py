@@ -12,6 +12,7 @@ import orjson
 
 from agentlightning.store.backend import KEYS, Delete, Row
 from agentlightning.types import Attempt, Record, Rollout, Span
+from agentlightning_plugins.stores.shared.sql import batch
 from agentlightning_plugins.stores.shared.sql.changes import (
     LAST_IN_QUEUE,
     PARENTS,
@@ -48,9 +49,6 @@ _DELETE_SPANS_OF_ROLLOUT: Final = "DELETE FROM span WHERE attempt IN (SELECT pos
 _MAX_ROWS: Final = 32
 """Maximum number of rows that one statement inserts. Each SQLite call releases the GIL and has to reacquire it."""
 _MAX_KNOWN: Final = 20_000
-_PRUNED_EVERY: Final = 64
-KEPT_EVENTS: Final = 100_000
-"""The events of this many transactions are kept for other processes. A process further behind reads the records."""
 
 
 def _insert(kind: type[Record]) -> str:
@@ -145,8 +143,8 @@ class Transaction:
             return None
         position = self._execute(_TELL, (origin, encode_events(self.changes.events))).lastrowid
         assert position is not None
-        if position % _PRUNED_EVERY == 0:
-            self._execute("DELETE FROM event WHERE position <= ?", (position - KEPT_EVENTS,))
+        if position % batch.PRUNE_EVERY == 0:
+            self._execute("DELETE FROM event WHERE position <= ?", (position - batch.KEPT_EVENTS,))
         return position
 
     def _claim(self, work: Claiming) -> Sequence[Rollout]:
@@ -234,10 +232,6 @@ class Transaction:
 
 
 def _values(row: Stored) -> list[Any]:
-    columns = columns_of(row, _indexed)
+    # A metadata value as its column stores it; others are found by their JSON.
+    columns = columns_of(row, lambda value: value if isinstance(value, (str, int, float)) else None)
     return [*[columns[name] for name in COLUMNS[row.key[0]]], row.revision, row.text]
-
-
-def _indexed(value: object) -> str | int | float | None:
-    """Returns a metadata value as its column stores it; None for others, which are found by their JSON."""
-    return value if isinstance(value, (str, int, float)) else None

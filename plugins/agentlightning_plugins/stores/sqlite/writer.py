@@ -10,17 +10,26 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
 from agentlightning.errors import StoreError
-from agentlightning.event import Event, RolloutEnqueued, RolloutFinished
+from agentlightning.event import Event
 from agentlightning.store.backend import Listener
 from agentlightning_plugins.stores.shared.clock import since_boot
-from agentlightning_plugins.stores.shared.sql.batch import Inbox, Item, settle, settle_here
+from agentlightning_plugins.stores.shared.sql.batch import (
+    CLOCKS_S,
+    ENDED_SINCE,
+    WAITING,
+    Inbox,
+    Item,
+    make_missed_events,
+    settle,
+    settle_here,
+)
 from agentlightning_plugins.stores.shared.sql.document import decode_events
 from agentlightning_plugins.stores.shared.watchers import Watchers
 from agentlightning_plugins.stores.sqlite.schema import connect, explain, shrink
@@ -29,13 +38,6 @@ from agentlightning_plugins.stores.sqlite.transaction import Rows, Transaction
 _NEW: Final = "SELECT position, origin, events FROM event WHERE position > ? ORDER BY position"
 _NEWEST: Final = "SELECT coalesce(max(position), 0) FROM event"
 _OLDEST: Final = "SELECT coalesce(min(position), 0) FROM event"
-_WAITING: Final = "SELECT run_id, rollout_id FROM rollout WHERE queue_position IS NOT NULL"
-_ENDED: Final = (
-    "SELECT run_id, rollout_id, status, json_extract(record, '$.mode'), json_extract(record, '$.end_time') "
-    "FROM rollout WHERE json_extract(record, '$.end_time') >= ?"
-)
-_SLACK_S: Final = 60.0
-"""How far the clocks of other processes may lag behind ours."""
 
 
 class EventReader:
@@ -64,7 +66,9 @@ class EventReader:
         commits: list[list[Event]] = []
         oldest = self._execute(_OLDEST).fetchone()[0]
         if oldest > self._position + 1:  # this process was stopped for so long that some are deleted
-            commits.append(list(self._reconstruct()))
+            since = self._up_to_date_at - CLOCKS_S
+            ended = self._execute(ENDED_SINCE.format("", "?"), (since,))
+            commits.append(make_missed_events(self._execute(WAITING.format("")), ended))
         for position, origin, text in self._execute(_NEW, (self._position,)).fetchall():
             if origin != self.origin:
                 try:
@@ -80,17 +84,6 @@ class EventReader:
         """Skips this process's own events; all earlier events were read in the same transaction."""
         self._position = position
 
-    def _reconstruct(self) -> Iterable[Event]:
-        """Replaces deleted events: yields events for the current queue and for the rollouts that ended since.
-
-        Some of these events were published before, which wakes waiters needlessly but does no harm.
-        """
-        logger.warning("this process was away for so long that it missed events of the store; it catches up now")
-        for run_id, rollout_id in self._execute(_WAITING):
-            yield RolloutEnqueued(run_id=run_id, rollout_id=rollout_id)
-        for run_id, rollout_id, status, mode, end_time in self._execute(_ENDED, (self._up_to_date_at - _SLACK_S,)):
-            yield RolloutFinished(run_id=run_id, time=end_time, rollout_id=rollout_id, status=status, mode=mode)
-
     def _data_version(self) -> int:
         """Returns a number that changes with every commit of another connection, but not with ours."""
         version: int = self._execute("PRAGMA data_version").fetchone()[0]
@@ -103,6 +96,8 @@ Work: TypeAlias = Callable[[Transaction], Any]
 
 MAX_BATCH: Final = 500
 """Maximum number of writes in a transaction, so that the first of them does not wait for long."""
+_FAIL_ALL: Final = ("SQLITE_BUSY", "SQLITE_READONLY", "SQLITE_CANTOPEN")
+"""Errors after which every other write would fail in the same way, after the same wait."""
 _SHRINK_EVERY: Final = 32
 """Number of transactions between two checks for free pages."""
 LOOK_EVERY_S: Final = 0.01
@@ -181,7 +176,7 @@ class Writer:
         try:
             events = self._try(batch)
         except Exception as error:  # isolation point: every caller gets the error and this thread goes on
-            if len(batch) > 1 and not _concerns_all(error):
+            if len(batch) > 1 and not getattr(error, "sqlite_errorname", "").startswith(_FAIL_ALL):
                 for item in batch:
                     self._write([item])
                 return
@@ -243,8 +238,3 @@ class Writer:
             cause = explain(error, self._path) if isinstance(error, sqlite3.Error) else error
             logger.warning("cannot look for events of other processes; trying again: %s", cause)
             time.sleep(1.0)
-
-
-def _concerns_all(error: Exception) -> bool:
-    """Whether every other write would fail in the same way, after the same wait."""
-    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_READONLY", "SQLITE_CANTOPEN"))

@@ -28,7 +28,7 @@ from agentlightning.errors import ConfigError, PluginError, install_command
 from agentlightning.frozen import FrozenDict
 from agentlightning.plugin.registry import get_manager
 from agentlightning.tracer.tracer import Trace, get_active_trace
-from agentlightning.types import Span, SpanResource
+from agentlightning.types import Span
 from agentlightning_plugins.shared.instrumentation import Undo
 from agentlightning_plugins.tracers.shared.context_propagation import propagate_context
 
@@ -194,16 +194,14 @@ class Router(SpanProcessor):
         record = Span.from_opentelemetry(span, trace.rollout_id, trace.attempt_id)
         name = getattr(trace.tracer, "name", TRACER)
         if name != TRACER and semconv.TRACER_NAME in record.resource.attributes:
-            record = record.model_copy(update={"resource": _renamed(record.resource, name)})
+            attributes = FrozenDict({**record.resource.attributes, semconv.TRACER_NAME: name})
+            resource = record.resource.model_copy(update={"attributes": attributes})
+            record = record.model_copy(update={"resource": resource})
         if context.span_id in self._ending:
             self._ending[context.span_id] = record
         trace.add(record)
         if exporter is not None:
             exporter.on_end(span)
-
-
-def _renamed(resource: SpanResource, tracer: str) -> SpanResource:
-    return resource.model_copy(update={"attributes": FrozenDict({**resource.attributes, semconv.TRACER_NAME: tracer})})
 
 
 def _end_unfinished(span: SdkSpan) -> None:

@@ -14,7 +14,6 @@ from agentlightning.store.check import RUN_ID
 from agentlightning_plugins.stores.http.message import ERRORS, PREFIX, RUN_HEADER, ErrorAnswer
 from agentlightning_plugins.stores.http.route import Route
 
-_PATH_NAME: Final = re.compile(r"{(\w+)}")
 _JSON: Final = "application/json"
 _SCHEMAS: Final = "#/components/schemas/{model}"
 
@@ -70,7 +69,10 @@ def _operation(route: Route, message: Any, answer: Any, named: Mapping[str, Any]
         "summary": (route.function.__doc__ or "").strip().partition("\n")[0],
         "tags": [route.path.split("/")[1]],
         "parameters": [
-            *_path_parameters(route.path),
+            *(
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+                for name in route.path_names
+            ),
             {
                 "name": RUN_HEADER,
                 "in": "header",
@@ -95,11 +97,6 @@ def _operation(route: Route, message: Any, answer: Any, named: Mapping[str, Any]
         **_errors(*statuses),
     }
     return operation
-
-
-def _path_parameters(path: str) -> Iterable[dict[str, Any]]:
-    for name in _PATH_NAME.findall(path):
-        yield {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
 def _query_parameters(message: Any, named: Mapping[str, Any]) -> Iterable[dict[str, Any]]:

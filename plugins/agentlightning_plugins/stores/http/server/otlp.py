@@ -16,6 +16,7 @@ from aiohttp import web
 from google.protobuf.json_format import MessageToJson, ParseDict, ParseError
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
@@ -187,17 +188,9 @@ def write_response(response: ExportTraceServiceResponse, content_type: str) -> b
 
 def write_status(code: ErrorCode, message: str, status: int) -> bytes:
     """Encodes the ``google.rpc.Status`` that answers a protobuf request with 4xx or 5xx."""
-    text = message.encode()
     rpc_code = _RPC_CODES.get(code, 13 if status >= 500 else 3)
-    return bytes([0x08, rpc_code, 0x12]) + _varint(len(text)) + text
-
-
-def _varint(number: int) -> bytes:
-    parts = []
-    while number > 0x7F:
-        parts.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*parts, number])
+    # Its fields 1 (code) and 2 (message) have the encoding of those of a partial success.
+    return bytes(ExportTracePartialSuccess(rejected_spans=rpc_code, error_message=message).SerializeToString())
 
 
 async def _store(spans: list[Span], store: LightningStore) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -10,16 +11,42 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from agentlightning.errors import StoreError
-from agentlightning.event import Event
+from agentlightning.event import Event, RolloutEnqueued, RolloutFinished
 from agentlightning.store.backend import Claim, Guard, Write
 from agentlightning.types import Rollout, Span
 from agentlightning_plugins.stores.shared.sql.changes import Append, Claiming, Commit, TakeNumbers, Work
+from agentlightning_plugins.stores.shared.sql.document import decode
+
+logger = logging.getLogger("agentlightning")
 
 COUNT: Final = "SELECT name, sum(number) FROM {}tally GROUP BY name"
 OPEN_RUNS: Final = """
     SELECT run_id FROM {0}rollout WHERE queue_position IS NOT NULL
     UNION SELECT r.run_id FROM {0}attempt a JOIN {0}rollout r ON r.position = a.rollout WHERE {1}"""
 """Finds the runs with queued or running rollouts, by two indexes that contain nothing else."""
+
+
+WAITING: Final = "SELECT run_id, rollout_id FROM {}rollout WHERE queue_position IS NOT NULL"
+ENDED_SINCE: Final = "SELECT record FROM {}rollout WHERE end_time >= {}"
+CLOCKS_S: Final = 60.0
+"""How far the event times of other processes may lag behind."""
+KEPT_EVENTS: Final = 100_000
+"""The events of this many transactions are kept for other processes. A process further behind reads the records."""
+PRUNE_EVERY: Final = 64
+
+
+def make_missed_events(waiting: Iterable[Sequence[Any]], ended: Iterable[Sequence[Any]]) -> list[Event]:
+    """Replaces deleted events, given the rows of ``WAITING`` and ``ENDED_SINCE``.
+
+    Some of these events were published before, which wakes waiters needlessly but does no harm.
+    """
+    logger.warning("this process was away for so long that it missed events of the store; it catches up now")
+    events: list[Event] = [RolloutEnqueued(run_id=run_id, rollout_id=rollout_id) for run_id, rollout_id in waiting]
+    for (record,) in ended:
+        rollout = decode(Rollout, record)
+        found: dict[str, Any] = {"status": rollout.status, "mode": rollout.mode, "time": rollout.end_time}
+        events.append(RolloutFinished(run_id=rollout.run_id, rollout_id=rollout.rollout_id, **found))
+    return events
 
 
 class DurableBackend(ABC):

@@ -12,8 +12,8 @@ import orjson
 
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Condition
+from agentlightning.store.condition import choices
 from agentlightning.types import LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
-from agentlightning_plugins.stores.shared.condition import choices
 
 ColumnType: TypeAlias = Literal["text", "label", "key", "integer", "float", "boolean"]
 """A ``label`` is text of which the column may have only ``LONGEST_LABEL`` characters, with U+FFFD in place of NUL; a

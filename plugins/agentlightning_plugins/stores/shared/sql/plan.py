@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
 
 from agentlightning.store.backend import KEYS, Condition, Page, Query, Row
+from agentlightning.store.condition import choices, make_test, read_field, sort_by
 from agentlightning.types import Attempt, Record, Rollout, Span
-from agentlightning_plugins.stores.shared.condition import choices, make_test, read_field, sort_by
 from agentlightning_plugins.stores.shared.sql.condition import TABLES, Dialect, Test
 from agentlightning_plugins.stores.shared.sql.document import decode
 
@@ -106,7 +106,10 @@ class Planner:
                 # The index has another order. By position, all records before the first match would be read.
                 found = "position + 0 DESC" if query.descending else "position + 0"
             if is_found or found != order or query.offset >= _FAR:
-                sql = self._look_up_found(query.kind, where, found, order)
+                # Finds the positions of a page in an index, then the records: skipped records are not read.
+                positions = f"SELECT position FROM {self._dialect.table(query.kind)} {where}"
+                page = f"{positions}ORDER BY {found} LIMIT ? OFFSET ?"
+                sql = f"{self._select[query.kind]}WHERE position IN ({page}) ORDER BY {order}"
                 return Plan(sql, [*parameters, limit, query.offset], *count)
         return Plan(f"{sql} LIMIT ? OFFSET ?", [*parameters, limit, query.offset], *count)
 
@@ -180,11 +183,6 @@ class Planner:
             parts.append(f"{part} AS part{number}")
             parameters += [*values, enough]
         return f"{' UNION ALL '.join(parts)} ORDER BY {order}", parameters
-
-    def _look_up_found(self, kind: type[Record], where: str, inner_order: str, order: str) -> str:
-        """Finds the positions of a page in an index, then the records: skipped records are not read."""
-        found = f"SELECT position FROM {self._dialect.table(kind)} {where}ORDER BY {inner_order} LIMIT ? OFFSET ?"
-        return f"{self._select[kind]}WHERE position IN ({found}) ORDER BY {order}"
 
     def _key_of(self, query: Query[R]) -> tuple[Any, ...] | None:
         """Returns the key of a query that only requests one record by its key; None for any other query."""

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
+from agentlightning.records import Record
 from agentlightning.store.backend import Condition
-from agentlightning.types import Record
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
