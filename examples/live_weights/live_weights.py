@@ -42,10 +42,10 @@ WIDTH, HEIGHT, MARGIN = 720, 260, 40
 
 
 def traffic(seed: int, rollouts: int) -> Iterator[Problem]:
-    """Yields the users' questions: at first, 9 of 10 are about sums and differences, later 1 of 10."""
+    """Yields the users' questions: at first, 4 of 5 are about sums and differences, later 1 of 5."""
     problems = problem_stream("train", seed)
     for number in range(rollouts):
-        is_sum = (number % 10 != 0) == (number < rollouts // 2)
+        is_sum = (number % 5 != 0) == (number < rollouts // 2)
         yield next(each for each in problems if any(word in each["question"] for word in SUMS) == is_sum)
 
 
@@ -157,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/live-weights"), help="a new folder")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--rollouts", type=int, default=6000, help="number of questions")
+    parser.add_argument("--rollouts", type=int, default=4000, help="number of questions")
     parser.add_argument("--learn", nargs=2, metavar=("STORE", "ADAPTERS"), help="be the learner of a service")
     given = parser.parse_args()
     if given.learn:
