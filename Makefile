@@ -15,7 +15,7 @@ INSTALL := @$(PYTHON) .ci/environments.py
 TEST := @$(PYTHON) .ci/phases.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install test check lint docs format soak bench clean
+.PHONY: help demo install test check lint docs dist format soak bench clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +49,10 @@ lint:  ## ruff and mypy only
 docs:  ## the documentation site, in build/docs
 	$(INSTALL) docs
 	@.venvs/docs/bin/python docs/build.py
+
+dist:  ## wheel and source distribution in dist, checked and tried
+	$(INSTALL) docs
+	@.venvs/docs/bin/python .ci/dist.py
 
 format:  ## rewrite the sources in the house style
 	$(INSTALL) lint

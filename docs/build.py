@@ -80,7 +80,7 @@ def read_map(text: str) -> dict[str, list[Entry]]:
 
 
 def toctree(entries: list[Entry], caption: str = "") -> str:
-    lines = [f"{entry.title.replace('`', '')} <{entry.page.removesuffix('.md')}>" for entry in entries]
+    lines = [f"{entry.title.replace('`', '')} </{entry.page.removesuffix('.md')}>" for entry in entries]
     return "\n".join(
         ["", "```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), "", *lines, "```", ""]
     )
