@@ -1,4 +1,4 @@
-"""Builds wheel and source distribution in dist, checks their metadata, and runs the wheel in an environment of its own."""
+"""Builds wheel and source distribution in dist, checks their metadata, and runs the wheel in a clean environment."""
 
 from __future__ import annotations
 

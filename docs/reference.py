@@ -61,6 +61,11 @@ def code(text: object) -> str:
     return f"`{text}`" if text not in (None, "") else ""
 
 
+def escape(text: str) -> str:
+    """Keeps Markdown from taking `<n>` for HTML, outside code."""
+    return re.sub(r"(`[^`]*`)|<", lambda match: match[1] or "&lt;", text)
+
+
 def prose(text: str | None) -> str:
     """Returns a docstring as Markdown: its sections are lists."""
     lines, is_section = [], False
@@ -73,7 +78,7 @@ def prose(text: str | None) -> str:
         else:
             is_section = is_section and (not line or line.startswith(" "))
             lines.append(f"  {line.strip()}" if is_section else line)
-    return "\n".join(lines)
+    return escape("\n".join(lines))
 
 
 # Python
@@ -237,7 +242,9 @@ def _command(path: str, command: click.Command, level: str) -> Iterator[str]:
     yield f"{level} {path}\n\n```text\n{' '.join([path, *command.collect_usage_pieces(context)])}\n```\n"
     yield re.sub(r"\n?\x08\n((?:.+\n?)+)", r"\n```text\n\1\n```\n", inspect.cleandoc(command.help or "")) + "\n"
     records = [each.get_help_record(context) for each in command.params]
-    yield table("| option | |", [(code(each[0]), each[1]) for each in records if each and "--help" not in each[0]])
+    yield table(
+        "| option | |", [(code(each[0]), escape(each[1])) for each in records if each and "--help" not in each[0]]
+    )
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             below = command.get_command(context, name)
