@@ -15,7 +15,7 @@ INSTALL := @$(PYTHON) .ci/environments.py
 TEST := @$(PYTHON) .ci/phases.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install test check lint format soak bench clean
+.PHONY: help demo install test check lint docs dist format soak bench clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -25,7 +25,7 @@ demo:  ## train a small real agent on this machine, in a few minutes
 	@.venv/bin/agl demo
 
 install:  ## all environments of `make test`
-	$(INSTALL) lint main newest oldest verl verl-vllm vllm frameworks
+	$(INSTALL) lint main newest oldest verl verl-vllm vllm frameworks docs
 
 install-%:  # one environment, for example npm
 	$(INSTALL) $*
@@ -33,7 +33,7 @@ install-%:  # one environment, for example npm
 test:  ## everything that must hold: lint, types, tests
 	$(TEST)
 
-test-%:  # one part: lint, main, serial, newest, oldest, verl, verl-vllm, vllm or frameworks
+test-%:  # one part: lint, main, serial, newest, oldest, verl, verl-vllm, vllm, frameworks or docs
 	$(TEST) $*
 
 check:  ## lint, types and tests of changed files, or of FILES="..."
@@ -45,6 +45,14 @@ check:  ## lint, types and tests of changed files, or of FILES="..."
 
 lint:  ## ruff and mypy only
 	$(TEST) lint
+
+docs:  ## the documentation site, in build/docs
+	$(INSTALL) docs
+	@.venvs/docs/bin/python docs/build.py
+
+dist:  ## wheel and source distribution in dist, checked and tried
+	$(INSTALL) docs
+	@.venvs/docs/bin/python .ci/dist.py
 
 format:  ## rewrite the sources in the house style
 	$(INSTALL) lint

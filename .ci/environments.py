@@ -51,6 +51,7 @@ class Environment:
 ENVIRONMENTS = {
     "coding": Environment("", "coding"),
     "demo": Environment("demo", constraints="main", torch=True),
+    "docs": Environment("docs gepa grpo postgresql", "dist test", torch=True),
     "frameworks": Environment("dspy google-adk langchain openai openinference strands-agents", "frameworks"),
     "lint": Environment("agent-framework autogen langchain openai openai-agents openinference otlp", "lint", "main"),
     "main": Environment("all demo", "main", torch=True),

@@ -1,9 +1,8 @@
 """Set-up of all tests: no key, no download, one thread of arithmetic, a GPU only where marked.
 
-A test runs in the environment ``main``, and in ``oldest`` too if it is in ``IN_OLDEST``. The folders
-``tests/frameworks``, ``tests/newest``, ``tests/oldest``, ``tests/verl`` and ``tests/vllm`` belong to environments that
-cannot live with ``main``. A module marked ``pytest.mark.environment("main", "newest")`` runs in these two, whatever its
-folder.
+A test runs in the environment ``main``, and in ``oldest`` too if it is in ``IN_OLDEST``. The folders ``tests/docs``,
+``tests/frameworks``, ``tests/newest``, ``tests/oldest``, ``tests/verl`` and ``tests/vllm`` belong to other
+environments. A module marked ``pytest.mark.environment("main", "newest")`` runs in these two, whatever its folder.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell sets this for b
     signal.signal(signal.SIGINT, signal.default_int_handler)  # otherwise processes that tests start ignore Ctrl-C too
 
 
-ENVIRONMENTS = ("main", "newest", "verl", "verl-vllm", "oldest", "vllm", "frameworks")
+ENVIRONMENTS = ("main", "newest", "verl", "verl-vllm", "oldest", "vllm", "frameworks", "docs")
 IN_OLDEST = """
     core/test_emitter.py core/test_plugins.py core/test_record.py core/test_resources.py core/test_semconv.py
     core/test_tracer.py integrations/test_pickling.py integrations/test_span_tree.py

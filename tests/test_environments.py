@@ -24,7 +24,7 @@ from tests.source import REPO, pyproject, run_python
 from tests.waiting import LIMIT_S
 
 EXTRAS = list(pyproject()["project"]["optional-dependencies"])
-NO_FEATURES = {"all", "demo"}
+NO_FEATURES = {"all", "demo", "docs"}
 HEAVY = {"verl"}  # `make test` has an environment for it
 IN_CI = {"openai", "postgresql"}
 

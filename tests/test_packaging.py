@@ -23,7 +23,7 @@ import environments
 from tests.source import REPO, ROOTS, pyproject, run_python
 
 # These need a separate environment.
-NOT_IN_ALL = {"agentops", "dspy", "google-adk", "poml", "pydantic-ai", "strands-agents", "verl"}
+NOT_IN_ALL = {"agentops", "docs", "dspy", "google-adk", "poml", "pydantic-ai", "strands-agents", "verl"}
 STRICTER = {"openai>=2.8", "openai>=3.31"}
 """Requirements of one extra that are stricter than those of other extras."""
 SECURE = {
@@ -76,7 +76,7 @@ def test_no_package_is_required_with_two_different_bounds() -> None:
     assert {name: both for name, both in bounds.items() if len(both) > 1} == {}
 
 
-ENVIRONMENTS = ["coding", "frameworks", "lint", "main", "newest", "oldest", "verl", "verl-vllm"]
+ENVIRONMENTS = ["coding", "docs", "frameworks", "lint", "main", "newest", "oldest", "verl", "verl-vllm"]
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)

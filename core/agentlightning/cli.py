@@ -19,7 +19,7 @@ logger = logging.getLogger("agentlightning")
 
 
 _SECTIONS: Final = {
-    "Begin": "demo new doctor config plugins completion",
+    "Begin": "demo new doctor config plugins skill completion",
     "Run agents": "train eval compare runner trace replay",
     "Look at results": "report dashboard top runs rollouts spans resources workers ledger tokens",
     "Serve": "store gateway serve export legacy",

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 
 from autogen_agentchat.agents import AssistantAgent
+from autogen_core.models import ModelInfo
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -45,7 +46,13 @@ def evaluate(node: ast.expr) -> float:
 
 agent = AssistantAgent(
     "mathematician",
-    OpenAIChatCompletionClient(model="gpt-4o-mini", api_key=os.environ.get("OPENAI_API_KEY", "unset")),
+    OpenAIChatCompletionClient(
+        model=os.environ.get("OPENAI_MODEL", "unset"),
+        api_key=os.environ.get("OPENAI_API_KEY", "unset"),
+        model_info=ModelInfo(
+            family="unknown", vision=False, function_calling=True, json_output=False, structured_output=False
+        ),
+    ),
     tools=[calculator],
     system_message="Solve the problem step by step with the calculator, then answer with the number only.",
     max_tool_iterations=4,

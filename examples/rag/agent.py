@@ -32,4 +32,5 @@ def search(query: str) -> str:
     return find_paragraphs(query)
 
 
-agent = Agent(name="researcher", model="gpt-4o-mini", instructions=INSTRUCTIONS, tools=[search])
+MODEL = os.environ.get("OPENAI_MODEL", "unset")
+agent = Agent(name="researcher", model=MODEL, instructions=INSTRUCTIONS, tools=[search])

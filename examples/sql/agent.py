@@ -25,7 +25,10 @@ MAX_ROWS = 20
 MAX_RESULT = 500
 MAX_STEPS = 10_000_000
 
-model = ChatOpenAI(model_name="gpt-4o-mini", openai_api_key=SecretStr(os.environ.get("OPENAI_API_KEY", "unset")))
+model = ChatOpenAI(
+    model_name=os.environ.get("OPENAI_MODEL", "unset"),
+    openai_api_key=SecretStr(os.environ.get("OPENAI_API_KEY", "unset")),
+)
 
 
 class State(TypedDict, total=False):
