@@ -12,7 +12,7 @@ from agentlightning.types import AttemptedRollout, Rollout, Span
 from agentlightning_plugins.dashboard.rollout import MAX_BYTES, find_rollout, read_attempt
 from agentlightning_plugins.dashboard.rollouts import describe_rollout
 from agentlightning_plugins.dashboard.visit import Visit
-from agentlightning_plugins.shared.rendering.bars import heat_level
+from agentlightning_plugins.shared.rendering.charts import heat_level
 from agentlightning_plugins.shared.rendering.conversation import read_conversations
 from agentlightning_plugins.shared.training_records.query import read_entry, read_ledger, read_rows
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry

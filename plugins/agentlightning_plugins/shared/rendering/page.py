@@ -12,8 +12,7 @@ from jinja2 import BaseLoader, ChoiceLoader, Environment, PackageLoader, StrictU
 from markupsafe import Markup
 
 from agentlightning_plugins.shared.rendering import text
-from agentlightning_plugins.shared.rendering.bars import heat_strip, histogram
-from agentlightning_plugins.shared.rendering.line import Point, Series, line_chart
+from agentlightning_plugins.shared.rendering.charts import Point, Series, heat_strip, histogram, line_chart
 
 _NAMES: Final = {
     "reward": "reward",
@@ -65,7 +64,7 @@ def ledger_histogram(rollouts: Sequence[Mapping[str, Any]], key: str, x_label: s
         title=f"{x_label} of the rollouts of step {step}",
         x_label=x_label,
         bins=12,
-        href=(lambda low, high: f"{target}&min={low:g}&max={high:g}") if key == "reward" else None,
+        href=lambda low, high: f"{target}&min={low:g}&max={high:g}" if key == "reward" else "",
         width=360,
         height=180,
     )
