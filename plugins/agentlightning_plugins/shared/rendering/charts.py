@@ -219,7 +219,9 @@ def histogram(
     for value in finite:
         counts[min(len(counts) - 1, int((value - edges[0]) / size + 1e-9))] += 1
     y_ticks = [tick for tick in find_ticks(0, max(counts), 4) if tick == int(tick)]
-    area = _Area(46, 12, width - 14, height - (40 if x_label else 24), edges[0], edges[-1], 0, max(y_ticks[-1], *counts))
+    area = _Area(
+        46, 12, width - 14, height - (40 if x_label else 24), edges[0], edges[-1], 0, max(y_ticks[-1], *counts)
+    )
     x_ticks = [tick for tick in find_ticks(edges[0], edges[-1], width // 90) if edges[0] <= tick <= edges[-1]]
     if is_whole:
         x_ticks = [tick for tick in x_ticks if tick == int(tick) and min(finite) <= tick <= max(finite)]
