@@ -45,9 +45,9 @@ _CONFIG: Final = agl.RolloutConfig(max_attempts=5, retry_condition=["timeout", "
 _MAX_BODY_BYTES: Final = 64 * 2**20
 _MAX_ITEMS: Final = 5_000_000
 _MAX_ERROR: Final = 2000
+"""Largest number of characters in the message about a malformed report."""
 _MALFORMED: Final = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
 """Errors from pydantic, or from a malformed trace."""
-"""Largest number of characters in the message about a malformed report."""
 _METHODS: Final = {
     "train": ("training_rollout", "rollout"),
     "val": ("validation_rollout", "rollout", "training_rollout"),

@@ -71,13 +71,5 @@ def _run(command: list[str], folder: Path, env: Mapping[str, str]) -> tuple[int,
 
 @hookimpl
 def components() -> list[Component]:
-    target = "agentlightning_plugins.templates.poml:PomlEngine"
-    return [
-        Component(
-            "template_engine",
-            "poml",
-            target,
-            extra="poml",
-            summary="prompts in POML, the Prompt Orchestration Markup Language",
-        )
-    ]
+    summary = "prompts in POML, the Prompt Orchestration Markup Language"
+    return [Component("template_engine", "poml", f"{__name__}:PomlEngine", extra="poml", summary=summary)]
