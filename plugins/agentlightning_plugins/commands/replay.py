@@ -18,12 +18,12 @@ from agentlightning import semconv
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.frozen import thaw
-from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.resources import LLM, Resource
 from agentlightning.reward import find_final_reward, read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span
 from agentlightning_plugins.shared.instrumentation import Patches
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.terminal import StoreCommand, found, print_result, with_store
 
 if TYPE_CHECKING:
@@ -222,6 +222,4 @@ def _names_a_model(body: Any) -> bool:
     return isinstance(body, dict) and "model" in body
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

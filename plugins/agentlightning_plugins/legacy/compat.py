@@ -22,8 +22,8 @@ S = TypeVar("S")
 _MOVED: Final[Mapping[str, str]] = {
     "": "llm_proxy logging utils client server",
     "adapter": "adapter.base adapter.messages",
-    "algorithm": "algorithm.apo algorithm.apo.apo algorithm.base algorithm.fast algorithm.verl algorithm.verl.interface "
-    "verl verl.async_server verl.daemon verl.dataset verl.entrypoint verl.trainer",
+    "algorithm": "algorithm.apo algorithm.apo.apo algorithm.base algorithm.fast algorithm.verl "
+    "algorithm.verl.interface verl verl.async_server verl.daemon verl.dataset verl.entrypoint verl.trainer",
     "emitter": "emitter.annotation emitter.exception emitter.message emitter.object",
     "execution": "execution.base execution.client_server execution.shared_memory",
     "litagent": "litagent.decorator litagent.litagent",
@@ -89,7 +89,8 @@ def _constants(name: str, members: str) -> Any:
 
 LightningSpanAttributes: Final = _constants(
     "LightningSpanAttributes",
-    "REWARD LINK TAG MESSAGE_BODY OBJECT_TYPE OBJECT_LITERAL OBJECT_JSON OPERATION_NAME OPERATION_INPUT OPERATION_OUTPUT",
+    "REWARD LINK TAG MESSAGE_BODY OBJECT_TYPE OBJECT_LITERAL OBJECT_JSON "
+    "OPERATION_NAME OPERATION_INPUT OPERATION_OUTPUT",
 )
 LightningResourceAttributes: Final = _constants(
     "LightningResourceAttributes", "ROLLOUT_ID ATTEMPT_ID SPAN_SEQUENCE_ID TRACER_NAME"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agentlightning.cli import echo
-from agentlightning.plugin.hookspecs import hookimpl
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.terminal import json_option, json_or_text, print_json
 
 if TYPE_CHECKING:
@@ -142,6 +142,4 @@ def _add_resources(given: dict[str, Any], resources: Mapping[str, Any]) -> None:
             given |= {"endpoint": resource.endpoint, "model": resource.model, "api_key": resource.api_key}
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

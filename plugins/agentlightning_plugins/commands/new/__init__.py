@@ -14,8 +14,9 @@ import click
 from agentlightning import __version__
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, install_command, suggest
-from agentlightning.plugin.hookspecs import INTERFACE, hookimpl
+from agentlightning.plugin.hookspecs import INTERFACE
 from agentlightning.plugin.registry import get_manager
+from agentlightning_plugins.shared.lazy import lazy_commands
 
 _TEMPLATES: Final = Path(__file__).with_name("template")
 _EXPORT: Final = "    export OPENAI_BASE_URL=... OPENAI_API_KEY=... OPENAI_MODEL=...\n"
@@ -230,7 +231,4 @@ def _write(kind: str, name: str, into: Path | None, *layers: str, values: Mappin
     return folder
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(completion)
-    cli.add_command(new)
+add_commands = lazy_commands(f"{__name__}:completion", f"{__name__}:new")

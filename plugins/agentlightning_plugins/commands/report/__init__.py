@@ -12,6 +12,7 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.run.directory import inside, read_record
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.terminal import (
     StoreCommand,
     find_store,
@@ -90,6 +91,4 @@ def components() -> Iterable[Component]:
     ]
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

@@ -8,8 +8,8 @@ import click
 
 from agentlightning.cli import printable
 from agentlightning.errors import StoreError
-from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.terminal import StoreCommand, json_option, open_store, print_json, store_option
 
 
@@ -53,6 +53,4 @@ async def _watch(store: LightningStore, run_id: str | None, interval: float, *, 
         await store.close()
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

@@ -17,13 +17,13 @@ from pydantic import ValidationError
 from agentlightning import semconv
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.plugin.registry import get_manager
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning.store.url import hide_password
 from agentlightning.tracer.tracer import Trace, Tracer, activate
 from agentlightning.types import UNSET, AttemptedRollout, AttemptFailure, Span
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.terminal import run_option
 
 _BOOTSTRAP: Final = Path(__file__).parent / "bootstrap"
@@ -213,6 +213,4 @@ def start_recording(path: str) -> None:
     atexit.register(stack.close)
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

@@ -14,9 +14,9 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError
-from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.run.directory import RECORD_NAME, check_plugins, make_directory, read_record
 from agentlightning.types import DEFAULT_RUN_ID
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.log_setup import setup_logging
 from agentlightning_plugins.shared.terminal import failing_run, shorten
 
@@ -295,7 +295,4 @@ def _try_endpoint(llm: LLM) -> str | None:
         return f"cannot be reached: {getattr(error, 'reason', error)}"
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
-    cli.add_command(config_command)
+add_commands = lazy_commands(f"{__name__}:command", f"{__name__}:config_command")
