@@ -273,8 +273,6 @@ class EndedAttempts:
                 self._add(self._live, (event.rollout_id, event.attempt_id), time.monotonic() + _TRUST_S)
                 if event.rollout_id in self._rollouts:
                     self._rollouts[event.rollout_id].add(event.attempt_id)
-            case _:
-                pass
 
     async def follow(self, store: LightningStore) -> None:
         """Applies the events of a store until cancelled; subscribes again after an error."""
@@ -295,9 +293,8 @@ class EndedAttempts:
             self._live.clear()  # these attempts may have ended meanwhile
 
 
-def attempt_over(attempt: AttemptKey | None) -> CallRefused:
+def attempt_over(attempt: AttemptKey) -> CallRefused:
     """Returns the error of calls of an attempt that has ended."""
-    assert attempt is not None
     message = f"attempt {attempt[1]} of rollout {attempt[0]} is over; its calls are refused"
     return CallRefused(410, message, "attempt_over")
 

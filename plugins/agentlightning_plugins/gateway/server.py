@@ -101,11 +101,10 @@ class GatewayServer:
         )
         self._cache = AnswerCache() if settings.cache else None
         self._history = SampledHistory(settings.late_system)
-        told = {"fails_attempts": settings.fails_attempts}
-        self._recorder = CallRecorder(store, self._writer, self._usage, self._metrics, self._cache, self._ended, **told)
-        self._relay = Relay(
-            self._recorder, read_timeout_s=settings.read_timeout_s, keeps_answers=self._cache is not None
+        self._recorder = CallRecorder(
+            store, self._writer, self._usage, self._metrics, self._cache, self._ended, settings.fails_attempts
         )
+        self._relay = Relay(self._recorder, settings.read_timeout_s, self._cache is not None)
         self._server = WebServer(self._handle, finish_s=_FINISH_S)
 
     async def start(self) -> int:
@@ -226,7 +225,7 @@ class GatewayServer:
             return await self._pass_through_chain(call, request)
         except CallRefused as error:
             response = self._recorder.refuse(call, error)
-            await self._recorder.store(call)
+            await self._recorder.wait_until_stored(call)
             return response
         except asyncio.CancelledError:  # by aiohttp, because the client disconnected
             self._recorder.abandon(call)
