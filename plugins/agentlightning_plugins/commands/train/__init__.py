@@ -83,7 +83,12 @@ def command(
         raise ConfigError(f"{document.name}: algorithm is missing; set one, as in algorithm: baseline")
     resume = None if resume is None else Path(from_start(str(resume)))
     if resume is not None and checked.store is None and not new_store:
-        _check_store(resume)
+        file = resume / "store.db"
+        if not file.is_file() or not file.stat().st_size:
+            raise ConfigError(
+                f"{file} is {'empty' if file.is_file() else 'missing'}, so finished rollouts would run again; restore "
+                "it from a copy, or add --new-store"
+            )
     if print_config:
         _print_config(checked, document)
         return
@@ -160,15 +165,6 @@ def _fit(trainer: Any, parts: Any, directory: Path) -> None:
         echo(f"failed: no rollout of {directory} succeeded; agl report {directory} lists the errors", err=True)
         raise SystemExit(1)
     echo(f"done: {directory}; next: agl report {directory}, agl dashboard {directory}", err=True)
-
-
-def _check_store(directory: Path) -> None:
-    file = directory / "store.db"
-    if not file.is_file() or not file.stat().st_size:
-        what = "is empty" if file.is_file() else "is missing"
-        raise ConfigError(
-            f"{file} {what}, so finished rollouts would run again; restore it from a copy, or add --new-store"
-        )
 
 
 def _dump(values: dict[str, Any]) -> str:
