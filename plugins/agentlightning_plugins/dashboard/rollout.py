@@ -81,6 +81,7 @@ async def read_attempt(
 
 def _summarize(spans: Sequence[Span], left_out: int) -> dict[str, Any]:
     nodes, conversations, entry = build_tree(spans, repair=True), read_conversations(spans), read_entry(spans)
+    trained = {call.response_id for row in read_records(TrainedRow, spans) for call in row.calls}
     return {
         "rewards": [
             {"time": span.start_time, "parts": [part._asdict() for part in get_rewards_from_span(span)]}
@@ -91,18 +92,13 @@ def _summarize(spans: Sequence[Span], left_out: int) -> dict[str, Any]:
         "conversations": conversations[-_MAX_CONVERSATIONS:],
         "conversation_count": len(conversations),
         # The pages about training show its records.
-        "spans": _describe_spans([node for node in nodes if node.span.name not in RECORDS], _trained_calls(spans)),
+        "spans": _describe_spans([node for node in nodes if node.span.name not in RECORDS], trained),
         "span_total": left_out + sum(span.name not in RECORDS for span in spans),
         "is_recorded": any(span.name in RECORDS for span in spans),
         "outcome": None if entry is None else entry.outcome,
         "tokens": _count_tokens(spans),
         "tool_calls_unparsed": sum(int(span.attributes.get(semconv.TOOL_CALLS_UNPARSED) or 0) for span in spans),
     }
-
-
-def _trained_calls(spans: Sequence[Span]) -> frozenset[str]:
-    """Returns the response ids of the calls that are in a trained row."""
-    return frozenset(call.response_id for row in read_records(TrainedRow, spans) for call in row.calls)
 
 
 def _describe_spans(nodes: Sequence[Node], trained: Collection[str]) -> list[dict[str, Any]]:

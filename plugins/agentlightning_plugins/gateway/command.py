@@ -132,11 +132,14 @@ def resume_command(url: str, token: str | None, weight_version: int | None) -> N
 
 def _print_status(status: dict[str, Any]) -> None:
     head = ("model", "backend", "served as", "provider", "weight", "in flight", "health")
-    rows = []
-    for backend in status["backends"]:
-        row = [backend[key] for key in ("model", "endpoint", "served_model", "provider", "weight", "in_flight")]
-        row[4] = f"{backend['weight']:g}"
-        rows.append([*row, "up" if backend["up"] else f"down: {backend['failure']}"])
+    rows = [
+        [
+            *(backend[key] for key in ("model", "endpoint", "served_model", "provider")),
+            *(f"{backend['weight']:g}", backend["in_flight"]),
+            "up" if backend["up"] else f"down: {backend['failure']}",
+        ]
+        for backend in status["backends"]
+    ]
     print_table(head, rows)
     echo(
         f"{'paused' if status['paused'] else 'serving'}, {status['in_flight']} calls in flight, "

@@ -205,7 +205,10 @@ class UsageTracker:
             if len(self._used) > self._max_attempts:
                 del self._used[next(iter(self._used))]
             limits = {name: limit for name, limit in self._limits.items() if generates or name != "calls"}
-            _refuse(usage, limits)
+            for name, limit in limits.items():
+                if (used := getattr(usage, name)) >= limit:  # not 429, after which clients would try again
+                    message = f"the attempt has used {used:.6g} of its {limit:.6g} {name}"
+                    raise CallRefused(402, message, BUDGET_EXCEEDED, {"x-should-retry": "false"})
             totals = {name: sum(getattr(each, name) for each in (usage, *usage.in_flight)) for name in limits}
             if all(totals[name] < limit for name, limit in limits.items()):
                 break
@@ -242,14 +245,6 @@ async def read_usage(store: LightningStore, attempt: AttemptKey) -> AttemptUsage
             usage.tokens += int(_read_number(span.attributes.get(TOKENS)))
             usage.cost += _read_number(span.attributes.get(COST))
     return usage
-
-
-def _refuse(usage: AttemptUsage, limits: Mapping[str, float]) -> None:
-    for name, limit in limits.items():
-        used = getattr(usage, name)
-        if used >= limit:  # not 429, after which clients and frameworks would try again
-            message = f"the attempt has used {used:.6g} of its {limit:.6g} {name}"
-            raise CallRefused(402, message, BUDGET_EXCEEDED, {"x-should-retry": "false"})
 
 
 def _read_number(value: object) -> float:
