@@ -18,7 +18,7 @@ from agentlightning.run.directory import RECORD_NAME, check_plugins, make_direct
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.log_setup import setup_logging
-from agentlightning_plugins.shared.terminal import failing_run, shorten
+from agentlightning_plugins.shared.terminal import failing_run, shorten, use_store
 
 if TYPE_CHECKING:
     from agentlightning.resources import LLM
@@ -216,18 +216,8 @@ def _problems(config: TrainConfig, parts: Parts) -> Iterator[tuple[str, str | No
 
 
 def _try_store(url: str) -> str | None:
-    from agentlightning.store.factory import create_store
-
-    async def ask() -> None:
-        store = create_store(url)
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                await store.statistics()
-        finally:
-            await store.close()
-
     try:
-        asyncio.run(ask())
+        use_store(url, None, lambda store: asyncio.wait_for(store.statistics(), _ANSWER_S))
     except (LightningError, OSError, TimeoutError) as error:
         return f"{type(error).__name__}: {error}"
     return None
