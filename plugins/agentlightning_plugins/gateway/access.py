@@ -145,11 +145,7 @@ class InFlightCalls:
 
     @contextlib.contextmanager
     def track(self, call: ModelCall) -> Iterator[InFlightCall]:
-        """Tracks a call that the current task relays.
-
-        Raises:
-            CallRefused: the attempt has ended or the gateway stops, so the task was cancelled.
-        """
+        """Tracks a call that the current task relays; raises CallRefused if its attempt ends or the gateway stops."""
         task = asyncio.current_task()
         assert task is not None
         in_flight = InFlightCall(call, task)
@@ -398,10 +394,8 @@ def count_messages(body: Mapping[str, Any]) -> int:
 def derive_seed(seed: object, length: int, number: int) -> int:
     """Returns the seed of a call, a 53-bit integer, which JSON represents exactly.
 
-    Args:
-        seed: the seed of its rollout.
-        length: the number of messages of its conversation.
-        number: its number among the calls of this length, from 0.
+    It follows from the seed of its rollout, the number of messages of its conversation, and its number among the calls
+    of this length, from 0.
     """
     digest = hashlib.blake2b(f"{seed}/{length}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 11

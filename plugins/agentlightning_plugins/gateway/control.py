@@ -132,8 +132,7 @@ class Controls:
     async def answer(self, request: web.BaseRequest, path: str, named: AttemptKey | None) -> web.Response:
         """Answers a request for a path below the attempt ``named``.
 
-        Raises:
-            CallRefused: the client may not send the request, or it is malformed, or its path is unknown.
+        Raises CallRefused if the client may not send the request, or if it is malformed or its path unknown.
         """
         listed = list_models(path, self.models.names)
         if listed is not None:

@@ -22,8 +22,7 @@ MAX_BYTES: Final = 1_000_000
 def read_event(body: Any, attempt: AttemptKey) -> Span:
     """Returns the span of an event ``{"event_type": ..., "data": {...}}``: a reward, or an annotation of another type.
 
-    Raises:
-        CallRefused: the body is no event, or its reward is not a number.
+    Raises CallRefused if the body is no event, or its reward is not a number.
     """
     kind, data = (body.get("event_type"), body.get("data")) if isinstance(body, Mapping) else (None, None)
     if not (isinstance(kind, str) and kind and isinstance(data, Mapping)):

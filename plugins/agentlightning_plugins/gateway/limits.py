@@ -54,8 +54,7 @@ class Admission:
     async def enter(self) -> None:
         """Waits until the call is admitted; afterwards, ``leave`` must be called once.
 
-        Raises:
-            CallRefused: too many calls wait already, the wait takes too long, or the gateway stops.
+        Raises CallRefused if too many calls wait already, the wait takes too long, or the gateway stops.
         """
         if self.is_paused:
             if self.waiting >= self._max_waiting:
@@ -191,10 +190,7 @@ class UsageTracker:
         """Counts a call that generates, and reserves what it may use while the block runs.
 
         What it has used is added before the block ends. Waits while what the attempt has used and its calls in flight
-        have reserved reach a limit.
-
-        Raises:
-            CallRefused: what the attempt has used reaches a limit.
+        have reserved reach a limit; raises CallRefused if what the attempt has used does.
         """
         if not self._limits or attempt is None:
             yield

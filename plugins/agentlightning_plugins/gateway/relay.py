@@ -164,11 +164,7 @@ class Relay:
     async def relay(
         self, in_flight: InFlightCall, answer: Reply | BackendAnswer, request: web.BaseRequest
     ) -> web.StreamResponse:
-        """Passes an answer on and records the call.
-
-        Raises:
-            CallRefused: the whole answer is malformed.
-        """
+        """Passes an answer on and records the call; raises CallRefused if a whole answer is malformed."""
         if isinstance(answer, Reply):
             response = self._relay_whole(in_flight.call, answer)
             await self.recorder.wait_until_stored(in_flight.call)

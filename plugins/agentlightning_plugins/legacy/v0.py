@@ -376,8 +376,7 @@ class _Agent(agl.LitAgent[Any]):
 def fit(trainer: agl.Trainer, agent: Any, data: str | AgentLightningClient) -> None:
     """Runs an agent on the tasks of a server of 0.1, ``n_runners`` at a time, until ``max_rollouts`` or Ctrl-C.
 
-    Raises:
-        ConfigError: ``data`` is not the URL of a server.
+    Raises ConfigError if ``data`` is not the URL of a server.
     """
     if isinstance(data, str) and not data.startswith(("http://", "https://")):
         raise agl.ConfigError(f"train_data = {data!r}: give the URL of the server, as in http://127.0.0.1:8000")

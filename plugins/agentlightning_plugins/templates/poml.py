@@ -35,8 +35,7 @@ class PomlEngine:
     def render(self, template: str, values: Mapping[str, Any]) -> str:
         """Renders a template to one text.
 
-        Raises:
-            ConfigError: the template is wrong, takes too long, or has parts that are not text.
+        Raises ConfigError if the template is wrong, takes too long, or has parts that are not text.
         """
         with tempfile.TemporaryDirectory(prefix="agl-poml-") as name:
             folder = Path(name)

@@ -74,8 +74,7 @@ class ModelTable:
     def update(self, model_list: Sequence[Mapping[str, Any]]) -> None:
         """Replaces the models; backends that have not changed remain the same objects and keep their health.
 
-        Raises:
-            ConfigError: an entry is invalid; nothing changes.
+        Raises ConfigError if an entry is invalid; then nothing changes.
         """
         updated: dict[str, list[ModelBackend]] = {}
         known = {backend.identity: backend for backend in self.backends}
@@ -118,13 +117,10 @@ class ModelTable:
         return [backend for backends in self._backends.values() for backend in backends]
 
     def route(self, model: str, rollout_id: str | None, now: float) -> list[ModelBackend]:
-        """Returns the backends of a model in the order in which to try them.
+        """Returns the backends of a model in the order in which to try them; raises CallRefused for an unknown model.
 
         All calls of a rollout start at the same backend, for its prefix cache; other calls are distributed at random.
         Backends that are down, or failed a moment before ``now`` (``time.monotonic()``), come last.
-
-        Raises:
-            CallRefused: the model is unknown.
         """
         backends = self._backends.get(model)
         if backends is None:

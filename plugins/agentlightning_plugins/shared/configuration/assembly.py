@@ -61,8 +61,7 @@ class Parts:
 def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
     """Loads all parts that a configuration names. Starts and writes nothing.
 
-    Raises:
-        LightningError: a part cannot be loaded; the message starts with the location in the configuration.
+    Raises LightningError, with the location in the configuration, if a part cannot be loaded.
     """
 
     def load(path: KeyPath, loader: Callable[[Any], T], value: Any) -> T | None:
@@ -139,8 +138,7 @@ def make_trainer(config: TrainConfig, parts: Parts, directory: Path, *, resume: 
 def check_setup(config: TrainConfig, parts: Parts) -> Sequence[LLM]:
     """Runs the algorithm's own checks of the setup; returns the endpoints that the algorithm calls.
 
-    Raises:
-        ConfigError: a part is missing or incompatible.
+    Raises ConfigError if a part is missing or incompatible.
     """
     strategy: ExecutionStrategy | None = parts.components.get("strategy")
     if strategy is not None and strategy.role == "runner":  # the algorithm runs elsewhere
@@ -215,8 +213,7 @@ def is_config_file(argument: str) -> bool:
 def load_agent_argument(argument: str, reward: str | None) -> LitAgent[Any]:
     """Loads the argument AGENT of a command: ``module:attribute``, or a configuration file of ``agl train``.
 
-    Raises:
-        ConfigError: the agent cannot be loaded, or both the configuration and ``reward`` define the reward.
+    Raises ConfigError if that fails, or if both the configuration and ``reward`` define the reward.
     """
     if not is_config_file(argument):
         return load_agent(AgentConfig(target=argument, reward=reward))

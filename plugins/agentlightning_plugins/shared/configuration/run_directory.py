@@ -35,10 +35,8 @@ def choose_directory(named: str | None, name: str, from_start: Callable[[str], s
 def learned_resources(where: str | None, *, trust: bool = False) -> Iterator[dict[str, Resource]]:
     """Yields the latest resources of a run's directory or a store's URL; serves the model if the run trained weights.
 
-    ``trust`` reads files of the run that can run code, and files outside of its directory.
-
-    Raises:
-        LightningError: the store has no resources, or the model cannot be served.
+    ``trust`` reads files of the run that can run code, and files outside of its directory. Raises LightningError if the
+    store has no resources, or the model cannot be served.
     """
     if where is None:
         yield {}
@@ -59,8 +57,7 @@ def learned_resources(where: str | None, *, trust: bool = False) -> Iterator[dic
 def saved_weights(run: Path) -> list[str] | None:
     """Returns the names of the checkpoints that a run saved; None if the run does not train weights.
 
-    Raises:
-        ConfigError: the run's record is damaged.
+    Raises ConfigError if the run's record is damaged.
     """
     return None if read_training(run) is None else list(list_checkpoints(run))
 

@@ -24,13 +24,10 @@ from agentlightning.types import Dataset
 
 
 def load_attribute(target: str) -> Any:
-    """Imports ``module:attribute`` or ``path/to/file.py:attribute``.
+    """Imports ``module:attribute`` or ``path/to/file.py:attribute``; raises ConfigError if that fails.
 
     The folder of the file, or the working directory, is appended to the import path: a file there never replaces an
     installed package that other code imports.
-
-    Raises:
-        ConfigError: the form is invalid, the module cannot be imported, or the attribute does not exist.
     """
     name, separator, attribute = target.rpartition(":")
     if not separator or not name or not attribute:

@@ -140,11 +140,7 @@ def read_style() -> str:
 
 
 def write_page(template: Path, file: Path, **values: Any) -> Path:
-    """Renders a template that extends ``file.html.jinja``, and writes the page to a file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes a page, from a template that extends ``file.html.jinja``, to a file; raises OSError."""
     page = make_environment().from_string(template.read_text(encoding="utf-8"))
     html = page.render(style=read_style(), **values)
     file.write_text(html, encoding="utf-8", errors="replace")
