@@ -16,9 +16,8 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import ENDED_ROLLOUT, Attempt, AttemptedRollout, Rollout, Span
 from agentlightning_plugins.dashboard.rollouts import LABEL, NOTE
 from agentlightning_plugins.dashboard.visit import Visit
-from agentlightning_plugins.shared import chat_history
+from agentlightning_plugins.shared.chat_history import describe_conversations, read_conversations
 from agentlightning_plugins.shared.paging import every, read_spans
-from agentlightning_plugins.shared.rendering.conversation import read_conversations
 from agentlightning_plugins.shared.training_records.query import read_entry
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, RECORDS, TrainedRow, read_records
 
@@ -80,7 +79,7 @@ async def read_attempt(
 
 
 def _summarize(spans: Sequence[Span], left_out: int) -> dict[str, Any]:
-    nodes, conversations, entry = build_tree(spans, repair=True), read_conversations(spans), read_entry(spans)
+    nodes, conversations, entry = build_tree(spans, repair=True), describe_conversations(spans), read_entry(spans)
     trained = {call.response_id for row in read_records(TrainedRow, spans) for call in row.calls}
     return {
         "rewards": [
@@ -202,7 +201,7 @@ async def _describe(store: LightningStore, rollout: Rollout) -> dict[str, Any]:
     metadata = dict(rollout.metadata or {})
     attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
     spans, left_out = ([], 0) if attempt is None else await read_attempt(store, attempt)
-    conversations = await asyncio.to_thread(chat_history.read_conversations, spans)
+    conversations = await asyncio.to_thread(read_conversations, spans)
     return {
         "rollout_id": rollout.rollout_id,
         "label": metadata.get(LABEL),

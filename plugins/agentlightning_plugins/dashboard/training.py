@@ -12,8 +12,8 @@ from agentlightning.types import AttemptedRollout, Rollout, Span
 from agentlightning_plugins.dashboard.rollout import MAX_BYTES, find_rollout, read_attempt
 from agentlightning_plugins.dashboard.rollouts import describe_rollout
 from agentlightning_plugins.dashboard.visit import Visit
+from agentlightning_plugins.shared.chat_history import describe_conversations
 from agentlightning_plugins.shared.rendering.charts import heat_level
-from agentlightning_plugins.shared.rendering.conversation import read_conversations
 from agentlightning_plugins.shared.training_records.query import read_entry, read_ledger, read_rows
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry
 
@@ -94,7 +94,7 @@ async def _describe_members(visit: Visit, rollouts: Sequence[Rollout]) -> list[d
 
 def _describe_member(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
     entry = read_entry(spans)
-    conversations = read_conversations(spans)
+    conversations = describe_conversations(spans)
     messages = conversations[-1]["messages"] if conversations else []
     own = [message for message in messages if message["role"] not in ("system", "developer")]
     return {

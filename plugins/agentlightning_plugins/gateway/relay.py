@@ -12,13 +12,13 @@ import aiohttp
 from aiohttp import web
 
 from agentlightning_plugins.gateway.access import InFlightCall
-from agentlightning_plugins.gateway.backends.answer import (
+from agentlightning_plugins.gateway.backends.provider import (
     MAX_ANSWER_BYTES,
     MAX_EVENT_BYTES,
     BackendAnswer,
+    describe_error,
     idle_timeout,
 )
-from agentlightning_plugins.gateway.backends.provider import describe_error
 from agentlightning_plugins.gateway.backends.upstream import Reply, relayed_headers
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, CallRefused, Completion

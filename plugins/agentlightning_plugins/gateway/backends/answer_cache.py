@@ -12,8 +12,7 @@ import aiohttp
 from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
-from agentlightning_plugins.gateway.backends.answer import BackendAnswer, IteratedAnswer, once
-from agentlightning_plugins.gateway.backends.provider import ModelBackend
+from agentlightning_plugins.gateway.backends.provider import BackendAnswer, IteratedAnswer, ModelBackend, once
 from agentlightning_plugins.gateway.backends.upstream import Reply
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED

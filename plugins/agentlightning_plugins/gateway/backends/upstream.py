@@ -19,16 +19,17 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from agentlightning_plugins.gateway.backends.answer import (
+from agentlightning_plugins.gateway.backends.model_table import ModelTable
+from agentlightning_plugins.gateway.backends.provider import (
     MAX_ANSWER_BYTES,
     MAX_EVENT_BYTES,
     BackendAnswer,
     IteratedAnswer,
+    ModelBackend,
+    describe_error,
     idle_timeout,
     once,
 )
-from agentlightning_plugins.gateway.backends.model_table import ModelTable
-from agentlightning_plugins.gateway.backends.provider import ModelBackend, describe_error
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import (
     MALFORMED,

@@ -13,7 +13,7 @@ from agentlightning.resources import ResourcesUpdate
 from agentlightning.reward import count_failed, find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Metrics, Rollout
-from agentlightning_plugins.shared.rendering.conversation import read_conversations
+from agentlightning_plugins.shared.chat_history import describe_conversations
 from agentlightning_plugins.shared.rendering.text import find_difference, show_task
 from agentlightning_plugins.shared.statistics.interval import Interval, mean_interval, paired_interval, paired_p_value
 
@@ -265,7 +265,7 @@ async def _compare(
 
 async def _read_transcript(store: LightningStore, rollout: Rollout) -> Transcript:
     spans = (await store.query_spans(rollout.rollout_id, "latest")).items
-    conversations = await asyncio.to_thread(read_conversations, spans)
+    conversations = await asyncio.to_thread(describe_conversations, spans)
     error = rollout.attempt.error if isinstance(rollout, AttemptedRollout) else None
     return Transcript(
         rollout.rollout_id,
