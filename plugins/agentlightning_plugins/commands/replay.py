@@ -211,10 +211,8 @@ def _find_url(method: str, url: str, body: Any, endpoint: str) -> str | None:
 
 def _names_a_model(body: Any) -> bool:
     if isinstance(body, str | bytes):
-        try:
+        with contextlib.suppress(ValueError):
             body = json.loads(body)
-        except ValueError:
-            return False
     return isinstance(body, dict) and "model" in body
 
 

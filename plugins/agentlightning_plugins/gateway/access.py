@@ -35,15 +35,11 @@ _MAX_KEYS: Final = 10_000
 class Authenticator:
     """Checks API keys: attempt tokens, signed with the token of the gateway's store."""
 
-    def __init__(
-        self, store: LightningStore, *, is_required: bool, operator_key: str, believes_urls: bool = False
-    ) -> None:
+    def __init__(self, store: LightningStore, *, is_required: bool, operator_key: str, believes_urls: bool) -> None:
         """Checks calls of attempts in a store; ``believes_urls`` attributes calls without a key by their URL alone."""
-        self._is_required = is_required
-        self._believes_urls = believes_urls
+        self._store, self._operator_key = store, operator_key
+        self._is_required, self._believes_urls = is_required, believes_urls
         self._has_warned = False
-        self._operator_key = operator_key
-        self._store = store
         self._tokens: Sequence[str] = ()
         self._secrets = [attempt_token.derive_secret(None)]
         self._known: dict[str, attempt_token.AttemptToken] = {}

@@ -44,7 +44,14 @@ def command(directory: Path | None, page: Path | None, where: str | None, run: s
         run = run or directory.resolve().name
     if directory is not None:
         read_record(directory)  # fails here, before the store is opened
-        where = where or _default_store(directory)
+        # The configuration in the directory may name a store. It is not asked: the directory may be someone else's, and
+        # its variables and our token would go where that person wants.
+        where = where or os.environ.get("AGL_STORE")
+        if not where:
+            raise ConfigError(
+                f"{directory} has no store; see {directory}/report.md, written when the run ended, or name the store: "
+                f"agl report {directory} --store URL"
+            )
     if page is not None:
         if as_json:
             raise click.UsageError("--html writes a file and --json prints values; choose one of them")
@@ -66,20 +73,6 @@ def command(directory: Path | None, page: Path | None, where: str | None, run: s
         print_json(report.to_json())
     else:
         echo(report.to_markdown(), nl=False)
-
-
-def _default_store(directory: Path) -> str:
-    """Returns the store of a run whose directory has no store.db.
-
-    The configuration in the directory may name one; it is not asked, because the directory may be someone else's, and
-    its variables and our token would go where that person wants.
-    """
-    if url := os.environ.get("AGL_STORE"):
-        return url
-    raise ConfigError(
-        f"{directory} has no store; see {directory}/report.md, written when the run ended, or name the store: "
-        f"agl report {directory} --store URL"
-    )
 
 
 @hookimpl
