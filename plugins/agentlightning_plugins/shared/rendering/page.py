@@ -102,7 +102,7 @@ def make_environment(*loaders: BaseLoader) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: dict[str, Any] = {
+    environment.filters |= {
         "line": text.show_line,
         "short": lambda value: text.show_text(value, 2_000),
         "dump": text.dump,
@@ -113,16 +113,8 @@ def make_environment(*loaders: BaseLoader) -> Environment:
         "ago": text.show_ago,
         "part": lambda value: quote(str(value), safe=""),
     }
-    environment.filters.update(filters)
-    environment.globals.update(
-        link=link,
-        heat_strip=heat_strip,
-        reward_chart=reward_chart,
-        metric_chart=metric_chart,
-        ledger_histogram=ledger_histogram,
-        compare_chart=compare_chart,
-        distribution_histogram=distribution_histogram,
-    )
+    charts = heat_strip, reward_chart, metric_chart, ledger_histogram, compare_chart, distribution_histogram
+    environment.globals |= {each.__name__: each for each in (link, *charts)}
     for name in ("parts", "result"):
         environment.globals[name] = environment.get_template(f"{name}.html.jinja").module
     return environment
