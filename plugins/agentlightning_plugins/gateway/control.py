@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -160,7 +160,8 @@ class Controls:
         if request.content_type != "application/json":  # web pages cannot send it to another origin without permission
             raise CallRefused(415, f"/{path} takes JSON with Content-Type: application/json", "invalid_request")
         try:
-            return await self._change(path, await parse_json(await read_body(request, _MAX_BODY, _MAX_BODY) or b"{}"))
+            body = await parse_json(await read_body(request, _MAX_BODY, _MAX_BODY) or b"{}")
+            return _json_response(await self.execute(path, body))
         except RequestRefused as error:
             raise CallRefused(error.status, f"/{path}: {error}", "invalid_request") from None
         except (ValueError, AttributeError) as error:
@@ -172,20 +173,21 @@ class Controls:
             return "stopping"
         return None if any(backend.is_up for backend in self.models.backends) else "no backend is up"
 
-    async def _change(self, path: str, body: dict[str, Any]) -> web.Response:
+    async def execute(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Executes a request of an operator and returns its answer; raises ValueError for a malformed one."""
         if path == "drain":
             timeout_s = body.get("timeout_s", _DRAIN_S)
             if type(timeout_s) not in (int, float) or not 0 <= timeout_s <= _MAX_DRAIN_S:
                 raise ValueError(f"timeout_s is {timeout_s!r}; give seconds from 0 to {_MAX_DRAIN_S:g}")
-            return _json_response({"drained": await self.admission.drain(timeout_s)})
+            return {"drained": await self.admission.drain(timeout_s)}
         if path == "pause":
             self.admission.pause()
-        else:
+        elif path == "resume":
             version = body.get("weight_version")
             if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
                 raise ValueError(f"weight_version is {version!r}; give a whole number, or leave it out")
             self.admission.resume(version)
-        return _json_response(self.describe())
+        return self.describe()
 
     def describe(self) -> dict[str, Any]:
         """Returns the state of the gateway as JSON, without keys: the content of ``/status``."""

@@ -155,7 +155,7 @@ async def _serve(connection: Connection, store: LightningStore, settings: Settin
             command, *arguments = message
             try:
                 answer = await getattr(server, command)(*arguments)
-            except (LightningError, OSError) as error:
+            except (LightningError, OSError, ValueError) as error:
                 answer = error  # the parent raises it
             connection.send(answer)
     await server.stop()

@@ -150,17 +150,8 @@ class GatewayServer:
     async def flush(self) -> None:
         await self._writer.flush()
 
-    async def pause(self) -> None:
-        self._admission.pause()
-
-    async def drain(self, timeout_s: float | None) -> bool:
-        return await self._admission.drain(timeout_s)
-
-    async def resume(self, weight_version: int | None) -> None:
-        self._admission.resume(weight_version)
-
-    async def status(self) -> dict[str, Any]:
-        return self._controls.describe()
+    async def execute(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._controls.execute(path, body)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         dialect: Dialect | None = None
