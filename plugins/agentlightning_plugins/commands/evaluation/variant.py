@@ -140,7 +140,7 @@ def takes(spec: Spec, setting: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What all variants of a comparison have in common."""
+    """The settings that all variants of a comparison have in common."""
 
     document: ConfigDocument
     tasks: Dataset[Any] | None
