@@ -71,7 +71,12 @@ async def show_group(visit: Visit) -> dict[str, Any]:
         rollouts = page.items or rollouts
     if not rollouts:
         raise NotFoundError(f"run {visit.run_id!r} has no rollouts of group {name!r}; they may have been deleted")
-    members = await _describe_members(visit, rollouts)
+    members = []
+    for rollout in rollouts:
+        spans: Sequence[Span] = ()
+        if isinstance(rollout, AttemptedRollout):
+            spans, _ = await read_attempt(visit.run_store, rollout.attempt, MAX_BYTES // len(rollouts))
+        members.append(await asyncio.to_thread(_describe_member, rollout, spans))
     rewards = [member["reward"] for member in members if member["reward"] is not None]
     return {
         "group": name,
@@ -80,16 +85,6 @@ async def show_group(visit: Visit) -> dict[str, Any]:
         "is_flat": len(rewards) > 1 and len(set(rewards)) == 1,
         "mean": sum(rewards) / len(rewards) if rewards else None,
     }
-
-
-async def _describe_members(visit: Visit, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    members = []
-    for rollout in rollouts:
-        spans: Sequence[Span] = ()
-        if isinstance(rollout, AttemptedRollout):
-            spans, _ = await read_attempt(visit.run_store, rollout.attempt, MAX_BYTES // len(rollouts))
-        members.append(await asyncio.to_thread(_describe_member, rollout, spans))
-    return members
 
 
 def _describe_member(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:

@@ -119,10 +119,9 @@ def _read_config(document: ConfigDocument) -> dict[str, Any]:
     if (data := config.data.train or config.data.val) is not None:
         given["task"] = load_data(data)[0]
     if config.algorithm is not None:
-        name = config.algorithm if isinstance(config.algorithm, str) else config.algorithm["name"]
-        adapter = find_class("algorithm", name).default_adapter
+        settings = read_spec(config.algorithm)
+        adapter = find_class("algorithm", settings["name"]).default_adapter
         given |= {"trains_weights": adapter == "triplet", "reads_calls": adapter is not None}
-        settings = {} if isinstance(config.algorithm, str) else config.algorithm
         backend = read_spec(settings.get("backend") or "transformers")
         if backend["name"] == "transformers" and "tool_format" not in backend and "model" in settings:
             given["local_model"] = settings["model"]
