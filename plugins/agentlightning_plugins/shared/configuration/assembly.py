@@ -71,8 +71,9 @@ def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
     with _located(document, ("plugin_settings",)):
         get_manager().configure(expand(config.plugin_settings or {}))
     with _located(document, ("agent",)):
-        is_needed = config.agent is not None or _runs_agent(document, config)
-        agent = load_agent(config.agent) if is_needed else wrap(never_called)
+        spec = config.algorithm  # without an algorithm, a command runs the agent
+        runs_agent = spec is None or getattr(_find_class(document, "algorithm", spec), "runs_agent", True)
+        agent = load_agent(config.agent) if config.agent is not None or runs_agent else wrap(never_called)
     train = load(("data", "train"), load_data, config.data.train)
     val = load(("data", "val"), load_data, config.data.val)
     resources = load(("resources",), load_resources, config.resources)
@@ -88,12 +89,6 @@ def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
     if config.hooks is not None:
         components["hooks"] = [load(("hooks", index), _load_hook, hook) for index, hook in enumerate(config.hooks)]
     return Parts(agent, train, val, resources, components)
-
-
-def _runs_agent(document: ConfigDocument, config: TrainConfig) -> bool:
-    """Whether the configured algorithm needs an agent; without an algorithm, a command runs it."""
-    spec = config.algorithm
-    return spec is None or getattr(_find_class(document, "algorithm", spec), "runs_agent", True)
 
 
 def compose_algorithm(config: TrainConfig, document: ConfigDocument) -> Any:

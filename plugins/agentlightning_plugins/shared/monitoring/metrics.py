@@ -124,7 +124,12 @@ def judge(metrics: Sequence[Metrics]) -> list[Health]:
     last: dict[str, float] = {}
     for each in metrics[-5:]:
         last |= each.values
-    found = [*_judge_policy(metrics, last), *_judge_limits(last), *_judge_validation(metrics)]
+    limits = [
+        Health(name, "bad" if last[key] >= bad else "watch" if last[key] >= watch else "good", words.format(last[key]))
+        for key, name, watch, bad, words in _LIMITS
+        if key in last
+    ]
+    found = [*_judge_policy(metrics, last), *limits, *_judge_validation(metrics)]
     return sorted(found, key=lambda health: ("bad", "watch", "good").index(health.level))
 
 
@@ -163,14 +168,6 @@ _LIMITS: Final = (
     ("failure_rate", "Failures", 0.1, 0.5, "{:.0%} of the rollouts failed."),
 )
 """Metrics with the value from which to watch them, the value that is bad, and what a value means."""
-
-
-def _judge_limits(last: Mapping[str, float]) -> list[Health]:
-    return [
-        Health(name, "bad" if last[key] >= bad else "watch" if last[key] >= watch else "good", words.format(last[key]))
-        for key, name, watch, bad, words in _LIMITS
-        if key in last
-    ]
 
 
 def _judge_validation(metrics: Sequence[Metrics]) -> list[Health]:
