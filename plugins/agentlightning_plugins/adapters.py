@@ -47,11 +47,7 @@ class TraceToTransitions(TraceAdapter[list[Transition]]):
         self.source = TraceToTriplet(**source) if isinstance(source, dict) else source or TraceToTriplet()
 
     def adapt(self, source: Sequence[Span], /) -> list[Transition]:
-        """Creates the transitions of one attempt.
-
-        Raises:
-            AdapterError: as ``TraceToTriplet.adapt``.
-        """
+        """Creates the transitions of one attempt; raises AdapterError as ``TraceToTriplet.adapt`` does."""
         return triplets_to_transitions(self.source.adapt(source), source)
 
 

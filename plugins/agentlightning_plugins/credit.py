@@ -271,11 +271,7 @@ def _is_invalid(step: Step) -> bool:
         return True
     if any(not answer.get("tool_calls") and not _text(answer.get("content")).strip() for answer in _answers(step)):
         return True
-    return any(not _is_json_object(call.arguments) for call in _tool_calls(step))
-
-
-def _is_json_object(text: str) -> bool:
-    return isinstance(semconv.parse_json(text or "{}"), dict)
+    return any(not isinstance(semconv.parse_json(call.arguments or "{}"), dict) for call in _tool_calls(step))
 
 
 def _answers(step: Step) -> Sequence[dict[str, Any]]:

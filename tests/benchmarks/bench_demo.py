@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agentlightning_plugins.demo.training import read_metrics
-from agentlightning_plugins.shared.rendering.line import Point, Series, line_chart
+from agentlightning_plugins.shared.rendering.charts import Point, Series, line_chart
 
 
 def main() -> None:

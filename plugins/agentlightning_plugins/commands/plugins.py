@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from agentlightning.cli import echo
-from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.plugin.offer import Plugin
 from agentlightning.plugin.registry import PluginManager, get_manager
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.terminal import json_option, print_json
 
@@ -66,6 +66,4 @@ def _print_plugins(rows: Sequence[dict[str, Any]]) -> None:
             echo(f"{'incomplete' if row['state'] == 'loaded' else row['state']}: {row['full_name']}: {row['error']}")
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

@@ -18,12 +18,12 @@ from agentlightning import semconv
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.frozen import thaw
-from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.resources import LLM, Resource
 from agentlightning.reward import find_final_reward, read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span
 from agentlightning_plugins.shared.instrumentation import Patches
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.terminal import StoreCommand, found, print_result, with_store
 
 if TYPE_CHECKING:
@@ -67,14 +67,13 @@ async def command(
     error = replayed.attempt.error if isinstance(replayed, AttemptedRollout) else None
     if error is not None:
         echo(error.traceback.rstrip(), err=True)
-    result = {
+    result: dict[str, Any] = {
         "status": replayed.status,
         "reward": rewards,
         "recorded_reward": before,
         "calls": len(requests),
-        "recorded_calls": len(calls),
-        "differences": differences,
     }
+    result |= {"recorded_calls": len(calls), "differences": differences}
     said = f"{replayed.status}, reward {rewards}, {len(requests)} of {len(calls)} recorded model calls"
     text = "\n".join([said, *(f"differs: {difference}" for difference in differences)])
     print_result(as_json, result, text)
@@ -89,14 +88,11 @@ async def _run(
     from agentlightning.runner import LitAgentRunner
     from agentlightning.store.factory import create_store
 
-    replaced = {
-        name: LLM(
-            endpoint=endpoint, model=resource.model, api_key="replay", sampling_parameters=resource.sampling_parameters
-        )
-        if isinstance(resource, LLM)
-        else resource
-        for name, resource in resources.items()
-    }
+    replaced = dict(resources)
+    for name, llm in resources.items():
+        if isinstance(llm, LLM):
+            sampling = llm.sampling_parameters
+            replaced[name] = LLM(endpoint=endpoint, model=llm.model, api_key="replay", sampling_parameters=sampling)
     os.environ["OPENAI_BASE_URL"] = endpoint  # for programs that the agent starts
     os.environ.setdefault("OPENAI_API_KEY", "replay")
     scratch = create_store("memory://")
@@ -215,13 +211,9 @@ def _find_url(method: str, url: str, body: Any, endpoint: str) -> str | None:
 
 def _names_a_model(body: Any) -> bool:
     if isinstance(body, str | bytes):
-        try:
+        with contextlib.suppress(ValueError):
             body = json.loads(body)
-        except ValueError:
-            return False
     return isinstance(body, dict) and "model" in body
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

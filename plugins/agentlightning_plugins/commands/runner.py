@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from agentlightning.cli import echo
-from agentlightning.plugin.hookspecs import hookimpl
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.log_setup import log_options
 from agentlightning_plugins.shared.terminal import DEFAULT_STORE, StoreCommand, find_store
 
@@ -95,6 +95,4 @@ def command(
     asyncio.run(until_sigterm(serve()))
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

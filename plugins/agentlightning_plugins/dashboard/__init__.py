@@ -13,6 +13,7 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.log_setup import log_options
 from agentlightning_plugins.shared.terminal import StoreCommand, find_store, store_option
 
@@ -96,6 +97,4 @@ def components() -> Iterable[Component]:
     return [Component("pages", "dashboard", target, summary="shows a store in a browser")]
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

@@ -96,18 +96,18 @@ class Dashboard:
     def routes(self) -> Iterable[web.RouteDef]:
         """Returns all routes."""
         yield web.get("/login", self._show_login)
-        yield web.post("/login", self._with_errors(self._sign_in))
-        yield web.post("/logout", self._with_errors(self._sign_out))
+        yield web.post("/login", self._guarded(self._sign_in, is_open=True))
+        yield web.post("/logout", self._guarded(self._sign_out, is_open=True))
         yield web.get("/static/{name}", self._answer_static)
         yield web.get("/live/{run_id}", self._guarded(self._answer_live))
         yield web.get("/runs/{run_id}/labelled.jsonl", self._guarded(self._export))
         for page in _PAGES:  # the twin first, because an id may contain a dot
             twin = "/index.json" if page.path == "/" else f"{page.path}.json"
-            yield web.get(twin, self._guarded(self._json_handler(page), as_json=True))
-            yield web.get(page.path, self._guarded(self._page_handler(page)))
+            yield web.get(twin, self._page_handler(page, as_json=True))
+            yield web.get(page.path, self._page_handler(page, as_json=False))
         if not self._read_only:
             for path, action in _ACTIONS.items():
-                yield web.post(path, self._guarded(self._action_handler(action)))
+                yield web.post(path, self._action_handler(action))
 
     def admits(self, request: web.Request) -> bool:
         """Returns whether a request comes from a client that has signed in."""
@@ -128,22 +128,13 @@ class Dashboard:
         self._thread = self._thread or LoopThread("agl-pages")
         return await asyncio.wrap_future(self._thread.submit(work))
 
-    def _guarded(self, handler: _Handler, *, as_json: bool = False) -> _Handler:
-        """Checks access, and turns errors into responses."""
-        checked = self._with_errors(handler, as_json=as_json)
-
-        async def answer(request: web.Request) -> web.StreamResponse:
-            if self._access.find_session(request) is None:
-                return self._refuse(request, as_json)
-            return await checked(request)
-
-        return answer
-
-    def _with_errors(self, handler: _Handler, *, as_json: bool = False) -> _Handler:
-        """Turns errors into responses."""
+    def _guarded(self, handler: _Handler, *, as_json: bool = False, is_open: bool = False) -> _Handler:
+        """Checks access, unless the handler is open to all, and turns errors into responses."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
+                if not is_open and self._access.find_session(request) is None:
+                    return self._refuse(request, as_json)
                 return await handler(request)
             except Exception as error:  # isolation point: a page may fail, the server may not
                 return self._answer_error(request, error, as_json)
@@ -155,16 +146,14 @@ class Dashboard:
             return self._error(request, 403, "Without a token, only this machine has access.", as_json)
         if as_json or request.method != "GET" or "authorization" in request.headers:
             return self._error(request, 401, "The token is missing or wrong: sign in, or send the store's token.", True)
-        back = quote(request.path_qs, safe="")
-        return web.Response(status=303, headers={**_HEADERS, "location": f"/login?next={back}"})
+        return _redirect(f"/login?next={quote(request.path_qs, safe='')}")
 
     def _answer_error(self, request: web.Request, error: Exception, as_json: bool) -> web.Response:
-        if isinstance(error, RequestRefused):
-            return self._error(request, error.status, str(error), as_json)
         status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+        status, message = error.status if isinstance(error, RequestRefused) else status, str(error)
         if status == 500:
             logger.error("%s %s failed", request.method, request.path, exc_info=error)
-        message = str(error) if status != 500 else "This page failed; the server's log has the reason."
+            message = "This page failed; the server's log has the reason."
         return self._error(request, status, message, as_json)
 
     def _error(self, request: web.Request, status: int, message: str, as_json: bool) -> web.Response:
@@ -182,30 +171,28 @@ class Dashboard:
             raise NotFoundError(f"this store has no run {visit.run_id!r}; its newest runs: {known}")
         return await page.view(visit)
 
-    def _json_handler(self, page: _Page) -> _Handler:
+    def _page_handler(self, page: _Page, *, as_json: bool) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
             data = await self._in_thread(self._read(page, self._visit(request)))
-            return await asyncio.to_thread(_json, data)
-
-        return answer
-
-    def _page_handler(self, page: _Page) -> _Handler:
-        async def answer(request: web.Request) -> web.StreamResponse:
-            data = await self._in_thread(self._read(page, self._visit(request)))
+            if as_json:
+                return await asyncio.to_thread(_json, data)
             return await asyncio.to_thread(self._html, page.template, request, page, data=data)
 
-        return answer
+        return self._guarded(answer, as_json=as_json)
 
     def _action_handler(self, action: Callable[[Visit], Awaitable[str]]) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
-            form = await _read_form(request)
-            session = self._access.find_session(request)
-            if not self._access.allows_form(request, session, form.pop("form_token", "")):
-                return self._refuse_form(request)
-            target = await action(Visit(self._store, request.match_info, form))
-            return web.Response(status=303, headers={**_HEADERS, "location": target})
+            form = await self._read_own_form(request)
+            return _redirect(await action(Visit(self._store, request.match_info, form)))
 
-        return answer
+        return self._guarded(answer)
+
+    async def _read_own_form(self, request: web.Request) -> dict[str, str]:
+        """Returns the fields of a form; raises RequestRefused unless one of our pages in this session sent it."""
+        form, session = await _read_form(request), self._access.find_session(request)
+        if not self._access.allows_form(request, session, form.pop("form_token", "")):
+            raise RequestRefused(403, "The form did not come from this page; reload the page and try again.")
+        return form
 
     def _html(
         self, template: str, request: web.Request, page: _Page | None, status: int = 200, **values: Any
@@ -217,33 +204,25 @@ class Dashboard:
             for each in _PAGES
             if each.tab and ("{run_id}" not in each.path or run_id)
         ]
-        html = (
-            _environment()
-            .get_template(template)
-            .render(
-                request=request,
-                query=dict(request.query),
-                path=request.rel_url.raw_path,
-                run_id=run_id,
-                live_run=run_id or values["data"].get("live_run"),
-                tabs=tabs,
-                form_token=self._access.form_token(session),
-                can_act=not self._read_only,
-                can_sign_out=session is not None and self._access.needs_token,
-                signed_in=session is not None,
-                **values,
-            )
+        found = _environment().get_template(template)
+        html = found.render(
+            request=request,
+            query=dict(request.query),
+            path=request.rel_url.raw_path,
+            run_id=run_id,
+            live_run=run_id or values["data"].get("live_run"),
+            tabs=tabs,
+            form_token=self._access.form_token(session),
+            can_act=not self._read_only,
+            can_sign_out=session is not None and self._access.needs_token,
+            signed_in=session is not None,
+            **values,
         )
-        response = web.Response(body=html.encode("utf-8", "replace"), status=status, headers=_HEADERS)
-        response.content_type, response.charset = "text/html", "utf-8"
-        if len(html) > 4096:
-            response.enable_compression()
-        return response
+        return _respond(html.encode("utf-8", "replace"), status, content_type="text/html", charset="utf-8")
 
     async def _show_login(self, request: web.Request) -> web.StreamResponse:
-        return self._html(
-            "login.html.jinja", request, None, data={"wrong": False, "next": request.query.get("next", "/")}
-        )
+        data = {"wrong": False, "next": request.query.get("next", "/")}
+        return self._html("login.html.jinja", request, None, data=data)
 
     async def _sign_in(self, request: web.Request) -> web.StreamResponse:
         form = await _read_form(request)
@@ -251,35 +230,27 @@ class Dashboard:
         if not target.startswith("/") or target.startswith(("//", "/\\")) or not target.isprintable():
             target = "/"
         allowed = self._access.allows_form(request, None, self._access.form_token(None))
-        response = web.Response(status=303, headers={**_HEADERS, "location": target})
+        response = _redirect(target)
         if allowed and await self._access.sign_in(request, response, token):
             return response
         return self._html("login.html.jinja", request, None, status=401, data={"wrong": True, "next": target})
 
     async def _sign_out(self, request: web.Request) -> web.StreamResponse:
-        form, session = await _read_form(request), self._access.find_session(request)
-        if not self._access.allows_form(request, session, form.get("form_token", "")):
-            return self._refuse_form(request)
-        response = web.Response(status=303, headers={**_HEADERS, "location": "/login"})
+        await self._read_own_form(request)
+        response = _redirect("/login")
         self._access.sign_out(request, response)
         return response
-
-    def _refuse_form(self, request: web.Request) -> web.StreamResponse:
-        return self._error(request, 403, "The form did not come from this page; reload the page and try again.", False)
 
     async def _answer_static(self, request: web.Request) -> web.StreamResponse:
         found = _static_files().get(request.match_info["name"])
         if found is None:
             return web.Response(status=404, text="not found\n", headers=_HEADERS)
-        kind, body = found
-        return web.Response(
-            body=body, content_type=kind, charset="utf-8", headers={**_HEADERS, "cache-control": "no-cache"}
-        )
+        headers = {**_HEADERS, "cache-control": "no-cache"}
+        return web.Response(body=found[1], content_type=found[0], charset="utf-8", headers=headers)
 
     async def _export(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={**_HEADERS, "content-disposition": 'attachment; filename="labelled.jsonl"'}
-        )
+        disposition = {"content-disposition": 'attachment; filename="labelled.jsonl"'}
+        response = web.StreamResponse(headers={**_HEADERS, **disposition})
         response.content_type = "application/x-ndjson"
         records = rollout.read_labelled(self._visit(request).run_store)
 
@@ -302,9 +273,16 @@ async def _read_form(request: web.Request) -> dict[str, str]:
     return dict(parse_qsl(body.decode(errors="replace"), max_num_fields=20))
 
 
+def _redirect(target: str) -> web.Response:
+    return web.Response(status=303, headers={**_HEADERS, "location": target})
+
+
 def _json(data: dict[str, Any], status: int = 200) -> web.Response:
-    body = to_json(data, inf_nan_mode="null", indent=2) + b"\n"
-    response = web.Response(body=body, status=status, content_type="application/json", headers=_HEADERS)
+    return _respond(to_json(data, inf_nan_mode="null", indent=2) + b"\n", status, content_type="application/json")
+
+
+def _respond(body: bytes, status: int, **kind: str) -> web.Response:
+    response = web.Response(body=body, status=status, headers=_HEADERS, **kind)  # type: ignore[arg-type] # text only
     if len(body) > 4096:
         response.enable_compression()
     return response

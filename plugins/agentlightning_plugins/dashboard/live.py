@@ -52,7 +52,8 @@ class LiveRuns:
                 if await run.wait(seen, self._stopping):
                     seen = run.number
                     await response.write(b"event: changed\ndata: {}\n\n")
-                    await _sleep(_PAUSE_S + _PAUSE_OF_PAGE_S * self.readers, self._stopping)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._stopping.wait(), _PAUSE_S + _PAUSE_OF_PAGE_S * self.readers)
                 elif run.task.done():
                     break
                 else:
@@ -106,9 +107,3 @@ class _LiveRun:
                 self._changed = asyncio.Event()
         except StoreError as error:
             logger.info("live pages of run %s: %s", self._store.run_id, error)
-
-
-async def _sleep(seconds: float, stopping: asyncio.Event) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await stopping.wait()

@@ -30,7 +30,10 @@ _STEPS_IN_USE: Final = 2
 """Number of steps that are searched after a version was published: the one that it ends, and the next."""
 _ENDS: Final[tuple[SortOrder, ...]] = ("asc", "desc")
 """The first rollout of a step is one of training, the last one of its validation, if it has one."""
-_SHOWN: Final = ("candidate_id", "parent_id", "round", "full_score", "batch_score", "critique", "edited", "prompts")
+_SHOWN: Final = (
+    *("candidate_id", "parent_id", "round", "full_score", "batch_score", "critique", "edited", "prompts"),
+    "task_scores",
+)
 
 
 async def list_resources(visit: Visit) -> dict[str, Any]:
@@ -144,7 +147,7 @@ def _read_candidate(update: ResourcesUpdate, base: ResourcesUpdate | None) -> di
     is_parent = scores.get("candidate_id") == fields.get("parent_id")
     pairs = (("task rewards", fields), ("task rewards of the parent", scores if is_parent else {}))
     return {
-        **{name: fields.get(name) for name in (*_SHOWN, "task_scores")},
+        **{name: fields.get(name) for name in _SHOWN},
         **parent,
         "distributions": [{"name": name, "values": of["task_scores"]} for name, of in pairs if of.get("task_scores")],
     }
@@ -172,7 +175,7 @@ def _find_candidates(updates: Sequence[ResourcesUpdate]) -> list[dict[str, Any]]
     found: dict[str, dict[str, Any]] = {}
     for update in sorted(updates, key=operator.attrgetter("version")):
         if fields := read_candidate(update):
-            shown = {key: fields.get(key) for key in (*_SHOWN, "task_scores")}
+            shown = {key: fields.get(key) for key in _SHOWN}
             found[str(fields.get("candidate_id"))] = {**shown, "version_id": update.version_id}
     return sorted(found.values(), key=lambda candidate: candidate["round"] or 0)
 

@@ -16,9 +16,8 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import ENDED_ROLLOUT, Attempt, AttemptedRollout, Rollout, Span
 from agentlightning_plugins.dashboard.rollouts import LABEL, NOTE
 from agentlightning_plugins.dashboard.visit import Visit
-from agentlightning_plugins.shared import chat_history
+from agentlightning_plugins.shared.chat_history import describe_conversations, read_conversations
 from agentlightning_plugins.shared.paging import every, read_spans
-from agentlightning_plugins.shared.rendering.conversation import read_conversations
 from agentlightning_plugins.shared.training_records.query import read_entry
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, RECORDS, TrainedRow, read_records
 
@@ -80,7 +79,8 @@ async def read_attempt(
 
 
 def _summarize(spans: Sequence[Span], left_out: int) -> dict[str, Any]:
-    nodes, conversations, entry = build_tree(spans, repair=True), read_conversations(spans), read_entry(spans)
+    nodes, conversations, entry = build_tree(spans, repair=True), describe_conversations(spans), read_entry(spans)
+    trained = {call.response_id for row in read_records(TrainedRow, spans) for call in row.calls}
     return {
         "rewards": [
             {"time": span.start_time, "parts": [part._asdict() for part in get_rewards_from_span(span)]}
@@ -91,18 +91,13 @@ def _summarize(spans: Sequence[Span], left_out: int) -> dict[str, Any]:
         "conversations": conversations[-_MAX_CONVERSATIONS:],
         "conversation_count": len(conversations),
         # The pages about training show its records.
-        "spans": _describe_spans([node for node in nodes if node.span.name not in RECORDS], _trained_calls(spans)),
+        "spans": _describe_spans([node for node in nodes if node.span.name not in RECORDS], trained),
         "span_total": left_out + sum(span.name not in RECORDS for span in spans),
         "is_recorded": any(span.name in RECORDS for span in spans),
         "outcome": None if entry is None else entry.outcome,
         "tokens": _count_tokens(spans),
         "tool_calls_unparsed": sum(int(span.attributes.get(semconv.TOOL_CALLS_UNPARSED) or 0) for span in spans),
     }
-
-
-def _trained_calls(spans: Sequence[Span]) -> frozenset[str]:
-    """Returns the response ids of the calls that are in a trained row."""
-    return frozenset(call.response_id for row in read_records(TrainedRow, spans) for call in row.calls)
 
 
 def _describe_spans(nodes: Sequence[Node], trained: Collection[str]) -> list[dict[str, Any]]:
@@ -206,7 +201,7 @@ async def _describe(store: LightningStore, rollout: Rollout) -> dict[str, Any]:
     metadata = dict(rollout.metadata or {})
     attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
     spans, left_out = ([], 0) if attempt is None else await read_attempt(store, attempt)
-    conversations = await asyncio.to_thread(chat_history.read_conversations, spans)
+    conversations = await asyncio.to_thread(read_conversations, spans)
     return {
         "rollout_id": rollout.rollout_id,
         "label": metadata.get(LABEL),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, get_args
@@ -167,52 +168,38 @@ def _number_or_text(value: str) -> Any:
         return value
 
 
-def _to_number(query: Mapping[str, str], name: str) -> float | None:
-    if name not in query:
-        return None
+def _to_number(query: Mapping[str, str], name: str, default: float) -> float:
     try:
-        return float(query[name])
+        return float(query.get(name, default))
     except ValueError:
         raise ConfigError(f"{name}={query[name]!r} is not a number; write a reward such as 0.5") from None
 
 
 def _make_test(query: Mapping[str, str]) -> Callable[[Rollout], bool] | None:
     """Returns a test for the filters without an index in the store; None if there are no such filters."""
-    tests: list[Callable[[Rollout], bool]] = []
+    low, high = _to_number(query, "min", -math.inf), _to_number(query, "max", math.inf)
     mode, label, meta = query.get("mode"), query.get("label"), query.get("meta")
-    low, high = _to_number(query, "min"), _to_number(query, "max")
-    if mode:
-        tests.append(lambda rollout: (rollout.mode or "none") == mode)
-    if label:
-        tests.append(
-            lambda rollout: bool(rollout.metadata) and _label_matches((rollout.metadata or {}).get(LABEL), label)
+    key, value = (part.strip() for part in (meta or "").partition("=")[::2])
+    text = None if "messages" in query else query.get("text")
+    has_bounds = not query.keys().isdisjoint({"min", "max"})
+    if not (mode or label or meta or text or has_bounds):
+        return None
+
+    def matches(rollout: Rollout) -> bool:
+        metadata = rollout.metadata or {}
+        given, found = metadata.get(LABEL), metadata.get(key)
+        reward = rollout.attempt.reward if isinstance(rollout, AttemptedRollout) else None
+        return (
+            mode in (None, rollout.mode or "none")
+            and (label in (None, given) or (label == "any" and given is not None))
+            and (not has_bounds or (reward is not None and low <= reward <= high))
+            and (
+                not meta or (key in metadata and value in ("", found if isinstance(found, str) else json.dumps(found)))
+            )
+            and (not text or text.casefold() in _all_text(rollout))
         )
-    if low is not None or high is not None:
-        least, most = -float("inf") if low is None else low, float("inf") if high is None else high
-        tests.append(lambda rollout: (reward := _reward(rollout)) is not None and least <= reward <= most)
-    if meta:
-        key, _, value = meta.partition("=")
-        tests.append(lambda rollout: _metadata_matches(rollout, key.strip(), value.strip()))
-    if "text" in query and "messages" not in query:
-        wanted = query["text"].casefold()
-        tests.append(lambda rollout: wanted in _all_text(rollout))
-    return (lambda rollout: all(test(rollout) for test in tests)) if tests else None
 
-
-def _label_matches(found: Any, wanted: str | None) -> bool:
-    return found is not None if wanted == "any" else found == wanted
-
-
-def _reward(rollout: Rollout) -> float | None:
-    return rollout.attempt.reward if isinstance(rollout, AttemptedRollout) else None
-
-
-def _metadata_matches(rollout: Rollout, key: str, value: str) -> bool:
-    metadata = rollout.metadata or {}
-    if key not in metadata:
-        return False
-    found = metadata[key]
-    return not value or (found if isinstance(found, str) else json.dumps(found)) == value
+    return matches
 
 
 def _all_text(rollout: Rollout) -> str:

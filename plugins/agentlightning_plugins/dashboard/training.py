@@ -12,8 +12,8 @@ from agentlightning.types import AttemptedRollout, Rollout, Span
 from agentlightning_plugins.dashboard.rollout import MAX_BYTES, find_rollout, read_attempt
 from agentlightning_plugins.dashboard.rollouts import describe_rollout
 from agentlightning_plugins.dashboard.visit import Visit
-from agentlightning_plugins.shared.rendering.bars import heat_level
-from agentlightning_plugins.shared.rendering.conversation import read_conversations
+from agentlightning_plugins.shared.chat_history import describe_conversations
+from agentlightning_plugins.shared.rendering.charts import heat_level
 from agentlightning_plugins.shared.training_records.query import read_entry, read_ledger, read_rows
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry
 
@@ -71,7 +71,12 @@ async def show_group(visit: Visit) -> dict[str, Any]:
         rollouts = page.items or rollouts
     if not rollouts:
         raise NotFoundError(f"run {visit.run_id!r} has no rollouts of group {name!r}; they may have been deleted")
-    members = await _describe_members(visit, rollouts)
+    members = []
+    for rollout in rollouts:
+        spans: Sequence[Span] = ()
+        if isinstance(rollout, AttemptedRollout):
+            spans, _ = await read_attempt(visit.run_store, rollout.attempt, MAX_BYTES // len(rollouts))
+        members.append(await asyncio.to_thread(_describe_member, rollout, spans))
     rewards = [member["reward"] for member in members if member["reward"] is not None]
     return {
         "group": name,
@@ -82,19 +87,9 @@ async def show_group(visit: Visit) -> dict[str, Any]:
     }
 
 
-async def _describe_members(visit: Visit, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    members = []
-    for rollout in rollouts:
-        spans: Sequence[Span] = ()
-        if isinstance(rollout, AttemptedRollout):
-            spans, _ = await read_attempt(visit.run_store, rollout.attempt, MAX_BYTES // len(rollouts))
-        members.append(await asyncio.to_thread(_describe_member, rollout, spans))
-    return members
-
-
 def _describe_member(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
     entry = read_entry(spans)
-    conversations = read_conversations(spans)
+    conversations = describe_conversations(spans)
     messages = conversations[-1]["messages"] if conversations else []
     own = [message for message in messages if message["role"] not in ("system", "developer")]
     return {

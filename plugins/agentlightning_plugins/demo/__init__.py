@@ -10,7 +10,7 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import PluginError, install_command
-from agentlightning.plugin.hookspecs import hookimpl
+from agentlightning_plugins.shared.lazy import lazy_commands
 
 _NEEDED = ("torch", "transformers", "peft", "safetensors", "openai")
 
@@ -47,6 +47,4 @@ def command(seed: int, steps: int | None, run_dir: Path | None, resume: Path | N
     run_demo(run_dir or resume or free, seed=seed, steps=steps, resume=resume is not None)
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

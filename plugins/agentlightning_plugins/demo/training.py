@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +13,12 @@ from rich.table import Table
 from agentlightning.cli import printable
 from agentlightning.errors import ConfigError
 from agentlightning.run.directory import make_directory
-from agentlightning.store.factory import create_store
+from agentlightning.store.protocol import LightningStore
 from agentlightning.trainer import Trainer
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.shared.monitoring.evaluation import Transcript, compare_first_and_last
+from agentlightning_plugins.shared.terminal import use_store
 
 CHECKPOINT: Final = Path(__file__).with_name("checkpoint")
 N_VAL, N_TEST = 96, 200
@@ -111,13 +111,9 @@ def _settings(directory: Path, seed: int, steps: int | None, resume: bool) -> di
     return loaded
 
 
-async def _choose_transcripts(directory: Path) -> Sequence[tuple[str, Transcript]]:
+async def _choose_transcripts(store: LightningStore) -> Sequence[tuple[str, Transcript]]:
     """Reads the transcripts of a test task before and after training, if possible one that is solved only after."""
-    store = create_store(f"sqlite:///{directory}/store.db")
-    try:
-        return (await compare_first_and_last(store, (await store.query_metrics()).items, (), {})).transcripts
-    finally:
-        await store.close()
+    return (await compare_first_and_last(store, (await store.query_metrics()).items, (), {})).transcripts
 
 
 def _show(console: Console, directory: Path, metrics: list[dict[str, Any]], result: dict[str, float]) -> None:
@@ -138,7 +134,7 @@ def _show(console: Console, directory: Path, metrics: list[dict[str, Any]], resu
         f"log-probabilities differ by at most {gap:.1e}",
         highlight=False,
     )
-    for phase, transcript in asyncio.run(_choose_transcripts(directory)):
+    for phase, transcript in use_store(str(directory), None, _choose_transcripts):
         console.rule(f"{phase.lower()} training, reward {transcript.reward or 0:.0f}")
         for message in transcript.messages:
             calls = (f"{call['name']}({' '.join(call['arguments'].split())})" for call in message["tool_calls"])

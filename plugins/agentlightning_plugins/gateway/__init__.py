@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from agentlightning.plugin.hookspecs import Component, Kind, hookimpl
-
-if TYPE_CHECKING:
-    import click
+from agentlightning_plugins.shared.lazy import lazy_commands
 
 _COMPONENTS: Final[tuple[tuple[str, str, str, str], ...]] = (
     ("gateway", "gateway", "proxy:LLMProxy", "OpenAI-compatible, records every call"),
     ("gateway", "remote", "remote:RemoteGateway", "one that `agl gateway` serves; name it by its URL"),
-    (
-        "adapter",
-        "llm-proxy-triplet",
-        "adapter:LlmProxyTraceToTriplet",
-        "prompt, response, reward, from the gateway's spans only",
-    ),
+    ("adapter", "llm-proxy-triplet", "adapter:LlmProxyTraceToTriplet", "as triplet, from the gateway's spans only"),
     ("dialect", "openai-chat", "dialects.openai:ChatCompletions", "Chat Completions"),
     ("dialect", "openai-completions", "dialects.openai:TextCompletions", "Completions"),
     ("dialect", "openai-embeddings", "dialects.openai:Embeddings", "Embeddings"),
@@ -53,8 +46,4 @@ def components() -> Iterable[Component]:
     ]
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    from agentlightning_plugins.gateway.command import command
-
-    cli.add_command(command)
+add_commands = lazy_commands("agentlightning_plugins.gateway.command:command")

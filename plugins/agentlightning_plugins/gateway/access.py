@@ -35,15 +35,11 @@ _MAX_KEYS: Final = 10_000
 class Authenticator:
     """Checks API keys: attempt tokens, signed with the token of the gateway's store."""
 
-    def __init__(
-        self, store: LightningStore, *, is_required: bool, operator_key: str, believes_urls: bool = False
-    ) -> None:
+    def __init__(self, store: LightningStore, *, is_required: bool, operator_key: str, believes_urls: bool) -> None:
         """Checks calls of attempts in a store; ``believes_urls`` attributes calls without a key by their URL alone."""
-        self._is_required = is_required
-        self._believes_urls = believes_urls
+        self._store, self._operator_key = store, operator_key
+        self._is_required, self._believes_urls = is_required, believes_urls
         self._has_warned = False
-        self._operator_key = operator_key
-        self._store = store
         self._tokens: Sequence[str] = ()
         self._secrets = [attempt_token.derive_secret(None)]
         self._known: dict[str, attempt_token.AttemptToken] = {}
@@ -145,11 +141,7 @@ class InFlightCalls:
 
     @contextlib.contextmanager
     def track(self, call: ModelCall) -> Iterator[InFlightCall]:
-        """Tracks a call that the current task relays.
-
-        Raises:
-            CallRefused: the attempt has ended or the gateway stops, so the task was cancelled.
-        """
+        """Tracks a call that the current task relays; raises CallRefused if its attempt ends or the gateway stops."""
         task = asyncio.current_task()
         assert task is not None
         in_flight = InFlightCall(call, task)
@@ -273,8 +265,6 @@ class EndedAttempts:
                 self._add(self._live, (event.rollout_id, event.attempt_id), time.monotonic() + _TRUST_S)
                 if event.rollout_id in self._rollouts:
                     self._rollouts[event.rollout_id].add(event.attempt_id)
-            case _:
-                pass
 
     async def follow(self, store: LightningStore) -> None:
         """Applies the events of a store until cancelled; subscribes again after an error."""
@@ -295,9 +285,8 @@ class EndedAttempts:
             self._live.clear()  # these attempts may have ended meanwhile
 
 
-def attempt_over(attempt: AttemptKey | None) -> CallRefused:
+def attempt_over(attempt: AttemptKey) -> CallRefused:
     """Returns the error of calls of an attempt that has ended."""
-    assert attempt is not None
     message = f"attempt {attempt[1]} of rollout {attempt[0]} is over; its calls are refused"
     return CallRefused(410, message, "attempt_over")
 
@@ -401,10 +390,8 @@ def count_messages(body: Mapping[str, Any]) -> int:
 def derive_seed(seed: object, length: int, number: int) -> int:
     """Returns the seed of a call, a 53-bit integer, which JSON represents exactly.
 
-    Args:
-        seed: the seed of its rollout.
-        length: the number of messages of its conversation.
-        number: its number among the calls of this length, from 0.
+    It follows from the seed of its rollout, the number of messages of its conversation, and its number among the calls
+    of this length, from 0.
     """
     digest = hashlib.blake2b(f"{seed}/{length}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 11

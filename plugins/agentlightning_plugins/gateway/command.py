@@ -72,9 +72,10 @@ def command(
     """
     if context.invoked_subcommand is not None:
         return
+    from agentlightning_plugins.shared.configuration.document import read_document
 
     def read_settings() -> dict[str, Any]:
-        settings = {} if config is None else _read_yaml(config)
+        settings = {} if config is None else read_document(config).values
         settings["model_list"] = _model_list(settings, models, key_env)
         return settings
 
@@ -132,11 +133,14 @@ def resume_command(url: str, token: str | None, weight_version: int | None) -> N
 
 def _print_status(status: dict[str, Any]) -> None:
     head = ("model", "backend", "served as", "provider", "weight", "in flight", "health")
-    rows = []
-    for backend in status["backends"]:
-        row = [backend[key] for key in ("model", "endpoint", "served_model", "provider", "weight", "in_flight")]
-        row[4] = f"{backend['weight']:g}"
-        rows.append([*row, "up" if backend["up"] else f"down: {backend['failure']}"])
+    rows = [
+        [
+            *(backend[key] for key in ("model", "endpoint", "served_model", "provider")),
+            *(f"{backend['weight']:g}", backend["in_flight"]),
+            "up" if backend["up"] else f"down: {backend['failure']}",
+        ]
+        for backend in status["backends"]
+    ]
     print_table(head, rows)
     echo(
         f"{'paused' if status['paused'] else 'serving'}, {status['in_flight']} calls in flight, "
@@ -186,18 +190,6 @@ async def _serve(settings: dict[str, Any], url: str, token: str | None, read_mod
         echo(f"Serving {', '.join(proxy.models) or 'no model'} at {url}; see: agl gateway status {url}")
         await stop.wait()
         echo("Stopping after the recorded spans are stored.")
-
-
-def _read_yaml(config: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        settings = yaml.safe_load(config.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{config} is not YAML: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{config} holds {settings!r}; give a mapping with model_list")
-    return settings
 
 
 def _model_list(settings: dict[str, Any], models: tuple[str, ...], key_env: str | None) -> list[Any]:

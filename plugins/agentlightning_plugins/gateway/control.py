@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from aiohttp import web
@@ -47,30 +49,21 @@ class GatewayMetrics(ScrapedMetrics):
         self._admission = admission
         self._writer = writer
         self._running = running
-        registry = self.registry
-        ProcessCollector(registry=registry)
-        self._calls = Counter(
-            "agl_gateway_calls_total", "Calls answered or abandoned.", ["model", "status"], registry=registry
+        ProcessCollector(registry=self.registry)
+        counter = functools.partial(Counter, registry=self.registry)
+        histogram = functools.partial(
+            Histogram, labelnames=["model"], registry=self.registry, buckets=_LATENCY_BUCKETS_S
         )
-        self._latency = Histogram(
-            "agl_gateway_call_seconds",
-            "Time from the arrival of a call to the end of its answer.",
-            ["model"],
-            registry=registry,
-            buckets=_LATENCY_BUCKETS_S,
+        self._calls = counter("agl_gateway_calls_total", "Calls answered or abandoned.", ["model", "status"])
+        self._latency = histogram(
+            "agl_gateway_call_seconds", "Time from the arrival of a call to the end of its answer."
         )
-        self._first_token = Histogram(
-            "agl_gateway_first_token_seconds",
-            "Time from the arrival of a call to the first bytes of its stream.",
-            ["model"],
-            registry=registry,
-            buckets=_LATENCY_BUCKETS_S,
+        self._first_token = histogram(
+            "agl_gateway_first_token_seconds", "Time from the arrival of a call to the first bytes of its stream."
         )
-        self._tokens = Counter(
-            "agl_gateway_tokens_total", "Tokens of answered calls.", ["model", "kind"], registry=registry
-        )
-        self._incomplete = Counter(
-            "agl_gateway_incomplete_total", "Calls whose answer did not arrive in full.", ["model"], registry=registry
+        self._tokens = counter("agl_gateway_tokens_total", "Tokens of answered calls.", ["model", "kind"])
+        self._incomplete = counter(
+            "agl_gateway_incomplete_total", "Calls whose answer did not arrive in full.", ["model"]
         )
 
     def count(self, call: ModelCall, status: str) -> None:
@@ -122,63 +115,53 @@ def count_by_backend(calls: Iterable[ModelCall]) -> collections.Counter[bytes]:
     return collections.Counter(call.backend.identity for call in calls if call.backend is not None)
 
 
+@dataclass(frozen=True)
 class Controls:
     """Answers requests that are not model calls."""
 
-    def __init__(
-        self,
-        authenticator: Authenticator,
-        models: ModelTable,
-        admission: Admission,
-        in_flight: Iterable[ModelCall],
-        writer: SpanWriter,
-        metrics: GatewayMetrics,
-        routes: Iterable[str],
-        is_stopping: Callable[[], bool],
-    ) -> None:
-        """Takes the parts of a gateway; an error lists ``routes``, the paths of model calls."""
-        self._is_stopping = is_stopping
-        self._authenticator = authenticator
-        self._models = models
-        self._admission = admission
-        self._in_flight = in_flight
-        self._writer = writer
-        self._metrics = metrics
-        self._routes = routes
+    authenticator: Authenticator
+    models: ModelTable
+    admission: Admission
+    in_flight: Iterable[ModelCall]
+    writer: SpanWriter
+    metrics: GatewayMetrics
+    routes: Iterable[str]
+    """The paths of model calls, which an error lists."""
+    is_stopping: Callable[[], bool]
 
     async def answer(self, request: web.BaseRequest, path: str, named: AttemptKey | None) -> web.Response:
         """Answers a request for a path below the attempt ``named``.
 
-        Raises:
-            CallRefused: the client may not send the request, or it is malformed, or its path is unknown.
+        Raises CallRefused if the client may not send the request, or if it is malformed or its path unknown.
         """
-        listed = list_models(path, self._models.names)
+        listed = list_models(path, self.models.names)
         if listed is not None:
-            if not self._authenticator.is_operator(request.headers):
-                self._authenticator.authenticate(request.headers, named)
-            return json_response(listed)
+            if not self.authenticator.is_operator(request.headers):
+                self.authenticator.authenticate(request.headers, named)
+            return _json_response(listed)
         if path == "health":
-            return json_response({"status": "paused" if self._admission.is_paused else "ok"})
+            return _json_response({"status": "paused" if self.admission.is_paused else "ok"})
         if path == "livez":
             return web.Response(text="ok\n")
         if path == "readyz":
             problem = self._find_problem()
             return web.Response(text=f"{problem or 'ok'}\n", status=503 if problem else 200)
         if path not in CONTROL_PATHS:
-            known = ", ".join(f"/{known}" for known in (*self._routes, "v1/models", *CONTROL_PATHS))
+            known = ", ".join(f"/{known}" for known in (*self.routes, "v1/models", *CONTROL_PATHS))
             raise CallRefused(404, f"no endpoint {request.method} {request.path}; endpoints: {known}", "not_found")
-        if not self._authenticator.is_operator(request.headers, always=path in _CHANGES):
+        if not self.authenticator.is_operator(request.headers, always=path in _CHANGES):
             raise CallRefused(401, f"/{path} requires the token of the gateway's store, or its own key", "wrong_key")
         if path == "status":
-            return json_response(self.describe())
+            return _json_response(self.describe())
         if path == "metrics":
-            return web.Response(body=await self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+            return web.Response(body=await self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
         if request.method != "POST":
             raise CallRefused(405, f"/{path} takes POST, not {request.method}", "method_not_allowed")
         if request.content_type != "application/json":  # web pages cannot send it to another origin without permission
             raise CallRefused(415, f"/{path} takes JSON with Content-Type: application/json", "invalid_request")
         try:
-            return await self._change(path, await parse_json(await read_body(request, _MAX_BODY, _MAX_BODY) or b"{}"))
+            body = await parse_json(await read_body(request, _MAX_BODY, _MAX_BODY) or b"{}")
+            return _json_response(await self.execute(path, body))
         except RequestRefused as error:
             raise CallRefused(error.status, f"/{path}: {error}", "invalid_request") from None
         except (ValueError, AttributeError) as error:
@@ -186,28 +169,29 @@ class Controls:
 
     def _find_problem(self) -> str | None:
         """Returns why calls should go to another gateway; not the store's state, as calls are answered without it."""
-        if self._is_stopping():
+        if self.is_stopping():
             return "stopping"
-        return None if any(backend.is_up for backend in self._models.backends) else "no backend is up"
+        return None if any(backend.is_up for backend in self.models.backends) else "no backend is up"
 
-    async def _change(self, path: str, body: dict[str, Any]) -> web.Response:
+    async def execute(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Executes a request of an operator and returns its answer; raises ValueError for a malformed one."""
         if path == "drain":
             timeout_s = body.get("timeout_s", _DRAIN_S)
             if type(timeout_s) not in (int, float) or not 0 <= timeout_s <= _MAX_DRAIN_S:
                 raise ValueError(f"timeout_s is {timeout_s!r}; give seconds from 0 to {_MAX_DRAIN_S:g}")
-            return json_response({"drained": await self._admission.drain(timeout_s)})
+            return {"drained": await self.admission.drain(timeout_s)}
         if path == "pause":
-            self._admission.pause()
-        else:
+            self.admission.pause()
+        elif path == "resume":
             version = body.get("weight_version")
             if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
                 raise ValueError(f"weight_version is {version!r}; give a whole number, or leave it out")
-            self._admission.resume(version)
-        return json_response(self.describe())
+            self.admission.resume(version)
+        return self.describe()
 
     def describe(self) -> dict[str, Any]:
         """Returns the state of the gateway as JSON, without keys: the content of ``/status``."""
-        in_flight = count_by_backend(self._in_flight)
+        in_flight = count_by_backend(self.in_flight)
         return {
             "backends": [
                 {
@@ -220,18 +204,18 @@ class Controls:
                     "failure": backend.failure,
                     "in_flight": in_flight[backend.identity],
                 }
-                for backend in self._models.backends
+                for backend in self.models.backends
             ],
-            "paused": self._admission.is_paused,
-            "in_flight": self._admission.in_flight,
-            "waiting": self._admission.waiting,
-            "weight_version": self._admission.weight_version,
-            "spans_queued": self._writer.queued,
-            "spans_lost": self._writer.lost,
+            "paused": self.admission.is_paused,
+            "in_flight": self.admission.in_flight,
+            "waiting": self.admission.waiting,
+            "weight_version": self.admission.weight_version,
+            "spans_queued": self.writer.queued,
+            "spans_lost": self.writer.lost,
         }
 
 
-def json_response(value: Any) -> web.Response:
+def _json_response(value: Any) -> web.Response:
     return web.Response(body=dump_json(value), content_type="application/json")
 
 

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,12 +31,12 @@ logger = logging.getLogger("agentlightning")
 _EXIT_S: Final = 5.0
 
 
+@dataclass
 class ServerThread:
     """Runs the server on an event loop in a thread of this process."""
 
-    def __init__(self, store: LightningStore, settings: Settings) -> None:
-        self._store = store
-        self._settings = settings
+    store: LightningStore
+    settings: Settings
 
     def start(self) -> int:
         """Starts serving and returns the port; raises ConfigError if the address is not available."""
@@ -47,7 +48,7 @@ class ServerThread:
             raise
 
     async def _start(self) -> int:
-        self._server = GatewayServer(self._store, self._settings)
+        self._server = GatewayServer(self.store, self.settings)
         return await self._server.start()
 
     def call(self, command: str, *arguments: Any) -> Any:
@@ -154,7 +155,7 @@ async def _serve(connection: Connection, store: LightningStore, settings: Settin
             command, *arguments = message
             try:
                 answer = await getattr(server, command)(*arguments)
-            except (LightningError, OSError) as error:
+            except (LightningError, OSError, ValueError) as error:
                 answer = error  # the parent raises it
             connection.send(answer)
     await server.stop()

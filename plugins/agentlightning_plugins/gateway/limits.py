@@ -54,8 +54,7 @@ class Admission:
     async def enter(self) -> None:
         """Waits until the call is admitted; afterwards, ``leave`` must be called once.
 
-        Raises:
-            CallRefused: too many calls wait already, the wait takes too long, or the gateway stops.
+        Raises CallRefused if too many calls wait already, the wait takes too long, or the gateway stops.
         """
         if self.is_paused:
             if self.waiting >= self._max_waiting:
@@ -191,10 +190,7 @@ class UsageTracker:
         """Counts a call that generates, and reserves what it may use while the block runs.
 
         What it has used is added before the block ends. Waits while what the attempt has used and its calls in flight
-        have reserved reach a limit.
-
-        Raises:
-            CallRefused: what the attempt has used reaches a limit.
+        have reserved reach a limit; raises CallRefused if what the attempt has used does.
         """
         if not self._limits or attempt is None:
             yield
@@ -205,7 +201,10 @@ class UsageTracker:
             if len(self._used) > self._max_attempts:
                 del self._used[next(iter(self._used))]
             limits = {name: limit for name, limit in self._limits.items() if generates or name != "calls"}
-            _refuse(usage, limits)
+            for name, limit in limits.items():
+                if (used := getattr(usage, name)) >= limit:  # not 429, after which clients would try again
+                    message = f"the attempt has used {used:.6g} of its {limit:.6g} {name}"
+                    raise CallRefused(402, message, BUDGET_EXCEEDED, {"x-should-retry": "false"})
             totals = {name: sum(getattr(each, name) for each in (usage, *usage.in_flight)) for name in limits}
             if all(totals[name] < limit for name, limit in limits.items()):
                 break
@@ -242,14 +241,6 @@ async def read_usage(store: LightningStore, attempt: AttemptKey) -> AttemptUsage
             usage.tokens += int(_read_number(span.attributes.get(TOKENS)))
             usage.cost += _read_number(span.attributes.get(COST))
     return usage
-
-
-def _refuse(usage: AttemptUsage, limits: Mapping[str, float]) -> None:
-    for name, limit in limits.items():
-        used = getattr(usage, name)
-        if used >= limit:  # not 429, after which clients and frameworks would try again
-            message = f"the attempt has used {used:.6g} of its {limit:.6g} {name}"
-            raise CallRefused(402, message, BUDGET_EXCEEDED, {"x-should-retry": "false"})
 
 
 def _read_number(value: object) -> float:

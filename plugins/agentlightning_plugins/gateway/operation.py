@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -49,13 +50,13 @@ def _find_key(root: str) -> str | None:
     """Returns the operator's key of a gateway on this machine that ``agl gateway`` serves."""
     from agentlightning_plugins.shared.web.request import client_url, is_loopback
 
-    try:
+    with contextlib.suppress(ValueError, OSError):  # the port is not a number, or there is no key
         parts = urlsplit(root)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         own = [client_url(every, port) for every in ("0.0.0.0", "::")]  # noqa: S104 # not bound to
-        return read_key(port) if is_loopback(parts.hostname or "") or root in own else None
-    except ValueError:  # the port is not a number
-        return None
+        if is_loopback(parts.hostname or "") or root in own:
+            return _path(port).read_text(encoding="utf-8")
+    return None
 
 
 def write_key(port: int, key: str) -> Path:
@@ -66,14 +67,6 @@ def write_key(port: int, key: str) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(key)
     return path
-
-
-def read_key(port: int) -> str | None:
-    """Reads the key of the gateway at a port of this machine; None if there is none."""
-    try:
-        return _path(port).read_text(encoding="utf-8")
-    except OSError:
-        return None
 
 
 def _path(port: int) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, get_args
@@ -17,16 +16,15 @@ from agentlightning_plugins.gateway.backends.upstream import INTERVAL_S
 from agentlightning_plugins.gateway.history import LateSystem
 from agentlightning_plugins.gateway.launch import ServerProcess, ServerThread
 from agentlightning_plugins.gateway.limits import PAUSE_WAIT_S, UsageLimits, read_limits
-from agentlightning_plugins.gateway.remote import ModelNames
+from agentlightning_plugins.gateway.remote import BaseGateway
 from agentlightning_plugins.gateway.server import Settings
 from agentlightning_plugins.shared.web.request import client_url, is_loopback
 
 LaunchMode = Literal["thread", "process"]
 _READ_TIMEOUT_S: Final = 600.0  # as in the openai client
-_DRAIN_SLICE_S: Final = 0.5  # a server in a process executes one command at a time, so other commands must get turns
 
 
-class LLMProxy(ModelNames):
+class LLMProxy(BaseGateway):
     """A reverse proxy between agents and model servers, which records every call as a span.
 
     The URL of a call names its attempt: ``/rollout/{rollout_id}/attempt/{attempt_id}/v1``. Agents get this URL from
@@ -34,9 +32,11 @@ class LLMProxy(ModelNames):
     the token ids and log-probabilities that training needs; the agent gets only what it requested. Calls without such
     a key are relayed but not recorded, or refused if keys are required.
 
-    ``pause``, ``drain``, ``resume`` and ``status`` raise ConflictError if the gateway is not running.
+    ``pause``, ``drain``, ``resume`` and ``status`` raise ConflictError if the gateway is not running. While it is
+    paused, up to ten thousand calls wait, each for up to ``pause_wait_s``; the others get status 429 with Retry-After.
     """
 
+    _drain_s = 0.5  # a server in a process executes one command at a time, so other commands must get turns
     store: LightningStore | None
     """Store that records the calls; may be set before ``start``."""
 
@@ -179,41 +179,12 @@ class LLMProxy(ModelNames):
     async def flush(self) -> None:
         """Waits until every answered call is in the store; does nothing if the gateway is not running."""
         if self._launched is not None:
-            await self._call("flush")
-
-    async def pause(self) -> None:
-        """Makes new calls wait, so that the weights of the models can change; calls in flight continue.
-
-        Up to ten thousand calls wait, each for up to ``pause_wait_s``; the others get status 429 with Retry-After.
-        """
-        await self._call("pause")
-
-    async def drain(self, timeout: float | None = None) -> bool:
-        """Waits until no call is in flight; returns False after ``timeout`` seconds.
-
-        Pause first, or new calls take the place of those that end.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left_s = _DRAIN_SLICE_S if deadline is None else min(_DRAIN_SLICE_S, deadline - time.monotonic())
-            if await self._call("drain", max(0.0, left_s)):
-                return True
-            if left_s <= 0:
-                return False
+            await asyncio.to_thread(self._launched.call, "flush")
 
     async def resume(self, weight_version: int | None = None) -> None:
-        """Lets calls continue.
-
-        ``weight_version`` is recorded with calls whose backend does not state its own; None keeps the current version.
-        """
-        await self._call("resume", weight_version)
-        if weight_version is not None:
+        await super().resume(weight_version)
+        if weight_version is not None:  # for the next start
             self._settings = replace(self._settings, weight_version=weight_version)
-
-    async def status(self) -> dict[str, Any]:
-        """Returns backends with their health, calls in flight and waiting, and the weight version, like ``/status``."""
-        status: dict[str, Any] = await self._call("status")
-        return status
 
     def update_model_list(self, model_list: Sequence[Mapping[str, Any]]) -> None:
         """Replaces models and backends from the next call on; calls in flight keep their backends.
@@ -226,7 +197,8 @@ class LLMProxy(ModelNames):
             self._launched.call("set_models", list(model_list))
         self._names, self._settings = names, replace(self._settings, model_list=list(model_list))
 
-    async def _call(self, command: str, *arguments: Any) -> Any:
+    async def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         if self._launched is None:
-            raise ConflictError(f"the gateway is not running, so {command}() is not possible; start it first")
-        return await asyncio.to_thread(self._launched.call, command, *arguments)
+            raise ConflictError(f"the gateway is not running, so {path}() is not possible; start it first")
+        answer: dict[str, Any] = await asyncio.to_thread(self._launched.call, "execute", path, body or {})
+        return answer

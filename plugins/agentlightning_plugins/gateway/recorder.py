@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import aiohttp
@@ -46,30 +47,20 @@ _DISCONNECTED: Final = 499
 """As in nginx; for the metrics only."""
 
 
+@dataclass(frozen=True)
 class CallRecorder:
     """Records the calls of one gateway."""
 
-    def __init__(
-        self,
-        store: LightningStore,
-        writer: SpanWriter,
-        usage: UsageTracker,
-        metrics: GatewayMetrics,
-        cache: AnswerCache | None,
-        ended: EndedAttempts,
-        *,
-        fails_attempts: bool = True,
-    ) -> None:
-        self._store = store
-        self._writer = writer
-        self._usage = usage
-        self._metrics = metrics
-        self._cache = cache
-        self._ended = ended
-        self._fails_attempts = fails_attempts
-        self._warned: set[str] = set()
-        self._without_tools: dict[AttemptKey, None] = {}
-        """Attempts whose tools were left out, which is logged once."""
+    store: LightningStore
+    writer: SpanWriter
+    usage: UsageTracker
+    metrics: GatewayMetrics
+    cache: AnswerCache | None
+    ended: EndedAttempts
+    fails_attempts: bool
+    _warned: set[str] = field(default_factory=set, init=False)
+    _without_tools: dict[AttemptKey, None] = field(default_factory=dict, init=False)
+    """Attempts whose tools were left out, which is logged once."""
 
     def finish(self, call: ModelCall, status: int, error: str | None = None) -> None:
         """Counts a finished call and passes it to the span writer, once.
@@ -80,17 +71,17 @@ class CallRecorder:
             return
         call.end_time = call.now()
         call.error = call.error or error
-        if self._cache is not None:
-            self._cache.keep(call)
-        self._metrics.count(call, str(status))
+        if self.cache is not None:
+            self.cache.keep(call)
+        self.metrics.count(call, str(status))
         if call.attempt is None:
             return
         if call.backend is not None:
             tokens, price = used_tokens(call), call.backend.price
-            self._usage.add(call.attempt, sum(tokens), price.cost(*tokens) if price is not None else 0.0)
+            self.usage.add(call.attempt, sum(tokens), price.cost(*tokens) if price is not None else 0.0)
         if call.history is not None:
             call.history.remember(call.attempt, call.completion)
-        self._writer.put(call_to_span(call, is_late=self._ended.is_over(call.attempt)))
+        self.writer.put(call_to_span(call, is_late=self.ended.is_over(call.attempt)))
         if call.left_out_tools and call.attempt not in self._without_tools:
             self._without_tools[call.attempt] = None
             if len(self._without_tools) > _MAX_ATTEMPTS:
@@ -114,21 +105,21 @@ class CallRecorder:
         """Records a call whose agent has disconnected."""
         self.finish(call, _DISCONNECTED, "the agent disconnected before the answer was complete")
 
-    async def store(self, call: ModelCall) -> None:
+    async def wait_until_stored(self, call: ModelCall) -> None:
         """Waits, for a limited time, until a durable store contains a finished call, and each store a failure.
 
         The agent gets the end of its answer afterwards, so the store has all calls of a rollout that has succeeded,
         even if this process is killed.
         """
-        if call.attempt is not None and self._fails_attempts and call.generates:
+        if call.attempt is not None and self.fails_attempts and call.generates:
             await self._note_failure(call, call.attempt)
-        if call.attempt is not None and self._store.capabilities["durable"]:
-            await self._writer.flush(*call.attempt, timeout_s=_STORE_WAIT_S)
+        if call.attempt is not None and self.store.capabilities["durable"]:
+            await self.writer.flush(*call.attempt, timeout_s=_STORE_WAIT_S)
 
     async def _note_failure(self, call: ModelCall, attempt: AttemptKey) -> None:
         """Writes to an attempt whether its last call failed; if so, it fails too, whatever its agent returns."""
         has_failed = not call.is_complete and call.error_code not in (BUDGET_EXCEEDED, "attempt_over")
-        failing = self._ended.failing
+        failing = self.ended.failing
         if failing.get(attempt, False) if has_failed else attempt not in failing:
             return
         if has_failed:  # a write that is not answered in time may be executed later
@@ -137,10 +128,10 @@ class CallRecorder:
                 del failing[next(iter(failing))]
         try:
             async with asyncio.timeout(_STORE_WAIT_S if has_failed else _RECOVERY_WAIT_S):
-                known = await self._store.query_attempts(attempt[0])
+                known = await self.store.query_attempts(attempt[0])
                 metadata = next((each.metadata or {} for each in known if each.attempt_id == attempt[1]), {})
                 message = (call.error or "")[:_MAX_DESCRIPTION] if has_failed else None
-                await self._store.update_attempt(*attempt, metadata={**metadata, MODEL_ERROR: message})
+                await self.store.update_attempt(*attempt, metadata={**metadata, MODEL_ERROR: message})
         except (StoreError, OSError, aiohttp.ClientError) as error:
             logger.warning("attempt %s cannot be told how its last model call ended: %s", attempt[1], error)
             return

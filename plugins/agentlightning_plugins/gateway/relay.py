@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
 from aiohttp import web
 
 from agentlightning_plugins.gateway.access import InFlightCall
-from agentlightning_plugins.gateway.backends.answer import (
+from agentlightning_plugins.gateway.backends.provider import (
     MAX_ANSWER_BYTES,
     MAX_EVENT_BYTES,
     BackendAnswer,
+    describe_error,
     idle_timeout,
 )
-from agentlightning_plugins.gateway.backends.provider import describe_error
 from agentlightning_plugins.gateway.backends.upstream import Reply, relayed_headers
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, CallRefused, Completion
@@ -151,26 +152,22 @@ _SILENCE_S: Final = 15.0
 """How long a backend may be silent in a stream before the agent gets a comment."""
 
 
+@dataclass(frozen=True)
 class Relay:
     """Relays answers."""
 
-    def __init__(self, recorder: CallRecorder, *, read_timeout_s: float, keeps_answers: bool) -> None:
-        """Creates a relay. With ``keeps_answers``, calls keep the answer as the backend sent it."""
-        self._recorder = recorder
-        self._read_timeout_s = read_timeout_s
-        self._keeps_answers = keeps_answers
+    recorder: CallRecorder
+    read_timeout_s: float
+    keeps_answers: bool
+    """Whether calls keep the answer as the backend sent it."""
 
     async def relay(
         self, in_flight: InFlightCall, answer: Reply | BackendAnswer, request: web.BaseRequest
     ) -> web.StreamResponse:
-        """Passes an answer on and records the call.
-
-        Raises:
-            CallRefused: the whole answer is malformed.
-        """
+        """Passes an answer on and records the call; raises CallRefused if a whole answer is malformed."""
         if isinstance(answer, Reply):
             response = self._relay_whole(in_flight.call, answer)
-            await self._recorder.store(in_flight.call)
+            await self.recorder.wait_until_stored(in_flight.call)
             return response
         async with answer:
             return await self._relay_stream(in_flight, answer, request)
@@ -179,7 +176,7 @@ class Relay:
         request, body = call.request, reply.body
         assert request is not None  # set by the step before
         if call.attempt is not None or request.translation is not None:
-            call.answer += body if self._keeps_answers else b""
+            call.answer += body if self.keeps_answers else b""
             try:
                 answer = parse_json(body)
                 request.dialect.read_answer(answer, call.completion)
@@ -198,7 +195,7 @@ class Relay:
             call.error = call.completion.error
             body = dump_json(answer) if is_changed else body
         call.is_complete = call.error is None
-        self._recorder.finish(call, reply.status)
+        self.recorder.finish(call, reply.status)
         return web.Response(status=reply.status, body=body, headers=reply.headers)
 
     async def _relay_stream(
@@ -209,7 +206,7 @@ class Relay:
         response = web.StreamResponse(headers=relayed_headers(upstream.headers, call.request.backend))
         _set_version(call, upstream.headers, None)
         reader, failure, relayed = StreamReader(call, call.request), None, b""
-        limit_s = self._read_timeout_s
+        limit_s = self.read_timeout_s
         try:
             await response.prepare(request)
             call.is_streaming = True
@@ -223,7 +220,7 @@ class Relay:
                             break
                         if not piece:
                             break
-                        call.answer += piece if self._keeps_answers else b""
+                        call.answer += piece if self.keeps_answers else b""
                         relayed = reader.feed(piece)
                         if relayed and not reader.is_done:
                             await response.write(relayed)
@@ -233,21 +230,21 @@ class Relay:
             last = relayed if reader.is_done else reader.close(failure)
             if call.completion.weight_version is None:
                 call.completion.weight_version = call.gateway_version
-            self._recorder.finish(call, 200 if call.is_complete else 502)
-            await self._recorder.store(call)
+            self.recorder.finish(call, 200 if call.is_complete else 502)
+            await self.recorder.wait_until_stored(call)
             await _end_stream(request, response, last, limit_s)
             if not upstream.content.at_eof():  # read the rest, so that the connection can be used again
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                     async with asyncio.timeout(_TAIL_S):
                         await upstream.content.readany()
         except ConnectionResetError:
-            self._recorder.abandon(call)
+            self.recorder.abandon(call)
         except asyncio.CancelledError:
             refusal, is_open = in_flight.refusal, not call.end_time
             if refusal is None:
                 raise
             in_flight.task.uncancel()
-            self._recorder.finish(call, refusal.status, str(refusal))
+            self.recorder.finish(call, refusal.status, str(refusal))
             last = call.dialect.error_event(refusal.status, str(refusal), refusal.code) if is_open else b""
             await _end_stream(request, response, last, _FINAL_WRITE_S)
         return response

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,12 +17,14 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.gateway.operation import ask_gateway
 
 
-class ModelNames(ABC):
-    """The models of a gateway, as agents see them."""
+class BaseGateway(ABC):
+    """The models of a gateway, as agents see them, and what its operators can do."""
 
     store: LightningStore | None
     """The store that records the calls."""
     _names: Sequence[str]
+    _drain_s = 600.0
+    """Seconds that a gateway may wait for its calls until it answers ``drain``."""
 
     @property
     @abstractmethod
@@ -69,8 +72,40 @@ class ModelNames(ABC):
         key = attempt_token.issue(store_token, rollout_id, attempt_id, now)
         return LLM(endpoint=endpoint, model=model, api_key=key, sampling_parameters=sampling)
 
+    @abstractmethod
+    async def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Sends a request of an operator, and returns the answer."""
 
-class RemoteGateway(ModelNames):
+    async def pause(self) -> None:
+        """Makes new calls of all runs wait, so that weights can change; calls in flight continue."""
+        await self._ask("pause", {})
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Waits until no call is in flight; returns False after ``timeout`` seconds.
+
+        Pause first, or new calls take the place of those that end.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left_s = max(0.0, min(self._drain_s, deadline - time.monotonic()))
+            if (await self._ask("drain", {"timeout_s": left_s}))["drained"]:
+                return True
+            if not left_s:
+                return False
+
+    async def resume(self, weight_version: int | None = None) -> None:
+        """Lets calls continue.
+
+        ``weight_version`` is recorded with calls whose backend does not state its own; None keeps the current version.
+        """
+        await self._ask("resume", {"weight_version": weight_version})
+
+    async def status(self) -> dict[str, Any]:
+        """Returns backends with their health, calls in flight and waiting, and the weight version, like ``/status``."""
+        return await self._ask("status")
+
+
+class RemoteGateway(BaseGateway):
     """A gateway that ``agl gateway`` serves, over the same store as the run; its operator chooses the models."""
 
     def __init__(self, url: str) -> None:
@@ -103,7 +138,7 @@ class RemoteGateway(ModelNames):
                 f"the gateway at {self._root} cannot record in a store of this process; give the store that it records "
                 "in: Trainer(store=create_store('http://...'))"
             )
-        status = await self._ask("status")
+        status = await self.status()
         self._names = list(dict.fromkeys(backend["model"] for backend in status["backends"]))
 
     async def stop(self) -> None:
@@ -111,19 +146,6 @@ class RemoteGateway(ModelNames):
 
     async def flush(self) -> None:
         """Does nothing: with a durable store, a call is stored before its agent gets the end of the answer."""
-
-    async def pause(self) -> None:
-        """Holds new calls of all runs back."""
-        await self._ask("pause", {})
-
-    async def drain(self, timeout: float | None = None) -> bool:
-        """Waits until no call is in flight; returns False after ``timeout`` seconds, 600 at most."""
-        answer = await self._ask("drain", {"timeout_s": 600.0 if timeout is None else min(timeout, 600.0)})
-        return bool(answer["drained"])
-
-    async def resume(self, weight_version: int | None = None) -> None:
-        """Lets calls continue."""
-        await self._ask("resume", {"weight_version": weight_version})
 
     def update_model_list(self, model_list: Sequence[Mapping[str, Any]]) -> None:
         """Raises ConfigError: the models are those of the gateway's own configuration."""

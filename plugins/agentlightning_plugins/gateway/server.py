@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,10 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from agentlightning.emitter import emit_annotation, emit_reward
 from agentlightning.errors import ConfigError
+from agentlightning.records import Span
+from agentlightning.semconv import distrust
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey, SpanWriter
 from agentlightning_plugins.gateway.access import Authenticator, CallSeeds, EndedAttempts, InFlightCalls
@@ -24,7 +28,6 @@ from agentlightning_plugins.gateway.call import ModelCall, estimate_tokens, read
 from agentlightning_plugins.gateway.control import PROBES, Controls, GatewayMetrics
 from agentlightning_plugins.gateway.dialects.dialect import CallRefused, Dialect, load_dialects
 from agentlightning_plugins.gateway.dialects.openai import CHAT
-from agentlightning_plugins.gateway.events import EVENTS, MAX_BYTES, read_event
 from agentlightning_plugins.gateway.history import LateSystem, SampledHistory
 from agentlightning_plugins.gateway.limits import Admission, UsageLimits, UsageTracker
 from agentlightning_plugins.gateway.recorder import CallRecorder
@@ -63,6 +66,9 @@ class Settings:
 _PATH: Final = re.compile(r"(?:/rollout/([^/]+)/attempt/([^/]+))?/(.+?)/?")
 _MODEL_PATH: Final = re.compile(r"(v1[a-z]*/models/)(.+)(:\w+)")
 _FINISH_S: Final = 2.0
+_EVENTS: Final = "events"
+"""The path, below an attempt, to which a program written for Agent Lightning 1.0 posts events: ``AGL_EVENT_URL``."""
+_MAX_EVENT_BYTES: Final = 1_000_000
 
 
 class GatewayServer:
@@ -101,11 +107,10 @@ class GatewayServer:
         )
         self._cache = AnswerCache() if settings.cache else None
         self._history = SampledHistory(settings.late_system)
-        told = {"fails_attempts": settings.fails_attempts}
-        self._recorder = CallRecorder(store, self._writer, self._usage, self._metrics, self._cache, self._ended, **told)
-        self._relay = Relay(
-            self._recorder, read_timeout_s=settings.read_timeout_s, keeps_answers=self._cache is not None
+        self._recorder = CallRecorder(
+            store, self._writer, self._usage, self._metrics, self._cache, self._ended, settings.fails_attempts
         )
+        self._relay = Relay(self._recorder, settings.read_timeout_s, self._cache is not None)
         self._server = WebServer(self._handle, finish_s=_FINISH_S)
 
     async def start(self) -> int:
@@ -145,17 +150,8 @@ class GatewayServer:
     async def flush(self) -> None:
         await self._writer.flush()
 
-    async def pause(self) -> None:
-        self._admission.pause()
-
-    async def drain(self, timeout_s: float | None) -> bool:
-        return await self._admission.drain(timeout_s)
-
-    async def resume(self, weight_version: int | None) -> None:
-        self._admission.resume(weight_version)
-
-    async def status(self) -> dict[str, Any]:
-        return self._controls.describe()
+    async def execute(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._controls.execute(path, body)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         dialect: Dialect | None = None
@@ -166,7 +162,7 @@ class GatewayServer:
             path, fields = self._read_route(target[3] if target is not None else "")
             named = (target[1], target[2]) if target is not None and target[1] is not None else None
             dialect = self._dialects.get(path)
-            if path == EVENTS and named is not None:
+            if path == _EVENTS and named is not None:
                 return await self._take_event(request, named)
             if dialect is None:
                 if path not in PROBES and self._authenticator.is_operator(request.headers):
@@ -212,10 +208,10 @@ class GatewayServer:
         await self._ended.ask(self._store, attempt)
         self._ended.refuse(attempt)
         try:
-            body = await parse_json(await read_body(request, MAX_BYTES, MAX_BYTES))
+            body = await parse_json(await read_body(request, _MAX_EVENT_BYTES, _MAX_EVENT_BYTES))
         except RequestRefused as error:
             raise CallRefused(error.status, f"event: {error}", "invalid_request") from None
-        if not self._writer.put(read_event(body, attempt)):
+        if not self._writer.put(_read_event(body, attempt)):
             raise CallRefused(503, "the gateway has too many spans to store; post the event again", "overloaded")
         await self._writer.flush(*attempt)
         return web.json_response({"stored": True})
@@ -226,7 +222,7 @@ class GatewayServer:
             return await self._pass_through_chain(call, request)
         except CallRefused as error:
             response = self._recorder.refuse(call, error)
-            await self._recorder.store(call)
+            await self._recorder.wait_until_stored(call)
             return response
         except asyncio.CancelledError:  # by aiohttp, because the client disconnected
             self._recorder.abandon(call)
@@ -269,3 +265,24 @@ class GatewayServer:
         """Answers a request that is not recorded as a call."""
         self._metrics.refuse(refusal.status)
         return refusal.to_response(dialect)
+
+
+def _read_event(body: Any, attempt: AttemptKey) -> Span:
+    """Returns the span of an event ``{"event_type": ..., "data": {...}}``: a reward, or an annotation of another type.
+
+    Raises CallRefused if the body is no event, or its reward is not a number.
+    """
+    kind, data = (body.get("event_type"), body.get("data")) if isinstance(body, Mapping) else (None, None)
+    if not (isinstance(kind, str) and kind and isinstance(data, Mapping)):
+        raise CallRefused(400, 'an event is {"event_type": TEXT, "data": {...}}', "invalid_request")
+    try:
+        if kind == "reward":
+            span = emit_reward(data.get("value"), attributes={"event": data}, propagate=False)  # type: ignore[arg-type] # it checks
+        else:
+            span = emit_annotation({"event_type": kind, "event": data}, propagate=False)
+    except ConfigError as error:
+        raise CallRefused(400, f"event {kind!r}: {error}", "invalid_request") from None
+    rollout_id, attempt_id = attempt
+    now = time.time()
+    ids = {"rollout_id": rollout_id, "attempt_id": attempt_id, "trace_id": os.urandom(16).hex()}
+    return distrust(span.model_copy(update={**ids, "start_time": now, "end_time": now}))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import click
 
 from agentlightning.cli import echo
+from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.shared.log_setup import log_options
-from agentlightning_plugins.shared.terminal import StoreCommand, find_store, open_store, run_option, store_option
+from agentlightning_plugins.shared.terminal import StoreCommand, find_store, run_option, store_option, use_store
 
 
 @click.command("legacy", cls=StoreCommand)
@@ -25,9 +24,9 @@ def command(where: str | None, run: str | None, host: str, port: int) -> None:
 
     url = find_store(where)
 
-    async def serve() -> None:
+    async def serve(store: LightningStore) -> None:
         raise_file_limit()
-        server = AgentLightningServer(host, port, store=open_store(url, run))
+        server = AgentLightningServer(host, port, store=store)
         await server.start()
         stop = stop_on_signals()
         echo(f"Serving {hide_password(url)} to agents of 0.1 at {server.endpoint}")
@@ -35,6 +34,5 @@ def command(where: str | None, run: str | None, host: str, port: int) -> None:
             await stop.wait()
         finally:
             await server.stop()
-            await server.store.close()
 
-    asyncio.run(serve())
+    use_store(url, run, serve)

@@ -19,155 +19,84 @@ _HERE: Final = "agentlightning_plugins.legacy.compat"
 _V0: Final = "agentlightning_plugins.legacy.v0"
 S = TypeVar("S")
 
-MODULES: Final[Mapping[str, str]] = {
-    "adapter.base": "adapter",
-    "adapter.messages": "adapter",
-    "algorithm.apo": "algorithm",
-    "algorithm.apo.apo": "algorithm",
-    "algorithm.base": "algorithm",
-    "algorithm.fast": "algorithm",
-    "algorithm.verl": "algorithm",
-    "algorithm.verl.interface": "algorithm",
-    "emitter.annotation": "emitter",
-    "emitter.exception": "emitter",
-    "emitter.message": "emitter",
-    "emitter.object": "emitter",
-    "emitter.reward": "reward",
-    "execution.base": "execution",
-    "execution.client_server": "execution",
-    "execution.shared_memory": "execution",
-    "litagent.decorator": "litagent",
-    "litagent.litagent": "litagent",
-    "llm_proxy": "",
-    "logging": "",
-    "runner.agent": "runner",
-    "runner.base": "runner",
-    "store.base": "store",
-    "store.client_server": "store",
-    "store.memory": "store",
-    "store.threading": "store",
-    "tracer.agentops": "tracer",
-    "tracer.base": "tracer",
-    "tracer.otel": "tracer",
-    "trainer.trainer": "trainer",
-    "types.core": "types",
-    "types.resources": "types",
-    "types.tracer": "types",
-    "verl": "algorithm",
-    "verl.async_server": "algorithm",
-    "verl.daemon": "algorithm",
-    "verl.dataset": "algorithm",
-    "verl.entrypoint": "algorithm",
-    "verl.trainer": "algorithm",
-    "utils": "",
-    "utils.otel": "semconv",
-    "client": "",
-    "server": "",
+_MOVED: Final[Mapping[str, str]] = {
+    "": "llm_proxy logging utils client server",
+    "adapter": "adapter.base adapter.messages",
+    "algorithm": "algorithm.apo algorithm.apo.apo algorithm.base algorithm.fast algorithm.verl "
+    "algorithm.verl.interface verl verl.async_server verl.daemon verl.dataset verl.entrypoint verl.trainer",
+    "emitter": "emitter.annotation emitter.exception emitter.message emitter.object",
+    "execution": "execution.base execution.client_server execution.shared_memory",
+    "litagent": "litagent.decorator litagent.litagent",
+    "reward": "emitter.reward",
+    "runner": "runner.agent runner.base",
+    "semconv": "utils.otel",
+    "store": "store.base store.client_server store.memory store.threading",
+    "tracer": "tracer.agentops tracer.base tracer.otel",
+    "trainer": "trainer.trainer",
+    "types": "types.core types.resources types.tracer",
 }
+MODULES: Final[Mapping[str, str]] = {old: new for new, moved in _MOVED.items() for old in moved.split()}
 """Each module of 0.3 that no longer exists, and the module that has its names now; relative to ``agentlightning``."""
 
+_SAME: Final = (
+    *("emit_annotation", "emit_reward", "find_final_reward", "find_reward_spans", "get_reward_value"),
+    *("get_rewards_from_span", "is_reward_span"),
+)
+_OF_PROTOCOL: Final = ("AgentLightningClient", "AgentLightningServer", "RolloutLegacy", "Task", "TaskIfAny")
+_SPANS: Final = ("ANNOTATION", "EXCEPTION", "MESSAGE", "OBJECT", "OPERATION", "REWARD", "VIRTUAL")
+_INSTEAD: Final = {
+    "LightningStoreThreaded": "the store itself, which is thread-safe",
+    "LightningSpanAttributes": "the constants of agentlightning.semconv",
+    "LightningResourceAttributes": "the constants of agentlightning.semconv",
+    "LinkAttributes": "agentlightning.semconv.link_attributes",
+    "RewardAttributes": "agentlightning.emit_reward",
+    "LinkPydanticModel": "agentlightning.semconv.read_links",
+    "extract_links_from_attributes": "agentlightning.semconv.read_links",
+    "extract_tags_from_attributes": "agentlightning.semconv.read_tags",
+    "query_linked_spans": "agentlightning.semconv.read_links",
+    "AgentLightningClient": "agentlightning.LightningStoreClient",
+    "AgentLightningServer": "agentlightning.LightningStoreServer",
+    **dict.fromkeys(("RolloutLegacy", "Task", "TaskIfAny"), "agentlightning.Rollout"),
+}
+"""The names that this plugin implements, and what warnings recommend instead of them."""
 NAMES: Final[Mapping[str, str]] = {
-    "AgentLightningClient": f"{_V0}.AgentLightningClient",
-    "AgentLightningServer": f"{_V0}.AgentLightningServer",
+    **{name: f"{_V0 if name in _OF_PROTOCOL else _HERE}.{name}" for name in _INSTEAD},
+    **{name: f"agentlightning.{name}" for name in _SAME},
+    **{f"AGL_{name}": f"agentlightning.semconv.SPAN_{name}" for name in _SPANS},
+    **dict.fromkeys(
+        ("configure_logger", "setup", "setup_module", "setup_module_logging"), "agentlightning.setup_logging"
+    ),
     "BaseAlgorithm": "agentlightning.Algorithm",
     "BaseRunner": "agentlightning.Runner",
     "BaseTraceAdapter": "agentlightning.TraceAdapter",
     "BaseTracer": "agentlightning.Tracer",
-    "LightningStoreThreaded": f"{_HERE}.LightningStoreThreaded",
-    "RolloutLegacy": f"{_V0}.RolloutLegacy",
+    "RewardPydanticModel": "agentlightning.reward.Reward",
     "RolloutRawResultV2": "agentlightning.RolloutRawResult",
     "RolloutV2": "agentlightning.Rollout",
-    "Task": f"{_V0}.Task",
-    "TaskIfAny": f"{_V0}.TaskIfAny",
     "UNSET": "agentlightning.types.UNSET",
     "Unset": "agentlightning.types.Unset",
-    "configure_logger": "agentlightning.setup_logging",
-    "emit_annotation": "agentlightning.emit_annotation",
-    "emit_reward": "agentlightning.emit_reward",
-    "extract_links_from_attributes": f"{_HERE}.extract_links_from_attributes",
-    "extract_tags_from_attributes": f"{_HERE}.extract_tags_from_attributes",
-    "find_final_reward": "agentlightning.find_final_reward",
-    "find_reward_spans": "agentlightning.find_reward_spans",
-    "get_reward_value": "agentlightning.get_reward_value",
-    "get_rewards_from_span": "agentlightning.get_rewards_from_span",
-    "is_reward_span": "agentlightning.is_reward_span",
     "make_link_attributes": "agentlightning.semconv.link_attributes",
     "make_tag_attributes": "agentlightning.semconv.tag_attributes",
-    "query_linked_spans": f"{_HERE}.query_linked_spans",
-    "setup": "agentlightning.setup_logging",
-    "setup_module": "agentlightning.setup_logging",
-    "setup_module_logging": "agentlightning.setup_logging",
-    "AGL_ANNOTATION": "agentlightning.semconv.SPAN_ANNOTATION",
-    "AGL_EXCEPTION": "agentlightning.semconv.SPAN_EXCEPTION",
-    "AGL_MESSAGE": "agentlightning.semconv.SPAN_MESSAGE",
-    "AGL_OBJECT": "agentlightning.semconv.SPAN_OBJECT",
-    "AGL_OPERATION": "agentlightning.semconv.SPAN_OPERATION",
-    "AGL_REWARD": "agentlightning.semconv.SPAN_REWARD",
-    "AGL_VIRTUAL": "agentlightning.semconv.SPAN_VIRTUAL",
-    "LightningResourceAttributes": f"{_HERE}.LightningResourceAttributes",
-    "LightningSpanAttributes": f"{_HERE}.LightningSpanAttributes",
-    "LinkAttributes": f"{_HERE}.LinkAttributes",
-    "LinkPydanticModel": f"{_HERE}.LinkPydanticModel",
-    "RewardAttributes": f"{_HERE}.RewardAttributes",
-    "RewardPydanticModel": "agentlightning.reward.Reward",
 }
 """Names of 0.3 that have changed, whatever their module, and the current target of each."""
 
-_INSTEAD: Final = {
-    f"{_HERE}.LightningStoreThreaded": "the store itself, which is thread-safe",
-    f"{_HERE}.LightningSpanAttributes": "the constants of agentlightning.semconv",
-    f"{_HERE}.LightningResourceAttributes": "the constants of agentlightning.semconv",
-    f"{_HERE}.LinkAttributes": "agentlightning.semconv.link_attributes",
-    f"{_HERE}.RewardAttributes": "agentlightning.emit_reward",
-    f"{_HERE}.LinkPydanticModel": "agentlightning.semconv.read_links",
-    f"{_HERE}.extract_links_from_attributes": "agentlightning.semconv.read_links",
-    f"{_HERE}.extract_tags_from_attributes": "agentlightning.semconv.read_tags",
-    f"{_HERE}.query_linked_spans": "agentlightning.semconv.read_links",
-    f"{_V0}.AgentLightningClient": "agentlightning.LightningStoreClient",
-    f"{_V0}.AgentLightningServer": "agentlightning.LightningStoreServer",
-    f"{_V0}.RolloutLegacy": "agentlightning.Rollout",
-    f"{_V0}.Task": "agentlightning.Rollout",
-    f"{_V0}.TaskIfAny": "agentlightning.Rollout",
-}
-"""The names that warnings recommend instead of names that this plugin implements."""
+
+def _constants(name: str, members: str) -> Any:
+    """Returns an enumeration of constants of ``semconv``."""
+    make: Any = enum.Enum
+    return make(name, {member: getattr(semconv, member) for member in members.split()})
 
 
-class LightningSpanAttributes(enum.Enum):
-    """Names of span attributes."""
-
-    REWARD = semconv.REWARD
-    LINK = semconv.LINK
-    TAG = semconv.TAG
-    MESSAGE_BODY = semconv.MESSAGE_BODY
-    OBJECT_TYPE = semconv.OBJECT_TYPE
-    OBJECT_LITERAL = semconv.OBJECT_LITERAL
-    OBJECT_JSON = semconv.OBJECT_JSON
-    OPERATION_NAME = semconv.OPERATION_NAME
-    OPERATION_INPUT = semconv.OPERATION_INPUT
-    OPERATION_OUTPUT = semconv.OPERATION_OUTPUT
-
-
-class LightningResourceAttributes(enum.Enum):
-    """Names of attributes of a span's resource."""
-
-    ROLLOUT_ID = semconv.ROLLOUT_ID
-    ATTEMPT_ID = semconv.ATTEMPT_ID
-    SPAN_SEQUENCE_ID = semconv.SPAN_SEQUENCE_ID
-    TRACER_NAME = semconv.TRACER_NAME
-
-
-class LinkAttributes(enum.Enum):
-    """Names of the parts of a link."""
-
-    KEY_MATCH = "key_match"
-    VALUE_MATCH = "value_match"
-
-
-class RewardAttributes(enum.Enum):
-    """Names of the parts of a reward."""
-
-    REWARD_NAME = "name"
-    REWARD_VALUE = "value"
+LightningSpanAttributes: Final = _constants(
+    "LightningSpanAttributes",
+    "REWARD LINK TAG MESSAGE_BODY OBJECT_TYPE OBJECT_LITERAL OBJECT_JSON "
+    "OPERATION_NAME OPERATION_INPUT OPERATION_OUTPUT",
+)
+LightningResourceAttributes: Final = _constants(
+    "LightningResourceAttributes", "ROLLOUT_ID ATTEMPT_ID SPAN_SEQUENCE_ID TRACER_NAME"
+)
+LinkAttributes = enum.Enum("LinkAttributes", {"KEY_MATCH": "key_match", "VALUE_MATCH": "value_match"})
+RewardAttributes = enum.Enum("RewardAttributes", {"REWARD_NAME": "name", "REWARD_VALUE": "value"})
 
 
 class LinkPydanticModel(NamedTuple):
@@ -287,7 +216,7 @@ def _find(old: str, new: str, name: str) -> Any:
             f"{old} of 0.3 had no {name!r}, or it was removed.{suggest(name, known)} See docs/migration.md"
         )
     is_ours = target.startswith(new) and _has("agentlightning", name)
-    _warn(f"{old}.{name}", _INSTEAD.get(target, f"agentlightning.{name}" if is_ours else target))
+    _warn(f"{old}.{name}", _INSTEAD.get(name, f"agentlightning.{name}" if is_ours else target))
     module, _, attribute = target.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 

@@ -15,6 +15,7 @@ import secrets
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from aiohttp import web
@@ -45,9 +46,9 @@ _CONFIG: Final = agl.RolloutConfig(max_attempts=5, retry_condition=["timeout", "
 _MAX_BODY_BYTES: Final = 64 * 2**20
 _MAX_ITEMS: Final = 5_000_000
 _MAX_ERROR: Final = 2000
+"""Largest number of characters in the message about a malformed report."""
 _MALFORMED: Final = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
 """Errors from pydantic, or from a malformed trace."""
-"""Largest number of characters in the message about a malformed report."""
 _METHODS: Final = {
     "train": ("training_rollout", "rollout"),
     "val": ("validation_rollout", "rollout", "training_rollout"),
@@ -280,20 +281,16 @@ def _refuse(status: int, message: str) -> web.Response:
     return web.json_response({"detail": message}, status=status)
 
 
+@dataclass
 class AgentLightningClient:
-    """The client of agents of 0.1."""
+    """The client of agents of 0.1, which connects at the first request."""
 
-    def __init__(self, endpoint: str, poll_interval: float = 5.0, timeout: float = 10.0) -> None:
-        """Prepares a client, which connects at the first request.
-
-        Args:
-            endpoint: URL of the server.
-            poll_interval: seconds between requests for a task.
-            timeout: seconds to wait for an answer.
-        """
-        self.endpoint = endpoint.rstrip("/")
-        self.poll_interval = poll_interval
-        self.timeout = timeout
+    endpoint: str
+    """URL of the server."""
+    poll_interval: float = 5.0
+    """Seconds between requests for a task."""
+    timeout: float = 10.0
+    """Seconds to wait for an answer."""
 
     async def poll_next_task_async(self) -> Task:
         """Waits for a task."""
@@ -333,7 +330,8 @@ class AgentLightningClient:
         return asyncio.run(self.post_rollout_async(rollout))
 
     def _request(self, path: str, body: bytes | None = None) -> Any:
-        request = urllib.request.Request(self.endpoint + path, body, {"content-type": "application/json"})  # noqa: S310 # see below
+        url = self.endpoint.rstrip("/") + path
+        request = urllib.request.Request(url, body, {"content-type": "application/json"})  # noqa: S310 # see below
         with urllib.request.urlopen(request, timeout=self.timeout) as answer:  # noqa: S310 # the URL is the user's
             return json.loads(answer.read())
 
@@ -376,8 +374,7 @@ class _Agent(agl.LitAgent[Any]):
 def fit(trainer: agl.Trainer, agent: Any, data: str | AgentLightningClient) -> None:
     """Runs an agent on the tasks of a server of 0.1, ``n_runners`` at a time, until ``max_rollouts`` or Ctrl-C.
 
-    Raises:
-        ConfigError: ``data`` is not the URL of a server.
+    Raises ConfigError if ``data`` is not the URL of a server.
     """
     if isinstance(data, str) and not data.startswith(("http://", "https://")):
         raise agl.ConfigError(f"train_data = {data!r}: give the URL of the server, as in http://127.0.0.1:8000")

@@ -6,7 +6,7 @@ import ast
 import json
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pydantic import BaseModel, Field
 
@@ -46,10 +46,6 @@ class RolloutLegacy(BaseModel):
     """Spans as ``json.loads(readable_span.to_json())`` of OpenTelemetry, or as our own JSON."""
     logs: list[str] | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
-
-
-if TYPE_CHECKING:
-    from agentlightning_plugins.legacy.v0_messages import RolloutLegacy
 
 
 def read_spans(report: RolloutLegacy, rollout_id: str, attempt_id: str) -> list[Span]:

@@ -78,9 +78,8 @@ class Patches:
 def instrument_and_restore(package: str, instrument: Callable[[], object], uninstrument: Undo) -> Undo:
     """Calls ``instrument``, for instrumentors whose ``uninstrument`` restores too little or too much.
 
-    Returns:
-        A function that calls ``uninstrument``, then restores the attributes that are still replaced. Wrappers that
-        other code has added since are kept.
+    Returns a function that calls ``uninstrument``, then restores the attributes that are still replaced. Wrappers that
+    other code has added since are kept.
     """
     before = dict(_functions(package))
     instrument()

@@ -77,10 +77,8 @@ def _add_handler(logger: logging.Logger, handler: logging.Handler) -> None:
 def setup_server_log(level: int | str, style: Literal["text", "json"], *, access: bool = False) -> None:
     """Sends the log of a server to standard error, with time, level and the id of the request.
 
-    Args:
-        level: the lowest level that is written; ``agl --debug`` writes all.
-        style: lines of text, or of JSON with the keys time, level, logger, message, request_id and error.
-        access: whether to write a line for each request.
+    It has text, or JSON with the keys time, level, logger, message, request_id and error; with ``access``, also a line
+    for each request. ``agl --debug`` writes all levels.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_add_request_id)

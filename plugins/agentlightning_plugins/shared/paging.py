@@ -33,8 +33,7 @@ async def read_spans(
 ) -> tuple[list[Span], int]:
     """Reads the first spans of an attempt, page by page, until they have about ``max_bytes``.
 
-    Returns:
-        The spans, and the number of spans that the attempt has.
+    Returns them, and the number of spans that the attempt has.
     """
     spans: list[Span] = []
     size = 0

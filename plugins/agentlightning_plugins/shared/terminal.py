@@ -135,10 +135,7 @@ def find_store(where: str | None, configured: str | None = None) -> str:
     """Returns the URL of the store, or the directory of the run, that the user names, or a default.
 
     The default is AGL_STORE, else ``configured``, else the newest run under ``runs/`` (by its start), which a line on
-    stderr names, else ``agl.db`` in the working directory.
-
-    Raises:
-        UsageError: there is none of these.
+    stderr names, else ``agl.db`` in the working directory. Raises UsageError if there is none of these.
     """
     if where := where or os.environ.get("AGL_STORE") or configured:
         return where
@@ -156,14 +153,9 @@ def find_store(where: str | None, configured: str | None = None) -> str:
 
 
 def open_store(where: str | None, run: str | None = None) -> LightningStore:
-    """Opens the store that the user names, or a default.
+    """Opens a store: a URL or the directory of a run, or that of :func:`find_store`; scoped to ``run`` or ``default``.
 
-    Args:
-        where: a URL or the directory of a run; None: as :func:`find_store`.
-        run: name of the run; None is ``default``.
-
-    Raises:
-        UsageError: the store does not exist.
+    Raises UsageError if it does not exist.
     """
     where = find_store(where)
     if where.startswith("sqlite:///") and not Path(where.removeprefix("sqlite:///").split("?")[0]).is_file():
@@ -174,11 +166,7 @@ def open_store(where: str | None, run: str | None = None) -> LightningStore:
 
 
 def found(item: T | None, what: str, id: str) -> T:
-    """Returns ``item``, the result of a getter.
-
-    Raises:
-        NotFoundError: ``item`` is None.
-    """
+    """Returns ``item``, the result of a getter; raises NotFoundError if it is None."""
     if item is None:
         hint = "; the directory of a run is taken for the store if it has a store.db" if "/" in id else ""
         raise NotFoundError(f"no {what} {id!r} in this store{hint}")

@@ -19,11 +19,7 @@ READ_S: Final = 2.0
 
 
 def check_token(token: str) -> str:
-    """Returns a token, after checking that it can be sent in a header as it is.
-
-    Raises:
-        ConfigError: the token cannot be sent. The message does not quote it.
-    """
+    """Returns a token; raises ConfigError if it cannot be sent in a header as it is."""
     if not token or not token.isprintable() or token != token.strip():
         raise ConfigError(
             "the token of the store (--token or AGL_TOKEN) is empty, begins or ends with a blank, or has a line end or "
@@ -35,8 +31,7 @@ def check_token(token: str) -> str:
 def read_token_file(path: Path) -> list[str]:
     """Returns the tokens in a file, which has one on each line; there is at least one.
 
-    Raises:
-        ConfigError: the file cannot be read, or has no token or an invalid one.
+    Raises ConfigError if the file cannot be read, or has no token or an invalid one.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -55,11 +50,7 @@ class StoreTokens:
     """
 
     def __init__(self, token: str | None, path: Path | None) -> None:
-        """Reads the file.
-
-        Raises:
-            ConfigError: the file cannot be read, or has no token or an invalid one.
-        """
+        """Reads the file; raises ConfigError if that fails, or if it has no token or an invalid one."""
         self._given, self._path = token, path
         self._problem = ""
         self._tokens = self._read()
@@ -126,7 +117,6 @@ def is_key_file(setting: object) -> bool:
 def read_key(setting: str | None) -> str | None:
     """Returns the key of a setting ``api_key``: for ``file:PATH`` the first line of the file, as it is now.
 
-    Raises:
-        ConfigError: the file cannot be read, or has no key.
+    Raises ConfigError if the file cannot be read, or has no key.
     """
     return StoreTokens.of_setting(setting).current[0] if setting is not None and is_key_file(setting) else setting

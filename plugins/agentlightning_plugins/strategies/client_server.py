@@ -138,5 +138,4 @@ def _read_flag(variable: str, default: bool) -> bool:
 
 @hookimpl
 def components() -> list[Component]:
-    target = "agentlightning_plugins.strategies.client_server:ClientServerExecutionStrategy"
-    return [Component("strategy", "cs", target, summary="runners are processes")]
+    return [Component("strategy", "cs", f"{__name__}:ClientServerExecutionStrategy", summary="runners are processes")]

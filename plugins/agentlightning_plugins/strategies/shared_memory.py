@@ -141,5 +141,4 @@ async def _unless_runners_fail(algorithm: AlgorithmJob, store: LightningStore, r
 
 @hookimpl
 def components() -> list[Component]:
-    target = "agentlightning_plugins.strategies.shared_memory:SharedMemoryExecutionStrategy"
-    return [Component("strategy", "shm", target, summary="runners are threads")]
+    return [Component("strategy", "shm", f"{__name__}:SharedMemoryExecutionStrategy", summary="runners are threads")]

@@ -35,8 +35,7 @@ class PomlEngine:
     def render(self, template: str, values: Mapping[str, Any]) -> str:
         """Renders a template to one text.
 
-        Raises:
-            ConfigError: the template is wrong, takes too long, or has parts that are not text.
+        Raises ConfigError if the template is wrong, takes too long, or has parts that are not text.
         """
         with tempfile.TemporaryDirectory(prefix="agl-poml-") as name:
             folder = Path(name)
@@ -71,13 +70,5 @@ def _run(command: list[str], folder: Path, env: Mapping[str, str]) -> tuple[int,
 
 @hookimpl
 def components() -> list[Component]:
-    target = "agentlightning_plugins.templates.poml:PomlEngine"
-    return [
-        Component(
-            "template_engine",
-            "poml",
-            target,
-            extra="poml",
-            summary="prompts in POML, the Prompt Orchestration Markup Language",
-        )
-    ]
+    summary = "prompts in POML, the Prompt Orchestration Markup Language"
+    return [Component("template_engine", "poml", f"{__name__}:PomlEngine", extra="poml", summary=summary)]

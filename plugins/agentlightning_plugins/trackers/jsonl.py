@@ -29,11 +29,9 @@ class JsonlTracker:
         """Steps that an earlier process has written."""
 
     def start(self, run: Run, directory: Path | None) -> None:
-        path = self._path
+        path = self._path = self._path or (directory and directory / "metrics.jsonl")
         if path is None:
-            if directory is None:
-                raise ConfigError("the tracker 'jsonl' needs a path or a run_dir to write to")
-            path = self._path = directory / "metrics.jsonl"
+            raise ConfigError("the tracker 'jsonl' needs a path or a run_dir to write to")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             self._earlier = {line["step"] for _, line in _read(path) if "step" in line}
@@ -80,5 +78,4 @@ def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 @hookimpl
 def components() -> list[Component]:
-    target = "agentlightning_plugins.trackers.jsonl:JsonlTracker"
-    return [Component("tracker", "jsonl", target, summary="metrics.jsonl in the run's directory")]
+    return [Component("tracker", "jsonl", f"{__name__}:JsonlTracker", summary="metrics.jsonl in the run's directory")]

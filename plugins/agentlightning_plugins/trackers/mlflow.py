@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,29 +21,24 @@ _MAX_PARAMS: Final = 100
 """Limit of MLflow for one request."""
 
 
+@dataclass
 class MlflowTracker:
     """Logs metrics by step and the run's configuration. In names, ``_`` replaces characters that MLflow refuses."""
 
-    def __init__(self, tracking_uri: str | None = None, experiment: str = "lightning") -> None:
-        """Sets the server.
-
-        Args:
-            tracking_uri: such as ``http://host:5000`` or ``sqlite:///mlflow.db``; default is MLFLOW_TRACKING_URI, else
-                MLflow's own default.
-            experiment: the experiment that contains the run; created if it does not exist.
-        """
-        self._tracking_uri = tracking_uri
-        self._experiment = experiment
-        self._client: Any = None
-        self._run_id = ""
+    tracking_uri: str | None = None
+    """Such as ``http://host:5000`` or ``sqlite:///mlflow.db``; default is MLFLOW_TRACKING_URI, else MLflow's own."""
+    experiment: str = "lightning"
+    """The experiment that contains the run; created if it does not exist."""
+    _client: Any = field(default=None, init=False)
+    _run_id: str = field(default="", init=False)
 
     def start(self, run: Run, directory: Path | None) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        client = MlflowClient(tracking_uri=self._tracking_uri)
-        known = client.get_experiment_by_name(self._experiment)
-        experiment_id = known.experiment_id if known is not None else client.create_experiment(self._experiment)
+        client = MlflowClient(tracking_uri=self.tracking_uri)
+        known = client.get_experiment_by_name(self.experiment)
+        experiment_id = known.experiment_id if known is not None else client.create_experiment(self.experiment)
         self._run_id = client.create_run(experiment_id, run_name=run.name).info.run_id
         params = [Param(_to_name(name), str(value)[:500]) for name, value in run.config.items()]
         for start in range(0, len(params), _MAX_PARAMS):
@@ -76,5 +72,5 @@ def _to_name(name: str) -> str:
 
 @hookimpl
 def components() -> list[Component]:
-    target = "agentlightning_plugins.trackers.mlflow:MlflowTracker"
+    target = f"{__name__}:MlflowTracker"
     return [Component("tracker", "mlflow", target, extra="mlflow", summary="a server or a local database")]

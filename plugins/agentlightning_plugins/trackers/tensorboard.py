@@ -22,11 +22,9 @@ class TensorBoardTracker:
     def start(self, run: Run, directory: Path | None) -> None:
         from tensorboard.summary import Writer
 
-        folder = self._log_dir
+        folder = self._log_dir or (directory and directory / "tensorboard")
         if folder is None:
-            if directory is None:
-                raise ConfigError("the tracker 'tensorboard' needs a log_dir or a run_dir to write to")
-            folder = directory / "tensorboard"
+            raise ConfigError("the tracker 'tensorboard' needs a log_dir or a run_dir to write to")
         self._writer = Writer(str(folder))
 
     def on_event(self, event: Event) -> None:
@@ -43,5 +41,5 @@ class TensorBoardTracker:
 
 @hookimpl
 def components() -> list[Component]:
-    target = "agentlightning_plugins.trackers.tensorboard:TensorBoardTracker"
+    target = f"{__name__}:TensorBoardTracker"
     return [Component("tracker", "tensorboard", target, extra="tensorboard", summary="event files")]

@@ -46,5 +46,4 @@ class TrackioTracker:
 
 @hookimpl
 def components() -> list[Component]:
-    target = "agentlightning_plugins.trackers.trackio:TrackioTracker"
-    return [Component("tracker", "trackio", target, extra="trackio", summary="a local dashboard")]
+    return [Component("tracker", "trackio", f"{__name__}:TrackioTracker", extra="trackio", summary="a local dashboard")]

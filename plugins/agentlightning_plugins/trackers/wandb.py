@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,33 +15,24 @@ from agentlightning.types import Run
 from agentlightning_plugins.trackers.shared import make_table
 
 
+@dataclass
 class WandbTracker:
     """Logs metrics by step and the run's configuration. The key is WANDB_API_KEY."""
 
-    def __init__(
-        self,
-        project: str = "lightning",
-        entity: str | None = None,
-        mode: Literal["online", "offline", "disabled"] | None = None,
-    ) -> None:
-        """Sets the project.
-
-        Args:
-            project: the project that contains the run.
-            entity: user or team; None means the owner of the key.
-            mode: default is WANDB_MODE, else ``online``.
-        """
-        self._project = project
-        self._entity = entity
-        self._mode = mode
-        self._run: Any = None
+    project: str = "lightning"
+    """The project that contains the run."""
+    entity: str | None = None
+    """User or team; None means the owner of the key."""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """Default is WANDB_MODE, else ``online``."""
+    _run: Any = field(default=None, init=False)
 
     def start(self, run: Run, directory: Path | None) -> None:
         import wandb
 
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-        settings: dict[str, Any] = {"project": self._project, "entity": self._entity, "mode": self._mode}
+        settings: dict[str, Any] = {"project": self.project, "entity": self.entity, "mode": self.mode}
         self._run = wandb.init(**settings, name=run.name, dir=directory, config=thaw(run.config))
 
     def on_event(self, event: Event) -> None:
@@ -62,5 +54,4 @@ class WandbTracker:
 
 @hookimpl
 def components() -> list[Component]:
-    target = "agentlightning_plugins.trackers.wandb:WandbTracker"
-    return [Component("tracker", "wandb", target, extra="wandb", summary="Weights & Biases")]
+    return [Component("tracker", "wandb", f"{__name__}:WandbTracker", extra="wandb", summary="Weights & Biases")]

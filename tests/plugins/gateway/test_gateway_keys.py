@@ -202,7 +202,7 @@ async def test_an_attempt_whose_call_was_repeated_successfully_does_not_fail(
 
 async def test_an_expired_key_is_refused_even_if_it_was_accepted_before(monkeypatch: pytest.MonkeyPatch) -> None:
     store = InMemoryLightningStore()
-    authenticator = Authenticator(store, is_required=True, operator_key="k")
+    authenticator = Authenticator(store, is_required=True, operator_key="k", believes_urls=False)
     now = store.now()
     key = attempt_token.mint(attempt_token.derive_secret(None), "ro-1", "at-1", now + 60)
     headers = {"Authorization": f"Bearer {key}"}

@@ -11,9 +11,15 @@ from xml.etree.ElementTree import Element
 import pytest
 from markupsafe import Markup
 
-from agentlightning_plugins.shared.rendering.bars import heat_level, heat_strip, histogram
-from agentlightning_plugins.shared.rendering.line import Point, Series, line_chart
-from agentlightning_plugins.shared.rendering.svg import find_ticks
+from agentlightning_plugins.shared.rendering.charts import (
+    Point,
+    Series,
+    find_ticks,
+    heat_level,
+    heat_strip,
+    histogram,
+    line_chart,
+)
 
 HOSTILE = "</title><script>alert(1)</script>\x1b[31m\0\"'&\u202e\ud800{0}%s"
 SVG = "{http://www.w3.org/2000/svg}"

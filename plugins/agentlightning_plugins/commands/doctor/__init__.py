@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agentlightning.cli import echo
-from agentlightning.plugin.hookspecs import hookimpl
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.terminal import json_option, json_or_text, print_json
 
 if TYPE_CHECKING:
@@ -119,10 +119,9 @@ def _read_config(document: ConfigDocument) -> dict[str, Any]:
     if (data := config.data.train or config.data.val) is not None:
         given["task"] = load_data(data)[0]
     if config.algorithm is not None:
-        name = config.algorithm if isinstance(config.algorithm, str) else config.algorithm["name"]
-        adapter = find_class("algorithm", name).default_adapter
+        settings = read_spec(config.algorithm)
+        adapter = find_class("algorithm", settings["name"]).default_adapter
         given |= {"trains_weights": adapter == "triplet", "reads_calls": adapter is not None}
-        settings = {} if isinstance(config.algorithm, str) else config.algorithm
         backend = read_spec(settings.get("backend") or "transformers")
         if backend["name"] == "transformers" and "tool_format" not in backend and "model" in settings:
             given["local_model"] = settings["model"]
@@ -142,6 +141,4 @@ def _add_resources(given: dict[str, Any], resources: Mapping[str, Any]) -> None:
             given |= {"endpoint": resource.endpoint, "model": resource.model, "api_key": resource.api_key}
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from agentlightning_plugins.shared.terminal import (
 )
 
 if TYPE_CHECKING:
-    from agentlightning_plugins.commands.evaluation.variant import Variant
+    from agentlightning_plugins.commands.evaluation.variant import Setup, Variant
 
 
 @click.command("compare", cls=StoreCommand)
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 )
 @click.option("--budget", type=click.IntRange(min=1), metavar="N", help="Maximum number of training rollouts.")
 @click.option("--test", "test", metavar="SOURCE", help="The test tasks; default is half of data.val.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the runs; default runs/compare-<n>.")
+@click.option("--run-dir", type=click.Path(), help="Directory of the runs; default runs/compare-<n>.")
 @store_option
 @run_option
 @json_option
@@ -71,7 +72,7 @@ def command(
     repetitions: int,
     budget: int | None,
     test: str | None,
-    run_dir: Path | None,
+    run_dir: str | None,
     where: str | None,
     run: str | None,
     as_json: bool,
@@ -90,7 +91,9 @@ def command(
     count as 0, or as the lowest reward if that is negative; rollouts without a reward are excluded.
     """
     from agentlightning_plugins.commands.evaluation.comparison_report import check_regression
+    from agentlightning_plugins.commands.evaluation.variant import Setup
     from agentlightning_plugins.shared.configuration.document import enter_folder, read_with_overrides
+    from agentlightning_plugins.shared.configuration.run_directory import choose_directory
     from agentlightning_plugins.shared.configuration.sources import load_dataset
 
     if not algorithms and not prompts and len(sources) == 2 and not Path(sources[0]).is_file():
@@ -103,13 +106,12 @@ def command(
         document = read_with_overrides(Path(sources[0]), sources[1:])
         from_start = enter_folder(Path(sources[0]))
         tasks = None if test is None else load_dataset(from_start(test))
-        directory, variants = (
-            _run_prompts(document, prompts, tasks, repetitions, run_dir, from_start, quiet=as_json)
-            if prompts
-            else _run_algorithms(
-                document, algorithms, seeds, tasks, repetitions, budget, run_dir, from_start, quiet=as_json
-            )
-        )
+        setup = Setup(document, tasks, repetitions, budget, quiet=as_json)
+        make_directory = functools.partial(choose_directory, run_dir, "compare", from_start)
+        if prompts:
+            directory, variants = _run_prompts(setup, prompts, make_directory, from_start)
+        else:
+            directory, variants = _run_algorithms(setup, algorithms, seeds, make_directory)
         rows = _show(directory, variants, as_json)
     if fail_if_worse:
         check_regression(rows)
@@ -134,23 +136,13 @@ def _show(directory: Path, variants: list[Variant], as_json: bool) -> list[dict[
 
 
 def _run_algorithms(
-    document: Any,
-    algorithms: tuple[str, ...],
-    seeds: str,
-    tasks: Any,
-    repetitions: int,
-    budget: int | None,
-    run_dir: Path | None,
-    from_start: Callable[[str], str],
-    *,
-    quiet: bool,
+    setup: Setup, algorithms: tuple[str, ...], seeds: str, make_directory: Callable[[], Path]
 ) -> tuple[Path, list[Variant]]:
     """Trains with each algorithm and evaluates the results; returns the directory of the runs and the results."""
-    from agentlightning_plugins.commands.evaluation.variant import hold_out, load, make_variants, run_variant
+    from agentlightning_plugins.commands.evaluation.variant import make_variants, run_variant
     from agentlightning_plugins.shared.configuration.assembly import check_setup
-    from agentlightning_plugins.shared.configuration.run_directory import choose_directory
 
-    variants = make_variants(algorithms, document.values.get("algorithm"))
+    variants = make_variants(algorithms, setup.document.values.get("algorithm"))
     try:
         chosen_seeds = [int(text) for text in seeds.split(",")]
     except ValueError:
@@ -158,47 +150,37 @@ def _run_algorithms(
     for variant in variants:  # check every algorithm before the first one trains
         stages: list[Any] = [*variant.stages] or [None]
         for spec in stages:
-            checked, parts = load(document, spec, chosen_seeds[0])
+            checked, parts = setup.load(spec, chosen_seeds[0])
             if spec is not None:
                 check_setup(checked, parts)
-            hold_out(parts, tasks)
-    directory = choose_directory(None if run_dir is None else str(run_dir), "compare", from_start)
+            setup.hold_out(parts)
+    directory = make_directory()
     for number, variant in enumerate(variants):
         for seed in chosen_seeds:
-            place = directory / f"{number}-{variant.name}-{seed}"
-            run_variant(document, variant, seed, place, tasks, repetitions, budget, quiet=quiet)
+            run_variant(setup, variant, seed, directory / f"{number}-{variant.name}-{seed}")
     return directory, variants
 
 
 def _run_prompts(
-    document: Any,
-    texts: tuple[str, ...],
-    tasks: Any,
-    repetitions: int,
-    run_dir: Path | None,
-    from_start: Callable[[str], str],
-    *,
-    quiet: bool,
+    setup: Setup, texts: tuple[str, ...], make_directory: Callable[[], Path], from_start: Callable[[str], str]
 ) -> tuple[Path, list[Variant]]:
     """Evaluates the agent with each text, without training; returns the directory of the runs and the results."""
     from agentlightning_plugins.commands.evaluation.evaluate import evaluate
-    from agentlightning_plugins.commands.evaluation.variant import Variant, load
-    from agentlightning_plugins.shared.configuration.run_directory import choose_directory
+    from agentlightning_plugins.commands.evaluation.variant import Variant
 
-    checked, parts = load(document, None, document.values.get("seed", 0))
-    tasks = next((each for each in (tasks, parts.val, parts.train) if each is not None), None)
+    checked, parts = setup.load(None, setup.document.values.get("seed", 0))
+    tasks = next((each for each in (setup.tasks, parts.val, parts.train) if each is not None), None)
     if tasks is None:
         raise ConfigError("comparing needs test tasks: data.val in the configuration, or --test SOURCE")
     prompts = [_read_prompt(text, parts, from_start) for text in texts]
-    directory = choose_directory(None if run_dir is None else str(run_dir), "compare", from_start)
+    directory = make_directory()
     variants = []
     for number, (label, name, prompt) in enumerate(prompts):
         place = directory / f"{number}-{name}"
-        if not quiet:
-            echo(f"== {label}: {place}", err=True)
+        setup.say(f"{label}: {place}")
         own = dataclasses.replace(parts, resources={**(parts.resources or {}), name: prompt})
         with failing_run():
-            score = evaluate(checked, own, tasks, place, {"repetitions": repetitions}, quiet=quiet)
+            score = evaluate(checked, own, tasks, place, {"repetitions": setup.repetitions}, quiet=setup.quiet)
         variants.append(Variant([], label, [score], [0], [0.0], [{name: prompt.template}], [place]))
     return directory, variants
 

@@ -15,7 +15,7 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import NotFoundError
 from agentlightning_plugins.commands.evaluation.variant import Variant
-from agentlightning_plugins.shared.rendering.line import Point, Series, line_chart
+from agentlightning_plugins.shared.rendering.charts import Point, Series, line_chart
 from agentlightning_plugins.shared.rendering.page import write_page
 from agentlightning_plugins.shared.rendering.text import print_table
 from agentlightning_plugins.shared.statistics.comparison import Difference, difference_over_seeds, interval_over_seeds

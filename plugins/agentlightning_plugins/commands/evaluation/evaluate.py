@@ -77,13 +77,8 @@ def command(
     document.values.pop("algorithm", None)  # evaluation ignores the training algorithm
     checked = read_config(document)
     parts = load_parts(checked, document)
-    chosen: Any
-    if data not in (None, "val", "train"):
-        chosen = load_dataset(from_start(str(data)))
-    elif data == "train" or (data is None and parts.val is None):
-        chosen = parts.train
-    else:
-        chosen = parts.val
+    own_data = {"val": parts.val, "train": parts.train, None: parts.train if parts.val is None else parts.val}
+    chosen = own_data[data] if data in own_data else load_dataset(from_start(str(data)))
     if chosen is None:
         raise click.UsageError(f"{config} has no data.{data or 'val'}; add it, or use --data SOURCE")
     if difference is not None and len(chosen) < 2:

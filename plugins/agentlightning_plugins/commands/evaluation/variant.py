@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from agentlightning.resources import LLM, PromptTemplate, Resource
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset
 from agentlightning_plugins.commands.evaluation.evaluate import evaluate
-from agentlightning_plugins.shared.configuration.assembly import find_class, fit, load_parts, make_trainer
-from agentlightning_plugins.shared.configuration.config import read_config
+from agentlightning_plugins.shared.configuration.assembly import Parts, find_class, fit, load_parts, make_trainer
+from agentlightning_plugins.shared.configuration.config import TrainConfig, read_config
+from agentlightning_plugins.shared.configuration.document import ConfigDocument
 from agentlightning_plugins.shared.configuration.run_directory import saved_weights, served_model
 from agentlightning_plugins.shared.statistics.score import Score, count_failed_alike
 from agentlightning_plugins.shared.terminal import failing_run
@@ -137,53 +138,54 @@ def takes(spec: Spec, setting: str) -> bool:
     return setting in inspect.signature(find_class("algorithm", spec["name"])).parameters
 
 
-def load(document: Any, spec: Spec | None, seed: int) -> tuple[Any, Any]:
-    """Reads the configuration with this algorithm, or without one, and loads its parts."""
-    document.values.pop("algorithm", None)
-    document.values["seed"] = seed
-    if spec is not None:
-        document.values["algorithm"] = {**spec, "seed": seed} if takes(spec, "seed") else spec
-    checked = read_config(document)
-    return checked, load_parts(checked, document)
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """The settings that all variants of a comparison have in common."""
 
+    document: ConfigDocument
+    tasks: Dataset[Any] | None
+    """The test tasks; None: half of ``data.val``."""
+    repetitions: int
+    budget: int | None
+    """Maximum number of training rollouts of a variant."""
+    quiet: bool
 
-def hold_out(parts: Any, tasks: Any) -> tuple[Any, list[Any]]:
-    """Returns the parts without test tasks in their data, and the test tasks."""
-    if tasks is None and (parts.val is None or len(parts.val) < 2):
-        raise ConfigError(
-            "comparing needs test tasks: --test SOURCE, or at least two tasks in data.val to hold out half"
-        )
-    test = (
-        [tasks[n] for n in range(len(tasks))]
-        if tasks is not None
-        else [parts.val[n] for n in range(1, len(parts.val), 2)]
-    )
-    if not test:
-        raise ConfigError("comparing needs test tasks, but --test has none")
-    kept: dict[str, Any] = {}
-    held_out = {repr(task) for task in test}
-    for name in ("train", "val"):
-        data = getattr(parts, name)
-        kept[name] = data and [data[n] for n in range(len(data)) if repr(data[n]) not in held_out]
-        if data and not kept[name]:
+    def say(self, text: str) -> None:
+        """Prints what is done next, unless the command prints JSON."""
+        if not self.quiet:
+            echo(f"== {text}", err=True)
+
+    def load(self, spec: Spec | None, seed: int) -> tuple[TrainConfig, Parts]:
+        """Reads the configuration with this algorithm, or without one, and loads its parts."""
+        values = self.document.values
+        values.pop("algorithm", None)
+        values["seed"] = seed
+        if spec is not None:
+            values["algorithm"] = {**spec, "seed": seed} if takes(spec, "seed") else spec
+        checked = read_config(self.document)
+        return checked, load_parts(checked, self.document)
+
+    def hold_out(self, parts: Parts) -> tuple[Parts, list[Any]]:
+        """Returns the parts without test tasks in their data, and the test tasks."""
+        tasks, first, stride = (parts.val, 1, 2) if self.tasks is None else (self.tasks, 0, 1)
+        test = [] if tasks is None else [tasks[n] for n in range(first, len(tasks), stride)]
+        if not test:
             raise ConfigError(
-                f"every task of data.{name} is also a test task, so none is left for the algorithm; select other test "
-                "tasks with --test"
+                "comparing needs test tasks: --test SOURCE, or at least two tasks in data.val to hold out half"
             )
-    return dataclasses.replace(parts, **kept), test
+        kept: dict[str, Any] = {}
+        held_out = {repr(task) for task in test}
+        for name, data in (("train", parts.train), ("val", parts.val)):
+            kept[name] = data and [data[n] for n in range(len(data)) if repr(data[n]) not in held_out]
+            if data and not kept[name]:
+                raise ConfigError(
+                    f"every task of data.{name} is also a test task, so none is left for the algorithm; select other "
+                    "test tasks with --test"
+                )
+        return dataclasses.replace(parts, **kept), test
 
 
-def run_variant(
-    document: Any,
-    variant: Variant,
-    seed: int,
-    place: Path,
-    tasks: Any,
-    repetitions: int,
-    budget: int | None,
-    *,
-    quiet: bool,
-) -> None:
+def run_variant(setup: Setup, variant: Variant, seed: int, place: Path) -> None:
     """Trains with the algorithms of a variant, evaluates the learned resources, and adds the results to the variant.
 
     The directory is ``place``; several algorithms have subdirectories. The budget holds for all of them together.
@@ -191,36 +193,32 @@ def run_variant(
     learned, rollouts, started = _Learned(), 0, time.monotonic()
     for number, spec in enumerate(variant.stages, start=1):
         own = place if len(variant.stages) == 1 else place / f"{number}-{_to_folder(spec['name'])}"
-        if not quiet:
-            echo(f"== {variant.label}, seed {seed}: {own}", err=True)
-        left = None if budget is None else max(budget - rollouts, 0)
-        rollouts += _train(document, spec, seed, own, tasks, left, learned, quiet=quiet)
+        setup.say(f"{variant.label}, seed {seed}: {own}")
+        left = None if setup.budget is None else max(setup.budget - rollouts, 0)
+        rollouts += _train(setup, spec, seed, own, left, learned)
     variant.seconds.append(time.monotonic() - started)
     variant.rollouts.append(rollouts)
-    checked, parts = load(document, None, seed)
-    _, test = hold_out(parts, tasks)
-    if not quiet:
-        echo(f"== {variant.label}, seed {seed}: {len(test)} test tasks", err=True)
+    checked, parts = setup.load(None, seed)
+    _, test = setup.hold_out(parts)
+    setup.say(f"{variant.label}, seed {seed}: {len(test)} test tasks")
     with failing_run(), learned.served() as found:
         resources = {**(parts.resources or {}), **found}
         own_parts = dataclasses.replace(parts, resources=resources or None)
-        score = evaluate(checked, own_parts, test, place / "test", {"repetitions": repetitions}, quiet=True)
+        score = evaluate(checked, own_parts, test, place / "test", {"repetitions": setup.repetitions}, quiet=True)
     variant.scores.append(score)
-    variant.prompts.append(_prompts(resources))
+    variant.prompts.append({n: each.template for n, each in resources.items() if isinstance(each, PromptTemplate)})
     variant.places.append(place)
 
 
-def _train(
-    document: Any, spec: Spec, seed: int, place: Path, tasks: Any, budget: int | None, learned: _Learned, *, quiet: bool
-) -> int:
+def _train(setup: Setup, spec: Spec, seed: int, place: Path, budget: int | None, learned: _Learned) -> int:
     """Runs one algorithm from ``learned``, adds its result to ``learned``, and returns its number of rollouts."""
     trains_weights = takes(spec, "model")
     if trains_weights and learned.weights is not None:
         spec = {**spec, "model": str(learned.weights)}
-    checked, parts = load(document, spec, seed)
-    parts, _ = hold_out(parts, tasks)
+    checked, parts = setup.load(spec, seed)
+    parts, _ = setup.hold_out(parts)
     limited = Budgeted(parts.components["algorithm"], budget)
-    components = {**parts.components, "algorithm": limited, "trackers": [] if quiet else ["console"]}
+    components = {**parts.components, "algorithm": limited, "trackers": [] if setup.quiet else ["console"]}
     before = contextlib.nullcontext(learned.resources) if trains_weights else learned.served()
     with failing_run(), before as found:
         resources = {**(parts.resources or {}), **found}
@@ -234,10 +232,6 @@ def _train(
         # After a stop the best weights may be those of the first validation, before the first step.
         learned.weights, learned.checkpoint = place, "latest" if limited.was_stopped and "latest" in saved else None
     return limited.rollouts
-
-
-def _prompts(resources: Mapping[str, Resource]) -> dict[str, str]:
-    return {name: value.template for name, value in resources.items() if isinstance(value, PromptTemplate)}
 
 
 class Budgeted(Algorithm):

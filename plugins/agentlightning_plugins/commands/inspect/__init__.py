@@ -7,7 +7,7 @@ add_commands = lazy_commands(
     "agentlightning_plugins.commands.inspect.rollouts:rollouts",
     "agentlightning_plugins.commands.inspect.records:runs",
     "agentlightning_plugins.commands.inspect.records:spans",
-    "agentlightning_plugins.commands.inspect.training:ledger",
-    "agentlightning_plugins.commands.inspect.training:tokens",
+    "agentlightning_plugins.commands.inspect.records:ledger",
+    "agentlightning_plugins.commands.inspect.records:tokens",
     "agentlightning_plugins.commands.inspect.records:workers",
 )

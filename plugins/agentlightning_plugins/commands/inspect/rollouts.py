@@ -77,25 +77,21 @@ async def show_rollout(store: LightningStore, rollout_id: str, as_json: bool) ->
     attempts = (await store.query_attempts(rollout_id)).items
     spans = (await store.query_spans(rollout_id)).items
     if as_json:
-        shown: dict[str, Any] = to_json(rollout)
-        shown.update(
-            attempts=[
-                {
-                    **to_json(attempt),
-                    "reward": _reward(attempt, spans),
-                    "feedback": [feedback._asdict() for feedback in find_feedback(_own(attempt, spans))],
-                    "conversations": read_conversations(_own(attempt, spans)),
-                }
-                for attempt in attempts
-            ],
-            spans=[to_json(span) for span in spans],
-        )
-        print_json(shown)
+        shown = [
+            {
+                **to_json(attempt),
+                "reward": _reward(attempt, spans),
+                "feedback": [feedback._asdict() for feedback in find_feedback(_own(attempt, spans))],
+                "conversations": read_conversations(_own(attempt, spans)),
+            }
+            for attempt in attempts
+        ]
+        print_json({**to_json(rollout), "attempts": shown, "spans": [to_json(span) for span in spans]})
         return
     print_fields({key: value for key, value in to_json(rollout).items() if key != "attempt"})
     for attempt in attempts:
-        head = f"attempt {attempt.sequence_id} {attempt.attempt_id}: {attempt.status}, worker {attempt.worker_id}"
-        echo(f"\n{head}")
+        number, worker = attempt.sequence_id, attempt.worker_id
+        echo(f"\nattempt {number} {attempt.attempt_id}: {attempt.status}, worker {worker}")
         if attempt.error is not None:
             echo(attempt.error.traceback.rstrip() or f"{attempt.error.type}: {attempt.error.message}")
         reward = _reward(attempt, spans)
@@ -270,27 +266,18 @@ def _show_message(message: Mapping[str, Any]) -> str:
 
 async def _row(store: LightningStore, rollout: Rollout) -> tuple[Any, ...]:
     attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
-    reward = None if attempt is None else attempt.reward
-    if attempt is not None and reward is None:
-        spans = await store.query_spans(rollout.rollout_id, "latest", name_contains="agentlightning.")
-        reward = find_final_reward(spans.items)
-    seconds = None if rollout.end_time is None else f"{rollout.end_time - rollout.start_time:.1f}"
-    number = None if attempt is None else attempt.sequence_id
-    started = show_time(rollout.start_time)
+    number = reward = None
+    if attempt is not None:
+        number, reward = attempt.sequence_id, attempt.reward
+        if reward is None:
+            spans = await store.query_spans(rollout.rollout_id, "latest", name_contains="agentlightning.")
+            reward = find_final_reward(spans.items)
     shown = None if reward is None else show_number(reward)
-    return (
-        rollout.rollout_id,
-        rollout.status,
-        rollout.mode,
-        number,
-        shown,
-        started,
-        seconds,
-        shorten(show_task(rollout.input)),
-    )
+    seconds = None if rollout.end_time is None else f"{rollout.end_time - rollout.start_time:.1f}"
+    about = rollout.rollout_id, rollout.status, rollout.mode, number, shown
+    return *about, show_time(rollout.start_time), seconds, shorten(show_task(rollout.input))
 
 
 def _milliseconds(span: Span) -> str:
-    if span.start_time is None or span.end_time is None:
-        return ""
-    return f"{(span.end_time - span.start_time) * 1e3:.1f}"
+    known = span.start_time is not None and span.end_time is not None
+    return f"{((span.end_time or 0.0) - (span.start_time or 0.0)) * 1e3:.1f}" if known else ""

@@ -14,8 +14,9 @@ import click
 from agentlightning import __version__
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, install_command, suggest
-from agentlightning.plugin.hookspecs import INTERFACE, hookimpl
+from agentlightning.plugin.hookspecs import INTERFACE
 from agentlightning.plugin.registry import get_manager
+from agentlightning_plugins.shared.lazy import lazy_commands
 
 _TEMPLATES: Final = Path(__file__).with_name("template")
 _EXPORT: Final = "    export OPENAI_BASE_URL=... OPENAI_API_KEY=... OPENAI_MODEL=...\n"
@@ -119,7 +120,7 @@ def new_plugin(context: click.Context, name: str, kind: str, into: Path | None) 
         "KIND": kind,
         "A_KIND": f"{'an' if kind[0] in 'aei' else 'a'} {kind.replace('_', ' ')}",
         "COMPONENT": component,
-        "OBJECT": _to_module(name) if chosen.is_function else stem + suffix,
+        "OBJECT": name.replace("-", "_") if chosen.is_function else stem + suffix,
         "STEM": stem,
         "SUMMARY": chosen.summary,
         "DEPENDENCIES": chosen.dependencies,
@@ -157,13 +158,8 @@ def new_agent(name: str, into: Path | None, algorithm: str | None, preset: str |
             "    agl train config.yaml"
         )
         return
-    layers: dict[str | None, tuple[str, ...]] = {
-        None: (),
-        "apo": ("apo",),
-        "grpo": ("weights", "grpo"),
-        "verl": ("weights", "verl"),
-    }
-    folder = _write("agent", name, into, *layers[algorithm])
+    layers = {"apo": ("apo",), "grpo": ("weights", "grpo"), "verl": ("weights", "verl")}
+    folder = _write("agent", name, into, *layers.get(algorithm or "", ()))
     where, install = "", ""
     if algorithm == "verl":
         where = ", in a separate environment (docs/verl.md)"
@@ -192,10 +188,6 @@ def completion(context: click.Context, shell: str) -> None:
     echo(cls(context.find_root().command, {}, "agl", "_AGL_COMPLETE").source())
 
 
-def _to_module(name: str) -> str:
-    return name.replace("-", "_")
-
-
 def _to_class_name(name: str) -> str:
     return "".join(part.capitalize() for part in re.split("[-_]", name))
 
@@ -207,7 +199,7 @@ def _write(kind: str, name: str, into: Path | None, *layers: str, values: Mappin
     """
     if re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) is None:
         raise click.UsageError(f"{name!r}: a name consists of lower-case letters, digits and hyphens, as in my-{kind}")
-    module = _to_module(name)
+    module = name.replace("-", "_")
     if keyword.iskeyword(module) or module in sys.stdlib_module_names:
         raise click.UsageError(f"{name!r}: Python uses this name; choose another, as in my-{name}")
     folder = into or Path(name)
@@ -230,7 +222,4 @@ def _write(kind: str, name: str, into: Path | None, *layers: str, values: Mappin
     return folder
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(completion)
-    cli.add_command(new)
+add_commands = lazy_commands(f"{__name__}:completion", f"{__name__}:new")

@@ -12,6 +12,7 @@ from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.run.directory import inside, read_record
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.terminal import (
     StoreCommand,
     find_store,
@@ -43,7 +44,14 @@ def command(directory: Path | None, page: Path | None, where: str | None, run: s
         run = run or directory.resolve().name
     if directory is not None:
         read_record(directory)  # fails here, before the store is opened
-        where = where or _default_store(directory)
+        # The configuration in the directory may name a store. It is not asked: the directory may be someone else's, and
+        # its variables and our token would go where that person wants.
+        where = where or os.environ.get("AGL_STORE")
+        if not where:
+            raise ConfigError(
+                f"{directory} has no store; see {directory}/report.md, written when the run ended, or name the store: "
+                f"agl report {directory} --store URL"
+            )
     if page is not None:
         if as_json:
             raise click.UsageError("--html writes a file and --json prints values; choose one of them")
@@ -67,20 +75,6 @@ def command(directory: Path | None, page: Path | None, where: str | None, run: s
         echo(report.to_markdown(), nl=False)
 
 
-def _default_store(directory: Path) -> str:
-    """Returns the store of a run whose directory has no store.db.
-
-    The configuration in the directory may name one; it is not asked, because the directory may be someone else's, and
-    its variables and our token would go where that person wants.
-    """
-    if url := os.environ.get("AGL_STORE"):
-        return url
-    raise ConfigError(
-        f"{directory} has no store; see {directory}/report.md, written when the run ended, or name the store: "
-        f"agl report {directory} --store URL"
-    )
-
-
 @hookimpl
 def components() -> Iterable[Component]:
     where = "agentlightning_plugins.commands.report.report"
@@ -90,6 +84,4 @@ def components() -> Iterable[Component]:
     ]
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

@@ -145,8 +145,7 @@ async def write_report(store: LightningStore, directory: Path) -> Path:
 
 def candidate_row(candidate: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns the cells of a candidate, for ``CANDIDATE_COLUMNS``."""
-    keys = ("candidate_id", "round", "full_score", "batch_score", "parent_id", "critique")
-    return tuple(candidate.get(key) for key in keys)
+    return tuple(map(candidate.get, ("candidate_id", "round", "full_score", "batch_score", "parent_id", "critique")))
 
 
 def _summarize(metrics: Sequence[Metrics]) -> dict[str, dict[str, float]]:

@@ -8,9 +8,9 @@ import click
 
 from agentlightning.cli import printable
 from agentlightning.errors import StoreError
-from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.shared.terminal import StoreCommand, json_option, open_store, print_json, store_option
+from agentlightning_plugins.shared.lazy import lazy_commands
+from agentlightning_plugins.shared.terminal import StoreCommand, json_option, print_json, store_option, use_store
 
 
 @click.command("top", cls=StoreCommand)
@@ -21,7 +21,7 @@ from agentlightning_plugins.shared.terminal import StoreCommand, json_option, op
 @json_option
 def command(where: str | None, run_id: str | None, interval: float, once: bool, as_json: bool) -> None:
     """Show queue, workers, reward, throughput and errors of a store, until Ctrl-C."""
-    asyncio.run(_watch(open_store(where), run_id, interval, once=once, as_json=as_json))
+    use_store(where, None, lambda store: _watch(store, run_id, interval, once=once, as_json=as_json))
 
 
 async def _watch(store: LightningStore, run_id: str | None, interval: float, *, once: bool, as_json: bool) -> None:
@@ -32,27 +32,22 @@ async def _watch(store: LightningStore, run_id: str | None, interval: float, *, 
     from agentlightning_plugins.commands.top.screen import draw, read_snapshot
 
     console = Console(highlight=False, markup=False, emoji=False)
-    try:
-        first = await read_snapshot(store, run_id)
-        if as_json:
-            print_json(first)
-            return
-        if once or not console.is_terminal:
-            console.width = console.width if console.is_terminal else 200
-            console.print(draw(first))
-            return
-        with Live(draw(first), console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                await asyncio.sleep(interval)
-                try:
-                    shown: RenderableType = draw(await read_snapshot(store, run_id))
-                except StoreError as error:
-                    shown = Text(f"the store does not answer: {printable(str(error))}", style="red")
-                live.update(shown, refresh=True)
-    finally:
-        await store.close()
+    first = await read_snapshot(store, run_id)
+    if as_json:
+        print_json(first)
+        return
+    if once or not console.is_terminal:
+        console.width = console.width if console.is_terminal else 200
+        console.print(draw(first))
+        return
+    with Live(draw(first), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            await asyncio.sleep(interval)
+            try:
+                shown: RenderableType = draw(await read_snapshot(store, run_id))
+            except StoreError as error:
+                shown = Text(f"the store does not answer: {printable(str(error))}", style="red")
+            live.update(shown, refresh=True)
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

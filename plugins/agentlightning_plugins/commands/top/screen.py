@@ -88,9 +88,9 @@ def draw(snapshot: Mapping[str, Any]) -> Group:
     return Group(*parts)
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """Draws the last values as bars of eight heights."""
-    shown = values[-width:]
+    shown = values[-40:]
     if len(shown) < 2:
         return ""
     low, high = min(shown), max(shown)
@@ -164,11 +164,8 @@ def _worker_row(worker: Mapping[str, Any]) -> tuple[str | Text, ...]:
 
 
 def _error_row(error: Mapping[str, Any]) -> tuple[str | Text, ...]:
-    return (
-        f"{error['count']:,}",
-        Text(printable(error["type"]), style="red"),
-        printable(show_error(error["message"], 120)),
-    )
+    said = printable(show_error(error["message"], 120))
+    return f"{error['count']:,}", Text(printable(error["type"]), style="red"), said
 
 
 def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> list[RenderableType]:

@@ -17,13 +17,13 @@ from pydantic import ValidationError
 from agentlightning import semconv
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.plugin.registry import get_manager
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning.store.url import hide_password
 from agentlightning.tracer.tracer import Trace, Tracer, activate
-from agentlightning.types import UNSET, AttemptedRollout, AttemptFailure, Span
+from agentlightning.types import UNSET, AttemptedRollout, AttemptFailure, AttemptStatus, Span
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.terminal import run_option
 
 _BOOTSTRAP: Final = Path(__file__).parent / "bootstrap"
@@ -78,18 +78,13 @@ async def _trace(url: str, run: str | None, arguments: list[str]) -> int:
                     await store.update_attempt(*attempt, status="failed", error=AttemptFailure.from_exception(error))
                 raise
         lost = writer.dropped(*attempt) + spans.count_unreadable()
-        failure = AttemptFailure(type="ExitCode", message=f"the command exited with code {code}")
-        await store.update_attempt(
-            *attempt,
-            status="failed" if code else "succeeded",
-            error=failure if code else None,
-            spans_dropped=lost or UNSET,
-        )
+        failure = AttemptFailure(type="ExitCode", message=f"the command exited with code {code}") if code else None
+        status: AttemptStatus = "failed" if code else "succeeded"
+        await store.update_attempt(*attempt, status=status, error=failure, spans_dropped=lost or UNSET)
     finally:
         writer.close()
         await store.close()
-    where = f" --store {hide_password(url)}"
-    where += "" if run is None else f" --run {run}"
+    where = f" --store {hide_password(url)}" + ("" if run is None else f" --run {run}")
     if lost:
         echo(f"{lost} spans were lost: the store did not accept them, or they were written incompletely", err=True)
     echo(f"{spans.calls} model calls recorded: agl rollouts show {rollout.rollout_id}{where}", err=True)
@@ -213,6 +208,4 @@ def start_recording(path: str) -> None:
     atexit.register(stack.close)
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
+add_commands = lazy_commands(f"{__name__}:command")

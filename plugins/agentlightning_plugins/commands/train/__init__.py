@@ -14,11 +14,11 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError
-from agentlightning.plugin.hookspecs import hookimpl
 from agentlightning.run.directory import RECORD_NAME, check_plugins, make_directory, read_record
 from agentlightning.types import DEFAULT_RUN_ID
+from agentlightning_plugins.shared.lazy import lazy_commands
 from agentlightning_plugins.shared.log_setup import setup_logging
-from agentlightning_plugins.shared.terminal import failing_run, shorten
+from agentlightning_plugins.shared.terminal import failing_run, shorten, use_store
 
 if TYPE_CHECKING:
     from agentlightning.resources import LLM
@@ -83,7 +83,12 @@ def command(
         raise ConfigError(f"{document.name}: algorithm is missing; set one, as in algorithm: baseline")
     resume = None if resume is None else Path(from_start(str(resume)))
     if resume is not None and checked.store is None and not new_store:
-        _check_store(resume)
+        file = resume / "store.db"
+        if not file.is_file() or not file.stat().st_size:
+            raise ConfigError(
+                f"{file} is {'empty' if file.is_file() else 'missing'}, so finished rollouts would run again; restore "
+                "it from a copy, or add --new-store"
+            )
     if print_config:
         _print_config(checked, document)
         return
@@ -162,15 +167,6 @@ def _fit(trainer: Any, parts: Any, directory: Path) -> None:
     echo(f"done: {directory}; next: agl report {directory}, agl dashboard {directory}", err=True)
 
 
-def _check_store(directory: Path) -> None:
-    file = directory / "store.db"
-    if not file.is_file() or not file.stat().st_size:
-        what = "is empty" if file.is_file() else "is missing"
-        raise ConfigError(
-            f"{file} {what}, so finished rollouts would run again; restore it from a copy, or add --new-store"
-        )
-
-
 def _dump(values: dict[str, Any]) -> str:
     import yaml
 
@@ -220,18 +216,8 @@ def _problems(config: TrainConfig, parts: Parts) -> Iterator[tuple[str, str | No
 
 
 def _try_store(url: str) -> str | None:
-    from agentlightning.store.factory import create_store
-
-    async def ask() -> None:
-        store = create_store(url)
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                await store.statistics()
-        finally:
-            await store.close()
-
     try:
-        asyncio.run(ask())
+        use_store(url, None, lambda store: asyncio.wait_for(store.statistics(), _ANSWER_S))
     except (LightningError, OSError, TimeoutError) as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -295,7 +281,4 @@ def _try_endpoint(llm: LLM) -> str | None:
         return f"cannot be reached: {getattr(error, 'reason', error)}"
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    cli.add_command(command)
-    cli.add_command(config_command)
+add_commands = lazy_commands(f"{__name__}:command", f"{__name__}:config_command")

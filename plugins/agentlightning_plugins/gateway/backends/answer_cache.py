@@ -12,11 +12,11 @@ import aiohttp
 from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
-from agentlightning_plugins.gateway.backends.answer import BackendAnswer, IteratedAnswer, once
-from agentlightning_plugins.gateway.backends.provider import ModelBackend
+from agentlightning_plugins.gateway.backends.provider import BackendAnswer, IteratedAnswer, ModelBackend, once
 from agentlightning_plugins.gateway.backends.upstream import Reply
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED
+from agentlightning_plugins.shared.paging import every
 
 logger = logging.getLogger("agentlightning")
 CACHE_KEY: Final = "agentlightning.gateway.cache_key"
@@ -25,7 +25,6 @@ CACHE_ANSWER: Final = "agentlightning.gateway.cache_answer"
 _MAX_BYTES: Final = 256 * 2**20
 """Limit on the size of all answers in memory; the oldest answers are dropped."""
 _MAX_ANSWER_BYTES: Final = 4 * 2**20
-_PAGE: Final = 500
 
 
 class AnswerCache:
@@ -40,16 +39,10 @@ class AnswerCache:
         try:
             listed = [run.run_id for run in await store.query_runs()]
             for run_id in dict.fromkeys([DEFAULT_RUN_ID, *listed, store.run_id]):  # the default run has no record
-                cursor: str | None = None
-                while True:
-                    page = await store.query_spans(None, run_id=run_id, limit=_PAGE, cursor=cursor)
-                    for span in page:
-                        key, answer = (span.attributes.get(name) for name in (CACHE_KEY, CACHE_ANSWER))
-                        if isinstance(key, str) and isinstance(answer, str):
-                            self._add(key, answer.encode())
-                    cursor = page.cursor
-                    if cursor is None:
-                        break
+                async for span in every(store.query_spans, None, run_id=run_id):
+                    key, answer = (span.attributes.get(name) for name in (CACHE_KEY, CACHE_ANSWER))
+                    if isinstance(key, str) and isinstance(answer, str):
+                        self._add(key, answer.encode())
         except (StoreError, OSError, aiohttp.ClientError) as error:
             logger.warning("the cached answers of earlier runs cannot be read, so they are not used: %s", error)
 

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from agentlightning_plugins.gateway.backends.answer import BackendAnswer, IteratedAnswer, once
-from agentlightning_plugins.gateway.backends.provider import ModelBackend, Provider
+from agentlightning_plugins.gateway.backends.provider import BackendAnswer, IteratedAnswer, ModelBackend, Provider, once
 from agentlightning_plugins.gateway.dialects.wire import DONE, dump_json, parse_json, to_event
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # without it, the import downloads a list of prices

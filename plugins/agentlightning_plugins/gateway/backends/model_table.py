@@ -53,14 +53,13 @@ def _rank(backends: Sequence[ModelBackend], key: str) -> list[ModelBackend]:
     score comes first. So each backend is first for its share of the keys, and a new or removed backend moves only its
     own keys. (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.)
     """
-    text = key.encode()
-    return sorted(backends, key=lambda backend: _score(text, backend), reverse=True)
 
+    def score(backend: ModelBackend) -> float:
+        digest = hashlib.blake2b(key.encode(), digest_size=8, key=backend.identity).digest()
+        uniform = (int.from_bytes(digest, "big") + 0.5) / _HASH_RANGE
+        return math.inf if uniform >= 1.0 else -backend.weight / math.log(uniform)
 
-def _score(key: bytes, backend: ModelBackend) -> float:
-    digest = hashlib.blake2b(key, digest_size=8, key=backend.identity).digest()
-    uniform = (int.from_bytes(digest, "big") + 0.5) / _HASH_RANGE
-    return math.inf if uniform >= 1.0 else -backend.weight / math.log(uniform)
+    return sorted(backends, key=score, reverse=True)
 
 
 class ModelTable:
@@ -75,8 +74,7 @@ class ModelTable:
     def update(self, model_list: Sequence[Mapping[str, Any]]) -> None:
         """Replaces the models; backends that have not changed remain the same objects and keep their health.
 
-        Raises:
-            ConfigError: an entry is invalid; nothing changes.
+        Raises ConfigError if an entry is invalid; then nothing changes.
         """
         updated: dict[str, list[ModelBackend]] = {}
         known = {backend.identity: backend for backend in self.backends}
@@ -119,13 +117,10 @@ class ModelTable:
         return [backend for backends in self._backends.values() for backend in backends]
 
     def route(self, model: str, rollout_id: str | None, now: float) -> list[ModelBackend]:
-        """Returns the backends of a model in the order in which to try them.
+        """Returns the backends of a model in the order in which to try them; raises CallRefused for an unknown model.
 
         All calls of a rollout start at the same backend, for its prefix cache; other calls are distributed at random.
         Backends that are down, or failed a moment before ``now`` (``time.monotonic()``), come last.
-
-        Raises:
-            CallRefused: the model is unknown.
         """
         backends = self._backends.get(model)
         if backends is None:
@@ -173,7 +168,8 @@ def _read_entry(entry: Mapping[str, Any], where: str) -> ModelBackend:
         served, kind = rest, kind or _PREFIXES[prefix]
         if kind == "openai" and endpoint is not None:  # LiteLLM uses this prefix for OpenAI-compatible servers too
             kind = None
-    provider = _find_provider(kind or _kind_of(endpoint), where)
+    host = urlsplit(endpoint).hostname if isinstance(endpoint, str) else None
+    provider = _find_provider(kind or _HOSTS.get(host or "", "openai-compatible"), where)
     if not endpoint:
         environment = _ENVIRONMENT.get(kind or "")
         if environment is not None:
@@ -204,11 +200,6 @@ def _check_keys(given: Iterable[object], known: Sequence[str], where: str) -> No
     for key in given:
         if key not in known:
             raise ConfigError(f"{where} has no key {key!r}.{suggest(str(key), known)} Keys: {', '.join(known)}.")
-
-
-def _kind_of(endpoint: Any) -> str:
-    host = urlsplit(endpoint).hostname if isinstance(endpoint, str) else None
-    return _HOSTS.get(host or "", "openai-compatible")
 
 
 def _find_provider(kind: Any, where: str) -> Provider:

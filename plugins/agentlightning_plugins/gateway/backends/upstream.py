@@ -12,22 +12,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, Final, NamedTuple
 
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from agentlightning_plugins.gateway.backends.answer import (
+from agentlightning_plugins.gateway.backends.model_table import ModelTable
+from agentlightning_plugins.gateway.backends.provider import (
     MAX_ANSWER_BYTES,
     MAX_EVENT_BYTES,
     BackendAnswer,
     IteratedAnswer,
+    ModelBackend,
+    describe_error,
     idle_timeout,
     once,
 )
-from agentlightning_plugins.gateway.backends.model_table import ModelTable
-from agentlightning_plugins.gateway.backends.provider import ModelBackend, describe_error
 from agentlightning_plugins.gateway.call import BackendRequest, ModelCall
 from agentlightning_plugins.gateway.dialects.dialect import (
     MALFORMED,
@@ -298,38 +300,37 @@ INTERVAL_S: Final = 10.0
 """Seconds between checks of a backend that is up."""
 _DOWN_INTERVAL_S: Final = 1.0
 """Seconds between checks of a backend that is down, unless the other interval is shorter."""
-_TIMEOUT_S: Final = 5.0
 _MAX_SILENCES: Final = 3
 """Unanswered checks in a row until a backend counts as down: a server that trains or compiles is only busy."""
 
 
+@dataclass
 class HealthCheck:
     """Requests the models of each backend every few seconds. Any status below 500 shows that the backend is up."""
 
-    def __init__(self, models: ModelTable, interval_s: float = INTERVAL_S, timeout_s: float = _TIMEOUT_S) -> None:
-        self._models = models
-        self._interval_s = interval_s
-        self._timeout_s = timeout_s
-        self._silences: Counter[bytes] = Counter()
-        self._broken: set[bytes] = set()
-        """Backends whose provider raised an unexpected error, which is logged once."""
+    models: ModelTable
+    interval_s: float
+    timeout_s: float = 5.0
+    _silences: Counter[bytes] = field(default_factory=Counter, init=False)
+    _broken: set[bytes] = field(default_factory=set, init=False)
+    """Backends whose provider raised an unexpected error, which is logged once."""
 
     async def run(self) -> None:
         """Checks until cancelled."""
         clock = asyncio.get_running_loop().time
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=True),  # each check opens a new connection
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=self._timeout_s / 2),
+            timeout=aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=self.timeout_s / 2),
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
             next_round = clock()
             while True:
                 is_round = clock() >= next_round
-                due = [b for b in self._models.backends if b.endpoint and (is_round or not b.is_up)]
+                due = [b for b in self.models.backends if b.endpoint and (is_round or not b.is_up)]
                 await asyncio.gather(*(self._check(session, backend) for backend in due))
                 if is_round:
-                    next_round = clock() + self._interval_s
-                await asyncio.sleep(min(_DOWN_INTERVAL_S, self._interval_s))
+                    next_round = clock() + self.interval_s
+                await asyncio.sleep(min(_DOWN_INTERVAL_S, self.interval_s))
 
     async def _check(self, session: aiohttp.ClientSession, backend: ModelBackend) -> None:
         failure = None
@@ -344,7 +345,7 @@ class HealthCheck:
                 self._silences[backend.identity] += 1
                 if self._silences[backend.identity] < _MAX_SILENCES:
                     return
-                failure = f"it did not answer for {self._timeout_s:g} s, {_MAX_SILENCES} times in a row"
+                failure = f"it did not answer for {self.timeout_s:g} s, {_MAX_SILENCES} times in a row"
         except Exception:  # isolation point: a provider may be third-party code, and the other backends need checks
             if backend.identity not in self._broken:
                 self._broken.add(backend.identity)

@@ -77,13 +77,13 @@ class PartTranslation(ABC):
                 events += self._read(choice)
         return b"".join(events)
 
-    @abstractmethod
     def _begin(self) -> bytes:
         """Returns the events that begin a stream."""
+        return b""
 
-    @abstractmethod
     def _start(self, part: Part) -> bytes:
         """Returns the events that begin a part, which is still empty."""
+        return b""
 
     @abstractmethod
     def _add(self, part: Part, text: str, logprobs: Sequence[Any]) -> bytes:
@@ -115,9 +115,8 @@ class PartTranslation(ABC):
         yield from self._read_text("text", delta.get("content"), logprobs)
         yield from self._read_text("refusal", delta.get("refusal"))
         for position, arguments in self._choice.add_tool_calls(delta):
-            part, call = self._calls.get(position), self._choice.tool_calls[position]
-            if part is None:
-                part = self._calls[position] = self._new_part("tool_call")
+            call = self._choice.tool_calls[position]
+            part = self._calls.get(position) or self._calls.setdefault(position, self._new_part("tool_call"))
             if not part.is_started:
                 part.call_id, part.name = call.id or f"call_{part.index}", call.name
             yield from self._add_text(part, arguments)

@@ -96,9 +96,7 @@ class GoogleCountTokens(GenerateContent):
 class GoogleTranslation(PartTranslation):
     """Translates one call. Each part of the answer becomes a part of the candidate; a tool call is sent whole."""
 
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        super().__init__(body)
-        self.left_out_tools: Sequence[str] = ()
+    left_out_tools: Sequence[str] = ()
 
     def request(self) -> dict[str, Any]:
         tools = [name for tool in _camel(self._body).get("tools") or () for name in tool]
@@ -111,12 +109,6 @@ class GoogleTranslation(PartTranslation):
 
     def close(self) -> bytes:
         return self._end_parts() + to_event(dump_json(self._response([], is_last=True)))
-
-    def _begin(self) -> bytes:
-        return b""
-
-    def _start(self, part: Part) -> bytes:
-        return b""
 
     def _add(self, part: Part, text: str, logprobs: Sequence[Any]) -> bytes:
         if part.kind == "tool_call":

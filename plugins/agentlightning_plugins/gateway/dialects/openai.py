@@ -19,6 +19,7 @@ from agentlightning_plugins.gateway.dialects.dialect import (
     TokenOptions,
     flatten,
     read_reasoning,
+    to_tool_call,
     tool_call_part,
 )
 from agentlightning_plugins.gateway.dialects.fields import CHAT_FIELDS, COMPLETION_FIELDS, EMBEDDING_FIELDS
@@ -286,10 +287,7 @@ def to_chunk(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_message(choice: CompletionChoice) -> dict[str, Any]:
     """Returns a choice as a message of Chat Completions."""
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in choice.tool_calls.values()
-    ]
+    calls = [to_tool_call(call.id, call.name, call.arguments) for call in choice.tool_calls.values()]
     more = {"reasoning_content": choice.reasoning, "refusal": choice.refusal, "tool_calls": calls}
     content = choice.text or (None if calls else "")
     return {"role": "assistant", "content": content, **{name: value for name, value in more.items() if value}}

@@ -7,10 +7,8 @@ from agentlightning.plugin.hookspecs import Component, hookimpl
 
 @hookimpl
 def components() -> list[Component]:
-    package = "agentlightning_plugins.rewards.judge"
+    module, summary = f"{__name__}.judge", "a model rates each answer by a rubric"
     return [
-        Component(
-            "reward", "judge", f"{package}.judge:Judge", extra="openai", summary="a model rates each answer by a rubric"
-        ),
-        Component("reward", "model", f"{package}.judge:RewardModel", summary="a reward model scores each answer"),
+        Component("reward", "judge", f"{module}:Judge", extra="openai", summary=summary),
+        Component("reward", "model", f"{module}:RewardModel", summary="a reward model scores each answer"),
     ]

@@ -61,8 +61,7 @@ class Parts:
 def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
     """Loads all parts that a configuration names. Starts and writes nothing.
 
-    Raises:
-        LightningError: a part cannot be loaded; the message starts with the location in the configuration.
+    Raises LightningError, with the location in the configuration, if a part cannot be loaded.
     """
 
     def load(path: KeyPath, loader: Callable[[Any], T], value: Any) -> T | None:
@@ -72,8 +71,9 @@ def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
     with _located(document, ("plugin_settings",)):
         get_manager().configure(expand(config.plugin_settings or {}))
     with _located(document, ("agent",)):
-        is_needed = config.agent is not None or _runs_agent(document, config)
-        agent = load_agent(config.agent) if is_needed else wrap(never_called)
+        spec = config.algorithm  # without an algorithm, a command runs the agent
+        runs_agent = spec is None or getattr(_find_class(document, "algorithm", spec), "runs_agent", True)
+        agent = load_agent(config.agent) if config.agent is not None or runs_agent else wrap(never_called)
     train = load(("data", "train"), load_data, config.data.train)
     val = load(("data", "val"), load_data, config.data.val)
     resources = load(("resources",), load_resources, config.resources)
@@ -89,12 +89,6 @@ def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
     if config.hooks is not None:
         components["hooks"] = [load(("hooks", index), _load_hook, hook) for index, hook in enumerate(config.hooks)]
     return Parts(agent, train, val, resources, components)
-
-
-def _runs_agent(document: ConfigDocument, config: TrainConfig) -> bool:
-    """Whether the configured algorithm needs an agent; without an algorithm, a command runs it."""
-    spec = config.algorithm
-    return spec is None or getattr(_find_class(document, "algorithm", spec), "runs_agent", True)
 
 
 def compose_algorithm(config: TrainConfig, document: ConfigDocument) -> Any:
@@ -139,8 +133,7 @@ def make_trainer(config: TrainConfig, parts: Parts, directory: Path, *, resume: 
 def check_setup(config: TrainConfig, parts: Parts) -> Sequence[LLM]:
     """Runs the algorithm's own checks of the setup; returns the endpoints that the algorithm calls.
 
-    Raises:
-        ConfigError: a part is missing or incompatible.
+    Raises ConfigError if a part is missing or incompatible.
     """
     strategy: ExecutionStrategy | None = parts.components.get("strategy")
     if strategy is not None and strategy.role == "runner":  # the algorithm runs elsewhere
@@ -215,8 +208,7 @@ def is_config_file(argument: str) -> bool:
 def load_agent_argument(argument: str, reward: str | None) -> LitAgent[Any]:
     """Loads the argument AGENT of a command: ``module:attribute``, or a configuration file of ``agl train``.
 
-    Raises:
-        ConfigError: the agent cannot be loaded, or both the configuration and ``reward`` define the reward.
+    Raises ConfigError if that fails, or if both the configuration and ``reward`` define the reward.
     """
     if not is_config_file(argument):
         return load_agent(AgentConfig(target=argument, reward=reward))

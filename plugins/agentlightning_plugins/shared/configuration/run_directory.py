@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from agentlightning.errors import NotFoundError
 from agentlightning.resources import Resource
 from agentlightning.run.directory import make_directory
 from agentlightning_algorithms.shared.trained_model import list_checkpoints, read_training, serve_model
-from agentlightning_plugins.shared.terminal import open_store
+from agentlightning_plugins.shared.terminal import use_store
 
 CONFIG_NAME: Final = "config.yaml"
 """The file in a run's directory that contains the run's configuration."""
@@ -36,32 +35,29 @@ def choose_directory(named: str | None, name: str, from_start: Callable[[str], s
 def learned_resources(where: str | None, *, trust: bool = False) -> Iterator[dict[str, Resource]]:
     """Yields the latest resources of a run's directory or a store's URL; serves the model if the run trained weights.
 
-    ``trust`` reads files of the run that can run code, and files outside of its directory.
-
-    Raises:
-        LightningError: the store has no resources, or the model cannot be served.
+    ``trust`` reads files of the run that can run code, and files outside of its directory. Raises LightningError if the
+    store has no resources, or the model cannot be served.
     """
     if where is None:
         yield {}
         return
     run = Path(where)
     if read_training(run) is None:
-        latest = asyncio.run(_read_latest(where))
-        if latest is None:
+        latest = _read_latest(where)
+        if not latest:
             raise NotFoundError(f"{where} contains no resources")
         yield latest
         return
     # If the run's store was in memory or elsewhere, its directory has only the model.
-    learned = asyncio.run(_read_latest(where)) if (run / "store.db").is_file() else None
+    learned = _read_latest(where) if (run / "store.db").is_file() else {}
     with served_model(run, trust=trust) as models:
-        yield {**(learned or {}), **models}
+        yield {**learned, **models}
 
 
 def saved_weights(run: Path) -> list[str] | None:
     """Returns the names of the checkpoints that a run saved; None if the run does not train weights.
 
-    Raises:
-        ConfigError: the run's record is damaged.
+    Raises ConfigError if the run's record is damaged.
     """
     return None if read_training(run) is None else list(list_checkpoints(run))
 
@@ -80,10 +76,6 @@ def served_model(run: Path | None, checkpoint: str | None = None, *, trust: bool
         yield served.resources()
 
 
-async def _read_latest(where: str) -> dict[str, Resource] | None:
-    store = open_store(where)
-    try:
-        latest = await store.get_latest_resources()
-    finally:
-        await store.close()
-    return None if latest is None else dict(latest.resources)
+def _read_latest(where: str) -> dict[str, Resource]:
+    latest = use_store(where, None, lambda store: store.get_latest_resources())
+    return {} if latest is None else dict(latest.resources)

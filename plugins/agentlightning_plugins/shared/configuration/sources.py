@@ -24,13 +24,10 @@ from agentlightning.types import Dataset
 
 
 def load_attribute(target: str) -> Any:
-    """Imports ``module:attribute`` or ``path/to/file.py:attribute``.
+    """Imports ``module:attribute`` or ``path/to/file.py:attribute``; raises ConfigError if that fails.
 
     The folder of the file, or the working directory, is appended to the import path: a file there never replaces an
     installed package that other code imports.
-
-    Raises:
-        ConfigError: the form is invalid, the module cannot be imported, or the attribute does not exist.
     """
     name, separator, attribute = target.rpartition(":")
     if not separator or not name or not attribute:
@@ -106,8 +103,8 @@ def load_dataset(
     Raises:
         ConfigError: the source cannot be loaded, is empty, or is a list with a row that cannot be used.
     """
-    if reader is None and (found := _find_reader(source)) is not None:
-        reader, source = found
+    if reader is None:
+        reader, source = _find_reader(source)
     if reader is not None:
         tasks = _check_sequence(get_manager().create("dataset", reader)(source), source)
     elif source.startswith("hf:"):
@@ -117,7 +114,8 @@ def load_dataset(
     elif Path(source).suffix in _READERS:
         tasks = _read_file(Path(source))
     elif ":" in source:
-        tasks = _load_sequence(source)
+        found = load_attribute(source)
+        tasks = _check_sequence(found() if callable(found) and not hasattr(found, "__getitem__") else found, source)
     else:
         raise ConfigError(
             f"{source!r}: give a file ({', '.join(_READERS)}), module:attribute, or hf:name of a Hugging Face data set"
@@ -160,14 +158,14 @@ class _Rows(Sequence[Any]):
         raise ConfigError(f"{self._source}: none of the {size} rows can be used")
 
 
-def _find_reader(source: str) -> tuple[str, str] | None:
-    """Returns the reader that a plugin offers for a source, and what it reads."""
+def _find_reader(source: str) -> tuple[str | None, str]:
+    """Returns the reader that a plugin offers for a source, if any, and what it reads."""
     prefix, _, rest = source.partition(":")
     readers = get_manager().components("dataset")
     if rest and prefix in readers and prefix != "hf":
         return prefix, rest
     ending = Path(source).suffix
-    return (ending[1:], source) if ending[1:] in readers and ending not in _READERS else None
+    return ending[1:] if ending[1:] in readers and ending not in _READERS else None, source
 
 
 def _read_file(path: Path) -> Sequence[Any]:
@@ -246,13 +244,6 @@ def _load_hugging_face(name: str, split: str) -> Dataset[Any]:
     except Exception as error:  # isolation point: loaders of the library raise arbitrary exceptions
         raise ConfigError(f"hf:{name}, split {split!r}, cannot be loaded: {type(error).__name__}: {error}") from error
     return cast(Dataset[Any], loaded)
-
-
-def _load_sequence(source: str) -> Dataset[Any]:
-    found = load_attribute(source)
-    if callable(found) and not hasattr(found, "__getitem__"):
-        found = found()
-    return _check_sequence(found, source)
 
 
 def _check_sequence(found: Any, source: str) -> Dataset[Any]:

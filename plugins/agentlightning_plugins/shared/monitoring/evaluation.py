@@ -13,7 +13,7 @@ from agentlightning.resources import ResourcesUpdate
 from agentlightning.reward import count_failed, find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Metrics, Rollout
-from agentlightning_plugins.shared.rendering.conversation import read_conversations
+from agentlightning_plugins.shared.chat_history import describe_conversations
 from agentlightning_plugins.shared.rendering.text import find_difference, show_task
 from agentlightning_plugins.shared.statistics.interval import Interval, mean_interval, paired_interval, paired_p_value
 
@@ -45,7 +45,7 @@ def is_published(candidate: Mapping[str, Any], published: Mapping[str, str]) -> 
 
 def list_distributions(candidates: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the scores of all candidates and the task rewards of seed and best, each with ``name`` and ``values``."""
-    scores = [_score(each) for each in candidates]
+    scores = [each.get("batch_score" if each.get("full_score") is None else "full_score") for each in candidates]
     found = [{"name": "scores of the candidates", "values": [score for score in scores if score is not None]}]
     tested = [each for each in candidates if each.get("task_scores")]
     scored = [each for each in tested if each.get("full_score") is not None]
@@ -56,12 +56,6 @@ def list_distributions(candidates: Sequence[Mapping[str, Any]]) -> list[dict[str
     if best is not None:
         found.append({"name": "task rewards of the best candidate", "values": list(best["task_scores"])})
     return [each for each in found if len(each["values"]) > 1]
-
-
-def _score(candidate: Mapping[str, Any]) -> float | None:
-    """Returns the mean reward on the whole validation set or, if there is none, on a batch of it."""
-    full: float | None = candidate.get("full_score")
-    return candidate.get("batch_score") if full is None else full
 
 
 @dataclass(frozen=True)
@@ -93,12 +87,16 @@ class BeforeAfter:
         """Before, after and difference, each with its 95 % interval."""
         if not self.before or not self.after:
             return []
-        rows = [
-            (label, statistics.fmean(values), mean_interval(values))
-            for label, values in (("before", self.before), ("after", self.after))
+        return [
+            ("before", statistics.fmean(self.before), mean_interval(self.before)),
+            ("after", statistics.fmean(self.after), mean_interval(self.after)),
+            ("difference", statistics.fmean(self.changes), paired_interval(self.changes)),
         ]
-        changes = [after - before for before, after in zip(self.before, self.after, strict=True)]
-        return [*rows, ("difference", statistics.fmean(changes), paired_interval(changes))]
+
+    @property
+    def changes(self) -> list[float]:
+        """The difference of each task."""
+        return [after - before for before, after in zip(self.before, self.after, strict=True)]
 
 
 _MODES: Final = ("test", "val")
@@ -148,12 +146,11 @@ def describe_outcome(found: BeforeAfter, metrics: Sequence[Metrics], published: 
     for each in metrics:
         for name, value in each.values.items():
             values.setdefault(name, []).append(value)
-    changes = [after - before for before, after in zip(found.before, found.after, strict=True)]
     is_search = bool(found.prompts)
     return {
         "what": found.what,
         "rows": found.rows,
-        "p_value": paired_p_value(changes) if len(changes) > 1 and not is_search else None,
+        "p_value": paired_p_value(found.changes) if len(found.before) > 1 and not is_search else None,
         "confirmation": read_confirmation({name: last[-1] for name, last in values.items()}),
         "prompts": found.prompts,
         "is_published": published == {name: text for name, text, _ in found.prompts},
@@ -268,7 +265,7 @@ async def _compare(
 
 async def _read_transcript(store: LightningStore, rollout: Rollout) -> Transcript:
     spans = (await store.query_spans(rollout.rollout_id, "latest")).items
-    conversations = await asyncio.to_thread(read_conversations, spans)
+    conversations = await asyncio.to_thread(describe_conversations, spans)
     error = rollout.attempt.error if isinstance(rollout, AttemptedRollout) else None
     return Transcript(
         rollout.rollout_id,
@@ -281,12 +278,9 @@ async def _read_transcript(store: LightningStore, rollout: Rollout) -> Transcrip
 
 def _task_key(rollout: Rollout) -> str:
     task_id = (rollout.metadata or {}).get("task_id")
-    return _show(rollout.input) if task_id is None else str(task_id)
+    key = rollout.input if task_id is None else task_id
+    return key if isinstance(key, str) else json.dumps(key, ensure_ascii=False, default=str)
 
 
 def _reward(rollout: Rollout) -> float | None:
     return find_final_reward((), rollout) if rollout.status == "succeeded" else None
-
-
-def _show(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -57,17 +57,14 @@ def make_series(metrics: Sequence[Metrics], name: str) -> list[dict[str, float]]
         point = {"step": each.step, "value": value}
         if f"{name}_low" in each.values and f"{name}_high" in each.values:
             point |= {"low": each.values[f"{name}_low"], "high": each.values[f"{name}_high"]}
-        elif f"{name}_std" in each.values and (count := _count_rewards(each)) > 1:
-            margin = 1.96 * each.values[f"{name}_std"] / math.sqrt(count)
-            point |= {"low": value - margin, "high": value + margin}
+        elif f"{name}_std" in each.values:
+            count = each.values.get("rollouts", 0.0) - each.values.get("rollouts_left_out", 0.0)
+            if count > 1:
+                margin = 1.96 * each.values[f"{name}_std"] / math.sqrt(count)
+                point |= {"low": value - margin, "high": value + margin}
         points.append(point)
     stride = max(1, math.ceil(len(points) / _MAX_POINTS))
     return points[::-1][::stride][::-1]
-
-
-def _count_rewards(metrics: Metrics) -> float:
-    """Returns the number of rollouts whose rewards a step reports."""
-    return metrics.values.get("rollouts", 0.0) - metrics.values.get("rollouts_left_out", 0.0)
 
 
 def sum_phases(metrics: Sequence[Metrics]) -> list[dict[str, Any]]:
@@ -127,7 +124,12 @@ def judge(metrics: Sequence[Metrics]) -> list[Health]:
     last: dict[str, float] = {}
     for each in metrics[-5:]:
         last |= each.values
-    found = [*_judge_policy(metrics, last), *_judge_limits(last), *_judge_validation(metrics)]
+    limits = [
+        Health(name, "bad" if last[key] >= bad else "watch" if last[key] >= watch else "good", words.format(last[key]))
+        for key, name, watch, bad, words in _LIMITS
+        if key in last
+    ]
+    found = [*_judge_policy(metrics, last), *limits, *_judge_validation(metrics)]
     return sorted(found, key=lambda health: ("bad", "watch", "good").index(health.level))
 
 
@@ -136,18 +138,11 @@ def _judge_policy(metrics: Sequence[Metrics], last: Mapping[str, float]) -> list
     entropies = [each.values["entropy"] for each in metrics if "entropy" in each.values]
     if entropies:
         now, first = entropies[-1], entropies[0]
-        level = (
-            "bad"
-            if now < 0.1 * first
-            else "watch"
-            if now < 0.3 * first or now > max(3 * first, first + 0.5)
-            else "good"
-        )
-        words = {
-            "bad": "The policy has nearly stopped exploring; groups will have no spread.",
-            "watch": "It has changed a lot since the first step.",
-            "good": "The policy still explores.",
-        }[level]
+        level, words = "good", "The policy still explores."
+        if now < 0.1 * first:
+            level, words = "bad", "The policy has nearly stopped exploring; groups will have no spread."
+        elif now < 0.3 * first or now > max(3 * first, first + 0.5):
+            level, words = "watch", "It has changed a lot since the first step."
         found.append(Health("Entropy", level, f"{now:.3g} nats per token, {first:.3g} at the start. {words}"))
     kl, clipped = last.get("approx_kl"), last.get("clip_fraction")
     if kl is not None or clipped is not None:
@@ -165,34 +160,14 @@ def _judge_policy(metrics: Sequence[Metrics], last: Mapping[str, float]) -> list
 
 
 _LIMITS: Final = (
-    (
-        "logprob_gap_max",
-        "Sampler gap",
-        0.1,
-        1.0,
-        "At most {:.2g} between the log-probabilities of sampler and trainer.",
-    ),
+    ("logprob_gap_max", "Sampler gap", 0.1, 1.0, "At most {:.2g} between log-probabilities of sampler and trainer."),
     ("staleness", "Staleness", 5.0, math.inf, "Rollouts are {:.0f} updates old."),
     ("groups_without_spread", "Flat groups", 0.6, 0.9, "{:.0%} of the groups have no spread, so they teach nothing."),
     ("responses_cut_off", "Truncation", 0.1, 0.5, "{:.0%} of the answers are cut off at the token limit."),
-    (
-        "sampler/tool_calls_unparsed",
-        "Tool calls",
-        1,
-        math.inf,
-        "{:.0f} tool calls of the step are text, because they are malformed or inside of a thought.",
-    ),
+    ("sampler/tool_calls_unparsed", "Tool calls", 1, math.inf, "{:.0f} tool calls of the step are malformed text."),
     ("failure_rate", "Failures", 0.1, 0.5, "{:.0%} of the rollouts failed."),
 )
 """Metrics with the value from which to watch them, the value that is bad, and what a value means."""
-
-
-def _judge_limits(last: Mapping[str, float]) -> list[Health]:
-    return [
-        Health(name, "bad" if last[key] >= bad else "watch" if last[key] >= watch else "good", words.format(last[key]))
-        for key, name, watch, bad, words in _LIMITS
-        if key in last
-    ]
 
 
 def _judge_validation(metrics: Sequence[Metrics]) -> list[Health]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Final, get_args
+from typing import Any, Final, cast, get_args
 
 from agentlightning.resources import Resource
 from agentlightning.store.capabilities import LIVE_SUFFIX
@@ -35,14 +35,6 @@ async def read_live_state(store: LightningStore) -> Resource | None:
     live = await store.with_run(store.run_id + LIVE_SUFFIX).get_latest_resources()
     state = None if live is None else live.resources.get("live")
     return state if getattr(state, "resource_type", None) == "live_state" else None
-
-
-async def _judge_live(store: LightningStore) -> list[Health]:
-    """Says what live learning did last, or why it took back its last promotion."""
-    state: Any = await read_live_state(store)
-    if state is None:
-        return []
-    return [Health("Live learning", "watch" if state.alarm else "good", state.alarm or state.note)]
 
 
 async def find_run(store: LightningStore) -> Run | None:
@@ -110,6 +102,9 @@ async def read_result(store: LightningStore, metric: str = "") -> dict[str, Any]
         reward["train_reward"] = make_series(steps, "train_reward")
     drawn = [metric] * (metric in names) + [name for name in _DRAWN if name in names and name != metric]
     counts = await count_rollouts(store)
+    health, live = judge(steps), cast(Any, await read_live_state(store))
+    if live is not None:  # what live learning did last, or why it took back its last promotion
+        health.insert(0, Health("Live learning", "watch" if live.alarm else "good", live.alarm or live.note))
     return {
         "run": describe_run(run),
         "rollouts": counts,
@@ -118,7 +113,7 @@ async def read_result(store: LightningStore, metric: str = "") -> dict[str, Any]
         "last": dict(steps[-1].values) if steps else {},
         "reward": reward,
         "has_ledger": any(name.startswith("outcome/") for name in names),
-        "health": [health._asdict() for health in (*await _judge_live(store), *judge(steps))],
+        "health": [each._asdict() for each in health],
         "phases": sum_phases(steps),
         "progress": estimate_left(run, steps, store.now()),
         "metrics": {name: make_series(steps, name) for name in drawn},

@@ -123,6 +123,9 @@ class _Pump(threading.Thread):
 
 
 def _start(role: str, name: str, read_fd: int) -> subprocess.Popen[str]:
+    here, given = str(Path(__file__).parents[3]), os.environ.items()
+    env = {key: value for key, value in given if any(fnmatchcase(key, pattern) for pattern in _NEEDED_AT_START)}
+    env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "agentlightning_plugins.shared.processes.job_process", role, name, str(read_fd)],
         stdin=subprocess.DEVNULL,
@@ -131,16 +134,9 @@ def _start(role: str, name: str, read_fd: int) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env={
-            **{name: value for name, value in os.environ.items() if _is_needed_at_start(name)},
-            "PYTHONPATH": _python_path(),
-        },
+        env=env,
         start_new_session=True,  # Ctrl-C reaches only this process, which stops its children in order
     )
-
-
-def _is_needed_at_start(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in _NEEDED_AT_START)
 
 
 def _finish(pumps: list[_Pump]) -> None:
@@ -161,8 +157,3 @@ def _drain(process: subprocess.Popen[str]) -> None:
         logger.warning("a process (pid %s) did not drain within %.0f s and is killed", process.pid, _DRAIN_S)
         process.kill()
         process.wait()
-
-
-def _python_path() -> str:
-    here = str(Path(__file__).parents[3])
-    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])

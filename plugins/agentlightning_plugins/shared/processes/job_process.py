@@ -7,12 +7,14 @@ closes, the parent has died: this process finishes its rollouts and exits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NamedTuple
 
@@ -23,6 +25,7 @@ from agentlightning_plugins.shared.processes.stopping import run_with_agents
 
 if TYPE_CHECKING:
     from agentlightning.execution import AlgorithmJob, RunnerJob
+    from agentlightning.store.protocol import LightningStore
 
 RECYCLE_EXIT_CODE: Final = 75
 """Exit code of a runner process that must be replaced, because too many of its threads do not stop."""
@@ -87,24 +90,25 @@ def load_job(pickled: bytes, target: JobTarget) -> Any:
 
 async def run_runner(job: RunnerJob, target: JobTarget, worker_id: str, stop: threading.Event) -> bool:
     """Runs a runner's job on its store. Returns False when a new process should take over."""
-    from agentlightning.store.factory import create_store
-
-    store = create_store(target.url, run=target.run_id, token=target.token)
-    try:
+    async with _opened(target) as store:
         return await job(store, worker_id, stop) is not False
-    finally:
-        await store.close()
 
 
 async def _run_algorithm(job: AlgorithmJob, target: JobTarget, stop: threading.Event) -> int:
+    async with _opened(target) as store:
+        await until_set(job(store), stop)
+    return 128 + signal.SIGTERM if stop.is_set() else 0
+
+
+@contextlib.asynccontextmanager
+async def _opened(target: JobTarget) -> AsyncIterator[LightningStore]:
     from agentlightning.store.factory import create_store
 
     store = create_store(target.url, run=target.run_id, token=target.token)
     try:
-        await until_set(job(store), stop)
+        yield store
     finally:
         await store.close()
-    return 128 + signal.SIGTERM if stop.is_set() else 0
 
 
 def _read_part(pipe: BinaryIO) -> bytes:

@@ -148,13 +148,9 @@ def _find_expression(variable: _Global) -> str | None:
         for node in _read_script(getattr(script, "__file__", None))
         if isinstance(node, (ast.Assign, ast.AnnAssign))
         and node.value is not None
-        and [target.id if isinstance(target, ast.Name) else None for target in _targets(node)] == [variable.name]
+        and list(map(ast.unparse, getattr(node, "targets", None) or [node.target])) == [variable.name]  # type: ignore[union-attr] # has one of both
     ]
     return ast.unparse(assigned[0]) if len(assigned) == 1 else None
-
-
-def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
-    return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
 def _explain(variable: _Global, error: Exception) -> str:

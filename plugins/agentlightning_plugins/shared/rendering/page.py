@@ -12,8 +12,7 @@ from jinja2 import BaseLoader, ChoiceLoader, Environment, PackageLoader, StrictU
 from markupsafe import Markup
 
 from agentlightning_plugins.shared.rendering import text
-from agentlightning_plugins.shared.rendering.bars import heat_strip, histogram
-from agentlightning_plugins.shared.rendering.line import Point, Series, line_chart
+from agentlightning_plugins.shared.rendering.charts import Point, Series, heat_strip, histogram, line_chart
 
 _NAMES: Final = {
     "reward": "reward",
@@ -65,7 +64,7 @@ def ledger_histogram(rollouts: Sequence[Mapping[str, Any]], key: str, x_label: s
         title=f"{x_label} of the rollouts of step {step}",
         x_label=x_label,
         bins=12,
-        href=(lambda low, high: f"{target}&min={low:g}&max={high:g}") if key == "reward" else None,
+        href=lambda low, high: f"{target}&min={low:g}&max={high:g}" if key == "reward" else "",
         width=360,
         height=180,
     )
@@ -103,7 +102,7 @@ def make_environment(*loaders: BaseLoader) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: dict[str, Any] = {
+    environment.filters |= {
         "line": text.show_line,
         "short": lambda value: text.show_text(value, 2_000),
         "dump": text.dump,
@@ -114,16 +113,8 @@ def make_environment(*loaders: BaseLoader) -> Environment:
         "ago": text.show_ago,
         "part": lambda value: quote(str(value), safe=""),
     }
-    environment.filters.update(filters)
-    environment.globals.update(
-        link=link,
-        heat_strip=heat_strip,
-        reward_chart=reward_chart,
-        metric_chart=metric_chart,
-        ledger_histogram=ledger_histogram,
-        compare_chart=compare_chart,
-        distribution_histogram=distribution_histogram,
-    )
+    charts = heat_strip, reward_chart, metric_chart, ledger_histogram, compare_chart, distribution_histogram
+    environment.globals |= {each.__name__: each for each in (link, *charts)}
     for name in ("parts", "result"):
         environment.globals[name] = environment.get_template(f"{name}.html.jinja").module
     return environment
@@ -141,11 +132,7 @@ def read_style() -> str:
 
 
 def write_page(template: Path, file: Path, **values: Any) -> Path:
-    """Renders a template that extends ``file.html.jinja``, and writes the page to a file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes a page, from a template that extends ``file.html.jinja``, to a file; raises OSError."""
     page = make_environment().from_string(template.read_text(encoding="utf-8"))
     html = page.render(style=read_style(), **values)
     file.write_text(html, encoding="utf-8", errors="replace")

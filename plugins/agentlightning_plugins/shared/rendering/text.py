@@ -11,10 +11,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.cli import printable
-from agentlightning_plugins.shared.rendering.svg import show_hidden
 
 MAX_SHOWN: Final = 20_000
 """Maximum number of characters that a page shows of one text."""
+_HIDDEN: Final = (
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
+)
+
+
+def show_hidden(text: str) -> str:
+    """Replaces each hidden character with its code point, such as ⟨202E⟩."""
+    return re.sub(_HIDDEN, lambda match: f"⟨{ord(match[0]):04X}⟩", text)
 
 
 def show_text(text: str, length: int = MAX_SHOWN) -> str:

@@ -13,7 +13,6 @@ from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.resources import split_version_id
 from agentlightning.reward import count_failed, read_final_reward
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import Rollout
 from agentlightning_plugins.shared.paging import every
 from agentlightning_plugins.shared.statistics.interval import (
     Interval,
@@ -153,7 +152,10 @@ async def _read_group(
     counts: Counter[str] = Counter()
     has_users = False
     async for rollout in every(store.query_rollouts, metadata=metadata or None):
-        if rollout.status == "cancelled" or (resources_id is not None and not _ran_with(rollout, resources_id)):
+        ran_with = rollout.resources_id or ""  # a version, which the id of its snapshot names too
+        if resources_id is not None and resources_id not in (ran_with, split_version_id(ran_with)[0]):
+            continue
+        if rollout.status == "cancelled":
             continue
         reward: float | None = None
         if rollout.status == "failed":
@@ -172,14 +174,6 @@ async def _read_group(
                 unit = f"{_TASK}{found['task_id']!r}"
             rewards.setdefault(unit, []).append(reward)
     return Group(name, {}, has_users=has_users, **counts), rewards
-
-
-def _ran_with(rollout: Rollout, resources_id: str) -> bool:
-    """Whether a rollout used this version of the resources, or any version if the id has no version number."""
-    return rollout.resources_id is not None and resources_id in (
-        rollout.resources_id,
-        split_version_id(rollout.resources_id)[0],
-    )
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,8 @@ def _missing(rollout: Rollout) -> LedgerEntry:
     """Returns the entry of a rollout without a record."""
     metadata = rollout.metadata or {}
     step = metadata.get("step")
-    outcome: Outcome = "not_recorded"
-    if rollout.status == "cancelled":
-        outcome = "cancelled"
-    elif rollout.status not in ("succeeded", "failed"):
-        outcome = "unfinished"
+    outcome: Outcome = "not_recorded" if rollout.status in ("succeeded", "failed") else "unfinished"
+    outcome = "cancelled" if rollout.status == "cancelled" else outcome
     attempt_id = rollout.attempt.attempt_id if isinstance(rollout, AttemptedRollout) else ""
     group = str(metadata.get("group", rollout.rollout_id))
     return LedgerEntry(rollout.rollout_id, attempt_id, step if isinstance(step, int) else 0, group, outcome)

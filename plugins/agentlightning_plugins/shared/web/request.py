@@ -89,15 +89,10 @@ class RequestRefused(Exception):
 
 
 async def read_body(request: web.BaseRequest, limit: int, inflated_limit: int) -> bytes:
-    """Reads the body of a request, inflating gzip and deflate.
+    """Reads the body of an authorised request of at most ``limit`` bytes, inflating gzip and deflate.
 
-    Args:
-        request: the request, already authorised.
-        limit: maximum number of bytes that are sent.
-        inflated_limit: maximum number of bytes after inflating.
-
-    Raises:
-        RequestRefused: 413 for a larger body, 415 for another Content-Encoding, 400 for invalid compressed data.
+    Raises RequestRefused: 413 for a larger body, also after inflating, 415 for another Content-Encoding, 400 for
+    invalid compressed data.
     """
     encoding = request.headers.get("Content-Encoding", "").strip().lower()
     if encoding not in ("", "identity", *_ENCODINGS):
@@ -124,14 +119,8 @@ async def parse_json(
 ) -> Any:
     """Parses JSON with limits, in a thread if it is large. The last value of a duplicate key counts.
 
-    Args:
-        data: the JSON.
-        max_depth: how deep lists and objects may be nested.
-        max_items: roughly how many values there may be, which bounds memory and time.
-        loads: the parser; it raises ValueError.
-
-    Raises:
-        RequestRefused: 400 for text that is not JSON, 413 for too many values.
+    ``max_items`` is roughly the number of values, which bounds memory and time; ``loads`` raises ValueError. Raises
+    RequestRefused: 400 for text that is not JSON or nested deeper than ``max_depth``, 413 for too many values.
     """
     return await run_if_large(data, _parse, data, max_depth, max_items, loads)
 
@@ -204,8 +193,7 @@ def _check_items(data: bytes, max_items: int) -> None:
 def check_local(request: web.BaseRequest, server: str) -> None:
     """Checks that a request to a server on loopback without keys comes from a program, not from a web page.
 
-    Raises:
-        RequestRefused: 403, with a message that begins with ``server``.
+    Raises RequestRefused with status 403 and a message that begins with ``server``.
     """
     headers = request.headers
     if not is_local_request(headers.get("Host", "localhost"), headers.get("Origin")):

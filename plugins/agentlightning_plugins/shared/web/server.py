@@ -233,11 +233,7 @@ class WebServer:
             serves.router.resolve = resolve_with_expect  # type: ignore[method-assign] # has no hook for it
 
     async def start(self, host: str, port: int, *, backlog: int = 128) -> int:
-        """Starts to listen and returns the port.
-
-        Raises:
-            ConfigError: the address is not available.
-        """
+        """Starts to listen and returns the port; raises ConfigError if the address is not available."""
         _own_tracer()  # if it cannot be made, before a request arrives
         settings: dict[str, Any] = {
             "access_log": None,
@@ -340,10 +336,7 @@ async def _answer_expect(request: web.Request) -> None:
 def raise_file_limit() -> None:
     """Raises the limit of open files, and so of connections, as far as the system allows without further rights.
 
-    For processes that only serve; call it before ``WebServer.start``.
-
-    Raises:
-        ConfigError: the limit is too low for any server.
+    For processes that only serve; call it before ``WebServer.start``. Raises ConfigError if it stays too low.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):  # macOS reports no limit, but refuses to set that

@@ -200,10 +200,7 @@ def _size_format(template: str, values: Iterable[Any], limit: int) -> int:
         if precision == "*" or max(len(width), len(precision)) > _MAX_DIGITS:
             raise SecurityError(f"the widths of a format have at most {_MAX_DIGITS} digits")
         widest = max(widest, int(width or 0) + int(precision or 0))
-    sizes, places = [_size_printed(value, limit) for value in values], template.count("%")
+    sizes = [len(f"{value:.0f}") if isinstance(value, float) else _size(value, limit) for value in values]
+    places = template.count("%")
     # A value is printed once or, if placeholders have names, at any of them.
     return places * widest + (places * max(sizes, default=0) if has_names else sum(sizes))
-
-
-def _size_printed(value: Any, limit: int) -> int:
-    return len(f"{value:.0f}") if isinstance(value, float) else _size(value, limit)
