@@ -161,7 +161,8 @@ def main() -> None:
     parser.add_argument("--learn", nargs=2, metavar=("STORE", "ADAPTERS"), help="be the learner of a service")
     given = parser.parse_args()
     if given.learn:
-        learn(*given.learn, given.seeds[0])
+        store, adapters = given.learn
+        learn(store, adapters, given.seeds[0])
     else:
         compare(given.out.resolve(), given.seeds, given.rollouts)
 

@@ -233,7 +233,7 @@ def _inner_graphs(graph: Any) -> Iterator[tuple[str, Any]]:
     for node in graph.nodes.values():
         for tool in getattr(getattr(node, "bound", None), "tools_by_name", {}).values():
             function = getattr(tool, "func", None)
-            if getattr(function, "__module__", "").startswith("deepagents."):
+            if callable(function) and function.__module__.startswith("deepagents."):
                 agents = inspect.getclosurevars(function).nonlocals.get("subagent_graphs", {})
                 yield from ((name, graph) for name, agent in agents.items() if (graph := _graph_of(agent)) is not None)
 
