@@ -51,7 +51,7 @@ def match_rewards(
     index = functools.cache(functools.partial(_index, calls))
     unlinked: list[Node] = []
     for node in nodes:
-        if is_reward_span(node.span):
+        if is_reward_span(node.span) and semconv.REWARD_SUM not in node.span.attributes:
             linked = _find_linked(node, index, settled_at)
             if linked is None:
                 unlinked.append(node)

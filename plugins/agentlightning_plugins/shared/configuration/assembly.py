@@ -71,11 +71,13 @@ def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
 
     with _located(document, ("plugin_settings",)):
         get_manager().configure(expand(config.plugin_settings or {}))
-    with _located(document, ("agent",)):
+    with _located(document, ("agent" if config.environment is None else "environment",)):
         is_needed = config.agent is not None or _runs_agent(document, config)
         agent = load_agent(config.agent) if is_needed else wrap(never_called)
     train = load(("data", "train"), load_data, config.data.train)
     val = load(("data", "val"), load_data, config.data.val)
+    if train is None and val is None:
+        train, val = agent.own_tasks("train"), agent.own_tasks("val")
     resources = load(("resources",), load_resources, config.resources)
     components: dict[str, Any] = {}
     for kind in COMPONENTS:
