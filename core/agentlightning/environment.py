@@ -71,5 +71,5 @@ class Environment:
         return None
 
     def close(self) -> None | Awaitable[None]:
-        """Frees what the episode holds. Called once after ``reset`` has been called, whatever happened."""
+        """Frees what the episode holds. Called once after each call of ``reset``, whatever happened."""
         return None

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from agentlightning.emitter import agent as named_agent
-from agentlightning.environment import Environment, Observation
+from agentlightning.environment import Environment
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.plugin.hookspecs import Component, WrapOptions, hookimpl
 from agentlightning.plugin.registry import get_manager
@@ -108,7 +108,7 @@ class EnvironmentAgent(FrameworkAgent[Environment]):
         if not agent.timeout_s > 0:
             raise ConfigError(f"{what}: timeout_s = {agent.timeout_s}; a number of seconds above 0 is needed")
         try:
-            self._action = None if agent.action is None else re.compile(agent.action, re.DOTALL)
+            re.compile(agent.action or "")
         except re.error as error:
             raise ConfigError(f"{what}: action = {agent.action!r} is not a regular expression: {error}") from error
         super().__init__(agent, options)
@@ -150,18 +150,10 @@ class EnvironmentAgent(FrameworkAgent[Environment]):
                             observation = await episode.call(call.function.name, call.function.arguments)
                             messages.append({"role": "tool", "tool_call_id": call.id, "content": observation})
                     if not answer.tool_calls and (episode.takes_answers or not tools):
-                        messages.append({"role": "user", "content": await self._act(episode, output)})
+                        messages.append({"role": "user", "content": await episode.step(output)})
                     elif not answer.tool_calls:
                         break
                     if episode.done:
                         break
                 await episode.finish(task, output)
         return output
-
-    async def _act(self, episode: Episode, output: str) -> Observation:
-        if self._action is None:
-            return await episode.step(output)
-        found = self._action.search(output)
-        if found is None:
-            return f"error: the answer has no action, which matches {self.agent.action}"
-        return await episode.step(found[1] if found.re.groups else found[0])

@@ -52,7 +52,7 @@ class OpenEnvEnvironment(Environment):
             async with self._http.get(f"{self.address}/schema", raise_for_status=True) as response:
                 self._schema = (await response.json())["action"]
         except (aiohttp.ClientError, ValueError, KeyError) as error:
-            raise RolloutError(f"{self.address} is no server of OpenEnv that answers: {error!r}") from error
+            raise RolloutError(f"{self.address} is no server of OpenEnv that answers: {error}") from error
         fields = {key: field for key, field in self._schema.get("properties", {}).items() if key != "metadata"}
         if [field.get("type") for field in fields.values()] == ["string"]:
             self._field = next(iter(fields))
@@ -90,7 +90,7 @@ class OpenEnvEnvironment(Environment):
         try:
             self._socket = await self._http.ws_connect(f"{self.address}/ws", max_msg_size=0)
         except aiohttp.ClientError as error:
-            raise RolloutError(f"{self.address} gives no session: {error!r}") from error
+            raise RolloutError(f"{self.address} gives no session: {error}") from error
         return await self._ask({"type": "reset", "data": dict(arguments)})
 
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class OpenEnvEnvironment(Environment):
             pass  # the server may have said why
         answer = await self._socket.receive()
         if answer.type is not aiohttp.WSMsgType.TEXT:
-            raise RolloutError(f"the session with {self.address} has ended: {answer.type.name} {answer.extra or ''}")
+            raise RolloutError(f"the session with {self.address} has ended ({answer.type.name})")
         data: dict[str, Any] = json.loads(answer.data)["data"]
         return data
 

@@ -11,6 +11,7 @@ import inspect
 import json
 import logging
 import queue
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ _CLOSE_S: Final = 10.0
 
 
 class Episode:
-    """One episode, on a copy of the environment; ``async with`` closes it.
+    """One episode at a time, on a copy of the environment; ``async with`` closes it.
 
     Synchronous methods of the environment run in one thread of the episode, so that one that blocks or hangs costs only
     its own attempt. All errors that the methods below raise are of the environment, or are RolloutErrors.
@@ -53,18 +54,23 @@ class Episode:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        if self._is_begun and not self._is_stuck:
-            self.environment.timeout_s = min(self.environment.timeout_s, _CLOSE_S)
-            try:
-                await self._run("close")
-            except Exception as error:  # isolation point: the episode is over, and keeps its result
-                logger.warning("%s.close: %s: %s", self.name, type(error).__name__, error)
+        self.environment.timeout_s = min(self.environment.timeout_s, _CLOSE_S)
+        try:
+            await self._close()
+        except Exception as error:  # isolation point: the episode is over, and keeps its result
+            logger.warning("%s.close: %s: %s", self.name, type(error).__name__, error)
         self._calls.put(None)
 
     async def reset(self, task: Any) -> Observation:
-        """Begins the episode; returns the first observation."""
-        self._is_begun = True
+        """Begins the episode, or another one; returns the first observation."""
+        await self._close()
+        self._is_begun, self.done, self.rewards = True, False, []
         return self._read_observation("reset", await self._run("reset", task, find_seed(task)))
+
+    async def _close(self) -> None:
+        if self._is_begun and not self._is_stuck:
+            self._is_begun = False
+            await self._run("close")
 
     async def read_tools(self) -> list[dict[str, Any]]:
         """Returns the tools, as a chat completion takes them."""
@@ -84,12 +90,18 @@ class Episode:
         """Whether the environment has ``step``, so that it takes answers without a call of a tool."""
         return type(self.environment).step is not Environment.step
 
-    async def step(self, action: str) -> Observation:
-        """Runs an action; returns the observation, and emits the reward.
+    async def step(self, answer: str) -> Observation:
+        """Runs the action in an answer; returns the observation, and emits the reward.
 
         Raises:
             RolloutError: the episode is over.
         """
+        pattern, action = self.environment.action, answer
+        if pattern is not None:
+            found = re.search(pattern, answer, re.DOTALL)
+            if found is None:
+                return f"error: the answer has no action, which matches {pattern}"
+            action = found[1] if found.re.groups else found[0]
         return await self._act("step", {"action": action}, functools.partial(self._run, "step", action))
 
     async def call(self, name: str, arguments: str) -> Observation:
@@ -169,6 +181,7 @@ class Episode:
     async def _run_in_thread(self, function: Callable[[], Any]) -> Any:
         if self._thread is None:
             self._thread = asyncio.create_task(asyncio.to_thread(self._serve))
+            self._thread.add_done_callback(lambda task: task.cancelled() or task.exception())  # the caller has it
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._calls.put((future, functools.partial(contextvars.copy_context().run, function)))
         try:
@@ -180,6 +193,8 @@ class Episode:
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             future, function = call
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 result = function()
             except StopIteration as error:  # fits no future
