@@ -76,7 +76,7 @@ def test_no_package_is_required_with_two_different_bounds() -> None:
     assert {name: both for name, both in bounds.items() if len(both) > 1} == {}
 
 
-ENVIRONMENTS = ["coding", "frameworks", "lint", "main", "newest", "oldest", "verl", "verl-vllm"]
+ENVIRONMENTS = ["coding", "frameworks", "lint", "main", "newest", "oldest", "openenv", "verl", "verl-vllm"]
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)

@@ -58,6 +58,7 @@ class OpenEnvEnvironment(Environment):
             self._field = next(iter(fields))
         arguments = {**(task if isinstance(task, Mapping) else {}), "seed": seed}
         while (answer := await self._connect(arguments)).get("code") == _FULL:
+            await self._socket.close()
             await asyncio.sleep(_PAUSE_S)
         return self._read(answer)[0]
 
@@ -80,6 +81,8 @@ class OpenEnvEnvironment(Environment):
         return self._read(answer)
 
     async def close(self) -> None:
+        if hasattr(self, "_socket"):
+            await self._socket.close()
         if hasattr(self, "_http"):
             await self._http.close()
 

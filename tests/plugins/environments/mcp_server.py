@@ -5,21 +5,27 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import Any
 
+server: Any
 try:
     from mcp.server.mcpserver import MCPServer
-except ImportError:  # release 1
-    from mcp.server.fastmcp import FastMCP as MCPServer
 
-server = MCPServer("stones")
-taken: list[int] = []
+    server, by_http = MCPServer("stones"), lambda port: server.run("streamable-http", port=port)
+except ImportError:  # release 1
+    from mcp.server.fastmcp import FastMCP
+
+    def by_http(port: int) -> None:
+        server.settings.port = port
+        server.run("streamable-http")
+
+    server = FastMCP("stones", log_level="ERROR")
 
 
 @server.tool()
-def take(count: int) -> str:
-    """Take stones; returns how many were taken so far."""
-    taken.append(count)
-    return f"taken: {sum(taken)}"
+def take(have: int, count: int) -> str:
+    """Take stones; returns how many are left."""
+    return f"{have - count} stones"
 
 
 @server.tool()
@@ -39,14 +45,8 @@ def hang() -> str:
 @server.tool()
 def fail() -> str:
     """Raises an error."""
-    raise ValueError("stones are out")
+    raise ValueError("the stones are out")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        server.run()
-    elif hasattr(server, "settings") and hasattr(server.settings, "port"):
-        server.settings.port = int(sys.argv[1])
-        server.run("streamable-http")
-    else:
-        server.run("streamable-http", port=int(sys.argv[1]))
+    by_http(int(sys.argv[1])) if len(sys.argv) > 1 else server.run()

@@ -1,4 +1,4 @@
-"""A server of OpenEnv: ``python openenv_server.py PORT SESSIONS [SECONDS]``, in the environment of the same name."""
+"""A server of OpenEnv: ``python openenv_server.py PORT SESSIONS``, in the environment ``openenv``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from openenv.core.env_server.types import Action, Observation, State
 
 class Guess(Action):
     text: str
+
+
+class Count(Action):
+    guess: int
+    step: int
 
 
 class Hint(Observation):
@@ -47,6 +52,13 @@ class GuessTheNumber(Environment[Guess, Hint, State]):
         return State()
 
 
+class Counting(GuessTheNumber):
+    def step(self, action: Count, **more: object) -> Hint:
+        return super().step(Guess(text=str(action.guess * action.step)))
+
+
 if __name__ == "__main__":
-    app = create_app(GuessTheNumber, Guess, Hint, env_name="guess", max_concurrent_envs=int(sys.argv[2]))
+    limits = {"max_concurrent_envs": int(sys.argv[2])}
+    app = create_app(GuessTheNumber, Guess, Hint, env_name="guess", **limits)
+    app.mount("/counting", create_app(Counting, Count, Hint, env_name="counting", **limits))
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")

@@ -107,7 +107,8 @@ class EnvironmentConformance:
             triplets = TraceToTriplet().adapt(await lab.spans(rollout))
         error = rollout.attempt.error
         assert error is None, error
-        assert rollout.attempt.reward == (pytest.approx(sum(rewards)) if rewards else None)
+        if type(environment).reward is Environment.reward:
+            assert (rollout.attempt.reward or 0.0) == pytest.approx(sum(rewards))
         seen = triplets[-1].prompt["raw_content"]
         shown = [_text(each.get("content")) for each in seen if each["role"] in ("user", "tool")]
         assert shown == observations[: len(shown)]

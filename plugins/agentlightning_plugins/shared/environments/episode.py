@@ -68,7 +68,7 @@ class Episode:
         return self._read_observation("reset", await self._run("reset", task, find_seed(task)))
 
     async def _close(self) -> None:
-        if self._is_begun and not self._is_stuck:
+        if self._is_begun and not (self._is_stuck and not inspect.iscoroutinefunction(self.environment.close)):
             self._is_begun = False
             await self._run("close")
 
@@ -124,13 +124,12 @@ class Episode:
     async def finish(self, task: Any, output: str) -> None:
         """Emits the final reward, if it is not the reward that the last step has emitted."""
         final = await self._run("reward", task, output)
-        if final is None and len(self.rewards) > 1:
+        if final is None and (self.rewards or self.takes_answers or self._functions):
             final = sum(self.rewards)
-            if final == self.rewards[-1]:
+            if self.rewards and final == self.rewards[-1]:
                 return
-            emit_reward(final, attributes={semconv.REWARD_SUM: True})
-        elif final is not None:
-            emit_reward(final)
+        if final is not None:  # a sum belongs to no call: each of its parts does
+            emit_reward(final, attributes={semconv.REWARD_SUM: True} if self.rewards else None)
 
     async def _act(self, name: str, given: Mapping[str, Any], run: Callable[[], Any]) -> Observation:
         if self.done:
