@@ -66,10 +66,10 @@ class Environment:
         """Runs a tool that ``tools`` returned as a mapping."""
         raise ConfigError(f"{type(self).__name__} does not define call(self, name, arguments) for its tool {name!r}")
 
-    def reward(self, task: Any, output: str) -> float | None | Awaitable[float | None]:
+    def reward(self, task: Any, output: str) -> float | Awaitable[float | None] | None:
         """Returns the reward of the episode, whose last answer is ``output``; None: the sum of the steps' rewards."""
         return None
 
-    def close(self) -> None | Awaitable[None]:
+    def close(self) -> Awaitable[None] | None:
         """Frees what the episode holds. Called once after each call of ``reset``, whatever happened."""
         return None

@@ -72,7 +72,8 @@ class GymnasiumEnvironment(Environment):
         return self._show(observation)
 
     def step(self, action: str) -> StepResult:
-        space, chosen = self._made.action_space, action.strip()
+        space = self._made.action_space
+        chosen: Any = action.strip()
         if hasattr(space, "n"):
             number = re.fullmatch(r"\D*(\d+)\D*", chosen)
             chosen = space.dtype.type(number[1]) if number else None

@@ -56,7 +56,8 @@ def make_agent(
         given = dict(environment) if isinstance(environment, Mapping) else {}
         prompts = given.pop("prompts", prompts)
         environment = make_environment(given or environment)
-    return EnvironmentAgent(environment, WrapOptions(prompts if isinstance(prompts, Mapping) else dict.fromkeys(prompts)))
+    named = prompts if isinstance(prompts, Mapping) else dict.fromkeys(prompts)
+    return EnvironmentAgent(environment, WrapOptions(named))
 
 
 def make_environment(spec: str | Mapping[str, Any]) -> Environment:
@@ -75,7 +76,7 @@ def make_environment(spec: str | Mapping[str, Any]) -> Environment:
             f"environment = {spec!r}: name a kind with its address; the kinds: {', '.join(kinds)}; or a target"
         )
     if name != "target":
-        environment = manager.create("environment", {"name": name, "address": address, **settings})
+        environment: Environment = manager.create("environment", {"name": name, "address": address, **settings})
     else:
         environment = _load(address, settings, kinds)
     for key, value in of_loop.items():
@@ -93,7 +94,8 @@ def _load(target: Any, settings: Mapping[str, Any], kinds: Collection[str]) -> E
     if callable(found):
         found = found(**bind_settings(found, settings, f"the environment {target!r}"))
     elif settings:
-        raise ConfigError(f"the environment {target!r} is an object and takes no settings; remove {', '.join(settings)}")
+        given = ", ".join(settings)
+        raise ConfigError(f"the environment {target!r} is an object and takes no settings; remove {given}")
     if not isinstance(found, Environment):
         raise ConfigError(f"{target!r} is a {type(found).__name__}, not an agl.Environment")
     return found

@@ -36,7 +36,7 @@ class McpEnvironment(Environment):
     def __init__(
         self,
         address: str | Sequence[str],
-        env: Mapping[str, str] | None = None,
+        env: dict[str, str] | None = None,
         cwd: str | None = None,
         tools: Sequence[str] | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class McpEnvironment(Environment):
         if not isinstance(question, str):
             raise ConfigError(f"an MCP environment takes a text, and the task is {question!r:.100}")
         self._closing = asyncio.Event()
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 # close closes it
         self._ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._session = asyncio.create_task(self._keep_session())
         self._client = await self._ask("cannot be used", self._ready)
@@ -103,7 +103,7 @@ class McpEnvironment(Environment):
             transport: Any = streamable_http_client(self.address)
         else:
             program, *rest = self.address
-            server = mcp.StdioServerParameters(command=program, args=rest, env=self._env and dict(self._env), cwd=self._cwd)
+            server = mcp.StdioServerParameters(command=program, args=rest, env=self._env, cwd=self._cwd)
             transport = stdio_client(server, errlog=self._log)
         async with AsyncExitStack() as stack:
             if hasattr(mcp, "Client"):  # release 2, which speaks the stateless protocol of 2026 and the one of 2025

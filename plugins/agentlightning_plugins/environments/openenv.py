@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -40,7 +41,7 @@ class OpenEnvEnvironment(Environment):
             ConfigError: the address is no URL.
         """
         if not address.startswith(("http://", "https://")):
-            raise ConfigError(f"openenv = {address!r}: give the URL of the server, such as openenv:http://127.0.0.1:8000")
+            raise ConfigError(f"openenv = {address!r}: give the URL of the server, as in openenv:http://127.0.0.1:8000")
         self.address, self._headers = address.rstrip("/"), dict(headers or {})
         self._field: str | None = None
 
@@ -100,10 +101,8 @@ class OpenEnvEnvironment(Environment):
         """Sends a message; returns the data of the answer."""
         import aiohttp
 
-        try:
+        with contextlib.suppress(aiohttp.ClientError, ConnectionError):  # the server may have said why
             await self._socket.send_json(message)
-        except (aiohttp.ClientError, ConnectionError):
-            pass  # the server may have said why
         answer = await self._socket.receive()
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise RolloutError(f"the session with {self.address} has ended ({answer.type.name})")
@@ -117,4 +116,5 @@ class OpenEnvEnvironment(Environment):
         texts = list(fields.values())
         is_text = len(texts) == 1 and isinstance(texts[0], str)
         reward = answer.get("reward")
-        return texts[0] if is_text else json.dumps(fields), None if reward is None else float(reward), bool(answer["done"])
+        shown = texts[0] if is_text else json.dumps(fields, ensure_ascii=False)
+        return shown, None if reward is None else float(reward), bool(answer["done"])

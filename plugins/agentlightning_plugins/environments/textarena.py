@@ -44,15 +44,14 @@ class TextArenaEnvironment(Environment):
         Raises:
             ConfigError: there is no such game, or players without an opponent.
         """
-        import textarena
         from textarena.envs.registration import ENV_REGISTRY
 
         if address not in ENV_REGISTRY:
-            raise ConfigError(f"TextArena {textarena.__version__} has no game {address!r}.{suggest(address, ENV_REGISTRY)}")
+            raise ConfigError(f"TextArena has no game {address!r}.{suggest(address, ENV_REGISTRY)}")
         if (players > 1) is not (opponent is not None):
             raise ConfigError(
-                f"textarena:{address}: players = {players} and opponent = {opponent!r}; a game of several players needs "
-                "an opponent, a game of one has none"
+                f"textarena:{address}: players = {players} and opponent = {opponent!r}; a game of several players "
+                "needs an opponent, a game of one has none"
             )
         self.address, self.options, self.players = address, options or {}, players
         self.opponent: Any = load_attribute(opponent) if isinstance(opponent, str) else opponent

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
+from agentlightning.environment import Environment
 from agentlightning.testing.environment import EnvironmentConformance, Episode
 from agentlightning_plugins.environments.gymnasium import GymnasiumEnvironment
-from agentlightning_plugins.environments.loop import make_environment
 from agentlightning_plugins.environments.textarena import TextArenaEnvironment
-from agentlightning.environment import Environment
 from tests.plugins.environments.games import Guess, Stones
 
 
 class TestTools(EnvironmentConformance):
-    actions = [("take", {"count": "x"}), ("take", {"count": 2}), ("take", {"count": 3})]
+    actions: ClassVar = [("take", {"count": "x"}), ("take", {"count": 2}), ("take", {"count": 3})]
 
     @pytest.fixture
     def environment(self) -> Environment:
@@ -30,7 +31,7 @@ class TestActions(EnvironmentConformance):
 
 
 class TestGymnasium(EnvironmentConformance):
-    actions = ["1", "no idea", "2", "action 1", "2"]
+    actions: ClassVar = ["1", "no idea", "2", "action 1", "2"]
 
     @pytest.fixture
     def environment(self) -> Environment:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -31,7 +31,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class _TakesStones(EnvironmentConformance):
-    tasks = [{"question": "Take 2 of 9 stones.", "have": 9}, {"question": "Take 2 of 5 stones.", "have": 5}]
+    tasks: ClassVar = [{"question": "Take 2 of 9 stones.", "have": 9}, {"question": "Take 2 of 5 stones.", "have": 5}]
     ends = False
 
     def act(self, observations: list[str]) -> Any:
@@ -59,7 +59,9 @@ async def _call(environment: Environment, *names: str) -> list[str]:
     async with Episode(environment) as episode:
         await episode.reset("go")
         await episode.read_tools()
-        return [str(await episode.call(name, '{"have": 3, "count": "x"}' if name == "take" else "{}")) for name in names]
+        return [
+            str(await episode.call(name, '{"have": 3, "count": "x"}' if name == "take" else "{}")) for name in names
+        ]
 
 
 async def test_an_error_of_a_tool_and_a_wrong_call_are_shown_to_the_model() -> None:

@@ -74,15 +74,17 @@ class Episode:
 
     async def read_tools(self) -> list[dict[str, Any]]:
         """Returns the tools, as a chat completion takes them."""
-        functions = []
+        functions: list[dict[str, Any]] = []
         for tool in await self._run("tools"):
             if callable(tool):
-                arguments: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(functools.wraps(tool)(lambda *args, **kwargs: (args, kwargs)))
+                arguments: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(
+                    functools.wraps(tool)(lambda *args, **kwargs: (args, kwargs))
+                )
                 self._functions[tool.__name__] = tool, arguments
                 described = {"name": tool.__name__, "description": inspect.getdoc(tool) or ""}
                 tool = {**described, "parameters": arguments.json_schema()}
             functions.append({"type": "function", "function": dict(tool)})
-        self._names = [tool["function"]["name"] for tool in functions]
+        self._names = [each["function"]["name"] for each in functions]
         return functions
 
     @property
@@ -134,9 +136,12 @@ class Episode:
     async def _act(self, name: str, given: Mapping[str, Any], run: Callable[[], Any]) -> Observation:
         if self.done:
             raise RolloutError(f"{self.name}: {name} was called after the episode was over")
-        attributes = {semconv.GEN_AI_OPERATION_NAME: "execute_tool", "gen_ai.tool.name": name}
-        arguments = json.dumps(given, ensure_ascii=False)
-        with operation(name=name, **attributes, **{"gen_ai.tool.call.arguments": arguments}) as span:
+        attributes: dict[str, Any] = {
+            semconv.GEN_AI_OPERATION_NAME: "execute_tool",
+            "gen_ai.tool.name": name,
+            "gen_ai.tool.call.arguments": json.dumps(given, ensure_ascii=False),
+        }
+        with operation(name=name, **attributes) as span:
             result = await run()
             reward = None
             if isinstance(result, tuple) and len(result) == 3:
@@ -155,8 +160,8 @@ class Episode:
         if isinstance(result, str) or (isinstance(result, list) and all(isinstance(part, Mapping) for part in result)):
             return result
         raise RolloutError(
-            f"{self.name}.{method} returned {str(result)[:200]!r} ({type(result).__name__}); return a text or a list of "
-            "message parts" + ("" if method == "reset" else ", alone or as (observation, reward, done)")
+            f"{self.name}.{method} returned {str(result)[:200]!r} ({type(result).__name__}); return a text or a list "
+            "of message parts" + ("" if method == "reset" else ", alone or as (observation, reward, done)")
         )
 
     async def _run(self, name: str, *arguments: Any, method: Callable[..., Any] | None = None) -> Any:
