@@ -9,13 +9,13 @@ from agentlightning.errors import ConfigError
 from agentlightning.records import Dataset
 
 Observation: TypeAlias = str | Sequence[Mapping[str, Any]]
-"""What the model sees: a text, or the parts of a chat message, such as images."""
+"""The model sees a text, or the parts of a chat message, such as images."""
 StepResult: TypeAlias = Observation | tuple[Observation, float | None, bool]
 """An observation, alone or with the reward of the step (None: no reward of its own) and whether the episode is over."""
 
 
 class Environment:
-    """What a model acts in: derive from it, and override ``reset`` and either ``step`` or ``tools``.
+    """A world that a model acts in: derive from it, and override ``reset`` and either ``step`` or ``tools``.
 
     It is an agent of any algorithm: ``Trainer(algorithm="grpo").fit(environment)`` plays an episode for each rollout,
     in which the model of the rollout acts. The episode has its own deep copy of the object, so its state belongs in

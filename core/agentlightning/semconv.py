@@ -40,7 +40,6 @@ SPAN_SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 TRACER_NAME: Final = "agentlightning.tracer.name"
 
 REWARD: Final = "agentlightning.reward"  # ``.{i}.name`` and ``.{i}.value``; the first is the primary reward
-REWARD_SUM: Final = "agentlightning.reward_sum"  # True: the final reward sums up others, and belongs to no call
 MAX_REWARD: Final = 1e30  # largest absolute value of a reward: sums and squares of rewards stay finite
 LINK: Final = "agentlightning.link"  # ``.{i}.key_match``, ``.{i}.value_match``: the span with this attribute and value
 TAG: Final = "agentlightning.tag"  # ``.{i}``

@@ -1,4 +1,4 @@
 """Conformance tests for environments."""
 
-from agentlightning_plugins.shared.environments.conformance import EnvironmentConformance as EnvironmentConformance
-from agentlightning_plugins.shared.environments.episode import Episode as Episode
+from agentlightning_plugins.shared.environments.episode import EnvironmentEpisode as EnvironmentEpisode
+from agentlightning_plugins.shared.environments.testing import EnvironmentConformance as EnvironmentConformance

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from agentlightning.environment import Environment
-from agentlightning.testing.environment import EnvironmentConformance, Episode
+from agentlightning.testing.environment import EnvironmentConformance, EnvironmentEpisode
 from agentlightning_plugins.environments.gymnasium import GymnasiumEnvironment
 from agentlightning_plugins.environments.textarena import TextArenaEnvironment
 from tests.plugins.environments.games import Guess, Stones
@@ -55,7 +55,7 @@ async def test_an_opponent_plays_for_the_other_players_of_textarena() -> None:
         return "[0 1]"
 
     environment = TextArenaEnvironment("Nim-v0", players=2, opponent=take_from_the_first_pile)
-    async with Episode(environment) as episode:
+    async with EnvironmentEpisode(environment) as episode:
         assert "pile 0: 3" in str(await episode.reset({"seed": 1}))
         observation = str(await episode.step("[2 5]"))
         assert "pile 0: 2" in observation

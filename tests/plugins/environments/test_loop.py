@@ -11,7 +11,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.adapter.triplet import TraceToTriplet
 from agentlightning.testing.agent import Answer, Lab
-from agentlightning.testing.environment import Episode
+from agentlightning.testing.environment import EnvironmentEpisode
 from agentlightning_plugins.environments.loop import make_environment
 from agentlightning_plugins.shared.configuration.assembly import load_parts
 from agentlightning_plugins.shared.configuration.config import read_config
@@ -112,7 +112,7 @@ class _Database(agl.Environment):
 
 
 async def test_the_synchronous_methods_of_an_episode_run_in_one_thread() -> None:
-    async with Episode(_Database()) as episode:
+    async with EnvironmentEpisode(_Database()) as episode:
         await episode.reset("")
         assert [await episode.step("") for _ in range(3)] == ["1", "2", "3"]
     assert vars(episode.environment)["is_closed"]

@@ -13,7 +13,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.environment import Environment
 from agentlightning.testing.agent import Answer, Lab
-from agentlightning.testing.environment import EnvironmentConformance, Episode
+from agentlightning.testing.environment import EnvironmentConformance, EnvironmentEpisode
 from agentlightning_plugins.environments.loop import make_environment
 from agentlightning_plugins.environments.mcp import McpEnvironment
 from agentlightning_plugins.shared.scripted_model.server import RecordedRequest
@@ -56,7 +56,7 @@ class TestHTTP(_TakesStones):
 
 
 async def _call(environment: Environment, *names: str) -> list[str]:
-    async with Episode(environment) as episode:
+    async with EnvironmentEpisode(environment) as episode:
         await episode.reset("go")
         await episode.read_tools()
         return [
@@ -74,7 +74,7 @@ async def test_an_error_of_a_tool_and_a_wrong_call_are_shown_to_the_model() -> N
 async def test_the_configured_tools_are_offered() -> None:
     environment = make_environment({"mcp": STDIO, "tools": ["take"], "max_turns": 3})
     assert environment.max_turns == 3
-    async with Episode(environment) as episode:
+    async with EnvironmentEpisode(environment) as episode:
         await episode.reset("go")
         (tool,) = await episode.read_tools()
     assert tool["function"]["name"] == "take"

@@ -12,7 +12,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.environment import Environment
 from agentlightning.testing.agent import Answer, Lab
-from agentlightning.testing.environment import EnvironmentConformance, Episode
+from agentlightning.testing.environment import EnvironmentConformance, EnvironmentEpisode
 from agentlightning_plugins.environments.loop import make_environment
 from agentlightning_plugins.environments.openenv import OpenEnvEnvironment
 from agentlightning_plugins.shared.scripted_model.server import RecordedRequest
@@ -62,11 +62,11 @@ class TestToolOfOpenEnv(EnvironmentConformance):
 async def test_the_fields_of_a_task_are_arguments_of_reset_and_a_wrong_action_is_told_to_the_model(
     server: Server,
 ) -> None:
-    async with Episode(make_environment(f"openenv:{_address(server)}")) as episode:
+    async with EnvironmentEpisode(make_environment(f"openenv:{_address(server)}")) as episode:
         assert await episode.reset({"highest": 3}) == "a number from 0 to 3"
         with pytest.raises(agl.RolloutError, match="invalid literal for int"):
             await episode.step("three")
-    async with Episode(make_environment(f"openenv:{_address(server)}/counting")) as episode:
+    async with EnvironmentEpisode(make_environment(f"openenv:{_address(server)}/counting")) as episode:
         await episode.reset({"seed": 1})
         (tool,) = await episode.read_tools()
         assert set(tool["function"]["parameters"]["properties"]) == {"guess", "step"}
@@ -75,7 +75,7 @@ async def test_the_fields_of_a_task_are_arguments_of_reset_and_a_wrong_action_is
 
 
 async def test_a_server_that_does_not_answer_is_named() -> None:
-    async with Episode(make_environment("openenv:http://127.0.0.1:9")) as episode:
+    async with EnvironmentEpisode(make_environment("openenv:http://127.0.0.1:9")) as episode:
         with pytest.raises(agl.RolloutError, match="http://127.0.0.1:9 is no server of OpenEnv that answers"):
             await episode.reset({"seed": 1})
 

@@ -1,4 +1,4 @@
-"""``Episode``: one episode of an environment, within limits of time."""
+"""``EnvironmentEpisode``: one episode of an environment, within limits of time."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from agentlightning.emitter import emit_reward, operation
 from agentlightning.environment import Environment, Observation
 from agentlightning.errors import RolloutError
 from agentlightning.frozen import to_number
+from agentlightning.reward import REWARD_SUM
 from agentlightning_integrations.shared.object_copy import copy_except
 
 logger = logging.getLogger("agentlightning")
@@ -30,7 +31,7 @@ _CLOSE_S: Final = 10.0
 """The longest that closing an environment may take; the attempt has its result by then."""
 
 
-class Episode:
+class EnvironmentEpisode:
     """One episode at a time, on a copy of the environment; ``async with`` closes it.
 
     Synchronous methods of the environment run in one thread of the episode, so that one that blocks or hangs costs only
@@ -50,7 +51,7 @@ class Episode:
         self._thread: asyncio.Task[None] | None = None
         self._is_stuck = self._is_begun = False
 
-    async def __aenter__(self) -> Episode:
+    async def __aenter__(self) -> EnvironmentEpisode:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -131,7 +132,7 @@ class Episode:
             if self.rewards and final == self.rewards[-1]:
                 return
         if final is not None:  # a sum belongs to no call: each of its parts does
-            emit_reward(final, attributes={semconv.REWARD_SUM: True} if self.rewards else None)
+            emit_reward(final, attributes={REWARD_SUM: True} if self.rewards else None)
 
     async def _act(self, name: str, given: Mapping[str, Any], run: Callable[[], Any]) -> Observation:
         if self.done:

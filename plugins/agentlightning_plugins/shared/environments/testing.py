@@ -17,7 +17,7 @@ from agentlightning.environment import Environment
 from agentlightning.errors import RolloutError
 from agentlightning.litagent import wrap
 from agentlightning_plugins.shared.agent_testing.lab import Lab
-from agentlightning_plugins.shared.environments.episode import Episode
+from agentlightning_plugins.shared.environments.episode import EnvironmentEpisode
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 
 _MAX_ACTIONS = 20
@@ -33,7 +33,7 @@ class EnvironmentConformance:
     tasks: ClassVar[Sequence[Mapping[str, Any]]] = tuple({"seed": seed} for seed in range(8))
     """At least two tasks; their episodes are not all alike."""
     actions: ClassVar[Sequence[str | tuple[str, Mapping[str, Any]]]] = ()
-    """What the model does in its turns: an answer, or the name of a tool and its arguments. The last one is repeated,
+    """The model's turns: an answer, or the name of a tool and its arguments. The last one is repeated,
     unless it is an answer to an environment that takes calls of tools only, which ends the episode."""
     ends: ClassVar[bool] = True
     """Whether the actions lead to the end of an episode (``done``)."""
@@ -46,10 +46,10 @@ class EnvironmentConformance:
 
     async def play(self, environment: Environment, task: Mapping[str, Any]) -> tuple[list[str], list[float]]:
         """Plays an episode without a model; returns its observations and the rewards of its steps."""
-        async with Episode(environment) as episode:
+        async with EnvironmentEpisode(environment) as episode:
             return await self._play(episode, task), episode.rewards
 
-    async def _play(self, episode: Episode, task: Mapping[str, Any]) -> list[str]:
+    async def _play(self, episode: EnvironmentEpisode, task: Mapping[str, Any]) -> list[str]:
         observations = [_text(await episode.reset(task))]
         has_tools = bool(await episode.read_tools())
         while not episode.done and len(observations) <= _MAX_ACTIONS:
@@ -78,14 +78,14 @@ class EnvironmentConformance:
 
     async def test_reset_is_independent_of_the_last_episode(self, environment: Environment) -> None:
         first, *others = [await self.play(environment, task) for task in self.tasks[:3]]
-        async with Episode(environment) as episode:
+        async with EnvironmentEpisode(environment) as episode:
             for task, expected in zip([*self.tasks[1:3], self.tasks[0]], [*others, first], strict=True):
                 assert (await self._play(episode, task), episode.rewards) == expected, (
                     "an episode depends on its task and its actions, and not on the episode before"
                 )
 
     async def test_a_step_after_the_end_is_refused(self, environment: Environment) -> None:
-        async with Episode(environment) as episode:
+        async with EnvironmentEpisode(environment) as episode:
             observations = await self._play(episode, self.tasks[0])
             assert episode.done is self.ends, "the actions end the episode, unless `ends` is False"
             if self.ends:
@@ -153,7 +153,7 @@ def break_environment(environment: Environment, fault: str) -> Environment:
     return broken
 
 
-async def _run(episode: Episode, action: str | tuple[str, Mapping[str, Any]]) -> Any:
+async def _run(episode: EnvironmentEpisode, action: str | tuple[str, Mapping[str, Any]]) -> Any:
     return await (episode.step(action) if isinstance(action, str) else episode.call(action[0], json.dumps(action[1])))
 
 
