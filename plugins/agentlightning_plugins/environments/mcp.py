@@ -68,6 +68,7 @@ class McpEnvironment(Environment):
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 # close closes it
         self._ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._session = asyncio.create_task(self._keep_session())
+        self._session.add_done_callback(lambda task: task.cancelled() or task.exception())  # _ask raises it
         self._client = await self._ask("cannot be used", self._ready)
         await self._list_tools()
         return question
@@ -112,8 +113,9 @@ class McpEnvironment(Environment):
                 read, write, *_ = await stack.enter_async_context(transport)
                 client = await stack.enter_async_context(mcp.ClientSession(read, write))
                 await client.initialize()
-            self._ready.set_result(client)
-            await self._closing.wait()
+            if not self._ready.done():
+                self._ready.set_result(client)
+                await self._closing.wait()
 
     async def _ask(self, what: str, answer: Awaitable[T]) -> T:
         """Awaits an answer of the server, as long as the session lasts."""

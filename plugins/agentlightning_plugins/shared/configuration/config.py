@@ -6,18 +6,9 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, TypeAlias
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic.functional_validators import model_validator
 
 from agentlightning.errors import ConfigError, PluginError, suggest
 from agentlightning.plugin.registry import get_manager
