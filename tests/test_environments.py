@@ -87,8 +87,10 @@ IMPORTS = {
     "apo": "openai",
     "datasets": "datasets, pyarrow",
     "gepa": "gepa",
+    "gymnasium": "gymnasium",
     "grpo": "peft, torch, transformers",
     "litellm": "litellm",
+    "mcp": "mcp",
     "mlflow": "mlflow",
     "openinference": "openinference.instrumentation.openai",
     "otlp": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -96,6 +98,7 @@ IMPORTS = {
     "postgresql": "asyncpg",
     "ray": "ray",
     "tensorboard": "tensorboard",
+    "textarena": "textarena",
     "trackio": "trackio",
     "wandb": "wandb",
 }

@@ -26,6 +26,7 @@ from agentlightning.emitter import emit_object as emit_object
 from agentlightning.emitter import emit_reward as emit_reward
 from agentlightning.emitter import emit_state as emit_state
 from agentlightning.emitter import operation as operation
+from agentlightning.environment import Environment as Environment
 from agentlightning.errors import AdapterError as AdapterError
 from agentlightning.errors import ConfigError as ConfigError
 from agentlightning.errors import ConflictError as ConflictError

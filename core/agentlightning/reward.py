@@ -26,6 +26,8 @@ class Feedback(NamedTuple):
     """The prompt that it is about; None: all prompts."""
 
 
+REWARD_SUM: Final = "agentlightning.reward_sum"
+"""Attribute of a final reward that sums up the rewards of calls, and so belongs to no call itself."""
 _PRIMARY: Final = f"{semconv.REWARD}.0.value"
 
 

@@ -151,9 +151,10 @@ class Trainer:
         """Trains until the algorithm is done.
 
         Args:
-            agent: a function, decorated or plain, a LitAgent, or an object of a framework that a plugin supports. None
-                for an algorithm that runs no agent, such as ``sft``.
-            train_dataset: tasks to learn from: a sequence, or a DataFrame, whose rows become dicts.
+            agent: a function, decorated or plain, a LitAgent, an Environment, or an object of a framework that a plugin
+                supports. None for an algorithm that runs no agent, such as ``sft``.
+            train_dataset: tasks to learn from: a sequence, or a DataFrame, whose rows become dicts. Without any tasks,
+                an Environment's own.
             val_dataset: tasks to evaluate with.
             reward: ``reward(task, output, rollout)``, or a component such as ``judge``, for agents that do not emit
                 their reward themselves.
@@ -217,6 +218,8 @@ class Trainer:
         train_dataset: Dataset[Any] | None,
         val_dataset: Dataset[Any] | None,
     ) -> Run:
+        if train_dataset is None and val_dataset is None:
+            train_dataset, val_dataset = agent.own_tasks("train"), agent.own_tasks("val")
         train_dataset, val_dataset = _to_rows(train_dataset, "train_dataset"), _to_rows(val_dataset, "val_dataset")
         _check_datasets(train_dataset=train_dataset, val_dataset=val_dataset)
         adapter = self.adapter

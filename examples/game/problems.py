@@ -1,4 +1,4 @@
-"""Tasks of the game of stones, their splits, and the game as a rollout.
+"""Tasks of the game of stones, and their splits.
 
 Every task can be won. Validation and test games begin with more stones than any training game, so that their first
 moves are new to the model.
@@ -9,17 +9,11 @@ from __future__ import annotations
 import random
 from typing import Literal, TypedDict
 
-from examples.game.agent import play
 from examples.game.rules import is_won
-from openai import AsyncOpenAI
-
-import agentlightning as agl
 
 Split = Literal["train", "val", "test"]
 HEAPS = {"train": range(5, 20), "val": range(20, 26), "test": range(26, 34)}
 STRENGTH = 0.5
-
-client = AsyncOpenAI(api_key="unset", base_url="http://unset", max_retries=0)
 
 
 class Problem(TypedDict):
@@ -53,14 +47,3 @@ def val() -> list[Problem]:
 def test() -> list[Problem]:
     """The test split."""
     return make_problems("test", 200)
-
-
-async def agent(task: Problem, llm: agl.LLM) -> bool:
-    """Plays one game; returns whether the model has won."""
-    own = client.with_options(base_url=llm.get_base_url(), api_key=llm.api_key or "unset")
-    return await play(own, llm.model, task, **llm.sampling_parameters)
-
-
-def reward(task: Problem, output: bool, rollout: object) -> float:
-    """Returns 1 for a win, which perfect play always reaches, else 0."""
-    return float(output)

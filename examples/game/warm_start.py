@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 import torch
-from examples.game.agent import INSTRUCTIONS, Game, show
+from examples.game.agent import INSTRUCTIONS, Game
 from examples.game.problems import HEAPS, STRENGTH
 from examples.game.rules import moves
 from examples.tiny_model import Chat, imitate, make_model, make_tokenizer, save
@@ -25,19 +25,23 @@ FIXED = (
     "}}\n</tool_call>",
     " / ",
     *("o" * count for count in (4, 3, 2, 1)),
-    *(Game(1, 0.0, 0).take(arguments) for arguments in ("", '{"count": 2}', '{"count": 3}')),
+    "error: give a count",
+    *(f"error: you cannot take {count}" for count in (2, 3)),
 )
 
 
 def demonstrate(rng: random.Random) -> Chat:
     """Plays a game to its end; the game begins with at most as many stones as the largest test game."""
-    game = Game(rng.randint(1, HEAPS["test"][-1]), STRENGTH, rng.randrange(10**9))
-    chat: Chat = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": show(game.stones)}]
-    while game.won is None:
+    game, is_over = Game(), False
+    stones = rng.randint(1, HEAPS["test"][-1])
+    seen = game.reset({"stones": stones, "strength": STRENGTH}, rng.randrange(10**9))
+    chat: Chat = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": seen}]
+    while not is_over:
         count = 1 if rng.random() < 0.4 else rng.choice(moves(game.stones))
         arguments = f'{{"count": {count}}}'
         chat.append({"role": "assistant", "tool_calls": [{"function": {"name": "take", "arguments": arguments}}]})
-        chat.append({"role": "tool", "content": game.take(arguments)})
+        seen, _, is_over = game.take(count)
+        chat.append({"role": "tool", "content": seen})
     return chat
 
 

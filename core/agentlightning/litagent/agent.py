@@ -6,12 +6,12 @@ import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Generic, Literal, TypeAlias, TypeVar
 
 from agentlightning.emitter import emit_feedback
 from agentlightning.errors import ConfigError, RolloutError
 from agentlightning.frozen import to_number
-from agentlightning.records import AttemptedRollout, Rollout, RolloutRawResult, Span
+from agentlightning.records import AttemptedRollout, Dataset, Rollout, RolloutRawResult, Span
 from agentlightning.resources import NamedResources, PromptTemplate
 
 T = TypeVar("T")
@@ -111,6 +111,10 @@ class LitAgent(Generic[T]):
     def initial_prompts(self) -> Mapping[str, PromptTemplate]:
         """Returns the initial values of the agent's own prompts by resource name."""
         return {}
+
+    def own_tasks(self, split: Literal["train", "val"]) -> Dataset[Any] | None:
+        """Returns the tasks of a run that names none; an environment has some."""
+        return None
 
 
 def check_agent(agent: LitAgent[Any]) -> None:

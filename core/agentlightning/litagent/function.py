@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Protocol, TypeAlias, cast, get_args, get_type_hints, overload
+from typing import Any, Literal, Protocol, TypeAlias, cast, get_args, get_type_hints, overload
 
 from agentlightning.errors import ConfigError, RolloutError
 from agentlightning.litagent.agent import (
@@ -25,7 +25,7 @@ from agentlightning.litagent.agent import (
 )
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.plugin.registry import get_manager
-from agentlightning.records import Rollout, RolloutRawResult
+from agentlightning.records import Dataset, Rollout, RolloutRawResult
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, Resource, scope_to_attempt
 
 
@@ -304,6 +304,9 @@ class RewardedAgent(LitAgent[Any]):
 
     def initial_prompts(self) -> Mapping[str, PromptTemplate]:
         return self.agent.initial_prompts()
+
+    def own_tasks(self, split: Literal["train", "val"]) -> Dataset[Any] | None:
+        return self.agent.own_tasks(split)
 
     def _input(self, task: Any) -> Any:
         return task if self._task_to_input is None else self._task_to_input(task)

@@ -48,6 +48,7 @@ CORE_KINDS: Final = (
     Kind("algorithm", "agentlightning.algorithm.algorithm:Algorithm", "learns from rollouts"),
     Kind("credit", "an object with apply(nodes, calls, triplets, rewards, final)", "assigns rewards to model calls"),
     Kind("dataset", "(source) -> Dataset", "reads tasks; its name is the ending or the prefix of its sources"),
+    Kind("environment", "agentlightning.environment:Environment", "what a model acts in; its name begins its address"),
     Kind("gateway", "agentlightning.algorithm.algorithm:Gateway", "records the agents' model calls"),
     Kind("handler", "(tracer_provider) -> object", "a framework's callbacks; Tracer.get_handler makes one"),
     Kind("report", "(store, directory) -> Awaitable[None]", "writes a file when a run with a directory ends"),

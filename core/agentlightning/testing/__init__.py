@@ -9,6 +9,7 @@ pytest.register_assert_rewrite(
     *(f"{__name__}.{kit}" for kit in ("adapter", "algorithm", "reward", "store", "strategy", "tracer", "tracker")),
     "agentlightning_plugins.gateway.testing",
     "agentlightning_plugins.shared.agent_testing",
+    "agentlightning_plugins.shared.environments.testing",
     "agentlightning_algorithms.shared.testing",
 )
 

@@ -77,7 +77,7 @@ class Lab:
         script: Callable[[RecordedRequest], Answer] | Sequence[Answer] = answer,
         *,
         prompts: Prompts | None = None,
-        reward: Callable[[Any, Any, Rollout], float] = read_sum,
+        reward: Callable[[Any, Any, Rollout], float] | None = read_sum,
         tracer: str = "otel",
     ) -> None:
         """Wraps the agent.
@@ -108,7 +108,7 @@ class Lab:
 
     async def run(
         self,
-        *tasks: str,
+        *tasks: Any,
         resources: Mapping[str, Resource | str] | None = None,
         timeout_s: float | None = None,
         through_gateway: bool = True,

@@ -70,12 +70,14 @@ def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
 
     with _located(document, ("plugin_settings",)):
         get_manager().configure(expand(config.plugin_settings or {}))
-    with _located(document, ("agent",)):
+    with _located(document, ("agent" if config.environment is None else "environment",)):
         spec = config.algorithm  # without an algorithm, a command runs the agent
         runs_agent = spec is None or getattr(_find_class(document, "algorithm", spec), "runs_agent", True)
         agent = load_agent(config.agent) if config.agent is not None or runs_agent else wrap(never_called)
     train = load(("data", "train"), load_data, config.data.train)
     val = load(("data", "val"), load_data, config.data.val)
+    if train is None and val is None:
+        train, val = agent.own_tasks("train"), agent.own_tasks("val")
     resources = load(("resources",), load_resources, config.resources)
     components: dict[str, Any] = {}
     for kind in COMPONENTS:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic.functional_validators import model_validator
 
 from agentlightning.errors import ConfigError, PluginError, suggest
 from agentlightning.plugin.registry import get_manager
@@ -124,6 +125,9 @@ AgentSpec: TypeAlias = Annotated[
     | Annotated[NamedAgentConfig, _COMPONENT],
     Discriminator(_agent_branch),
 ]
+EnvironmentSpec: TypeAlias = Annotated[
+    Annotated[str, _TEXT] | Annotated[dict[str, Any], _MAPPING], Discriminator(_text_or_mapping)
+]
 DatasetSpec: TypeAlias = Annotated[
     Annotated[str, _TEXT] | Annotated[DatasetConfig, _MAPPING], Discriminator(_text_or_mapping)
 ]
@@ -148,8 +152,11 @@ class TrainConfig(_Section):
     agent: AgentSpec | None = None
     """The agent: ``module:attribute``, a component, or a mapping with ``target``, ``command`` or ``name``. Algorithms
     that run no agent, such as ``sft``, need none."""
+    environment: EnvironmentSpec | None = None
+    """In place of an agent: the kind of an environment and its address, such as ``gymnasium:FrozenLake-v1``, or
+    ``module:attribute``; or a mapping that begins with both (``{mcp: [my-server]}``) and goes on with settings."""
     data: DataConfig = Field(default_factory=DataConfig)
-    """The tasks."""
+    """The tasks; an environment may have its own."""
     algorithm: ComponentSpec | None = None
     """The algorithm. `agl train` requires it."""
     store: str | None = None
@@ -186,6 +193,18 @@ class TrainConfig(_Section):
     """Settings of plugins whose hooks take them, by the name of the plugin."""
     hooks: list[str] | None = None
     """``module:attribute`` of ``Hook`` objects or classes."""
+
+    @model_validator(mode="after")
+    def _environment_is_an_agent(self) -> TrainConfig:
+        if self.environment is not None:
+            if self.agent is not None:
+                raise ValueError("agent and environment are given, and the environment is the agent; remove one")
+            given = self.environment if isinstance(self.environment, dict) else {}
+            spec: Any = {name: value for name, value in given.items() if name != "reward"} or self.environment
+            self.agent = NamedAgentConfig.model_validate(
+                {"name": "environment", "environment": spec, "reward": given.get("reward")}
+            )
+        return self
 
 
 def read_config(document: ConfigDocument) -> TrainConfig:
