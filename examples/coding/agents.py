@@ -4,11 +4,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from examples.coding.problems import WORKSPACES
+
 import agentlightning as agl
 
 _CHECKED: dict[str, Any] = {
     "prompt": "{text}",
-    "workspace": "runs/workspaces/{name}",
+    "workspace": f"{WORKSPACES}/{{name}}",
     "restore": ["check.py"],
     "reward": ["python3", "-I", "-c", "import sys; sys.path.insert(0, '.'); import check"],
 }

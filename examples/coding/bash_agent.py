@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 from urllib.parse import urlsplit
 
 MAX_CALLS = 6
@@ -17,7 +18,7 @@ TOOL = {"name": "bash", "description": "Execute a bash command", "parameters": S
 SYSTEM = "You are a helpful assistant that can interact with a computer."
 
 
-def ask(messages: list) -> dict:
+def ask(messages: list[dict[str, Any]]) -> Any:
     url = urlsplit(os.environ["OPENAI_BASE_URL"])
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     body = {
@@ -32,7 +33,7 @@ def ask(messages: list) -> dict:
     return answer["choices"][0]["message"] if "choices" in answer else sys.exit(json.dumps(answer))
 
 
-def execute(call: dict) -> str:
+def execute(call: Any) -> str:
     try:
         command = json.loads(call["function"]["arguments"])["command"]
         done = subprocess.run(command, shell=True, stdout=-1, stderr=-2, text=True, timeout=30, check=False)  # noqa: S602 its tool
@@ -44,7 +45,10 @@ def execute(call: dict) -> str:
 
 
 def main() -> None:
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": sys.stdin.read()}]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": sys.stdin.read()},
+    ]
     for _ in range(MAX_CALLS):
         message = ask(messages)
         messages.append({"role": "assistant", "content": message["content"], "tool_calls": message.get("tool_calls")})

@@ -50,6 +50,7 @@ OPENINGS = (
     "check.py fails, because compute() in program.py does not give {phrase}. Repair it.",
 )
 ARGUMENTS = (("a", "b"), ("x", "y"), ("m", "n"), ("left", "right"), ("first", "second"), ("one", "other"))
+WORKSPACES = Path(__file__).resolve().parents[2] / "runs" / "coding-workspaces"
 NUMBERS = ((7, 3), (3, 8), (4, 4))
 CHECK = """import sys
 from program import compute
@@ -58,7 +59,7 @@ sys.exit(any(compute(a, b) != {right} for a, b in {numbers}) and "wrong")
 
 
 class Problem(TypedDict):
-    """One task of the agent; ``name`` is its folder in ``runs/workspaces``."""
+    """One task of the agent; ``name`` is its folder in ``WORKSPACES``."""
 
     name: str
     text: str
@@ -77,7 +78,7 @@ def make_workspace(right: str, wrong: str, arguments: tuple[str, str], folder: P
     return name
 
 
-def problem_stream(split: Split, seed: int, folder: Path = Path("runs/workspaces")) -> Iterator[Problem]:
+def problem_stream(split: Split, seed: int, folder: Path = WORKSPACES) -> Iterator[Problem]:
     """Yields an infinite stream of tasks; the eight repairs are equally frequent."""
     rng = random.Random(f"{split}-{seed}")
     while True:

@@ -78,7 +78,7 @@ def main() -> None:
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     before, between, after = read_prompt(options.mini_yaml)
-    rng, problems = random.Random(SEED), problem_stream("train", SEED, Path("runs/coding-workspaces"))
+    rng, problems = random.Random(SEED), problem_stream("train", SEED)
     fixed = [
         *(
             SYSTEM,

@@ -1,4 +1,4 @@
-"""examples/coding: the repair tasks, and two agents that work on them with a scripted model and with the tiny one."""
+"""examples/coding: the repair tasks, and the agent that works on them with a scripted model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-from examples.coding import problems, warm_start
+from examples.coding import agents, problems, warm_start
 
 import agentlightning as agl
-from agentlightning_plugins.commands.train import command
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
-from tests.algorithms.server_thread import threads_for_servers
 from tests.plugins.agents.command_lab import run, store
-from tests.source import REPO
 
 __all__ = ["store"]
 
@@ -50,40 +46,17 @@ def test_only_the_right_expression_passes_the_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["it looks", "it guesses"])
-async def test_the_agent_repairs_a_program_if_its_commands_do(
-    store: agl.LightningStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    from examples.coding.agents import bash
-
-    (task,) = first("train", 1, tmp_path / "runs" / "workspaces")
+async def test_the_agent_repairs_a_program_if_its_commands_do(store: agl.LightningStore, looks: bool) -> None:
+    (task,) = first("train", 1, problems.WORKSPACES)
     a, b = task["name"].split("-")[2:] if looks else ("no", "names")
     commands = [warm_start.LOOK, warm_start.REPAIR.format(expression=f"{a} + {b}"), f"echo {warm_start.SUBMIT}"]
     script = [Answer("", tool_calls=[("bash", {"command": line})]) for line in commands]
     async with ScriptedOpenAI(script) as server:
         resources = {"llm": agl.LLM(endpoint=server.endpoint, model="scripted")}
-        rollout, _ = await run(store, bash, dict(task), resources=resources)
+        rollout, _ = await run(store, agents.bash, dict(task), resources=resources)
     assert rollout.attempt.error is None
     assert rollout.attempt.reward == float(looks)
     messages = server.requests[-1].body["messages"]
     assert [message["role"] for message in messages] == ["system", "user", *["assistant", "tool"] * 2]
     shown = json.loads(messages[3]["content"])
-    assert shown == {"returncode": 0, "output": (Path("runs/workspaces") / task["name"] / "program.py").read_text()}
-
-
-def test_two_steps_train_the_tiny_model_through_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = ("steps=2", "tasks_per_step=2", "rollouts_per_task=4", "eval_every=0", "experience.keep_flat_groups=true")
-    settings = [f"algorithm.{setting}" for setting in short]
-    settings += ["data.val={source: 'problems.py:val', limit: 2}", f"run_dir={tmp_path / 'run'}"]
-    monkeypatch.chdir(REPO)
-    with threads_for_servers():
-        done = CliRunner().invoke(command, ["examples/coding/train.yaml", *settings])
-    assert done.exit_code == 0, done.output
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    trained = [step for step in steps if "loss" in step]
-    assert [step["rollouts"] for step in trained] == [8.0, 8.0]
-    zero = ("rollouts_without_reward", "calls_without_tokens", "drift/template", "drift/retokenisation", "drift/other")
-    for step in trained:
-        assert [step[name] for name in zero] == [0.0] * 5
-        assert step["calls"] >= 16.0
-        assert step["logprob_gap_max"] < 1e-3
+    assert shown == {"returncode": 0, "output": (problems.WORKSPACES / task["name"] / "program.py").read_text()}
