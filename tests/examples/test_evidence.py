@@ -37,7 +37,7 @@ def read_runs(out: Path, example: str, said: str) -> dict[str, dict[int, list[ev
     return evidence.read_runs(out / example)
 
 
-@pytest.mark.parametrize("example", list(LEARNED))
+@pytest.mark.parametrize("example", [*LEARNED, "coding"])
 def test_an_example_trains_and_the_demo_with_a_learning_rate_of_zero_does_not_change(
     example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,4 +17,5 @@ def components() -> list[Component]:
     return [
         Component("agent", "command", f"{_PACKAGE}.agent:CommandAgent", summary="a command line in any language"),
         Component("sandbox", "subprocess", f"{_PACKAGE}.sandbox:SubprocessSandbox", summary="limits of the system"),
+        Component("sandbox", "docker", f"{_PACKAGE}.docker:DockerSandbox", summary="a container of docker or podman"),
     ]

@@ -185,6 +185,8 @@ class CommandAgent(LitAgent[Any]):
         Raises:
             ConfigError: the program, or the Node.js that it needs, is not installed.
         """
+        if image := getattr(self._sandbox, "image", None):
+            return f"{self.command[0]} of the image {image}"
         program = shutil.which(self.command[0])
         if program is None:
             install = f" Install it with: {self._preset.install}" if self._preset and self._preset.install else ""

@@ -66,7 +66,7 @@ def _watch(settings: dict[str, Any], is_alone: bool) -> None:
             used["processes"], used["MiB of memory"] = _measure_processes()
         if time.monotonic() >= next_look:
             started = time.monotonic()
-            used["MiB of files"] = sum(map(_measure_folder, settings["folders"])) / 2**20
+            used["MiB of files"] = sum(map(measure_folder, settings["folders"])) / 2**20
             next_look = time.monotonic() + max(1.0, 20 * (time.monotonic() - started))
         for what, value in used.items():
             if most[what] is not None and value > most[what]:
@@ -90,7 +90,7 @@ def _measure_processes() -> tuple[int, float]:
     return count - 1, pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def _measure_folder(path: str) -> int:
+def measure_folder(path: str) -> int:
     """Returns the bytes of the files below a folder, as they are allocated."""
     total = 0
     waiting = [path]

@@ -85,9 +85,7 @@ class SubprocessSandbox:
             ConfigError: a limit is invalid.
         """
         limits = {"memory_mb": memory_mb, "processes": processes, "open_files": open_files, "disk_mb": disk_mb}
-        for name, value in limits.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} = {value}: give a number of at least 1")
+        check_limits(limits)
         if network not in get_args(Network):
             raise ConfigError(f"network = {network!r}: give one of: {', '.join(get_args(Network))}")
         self._limits = limits
@@ -102,7 +100,7 @@ class SubprocessSandbox:
             self._require_no_namespace()
         reason = job.folder / "exceeded"
         net = ["--net"] if self._network == "gateway" else []
-        async with self._network_to_gateway(job) as (port, path):
+        async with way_to_gateway(job, self._network) as (port, path):
             settings = {
                 **self._limits,
                 "folders": [str(job.folder)],
@@ -134,30 +132,40 @@ class SubprocessSandbox:
             "in processes nor in memory"
         )
 
-    @asynccontextmanager
-    async def _network_to_gateway(self, job: Job) -> AsyncIterator[tuple[int, str]]:
-        """Yields the port of the model endpoint and a Unix socket that leads there; 0 without such a way."""
-        url = urlsplit(job.env.get("OPENAI_BASE_URL", ""))
-        if self._network == "host" or not url.hostname:  # a reward command has no model
-            yield 0, ""
-            return
-        if url.hostname not in ("127.0.0.1", "localhost") or url.port is None:
-            raise ConfigError(
-                f"network = 'gateway': the model endpoint is {url.geturl()!r}, not a gateway on this machine"
-            )
-        path = str(job.folder / "gateway")
-        connect = functools.partial(asyncio.open_connection, "127.0.0.1", url.port)
 
-        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            far_reader, far_writer = await connect()
-            with contextlib.closing(writer), contextlib.closing(far_writer), contextlib.suppress(OSError):
-                await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+def check_limits(limits: Mapping[str, float | None]) -> None:
+    """Checks numbers by name; None is no limit.
 
-        server = await asyncio.start_unix_server(relay, path)
-        try:
-            yield url.port, path
-        finally:
-            server.close()
+    Raises:
+        ConfigError: one is not above 0.
+    """
+    for name, value in limits.items():
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name} = {value}: give a number above 0")
+
+
+@asynccontextmanager
+async def way_to_gateway(job: Job, network: str) -> AsyncIterator[tuple[int, str]]:
+    """Yields the port of the model endpoint and a Unix socket that leads there; 0 without such a way."""
+    url = urlsplit(job.env.get("OPENAI_BASE_URL", ""))
+    if network != "gateway" or not url.hostname:  # a reward command has no model
+        yield 0, ""
+        return
+    if url.hostname not in ("127.0.0.1", "localhost") or url.port is None:
+        raise ConfigError(f"network = 'gateway': the model endpoint is {url.geturl()!r}, not a gateway on this machine")
+    path = str(job.folder / "gateway")
+    connect = functools.partial(asyncio.open_connection, "127.0.0.1", url.port)
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await connect()
+        with contextlib.closing(writer), contextlib.closing(far_writer), contextlib.suppress(OSError):
+            await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+
+    server = await asyncio.start_unix_server(relay, path)
+    try:
+        yield url.port, path
+    finally:
+        server.close()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

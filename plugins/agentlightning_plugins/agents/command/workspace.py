@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatch
+from fnmatch import fnmatch, translate
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -75,14 +76,14 @@ class Workspace:
     def read_state(self, folder: Path) -> State:
         """Returns the state of the files in a folder."""
         return {
-            os.path.relpath(entry.path, folder): (
+            name: (
                 info.st_ino,
                 info.st_mode,
                 info.st_size,
                 info.st_mtime_ns,
                 info.st_ctime_ns,  # no program can set this one
             )
-            for entry, info in _walk(folder, self._ignored)
+            for name, info in _walk(folder, self._ignored)
         }
 
 
@@ -109,8 +110,7 @@ def restore(source: Path, folder: Path, patterns: Sequence[str]) -> None:
     """
 
     def matching(root: Path) -> list[str]:
-        names = [os.path.relpath(entry.path, root) for entry, _ in _walk(root, ())]
-        return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+        return [name for name, _ in _walk(root, ()) if any(fnmatch(name, pattern) for pattern in patterns)]
 
     for name in matching(folder):
         (folder / name).unlink()
@@ -126,21 +126,23 @@ def restore(source: Path, folder: Path, patterns: Sequence[str]) -> None:
         shutil.copy2(source / name, target, follow_symlinks=False)
 
 
-def _walk(folder: Path, ignored: Sequence[str]) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Yields what is no folder below a folder, without following links."""
-    waiting = [os.fspath(folder)]
+def _walk(folder: Path, ignored: Sequence[str]) -> Iterator[tuple[str, os.stat_result]]:
+    """Yields what is no folder below a folder, by relative path, without following links."""
+    is_ignored = re.compile("|".join(map(translate, ignored)) or r"(?!)").match
+    waiting = [""]
     while waiting:
+        place = waiting.pop()
         try:
-            entries = list(os.scandir(waiting.pop()))
+            entries = list(os.scandir(folder / place))
         except OSError:  # the agent made it unreadable
             continue
         for entry in entries:
-            if any(fnmatch(entry.name, pattern) for pattern in ignored):
+            if is_ignored(entry.name):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                waiting.append(entry.path)
+                waiting.append(f"{place}{entry.name}/")
             else:
-                yield entry, entry.stat(follow_symlinks=False)
+                yield place + entry.name, entry.stat(follow_symlinks=False)
 
 
 def _compare(name: str, source: Path | None, folder: Path | None) -> str:
