@@ -239,13 +239,13 @@ def install(name: str) -> None:
 
 def agent_packages(name: str) -> list[str]:
     """Returns the packages of an environment of npm, with their versions."""
-    packages = [NODE, *NPM_LIBRARIES[name]]
+    packages = [NODE]
     for agent in AGENTS[name]:
         fields = dict(
             re.findall(r"^(install|tested): (.+)$", (PRESETS / f"{agent}.yaml").read_text("utf-8"), re.MULTILINE)
         )
         packages.append(f"{fields['install'].split()[-1]}@{fields['tested']}")
-    return packages
+    return packages + NPM_LIBRARIES[name]
 
 
 def install_agents(name: str) -> None:

@@ -67,7 +67,7 @@ class Run:
             ]
         select = "soak" if self.soak else "serial and not soak" if part == "serial" else "not serial and not soak"
         pytest = [str(environment / "python"), "-m", "pytest", "-m", select, "-o", f"cache_dir=.pytest_cache/{part}"]
-        pytest += ["--environment", environment.parent.name, f"--junitxml={RESULTS / part}.xml"]
+        pytest += [f"--environment={environment.parent.name}", f"--junitxml={RESULTS / part}.xml"]
         if self.soak:
             pytest += ["-o", "faulthandler_timeout=10800"]
         elif part == "serial":  # collecting the others would take longer than these tests do

@@ -54,7 +54,9 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_an_environment_gets_its_requirements_and_is_then_up_to_date(calls: list[str], tmp_path: Path) -> None:
     environments.install("small")
     assert re.fullmatch(f"venv .* {tmp_path}/.venvs/small", calls[0])
-    assert calls[1].endswith(f"--constraint {tmp_path}/constraints/small.txt pluggy>=1.5 pytest>=8")
+    assert calls[1].endswith(
+        f"--constraint {tmp_path}/constraints/small.txt --no-binary claude-agent-sdk pluggy>=1.5 pytest>=8"
+    )
     assert calls[2].endswith("--no-deps --editable .")
     environments.install("small")
     assert len(calls) == 3

@@ -185,11 +185,12 @@ class _AgentTrainer:
         self._report(metrics)
 
     def _validate(self: Any) -> dict[str, Any]:
-        metrics: dict[str, Any] = super()._validate()  # type: ignore[misc] # as above
+        found: dict[str, Any] = super()._validate()  # type: ignore[misc] # as above
+        # verl's own means of rewards count a failed rollout as an answer of the model
+        metrics = {name: value for name, value in found.items() if not name.startswith(("val-core/", "val-aux/"))}
         self.controller.check()
         metrics.update({f"val_{name}": value for name, value in self.controller.metrics.take("val").items()})
-        # verl's own means of rewards count a failed rollout as an answer of the model
-        self._report({name: value for name, value in metrics.items() if not name.startswith(("val-core/", "val-aux/"))})
+        self._report(metrics)
         return metrics
 
     def _report(self: Any, metrics: Mapping[str, Any]) -> None:

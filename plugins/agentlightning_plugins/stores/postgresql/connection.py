@@ -45,6 +45,11 @@ _AWAY: Final = (
 """Errors after which the server or the network may come back. TimeoutError is an OSError."""
 
 
+def is_of_outage(error: BaseException) -> bool:
+    """Whether an error comes from an outage, which ``Server.reconnect`` logs."""
+    return isinstance(error, _AWAY) or isinstance(error.__cause__, _AWAY)
+
+
 ANSWER_SLACK_S: Final = 10.0
 """A server that cancels a timed-out statement later than this is considered lost."""
 _CONNECT_TIMEOUT_S: Final = 10.0

@@ -14,7 +14,14 @@ import asyncpg
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import Event
-from agentlightning_plugins.stores.postgresql.connection import MAX_CANCELLED, Server, close, drop_if_lost, is_lost
+from agentlightning_plugins.stores.postgresql.connection import (
+    MAX_CANCELLED,
+    Server,
+    close,
+    drop_if_lost,
+    is_lost,
+    is_of_outage,
+)
 from agentlightning_plugins.stores.postgresql.events import PRUNE, TELL, EventReader
 from agentlightning_plugins.stores.postgresql.schema import MIGRATED, check_version
 from agentlightning_plugins.stores.postgresql.transaction import Transaction
@@ -304,7 +311,7 @@ class Writer:
             await self._events.read(self._connection, self._server.clock.now())
         except Exception as error:  # isolation point: a server that is away for a while must not end the writer
             drop_if_lost(self._connection, error)
-            if self._server.away_since is None:  # else the outage was reported
+            if not is_of_outage(error):
                 why = self._server.explain(error)
                 logger.warning("cannot read the events of other processes; trying again: %s", why)
             asyncio.get_running_loop().call_later(1.0, self._look_soon)
