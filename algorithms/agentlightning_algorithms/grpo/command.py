@@ -138,6 +138,8 @@ def serve(
     """
     _check_port(host, port)  # before the model is read
     if own is not None:
+        if adapters is not None:
+            raise ConfigError("--adapters is for our server; give your --command the adapters in its own way")
         values = {"name": name, "host": host, "port": str(port)}
         sys.exit(_serve_with_command(source, checkpoint, own, values, trust=trust))
     with (

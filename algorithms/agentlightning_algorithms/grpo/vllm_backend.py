@@ -43,12 +43,10 @@ class VLLMBackend:
             endpoint: OpenAI base URL.
             served_model: the server's name for the model; None: the name that agents use.
             api_key: API key of the server.
-
         """
         self.endpoint = endpoint.rstrip("/")
         self._served_model = served_model
         self._api_key = api_key
-
         self._model_name = ""
         self._served: set[str] = set()
         """Names of the server's models and adapters."""

@@ -6,7 +6,7 @@ import heapq
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
 from agentlightning_algorithms.live.settings import LiveSettings
@@ -217,7 +217,7 @@ class Watch:
         return mean_difference(self._recent) * self._scale
 
 
-def mean_difference(blocks: Iterable[tuple[float, float]]) -> float:
+def mean_difference(blocks: Collection[tuple[float, float]]) -> float:
     """The mean of the blocks' differences, weighted by their information; 0 without blocks."""
     information, differences = zip(*blocks, strict=True) if blocks else ((), ())
     return statistics.fmean(differences, information) if differences else 0.0

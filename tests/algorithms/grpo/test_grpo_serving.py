@@ -126,6 +126,8 @@ def test_a_used_port_is_refused_in_one_sentence_before_the_model_is_read(tmp_pat
         said = run_here(tmp_path, "serve", "no-such-model", "--port", port)
         assert (said.code, said.stderr.count("\n")) == (2, 1)
         assert f"port {port} of 127.0.0.1 is in use; choose another --port, or 0" in said.stderr
+        said = run_here(tmp_path, "serve", "m", "--port", "0", "--command", "vllm serve {model}", "--adapters", "a")
+        assert (said.code, "--adapters is for our server" in said.stderr) == (2, True)
         said = run_here(tmp_path, "serve", "no-such-model", "--port", port, "--command", "vllm serve {model}")
         assert f"port {port} of 127.0.0.1 is in use" in said.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,11 @@ import httpx
 import pytest
 import torch
 from examples.live_weights.live_weights import SFT_SETTINGS, serve, traffic
+from safetensors.torch import load_file
 
 import agentlightning as agl
 from agentlightning.errors import ConfigError
+from agentlightning_algorithms.offline.dpo import DPO
 from agentlightning_algorithms.offline.training import SFT
 from agentlightning_algorithms.shared.live_resources import LiveExperience, Result, read_live_history
 from agentlightning_algorithms.shared.policy.lora import add_lora
@@ -99,6 +102,32 @@ async def test_nothing_is_proposed_without_a_good_answer_and_nothing_for_two_mod
         await sft.propose(LiveExperience({"writer": llm, "critic": llm}, [], [], store))
     with pytest.raises(ConfigError, match="a training needs source"):
         await sft.run()
+    await store.close()
+
+
+async def test_dpo_proposes_an_adapter_from_a_better_and_a_worse_answer_to_one_task(tmp_path: Path) -> None:
+    dpo = DPO(model=str(CHECKPOINT), adapters=str(tmp_path), lora=LoraSettings(rank=2), train_threads=1, lr=1e-2)
+    store = agl.InMemoryLightningStore()
+    results = []
+    for text, reward in (("5", 1.0), ("6", 0.0)):
+        rollout = await store.start_rollout("2 + 3?")
+        ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+        said = {
+            f"gen_ai.{name}.messages": json.dumps([{"role": role, "parts": [{"type": "text", "content": content}]}])
+            for name, role, content in (("input", "user", "2 + 3?"), ("output", "assistant", text))
+        }
+        chat = {"gen_ai.operation.name": "chat", **said}
+        await store.add_span(agl.Span.from_attributes(attributes=chat, name="chat", **ids))
+        await store.update_attempt(*ids.values(), status="succeeded", reward=reward)
+        ended = await store.get_rollout_by_id(rollout.rollout_id)
+        assert ended is not None
+        results.append(Result(ended, reward))
+    llm = agl.LLM(endpoint="http://127.0.0.1:9/v1", model="policy")
+    assert await dpo.propose(LiveExperience({"llm": llm}, results[:1], [], store)) is None
+    proposed = await dpo.propose(LiveExperience({"llm": llm}, results, [], store))
+    assert proposed == {"llm": llm.model_copy(update={"model": "live-1"})}
+    weights = load_file(tmp_path / "live-1" / "adapter_model.safetensors")
+    assert any(weight.abs().max() > 0 for name, weight in weights.items() if "lora_B" in name), "it was trained"
     await store.close()
 
 

@@ -164,7 +164,13 @@ _LIMITS: Final = (
     ("staleness", "Staleness", 5.0, math.inf, "Rollouts are {:.0f} updates old."),
     ("groups_without_spread", "Flat groups", 0.6, 0.9, "{:.0%} of the groups have no spread, so they teach nothing."),
     ("responses_cut_off", "Truncation", 0.1, 0.5, "{:.0%} of the answers are cut off at the token limit."),
-    ("sampler/tool_calls_unparsed", "Tool calls", 1, math.inf, "{:.0f} tool calls of the step are text."),
+    (
+        "sampler/tool_calls_unparsed",
+        "Tool calls",
+        1,
+        math.inf,
+        "{:.0f} tool calls of the step are text, because they are malformed or inside of a thought.",
+    ),
     ("failure_rate", "Failures", 0.1, 0.5, "{:.0%} of the rollouts failed."),
 )
 """Metrics with the value from which to watch them, the value that is bad, and what a value means."""
