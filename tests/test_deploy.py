@@ -108,7 +108,7 @@ def test_every_command_with_a_store_option_reads_the_url_from_the_environment() 
             assert isinstance(option, click.Option), name
             assert option.envvar == "AGL_STORE" or "Default: AGL_STORE" in (option.help or ""), name
         named.update([name] * len(options))
-    assert {"gateway", "legacy", "runner", "trace", "rollouts"} <= named
+    assert {"gateway", "runner", "trace", "rollouts"} <= named
 
 
 async def test_prometheus_rules_and_the_grafana_dashboard_use_metrics_that_store_and_gateway_export() -> None:

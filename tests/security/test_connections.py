@@ -139,9 +139,7 @@ def test_a_request_that_cannot_be_parsed_leaves_no_secret_in_the_log(store: Stor
     assert len(log) < 5000
 
 
-@pytest.mark.parametrize(
-    "command", ["dashboard store.db", "legacy --store sqlite:///store.db", "gateway --model m=URL"]
-)
+@pytest.mark.parametrize("command", ["dashboard store.db", "gateway --model m=URL"])
 async def test_every_server_may_open_as_many_files_as_the_system_allows_and_ends_on_sigterm(
     tmp_path: Path, command: str
 ) -> None:

@@ -53,41 +53,22 @@ PAGES = Grammar(
     0,
     health="/login",
 )
-TASKS = Grammar(
-    ["/task", "/resources/latest", "/resources/x", "/rollout", "/rollout", "/x"],
-    [
-        {"rollout_id": "ro-x", "final_reward": 0.5, "trace": [{"name": "x", "attributes": {"a": 1}}], "triplets": []},
-        {"rollout_id": "ro-x", "triplets": [{"prompt": {"token_ids": [1]}, "response": {"token_ids": [2]}}]},
-    ],
-    ["Bearer x"],
-    0,
-    health="/resources/latest",
-)
 
 
-@pytest.mark.parametrize(
-    ("command", "grammar", "wanted"),
-    [(["dashboard"], PAGES, {200, 303, 401, 404}), (["legacy", "--store"], TASKS, {200, 400, 403, 404})],
-    ids=["dashboard", "legacy"],
-)
 @pytest.mark.parametrize("seconds", DURATION)
-async def test_the_dashboard_and_the_server_of_old_agents_withstand_random_requests_and_idle_connections(
-    seconds: float, command: list[str], grammar: Grammar, wanted: set[int], tmp_path: Path
-) -> None:
+async def test_the_dashboard_withstands_random_requests_and_idle_connections(seconds: float, tmp_path: Path) -> None:
     url, log, seed = f"sqlite:///{tmp_path}/store.db", tmp_path / "log", secrets.randbits(32)
     store = agl.create_store(url)
     await store.enqueue_rollout("task")
     await store.add_resources({"prompt": "x"})
     await store.close()
-    token = ["--token", TOKEN] if command == ["dashboard"] else []
-    arguments = [*command, url, *token, "--port", "0"]
+    arguments = ["dashboard", url, "--token", TOKEN, "--port", "0"]
     async with process(log, *patient("agentlightning"), *arguments, wrapper=PRLIMIT) as server:
         port = await port_of(server, log, r"http://127\.0\.0\.1:(\d+)")
         findings = await fuzz(
-            dataclasses.replace(grammar, port=port), server.pid, seconds, seed, wanted=wanted, clients=4
+            dataclasses.replace(PAGES, port=port), server.pid, seconds, seed, wanted={200, 303, 401, 404}, clients=4
         )
         assert server.returncode is None, text_of(log)
         assert "Traceback" not in text_of(log), text_of(log)[:4000]
-        path = "/index.json" if command == ["dashboard"] else grammar.health
-        await check_idle_connections(port, log, path, TOKEN, probe=grammar.health)
+        await check_idle_connections(port, log, "/index.json", TOKEN, probe=PAGES.health)
     check(findings, seed, seconds)

@@ -18,7 +18,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 import agentlightning as agl
 from agentlightning.errors import QuotaError
 from agentlightning_plugins.gateway.proxy import LLMProxy
-from agentlightning_plugins.legacy.v0 import AgentLightningServer
 from agentlightning_plugins.shared.scripted_model.reply import Answer
 from agentlightning_plugins.shared.scripted_model.server import ScriptedOpenAI
 from agentlightning_plugins.shared.training_records.record import LedgerEntry
@@ -154,23 +153,6 @@ async def test_a_call_above_the_quota_is_answered_and_counted_as_lost() -> None:
         assert attempt.spans_dropped == 1
         assert not await store.query_spans(rollout.rollout_id)
     await store.close()
-
-
-async def test_a_report_of_an_old_agent_above_the_quota_keeps_its_reward() -> None:
-    server = AgentLightningServer(port=0)
-    await server.start()
-    rollout_id = await server.queue_task({})
-    async with aiohttp.ClientSession(server.endpoint) as session:
-        async with session.get("/task") as answer:
-            assert (await answer.json())["is_available"]
-        trace = [{"name": "any", "attributes": {"text": "x"}}] * 60
-        report = {"rollout_id": rollout_id, "final_reward": 0.5, "trace": trace}
-        async with session.post("/rollout", json=report) as answer:
-            assert answer.status == 200
-    (attempt,) = await server.store.query_attempts(rollout_id)
-    assert (attempt.status, attempt.reward, attempt.spans_dropped) == ("succeeded", 0.5, 61)
-    await server.stop()
-    await server.store.close()
 
 
 def test_a_limit_that_is_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from agentlightning import semconv
 from agentlightning.adapter import TraceToTriplet
 from agentlightning.reward import find_final_reward
-from agentlightning_plugins.legacy.v0_messages import RolloutLegacy, read_spans
+from agentlightning.types import Span
 from agentlightning_plugins.shared.training_records.query import read_entry, read_rows
 from agentlightning_plugins.shared.training_records.record import LedgerEntry, TrainedCall, TrainedRow, explain_unused
 from agentlightning_plugins.stores.http.client import LightningStoreClient
@@ -102,7 +102,7 @@ def test_an_attempt_token_cannot_write_what_weights_are_trained_on(store: StoreP
                 exported = _export(store, token, forged["attributes"], name=forged["name"], kind=kind)
                 assert exported.partial_success.rejected_spans == 1
                 assert name in exported.partial_success.error_message
-        (stripped,) = read_spans(RolloutLegacy(rollout_id=rollout_id, trace=[forged]), rollout_id, attempt_id)
+        stripped = semconv.distrust(Span.from_attributes(**forged))
         assert stripped.attributes[semconv.UNTRUSTED] == [name]
         kept = {key: value for key, value in stripped.attributes.items() if key != semconv.UNTRUSTED}
         assert name not in (stripped.span_id, *kept)

@@ -44,7 +44,7 @@ UNTRUSTED = (
     "resources-rollback top"
 ).split()
 OTHERS = (
-    "completion config-schema dashboard demo export gateway-pause gateway-resume gateway-status legacy new-agent "
+    "completion config-schema dashboard demo export gateway-pause gateway-resume gateway-status new-agent "
     "new-plugin plugins resources-follow rollouts-follow spans-follow workers-follow runner serve skill-install "
     "store-compact trace"
 ).split()

@@ -16,11 +16,10 @@ from agentlightning import semconv
 from agentlightning.errors import suggest
 
 _HERE: Final = "agentlightning_plugins.legacy.compat"
-_V0: Final = "agentlightning_plugins.legacy.v0"
 S = TypeVar("S")
 
 _MOVED: Final[Mapping[str, str]] = {
-    "": "llm_proxy logging utils client server",
+    "": "llm_proxy logging utils",
     "adapter": "adapter.base adapter.messages",
     "algorithm": "algorithm.apo algorithm.apo.apo algorithm.base algorithm.fast algorithm.verl "
     "algorithm.verl.interface verl verl.async_server verl.daemon verl.dataset verl.entrypoint verl.trainer",
@@ -42,7 +41,6 @@ _SAME: Final = (
     *("emit_annotation", "emit_reward", "find_final_reward", "find_reward_spans", "get_reward_value"),
     *("get_rewards_from_span", "is_reward_span"),
 )
-_OF_PROTOCOL: Final = ("AgentLightningClient", "AgentLightningServer", "RolloutLegacy", "Task", "TaskIfAny")
 _SPANS: Final = ("ANNOTATION", "EXCEPTION", "MESSAGE", "OBJECT", "OPERATION", "REWARD", "VIRTUAL")
 _INSTEAD: Final = {
     "LightningStoreThreaded": "the store itself, which is thread-safe",
@@ -54,13 +52,10 @@ _INSTEAD: Final = {
     "extract_links_from_attributes": "agentlightning.semconv.read_links",
     "extract_tags_from_attributes": "agentlightning.semconv.read_tags",
     "query_linked_spans": "agentlightning.semconv.read_links",
-    "AgentLightningClient": "agentlightning.LightningStoreClient",
-    "AgentLightningServer": "agentlightning.LightningStoreServer",
-    **dict.fromkeys(("RolloutLegacy", "Task", "TaskIfAny"), "agentlightning.Rollout"),
 }
 """The names that this plugin implements, and what warnings recommend instead of them."""
 NAMES: Final[Mapping[str, str]] = {
-    **{name: f"{_V0 if name in _OF_PROTOCOL else _HERE}.{name}" for name in _INSTEAD},
+    **{name: f"{_HERE}.{name}" for name in _INSTEAD},
     **{name: f"agentlightning.{name}" for name in _SAME},
     **{f"AGL_{name}": f"agentlightning.semconv.SPAN_{name}" for name in _SPANS},
     **dict.fromkeys(
@@ -177,7 +172,6 @@ def install() -> None:
     proxy.is_running = property(lambda self: _CallableBool(is_running(self)))
     proxy.set_store = _set_store
     proxy.restart = _restart
-    cast(Any, agl.Trainer).fit_v0 = _fit_v0
 
 
 def _add_module(old: str, new: str) -> None:
@@ -299,10 +293,3 @@ async def _restart(proxy: Any) -> None:
     _warn("LLMProxy.restart()", "await proxy.stop(), then await proxy.start()")
     await proxy.stop()
     await proxy.start()
-
-
-def _fit_v0(trainer: agl.Trainer, agent: Any, train_data: Any, **others: Any) -> None:
-    from agentlightning_plugins.legacy.v0 import fit
-
-    _warn("Trainer.fit_v0(agent, url)", "agl runner, or Trainer.fit(agent, tasks)")
-    fit(trainer, agent, train_data)

@@ -131,7 +131,6 @@ async def test_servers_that_listen_on_every_address_print_a_url_that_clients_can
     commands = {
         "store": ("--backend", "memory://"),
         "dashboard": (existing,),
-        "legacy": ("--store", existing),
         "gateway": ("--store", f"sqlite:///{tmp_path}/gateway.db", *model),
     }
     async with contextlib.AsyncExitStack() as stack, aiohttp.ClientSession() as session:

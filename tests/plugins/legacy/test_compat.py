@@ -176,9 +176,9 @@ def test_spans_are_found_by_links_as_in_0_3() -> None:
 def test_without_compat_the_names_of_0_3_are_not_available() -> None:
     program = """
     import sys, agentlightning as agl
-    print(hasattr(agl, "configure_logger"), hasattr(agl.Trainer, "fit_v0"), "agentlightning.llm_proxy" in sys.modules)
+    print(hasattr(agl, "configure_logger"), "agentlightning.llm_proxy" in sys.modules)
     """
-    assert run_python("-c", textwrap.dedent(program)).strip() == "False False False"
+    assert run_python("-c", textwrap.dedent(program)).strip() == "False False"
 
 
 def test_the_migration_page_lists_every_name() -> None:
@@ -285,3 +285,22 @@ def test_the_raw_request_of_the_gateway_of_0_3_is_a_model_call_whose_tokens_an_a
     for text in ("[" * 10_000, "[{1: 2}]", "[open('x')]"):
         hostile = {**attributes, "llm.hosted_vllm.choices": text}
         assert agl.semconv.read_output_messages(call.model_copy(update={"attributes": hostile})) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes", "reward"),
+    [
+        ("reward.task", {"agentops.task.output": '{"type": "reward", "value": 0.25}'}, 0.25),
+        ("agentlightning.annotation", {"reward": 0.5}, 0.5),
+        ("reward.task", {"agentops.entity.output": '{"type": "reward", "value": 1}'}, 1.0),
+        ("agentlightning.reward", {"reward": 0.75}, 0.75),
+        ("reward.task", {"agentops.task.output": '{"type": "reward", "value": null}'}, None),
+        ("search.task", {"agentops.task.output": '{"type": "answer", "value": 1}'}, None),
+        ("search.task", {"agentops.task.output": "no JSON", "reward": 1.0}, None),
+    ],
+)
+def test_rewards_of_earlier_releases_are_read(name: str, attributes: dict[str, Any], reward: float | None) -> None:
+    span = agl.Span.from_attributes(attributes=attributes, name=name)
+    assert agl.is_reward_span(span) is (reward is not None)
+    assert agl.find_final_reward([span]) == reward
+    assert [dimension.value for dimension in agl.get_rewards_from_span(span)] == ([] if reward is None else [reward])
