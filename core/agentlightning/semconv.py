@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import orjson
 
+from agentlightning.errors import PluginError
 from agentlightning.frozen import MAX_DEPTH, freeze_attributes, is_deep, parse_lenient, thaw
 from agentlightning.plugin.registry import PluginManager, get_manager
 from agentlightning.records import Span
@@ -120,7 +121,12 @@ def _load_readers(manager: PluginManager) -> Mapping[str, Sequence[Callable[[Spa
     """Returns the functions of all span readers by attribute."""
     found: dict[str, list[Callable[[Span], Any]]] = {}
     for component in manager.components("span_reader"):
-        for name, read in manager.get("span_reader", component).items():
+        try:
+            readers = manager.get("span_reader", component)
+        except PluginError as error:
+            logger.warning("spans are read without a reader: %s", error)
+            continue
+        for name, read in readers.items():
             found.setdefault(name, []).append(read)
     return found
 

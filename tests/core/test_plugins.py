@@ -15,11 +15,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from agentlightning import semconv
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.cli import cli, main
 from agentlightning.errors import ConfigError, PluginError, install_command
 from agentlightning.plugin.hookspecs import Component, Kind, hookimpl
 from agentlightning.plugin.registry import PluginManager
+from agentlightning.types import Span
 from agentlightning_plugins.commands import plugins as plugins_command
 from tests.source import run_python
 
@@ -585,3 +587,18 @@ def test_a_hint_installs_from_where_the_package_came(
     for has_pip, shown in ((True, command), (False, f"uv {command}")):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, has_pip=has_pip: found if has_pip else None)
         assert install_command("grpo") == shown
+
+
+def test_a_span_reader_that_cannot_be_imported_is_left_out_with_one_warning(
+    manager: PluginManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, target in (("broken", f"{__name__}:MISSING"), ("good", f"{__name__}:READER")):
+        manager.register(offering(Component("span_reader", name, target)), name)
+    monkeypatch.setattr(semconv, "get_manager", lambda: manager)
+    span = Span.from_attributes(attributes={"model_of_acme": "m"})
+    found = [semconv.read_attribute(span, semconv.GEN_AI_REQUEST_MODEL) for _ in range(3)]
+    assert found == ["m"] * 3
+    assert [record.getMessage().count("span_reader 'broken'") for record in caplog.records] == [1]
+
+
+READER = {semconv.GEN_AI_REQUEST_MODEL: lambda span: span.attributes.get("model_of_acme")}

@@ -19,6 +19,7 @@ from agentlightning.testing.agent import Lab, ask
 from agentlightning_algorithms.grpo.episode import Episode, describe_episodes, read_episode
 from agentlightning_algorithms.grpo.experience import build_experience, training_spans
 from agentlightning_algorithms.grpo.settings import ExperienceSettings
+from agentlightning_algorithms.shared.rollout_result import RewardCheck
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, LedgerEntry
 from tests.core.trace_recorder import Recorder
@@ -184,6 +185,9 @@ def test_a_rollout_counts_in_its_group_with_its_reward_whatever_became_of_its_sp
         spans = [broken.model_copy(update={"rollout_id": f"ro-{number}", "attempt_id": "at"}) for number in (0, 1)]
         first = read_episode(rollout, spans, agl.TraceToTriplet())
         assert (first.reward, first.error) == (100.0, "SpansDropped" if loss == "dropped" else "AdapterError")
+        if loss == "unreadable":
+            with pytest.raises(agl.LightningError, match=r"all of the first 16 rollouts failed: 16 x AdapterError"):
+                RewardCheck().add([first.outcome] * 16)
     experience = build_experience([first, *others], ExperienceSettings(estimator="dr_grpo"), max_length=50)
     assert [row.advantage for row in experience.rows] == pytest.approx([1 - 101 / 3, -101 / 3])
 

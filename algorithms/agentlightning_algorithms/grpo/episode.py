@@ -44,12 +44,14 @@ class Episode:
     """Durations of the model calls, as measured by the gateway."""
     calls_without_penalties: int = 0
     """Calls whose penalties, ``min_p`` or ``logit_bias`` the gateway removed."""
+    unreadable: str | None = None
+    """Why the spans cannot be used."""
 
     @property
     def outcome(self) -> tuple[float | None, str | None]:
         """The reward, and the error if the rollout failed, as ``RewardCheck`` takes them."""
         if self.rollout.status == "succeeded":
-            return self.reward, None
+            return self.reward if self.unreadable is None else None, self.unreadable
         attempt = self.rollout.attempt if isinstance(self.rollout, AttemptedRollout) else None
         failure = attempt.error if attempt is not None else None
         return None, self.rollout.status if failure is None else f"{failure.type}: {failure.message}"
@@ -122,11 +124,15 @@ async def gather_episodes(
         if rollout is not None:
             spans = await store.query_spans(rollout_id, "latest")
             episodes.append(read_episode(rollout, spans.items, adapter))
+    unreadable = [episode.unreadable for episode in episodes if episode.unreadable is not None]
+    if unreadable:
+        text = "%d of %d rollouts have nothing to train on; the first: %s"
+        logger.warning(text, len(unreadable), len(episodes), unreadable[0])
     return episodes
 
 
 def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[Sequence[Triplet]]) -> Episode:
-    """Reads a finished rollout; if its spans cannot be used, ``error`` and the log report it."""
+    """Reads a finished rollout; if its spans cannot be used, ``error`` and ``unreadable`` say so."""
     attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
     error = attempt.error.type if attempt is not None and attempt.error is not None else ""
     reward = find_final_reward(spans, rollout) if rollout.status == "succeeded" else None
@@ -137,8 +143,7 @@ def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[
             calls = [span for span in spans if semconv.is_gateway_call(span)]
             distributions = _read_distributions(calls)
     except AdapterError as adapter_error:
-        logger.warning("rollout %s has nothing to train on: %s", rollout.rollout_id, adapter_error)
-        return Episode(rollout, reward, error="AdapterError")
+        return Episode(rollout, reward, error="AdapterError", unreadable=f"AdapterError: {adapter_error}")
     if triplets is None:
         return Episode(rollout, reward, error="SpansDropped")
     rewards = {name: value for name, value in named if name != "primary"}
