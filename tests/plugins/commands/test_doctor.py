@@ -450,16 +450,25 @@ async def test_for_a_command_without_a_traced_call_critics_read_its_output() -> 
 
 
 @pytest.mark.parametrize("algorithm", ["apo", "my_algorithm.py:PromptTuner"])
-async def test_agent_resources_task_and_algorithm_are_read_from_a_configuration(
-    agents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+@pytest.mark.parametrize(
+    "models",
+    [
+        "resources: {llm: {resource_type: llm, endpoint: URL, model: scripted}}",
+        "gateway: {name: gateway, model_list: [{endpoint: URL, model: scripted, api_key: '${KEY_OF_TEST}'}]}",
+    ],
+    ids=["resource", "gateway"],
+)
+async def test_agent_models_task_and_algorithm_are_read_from_a_configuration(
+    agents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, models: str
 ) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", "any")
     (tmp_path / "my_algorithm.py").write_text(
         "import agentlightning as agl\nclass PromptTuner(agl.Algorithm):\n    pass\n"
     )
     async with ScriptedOpenAI(answer_request) as server:
         (tmp_path / "c.yaml").write_text(
             f"agent: {agents}:good\ndata: {{train: tasks.json}}\nalgorithm: {algorithm}\n"
-            f"resources: {{llm: {{resource_type: llm, endpoint: {server.endpoint}, model: scripted}}}}\n"
+            + models.replace("URL", server.endpoint)
         )
         (tmp_path / "tasks.json").write_text('["first", "second"]')
         monkeypatch.chdir(tmp_path)

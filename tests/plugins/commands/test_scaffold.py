@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import re
@@ -61,26 +62,37 @@ async def test_a_new_agent_for_grpo_has_a_valid_configuration_and_calls_the_mode
         assert {request.body["model"] for request in server.requests if request.body} == {"m"}
 
 
-def test_a_new_coding_agent_is_measured_by_the_checks_of_its_tasks(
+CODEX = """#!/bin/sh
+if [ "$1" = --version ]; then echo 0.171.0; exit; fi
+url=$(sed -n 's/^base_url = "\\(.*\\)"/\\1/p' "$HOME/.codex/config.toml")
+curl --fail-with-body -sS "$url/responses" -H "Authorization: Bearer $OPENAI_API_KEY" --json '{"model": "scripted", "input": "hello"}' || exit 1
+sed -i 's/numbers.1:./numbers/' program.py
+"""
+
+
+async def test_a_new_coding_agent_is_measured_by_the_checks_of_its_tasks_with_a_server_of_chat_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "bin" / "mini"
+    program = tmp_path / "bin" / "codex"
     program.parent.mkdir()
-    program.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 2.4.6\nsed -i 's/numbers.1:./numbers/' program.py\n")
+    program.write_text(CODEX)
     program.chmod(0o755)
-    for name, value in {"BASE_URL": "http://127.0.0.1:9/v1", "API_KEY": "none", "MODEL": "m"}.items():
-        monkeypatch.setenv(f"OPENAI_{name}", value)
-    assert (
-        "pip install mini-swe-agent" in run_here(tmp_path, "new", "agent", "fixer", "--preset", "mini-swe-agent").stdout
-    )
-    doctor = run_here(tmp_path / "fixer", "doctor", "config.yaml")
-    assert "PATH has no program 'mini'. Install it with: pip install mini-swe-agent" in doctor.stdout + doctor.stderr
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    doctor = run_here(tmp_path / "fixer", "doctor", "config.yaml")
-    assert f"it runs {program} 2.4.6, tried with 2.4.6; its first request has about 3.8 kB" in doctor.stdout
-    said = run_here(tmp_path / "fixer", "train", "config.yaml")
-    assert said.code == 0, said.stderr
-    assert "reward 0.3333" in said.stdout + said.stderr
+    run_there = functools.partial(asyncio.to_thread, run_here, tmp_path / "fixer")
+    said = run_here(tmp_path, "new", "agent", "fixer", "--preset", "codex").stdout
+    assert "npm install -g @openai/codex" in said
+    async with ScriptedOpenAI() as server:
+        for name, value in {"BASE_URL": server.endpoint, "API_KEY": "none", "MODEL": "scripted"}.items():
+            monkeypatch.setenv(f"OPENAI_{name}", value)
+        doctor = await run_there("doctor", "config.yaml")
+        assert "PATH has no program 'codex'. Install it with: npm install" in doctor.stdout + doctor.stderr
+        monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+        doctor = await run_there("doctor", "config.yaml")
+        assert f"it runs {program} 0.171.0, tried with 0.171.0; its first request has about 28 kB" in doctor.stdout
+        assert f"{server.endpoint} answers; model scripted" in doctor.stdout
+        done = await run_there("train", "config.yaml")
+        assert done.code == 0, done.stderr
+        assert "reward 0.3333" in done.stdout + done.stderr
+        assert {request.path for request in server.requests if request.body} == {"/v1/chat/completions"}
     for arguments, message in (
         (["--preset", "codx"], "Did you mean 'codex'"),
         (["--preset", "pi", "--apo"], "one of them"),

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import json
+import logging
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ from agentlightning.emitter import emit_feedback, emit_reward
 from agentlightning.errors import ConfigError, RolloutError
 from agentlightning.litagent import LitAgent, RewardFunction, read_rating
 from agentlightning.plugin.registry import get_manager
-from agentlightning.resources import NamedResources, PromptTemplate
+from agentlightning.resources import NamedResources, PromptTemplate, ProxyLLM
 from agentlightning.run.thread import run_in_thread
 from agentlightning.tracer.tracer import OpenSpan, get_active_trace, get_active_tracer, running
 from agentlightning.types import Rollout
@@ -33,6 +34,7 @@ from agentlightning_plugins.agents.command.sandbox import Job, Sandbox
 from agentlightning_plugins.agents.command.workspace import State, Workspace, copy, restore
 from agentlightning_plugins.shared.presets.preset import load_preset
 
+logger = logging.getLogger("agentlightning")
 RewardSource: TypeAlias = Literal["stdout", "exit_code", "file"]
 TaskVia: TypeAlias = Literal["argument", "stdin", "env", "file"]
 
@@ -43,6 +45,14 @@ _SHOWN_CHARS: Final = 2000
 _SECRETS: Final = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "AGL_TOKEN")
 _MIN_SECRET_CHARS: Final = 8
 """Shorter values are placeholders, and may occur in ordinary words."""
+
+
+@functools.cache
+def _warn_of_api(name: str, api: str) -> None:
+    logger.warning(
+        "%s calls its model with the API %r, which the endpoint must have, and the calls are not recorded: there is no "
+        "gateway, which translates and records them; `agl new agent --preset` shows its settings", name, api,
+    )  # fmt: skip
 
 
 class CommandAgent(LitAgent[Any]):
@@ -243,6 +253,8 @@ class CommandAgent(LitAgent[Any]):
         env |= {"AGL_TASK": text, "AGL_TASK_INPUT": json.dumps(task)} if self._task_via == "env" else {}
         env |= {"AGL_TASK_FILE": str(folder / "task")} if self._task_via == "file" else {}
         preset = self._preset
+        if preset and preset.api != "chat" and not any(isinstance(each, ProxyLLM) for each in resources.values()):
+            _warn_of_api(self.name, preset.api)
         fill = functools.partial(preset.fill, variables=dict(env)) if preset else str
         temporary = folder / "tmp"
         temporary.mkdir()

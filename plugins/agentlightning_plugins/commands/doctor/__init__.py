@@ -107,7 +107,7 @@ _SHOWN = {"ok": "ok", "broken": "BROKEN", "unchecked": "-"}
 def _read_config(document: ConfigDocument) -> dict[str, Any]:
     """Reads the fields of ``Request`` from a configuration."""
     from agentlightning.plugin.settings import read_spec
-    from agentlightning.resources import resolve_secrets
+    from agentlightning.resources import LLM, resolve_secrets
     from agentlightning_plugins.shared.configuration.assembly import expand, find_class, load_data, load_resources
     from agentlightning_plugins.shared.configuration.config import read_config
     from agentlightning_plugins.shared.token import find_token
@@ -128,6 +128,13 @@ def _read_config(document: ConfigDocument) -> dict[str, Any]:
     if isinstance(config.gateway, str) and "://" in config.gateway:
         url = expand(config.gateway).rstrip("/").removesuffix("/v1")
         given |= {"endpoint": f"{url}/v1", "api_key": find_token(), "gateway_store": expand(config.store)}
+    elif isinstance(config.gateway, Mapping):
+        entries = [entry.get("litellm_params", entry) for entry in config.gateway.get("model_list", ())]
+        for entry in entries[:1]:
+            url, name = entry.get("endpoint") or entry.get("api_base"), str(entry["model"])
+            if url is not None:
+                llm = LLM(endpoint=url, model=name.removeprefix("hosted_vllm/"), api_key=entry.get("api_key"))
+                _add_resources(given, resolve_secrets(load_resources({"llm": llm.model_dump()})))
     return given
 
 
