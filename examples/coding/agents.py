@@ -1,4 +1,4 @@
-"""The agents of this example, which work on the same tasks: the smallest one of ours, and mini-swe-agent."""
+"""The agents of this example, which work on the same tasks: the smallest one of ours, and three that others made."""
 
 import sys
 from pathlib import Path
@@ -16,3 +16,5 @@ _CHECKED: dict[str, Any] = {
 }
 bash = agl.CommandAgent([sys.executable, "-I", "-S", str(Path(__file__).with_name("bash_agent.py"))], **_CHECKED)
 mini = agl.CommandAgent(preset="mini-swe-agent", **_CHECKED)
+claude = agl.CommandAgent(preset="claude-code", **_CHECKED)
+codex = agl.CommandAgent(preset="codex", **_CHECKED)

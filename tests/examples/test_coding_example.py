@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,11 @@ import pytest
 from examples.coding import agents, problems, warm_start
 
 import agentlightning as agl
-from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.plugins.agents.command_lab import run, store
+from tests.plugins.agents.test_coding_agents import SHELLS, arguments_of, install
+from tests.plugins.gateway.gateway_setup import gateway
+from tests.waiting import LIMIT_S
 
 __all__ = ["store"]
 
@@ -60,3 +64,30 @@ async def test_the_agent_repairs_a_program_if_its_commands_do(store: agl.Lightni
     assert [message["role"] for message in messages] == ["system", "user", *["assistant", "tool"] * 2]
     shown = json.loads(messages[3]["content"])
     assert shown == {"returncode": 0, "output": (problems.WORKSPACES / task["name"] / "program.py").read_text()}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["claude", "codex", "mini"])
+async def test_other_coding_agents_repair_the_programs_of_the_example(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent: agl.CommandAgent = getattr(agents, name)
+    monkeypatch.setenv("PATH", f"{install(agent.name)}{os.pathsep}{os.environ['PATH']}")
+    (task,) = first("train", 1, problems.WORKSPACES)
+    a, b = task["name"].split("-")[2:]
+    commands = [warm_start.LOOK, warm_start.REPAIR.format(expression=f"{a} + {b}"), f"echo {warm_start.SUBMIT}"]
+
+    def answer(request: RecordedRequest) -> Answer:
+        body = request.body
+        functions = {tool["function"]["name"]: tool["function"] for tool in body.get("tools") or ()}
+        shell = next((name for name in SHELLS if name in functions), None)
+        turn = sum(message["role"] == "tool" for message in body["messages"])
+        if shell is None or turn == len(commands) - (len(functions) > 1):  # a title, or the end
+            return Answer("Done.")
+        return Answer("", tool_calls=[(shell, arguments_of(functions[shell], commands[turn]))])
+
+    async with ScriptedOpenAI(answer) as server, gateway(server) as case:
+        resources = {"llm": case.proxy.as_resource(model="m")}
+        rollout, _ = await run(case.store, agent, dict(task), resources=resources, timeout_s=LIMIT_S)
+    assert rollout.attempt.error is None, rollout.attempt.error
+    assert rollout.attempt.reward == 1.0

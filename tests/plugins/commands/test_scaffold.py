@@ -65,7 +65,8 @@ async def test_a_new_agent_for_grpo_has_a_valid_configuration_and_calls_the_mode
 CODEX = """#!/bin/sh
 if [ "$1" = --version ]; then echo 0.171.0; exit; fi
 url=$(sed -n 's/^base_url = "\\(.*\\)"/\\1/p' "$HOME/.codex/config.toml")
-curl --fail-with-body -sS "$url/responses" -H "Authorization: Bearer $OPENAI_API_KEY" --json '{"model": "scripted", "input": "hello"}' || exit 1
+body='{"model": "scripted", "input": "hello"}'
+curl --fail-with-body -sS "$url/responses" -H "Authorization: Bearer $OPENAI_API_KEY" --json "$body" || exit 1
 sed -i 's/numbers.1:./numbers/' program.py
 """
 
