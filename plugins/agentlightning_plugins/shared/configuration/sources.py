@@ -179,7 +179,7 @@ def _read_file(path: Path) -> Sequence[Any]:
             return tasks
         if path.suffix == ".csv":
             return _read_table(path)
-        return _read_parquet(path)
+        return read_parquet(path)
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist (in {Path.cwd()}; in a configuration, paths start at its folder)"
@@ -219,7 +219,7 @@ def _read_lines(path: Path) -> list[Any]:
     return tasks
 
 
-def _read_parquet(path: Path) -> list[Any]:
+def read_parquet(path: Path) -> list[Any]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
