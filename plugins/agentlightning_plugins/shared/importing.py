@@ -1,4 +1,4 @@
-"""What importers make of files of other tools: tasks and rollouts, and what they could not map."""
+"""The tasks and rollouts that importers find in files of other tools, and the items that they could not map."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ImportedRollout:
     task: Any = None
     spans: list[Span] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
-    """What rated it, by name; one of them may become the reward."""
+    """Its ratings, by name; one of them may become the reward."""
     metadata: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     """Why it failed."""

@@ -40,7 +40,7 @@ from agentlightning_plugins.shared.configuration.config import (
     read_config,
 )
 from agentlightning_plugins.shared.configuration.document import ConfigDocument, KeyPath, enter_folder, read_document
-from agentlightning_plugins.shared.configuration.sources import load_attribute, load_dataset
+from agentlightning_plugins.shared.configuration.sources import load_attribute, load_dataset, mix
 
 T = TypeVar("T")
 _REFERENCE: Final = r"(?<!\$)\$\{(\w+)\}"
@@ -226,10 +226,16 @@ def load_agent_argument(argument: str, reward: str | None) -> LitAgent[Any]:
     return load_agent(agent)
 
 
-def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
-    """Loads the tasks that a configuration names."""
+def load_data(spec: str | DatasetConfig | list[str | DatasetConfig]) -> Dataset[Any]:
+    """Loads the tasks that a configuration names; several sources are mixed."""
+    if isinstance(spec, list):
+        weights = [None if isinstance(each, str) else each.weight for each in spec]
+        alone = [each if isinstance(each, str) else each.model_copy(update={"weight": None}) for each in spec]
+        return mix(list(map(load_data, alone)), weights)
     if isinstance(spec, str):
         return load_dataset(expand(spec))
+    if spec.weight is not None:
+        raise ConfigError(f"weight = {spec.weight}: a weight is for a list of sources; write several, or remove it")
     return load_dataset(
         expand(spec.source),
         reader=expand(spec.reader),
