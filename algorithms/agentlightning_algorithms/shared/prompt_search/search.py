@@ -219,14 +219,18 @@ class PromptSearch(Algorithm):
         return self.max_rollouts - self.n_rollouts - self._count_reserved(self.max_rollouts)
 
     def require_rollouts(self, needed: int) -> None:
-        """Raises ConfigError if ``max_rollouts`` is too small for ``needed`` rollouts and their confirmation."""
-        if self.max_rollouts is None or self.max_rollouts >= needed + self._count_reserved(self.max_rollouts):
-            return
+        """Logs the least number of rollouts, and raises ConfigError if ``max_rollouts`` is below it.
+
+        ``needed`` are those of the search; those of the confirmation are added.
+        """
         least = next(n for n in itertools.count(needed) if n >= needed + self._count_reserved(n))
-        raise ConfigError(
+        said = (
             f"max_rollouts = {self.max_rollouts}: at least {least} are needed to try one new prompt: {needed} for the "
             f"search and {least - needed} to confirm the result"
         )
+        if self.max_rollouts is not None and self.max_rollouts < needed + self._count_reserved(self.max_rollouts):
+            raise ConfigError(said)
+        logger.info(said)
 
     def _count_reserved(self, limit: int) -> int:
         """Number of rollouts of the confirmation, with ``max_rollouts = limit``."""

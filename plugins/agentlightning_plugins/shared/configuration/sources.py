@@ -22,7 +22,6 @@ import cloudpickle
 from agentlightning.errors import ConfigError, install_command, suggest
 from agentlightning.frozen import freeze_row, parse_lenient
 from agentlightning.plugin.registry import get_manager
-from agentlightning.trainer import to_rows
 from agentlightning.types import Dataset
 
 
@@ -320,8 +319,10 @@ def _load_hugging_face(name: str, split: str) -> Dataset[Any]:
 
 
 def _check_sequence(found: Any, source: str) -> Dataset[Any]:
-    if hasattr(found, "columns"):
-        found = to_rows(found, source)  # of a DataFrame
+    if hasattr(found, "columns"):  # a DataFrame
+        from agentlightning.trainer import to_rows
+
+        found = to_rows(found, source)
     if isinstance(found, (str, bytes, dict)) or not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
         raise ConfigError(
             f"{source} is a {type(found).__name__}; a sequence of tasks is needed, or a function that returns one"
