@@ -13,7 +13,7 @@ from typing import Any, Final
 from agentlightning import semconv
 from agentlightning.frozen import to_number
 from agentlightning.plugin.hookspecs import Component, hookimpl
-from agentlightning_plugins.shared.importing import Imported, ImportedRollout
+from agentlightning_plugins.shared.importing import Imported, ImportedRollout, digest
 
 _METRICS: Final = {
     semconv.GEN_AI_INPUT_TOKENS: "prompt_tokens",
@@ -34,7 +34,7 @@ def read(items: list[tuple[str, dict[str, Any]]], imported: Imported) -> None:
     for place, value in items:
         if str(value.get("schema_version", "")).startswith("ATIF-v1."):
             with imported.reading(place):
-                own = value.get("trajectory_id") or f"{value.get('session_id')} {len(value['steps'])}"
+                own = value.get("trajectory_id") or digest(json.dumps(value, sort_keys=True), 8)
                 rollout = ImportedRollout(own, metadata={"agent": value["agent"]["name"]})
                 _read_trajectory(value, rollout, imported)
                 of_trial[Path(place).absolute().parent.parent] = rollout

@@ -47,11 +47,11 @@ class ImportedRollout:
         error: str | None = None,
     ) -> None:
         """Adds a span; ``key`` and ``parent`` are names within the rollout, times are of any form of ``to_time``."""
-        ids = [None if each is None else _digest(f"{self.source_id} {each}", 8) for each in (key, parent)]
+        ids = [None if each is None else digest(f"{self.source_id} {each}", 8) for each in (key, parent)]
         span = Span.from_attributes(
             attributes={name: value for name, value in attributes.items() if value is not None},
             name=name,
-            trace_id=_digest(self.source_id, 16),
+            trace_id=digest(self.source_id, 16),
             span_id=ids[0],
             parent_id=ids[1],
             start_time=to_time(start),
@@ -140,7 +140,8 @@ class Imported:
         """
         query = every(store.query_rollouts, metadata={"importer": importer})
         known = {(each.metadata or {}).get("source_id"): each async for each in query}
-        new = 0
+        seen: set[str] = set()
+        n_new = n_known = 0
         for rollout, reward in zip(self.rollouts, rewards, strict=True):
             stored = known.get(rollout.source_id)
             try:
@@ -148,10 +149,16 @@ class Imported:
             except ConfigError as error:
                 self.leave_out(str(error), rollout.source_id)
                 continue
+            if rollout.source_id in seen:
+                self.leave_out("more than once in these files", rollout.source_id)
+                continue
+            seen.add(rollout.source_id)
             if stored is None:
                 about = {**rollout.metadata, "importer": importer, "source_id": rollout.source_id}
-                stored = known[rollout.source_id] = await store.start_rollout(task, metadata=about)
-                new += 1
+                stored = await store.start_rollout(task, metadata=about)
+                n_new += 1
+            else:
+                n_known += 1
             assert isinstance(stored, AttemptedRollout)
             ids = stored.rollout_id, stored.attempt.attempt_id
             if stored.status not in ("succeeded", "failed", "cancelled"):
@@ -165,7 +172,7 @@ class Imported:
                 await store.update_attempt(*ids, status=status, error=failure, reward=reward)
             elif reward not in (None, stored.attempt.reward):
                 await store.update_attempt(*ids, reward=reward)
-        return new, len(self.rollouts) - new
+        return n_new, n_known
 
 
 def _read_file(path: Path) -> Iterator[Any]:
@@ -222,5 +229,6 @@ def snake_case(record: dict[str, Any]) -> dict[str, Any]:
     return {re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower(): value for key, value in record.items()}
 
 
-def _digest(text: str, size: int) -> str:
+def digest(text: str, size: int) -> str:
+    """Returns a hash of a text in hexadecimal, two characters for each of ``size`` bytes."""
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=size).hexdigest()

@@ -194,12 +194,13 @@ def test_spans_of_phoenix_are_read_from_its_api_and_from_parquet_alike(tmp_path:
 
 
 def test_trajectories_are_imported_with_subagents_tokens_and_the_reward_of_their_trial(tmp_path: Path) -> None:
-    files = ("trial/agent/trajectory.json", "trial/result.json", "trajectories.jsonl")
+    files = ("trial/agent/trajectory.json", "trial/result.json", "trajectories.jsonl", "trajectories.jsonl")
     result = import_json(tmp_path, "atif", *files)
     assert named(result) == {
-        "a subagent's trajectory in another file": 1,
-        "not of the known form (ValueError: audio in a message)": 1,
-        "no trajectory in ATIF 1, but 'ATIF-v2.0'": 1,
+        "a subagent's trajectory in another file": 2,
+        "not of the known form (ValueError: audio in a message)": 2,
+        "no trajectory in ATIF 1, but 'ATIF-v2.0'": 2,
+        "more than once in these files": 1,
     }
     (fixed, spans), (planned, calls) = read_all(tmp_path)
     assert (fixed.attempt.reward, planned.attempt.reward) == (1.0, None)

@@ -241,7 +241,7 @@ algorithm: baseline
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """What the comparison reads of an episode of grpo."""
+    """The parts of an episode of grpo that the comparison reads."""
 
     rollout: agl.Rollout
     triplets: list[agl.Triplet]

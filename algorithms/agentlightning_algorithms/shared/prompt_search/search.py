@@ -219,15 +219,10 @@ class PromptSearch(Algorithm):
         return self.max_rollouts - self.n_rollouts - self._count_reserved(self.max_rollouts)
 
     def require_rollouts(self, needed: int) -> None:
-        """Logs the least number of rollouts, and raises ConfigError if ``max_rollouts`` is below it.
-
-        ``needed`` are those of the search; those of the confirmation are added.
-        """
+        """Logs how many ``needed`` and the confirmation are; raises ConfigError if ``max_rollouts`` is smaller."""
         least = next(n for n in itertools.count(needed) if n >= needed + self._count_reserved(n))
-        said = (
-            f"max_rollouts = {self.max_rollouts}: at least {least} are needed to try one new prompt: {needed} for the "
-            f"search and {least - needed} to confirm the result"
-        )
+        said = f"max_rollouts = {self.max_rollouts}: at least {least} are needed to try one new prompt: "
+        said += f"{needed} for the search and {least - needed} to confirm the result"
         if self.max_rollouts is not None and self.max_rollouts < needed + self._count_reserved(self.max_rollouts):
             raise ConfigError(said)
         logger.info(said)
