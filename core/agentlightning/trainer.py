@@ -220,7 +220,7 @@ class Trainer:
     ) -> Run:
         if train_dataset is None and val_dataset is None:
             train_dataset, val_dataset = agent.own_tasks("train"), agent.own_tasks("val")
-        train_dataset, val_dataset = _to_rows(train_dataset, "train_dataset"), _to_rows(val_dataset, "val_dataset")
+        train_dataset, val_dataset = to_rows(train_dataset, "train_dataset"), to_rows(val_dataset, "val_dataset")
         _check_datasets(train_dataset=train_dataset, val_dataset=val_dataset)
         adapter = self.adapter
         if adapter is None and algorithm.default_adapter is not None:
@@ -294,7 +294,7 @@ def _check_port(port: int | None, of_strategy: int | None) -> None:
         raise ConfigError(f"port = {port} does not apply to the given strategy{own}; {fix}")
 
 
-def _to_rows(dataset: Any, name: str) -> Any:
+def to_rows(dataset: Any, name: str) -> Any:
     """Returns the rows of a DataFrame, or of a list that is not JSON, as frozen JSON, and anything else unchanged."""
     if hasattr(dataset, "to_dicts"):
         dataset = dataset.to_dicts()

@@ -44,9 +44,9 @@ UNTRUSTED = (
     "resources-rollback top"
 ).split()
 OTHERS = (
-    "completion config-schema dashboard demo export gateway-pause gateway-resume gateway-status new-agent "
-    "new-plugin plugins resources-follow rollouts-follow spans-follow workers-follow runner serve skill-install "
-    "store-compact trace"
+    "completion config-schema dashboard demo export gateway-pause gateway-resume gateway-status import "
+    "new-agent new-plugin plugins resources-follow rollouts-follow spans-follow workers-follow runner serve "
+    "skill-install store-compact trace"
 ).split()
 """Commands that print no text of agents, or print it with the same functions as the tested commands."""
 

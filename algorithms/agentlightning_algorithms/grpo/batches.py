@@ -118,7 +118,7 @@ class GroupPool:
                     continue
                 collector.count_rollouts(group.rollout_ids)
                 taken.append(episodes)
-                scored_R = score_episodes(collector.shape(episodes), settings.experience.failed_reward)
+                scored_R = score_episodes(await collector.shape(episodes), settings.experience.failed_reward)
                 is_flat = not scored_R or bool(find_flat_groups(scored_R))
                 if is_flat and flat < spare:
                     flat += 1

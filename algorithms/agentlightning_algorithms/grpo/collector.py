@@ -150,7 +150,7 @@ class RolloutCollector:
             ]
             found = await self._roll_out(requests, "train", resources_id)
             episodes += found
-            scored_R = score_episodes(self.shape(found), settings.experience.failed_reward)
+            scored_R = score_episodes(await self.shape(found), settings.experience.failed_reward)
             useful += len({episode.group for episode, _ in scored_R}) - len(find_flat_groups(scored_R))
         self.remember_rewards(episodes)
         seconds = time.monotonic() - started
@@ -207,8 +207,8 @@ class RolloutCollector:
         for (index, _), values in groups.items():
             self.task_rewards.setdefault(index, []).append(sum(values) / len(values) if values else None)
 
-    def shape(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """Returns the episodes to train on, with the rewards to train with."""
+    async def shape(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """Returns the episodes to train on, with the rewards to train with. Groups are shaped at the same time."""
         settings, experience = self.settings, self.settings.experience
         if experience.rollout_filter is not None:
             episodes = load_part("rollout_filter", experience.rollout_filter)(episodes, settings)
@@ -218,7 +218,13 @@ class RolloutCollector:
         groups: dict[str, list[Episode]] = {}
         for episode in episodes:
             groups.setdefault(episode.group, []).append(episode)
-        return [replace(episode, reward=shape(episode, groups[episode.group], settings)) for episode in episodes]
+
+        def shape_group(group: Sequence[Episode]) -> list[Episode]:
+            return [replace(episode, reward=shape(episode, group, settings)) for episode in group]
+
+        shaped = await asyncio.gather(*(asyncio.to_thread(shape_group, group) for group in groups.values()))
+        by_id = {episode.rollout.rollout_id: episode for group in shaped for episode in group}
+        return [by_id[episode.rollout.rollout_id] for episode in episodes]
 
     async def sampler_metrics(self) -> dict[str, float]:
         """Returns what the policy backend counted since the last step, evaluation included."""

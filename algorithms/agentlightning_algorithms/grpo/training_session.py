@@ -268,7 +268,7 @@ class TrainingSession:
         started = time.monotonic()
         settings, collector = self.settings, self.collector
         everything = [episode for group in groups for episode in group]
-        episodes, oldest = collector.shape(everything), self.step - settings.staleness
+        episodes, oldest = await collector.shape(everything), self.step - settings.staleness
         compared = {episode.rollout.rollout_id: episode for episode in episodes}
         updates, parts, by_policy = [], [], dict[str, float]()
         for policy in self.policies:

@@ -15,6 +15,7 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning_algorithms.grpo.collector import RolloutCollector
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
+from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.algorithms.grpo.grpo_program import settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("server_thread")]
@@ -113,6 +114,24 @@ PARTS = {
     "task_sampler": last_first, "reward_shaping": halved, "rollout_filter": without_last, "training_metrics": longest,
     "aggregation": last_rows, "schedule": quarter,
 }  # fmt: skip
+
+
+def test_a_model_that_compares_each_group_replaces_a_reward_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    reply = Answer('{"scores": {"1": 1, "2": 0.5, "3": 0.25, "4": 0}}')
+    with ScriptedOpenAI(lambda _: reply) as server:
+        shaping = {"name": "judge", "model": "rater", "endpoint": server.endpoint}
+        store = train(tmp_path, unrated_agent, steps=1, experience={"reward_shaping": shaping})
+        assert len(server.requests) == 3, "one call for each task of the step"
+    (step,) = [each.values for each in asyncio.run(store.query_metrics()).items if "grad_norm" in each.values]
+    assert step["grad_norm"] > 0
+
+
+def unrated_agent(task: dict[str, Any], llm: agl.LLM) -> float:
+    calculator_agent(task, llm)
+    return 0.0
 
 
 def test_a_plugin_can_replace_every_part_of_a_training(tmp_path: Path) -> None:

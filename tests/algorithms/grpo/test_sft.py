@@ -23,6 +23,8 @@ from agentlightning_plugins.shared.chat_history import FineTuningExample
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.grpo.grpo_program import settings
 from tests.algorithms.prompt_lab import Server
+from tests.plugins.commands.agl_here import run_here
+from tests.plugins.importers.test_importing import SAMPLES
 
 pytestmark = pytest.mark.usefixtures("server_thread")
 QUESTION, ANSWER = "What do you say?", "moo"
@@ -76,6 +78,19 @@ def test_a_model_learns_the_conversations_of_a_file_and_grpo_starts_from_it(tmp_
     assert len(more) == 9
     assert more[-1]["loss"] < first[-1]["loss"] + 0.1
     assert agl.GRPO(model=str(run)).model == str(run / "checkpoint")
+
+
+def test_sft_and_dpo_train_on_what_was_imported(tmp_path: Path, tiny_model: Path) -> None:
+    samples = [str(SAMPLES / name) for name in ("completions.json", "messages.json")]
+    options = ("--store", "imported", "--reward", "quality")
+    said = run_here(tmp_path, "import", "openai-stored-completions", *samples, *options)
+    assert said.code == 0, said
+    source = tmp_path / "imported"
+    *_, last = tune(tmp_path / "sft", tiny_model, source, epochs=8, lr=1e-2, min_reward=0.5)
+    assert last["conversations"] == 1
+    assert last["loss"] < 0.5, "of the two stored answers, it learns the good one"
+    *_, last = tune(tmp_path / "dpo", tiny_model, source, epochs=2, lr=1e-3, name="dpo")
+    assert (last["pairs"], last["accuracy"]) == (1, 1)
 
 
 def test_sft_learns_from_the_best_rollouts_of_each_task(tmp_path: Path, tiny_model: Path) -> None:

@@ -326,7 +326,10 @@ async def test_prompts_and_other_resources_reach_a_command_by_environment_and_fi
     agent = agl.CommandAgent(python(code))
     _, first = await run(store, agent, resources={"system.style": "Be brief.", "long": "x" * 200_000})
     _, second = await run(store, agent, resources={"system.style": "Be kind.", "long": "x"})
-    assert [printed(first), printed(second)] == ["Be brief. 200000 False\n", "Be kind. 1 True\n"]
+    _, third = await run(store, agent, resources={"system.style": "Say {{}}.", "long": "Say {{}}, {name}."})
+    assert [printed(each) for each in (first, second, third)] == [
+        "Be brief. 200000 False\n", "Be kind. 1 True\n", "Say {}. 17 True\n"
+    ]  # fmt: skip
 
 
 async def test_the_trace_continues_in_the_command(store: agl.LightningStore) -> None:

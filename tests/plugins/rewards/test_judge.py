@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,9 +13,13 @@ import pytest
 
 import agentlightning as agl
 from agentlightning import semconv
+from agentlightning.plugin.registry import get_manager
 from agentlightning.reward import Feedback, find_feedback
 from agentlightning.testing.reward import RewardConformance
 from agentlightning_plugins.rewards.judge.judge import Judge
+from agentlightning_plugins.shared.configuration.assembly import load_parts
+from agentlightning_plugins.shared.configuration.config import read_config
+from agentlightning_plugins.shared.configuration.document import read_document
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, Script, ScriptedOpenAI
 from tests.plugins.commands.agl_here import run_here
 
@@ -232,6 +237,91 @@ algorithm: baseline
     assert [request.headers["Authorization"] for request in server.requests] == ["Bearer sk-judge-key"]
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert all(b"sk-judge-key" not in content for content in files)
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """The parts of an episode of grpo that the comparison reads."""
+
+    rollout: agl.Rollout
+    triplets: list[agl.Triplet]
+    reward: float | None
+
+
+def attempt(said: str, status: Any = "succeeded", reward: float | None = 0.0) -> Attempt:
+    prompt = {"raw_content": [{"role": "system", "content": "hidden"}, {"role": "user", "content": "the cow?"}]}
+    answer = {"raw_content": [{"role": "assistant", "content": said}]}
+    rollout = agl.Rollout(rollout_id=f"ro-{said}", input={"animal": "cow"}, start_time=0.0, status=status)
+    return Attempt(rollout, [agl.Triplet(prompt=prompt, response=answer)], reward)
+
+
+def compare_scripted(script: Script, group: list[Attempt], **settings: Any) -> tuple[list[float | None], list[Any]]:
+    with ScriptedOpenAI(script) as server:
+        judge = get_manager().create(
+            "reward_shaping", {"name": "judge", "model": "rater", "endpoint": server.endpoint, **settings}
+        )
+        return [judge(each, group, None) for each in group], list(server.requests)
+
+
+def test_one_call_compares_all_attempts_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-judge-key")
+    group = [attempt("moo"), attempt("oops", "failed", None), attempt("quack", reward=0.5)]
+    reply = Answer('<think>{"scores": {}}</think>```json\n{"reason": "heard", "scores": {"1": 1, "2": 0.25}}\n```')
+    scores, requests = compare_scripted(lambda _: reply, group, rubric="Says moo.", api_key="${JUDGE_KEY}")
+    assert scores == [1.0, None, 0.25], "an attempt that failed is not compared"
+    (request,) = requests
+    assert request.headers["Authorization"] == "Bearer sk-judge-key"
+    instructions, shown = [message["content"] for message in request.body["messages"]]
+    assert "2 attempts" in instructions
+    assert "Says moo." in instructions
+    assert '{"animal": "cow"}' in shown
+    assert shown.count("the cow?") == 2
+    assert "hidden" not in shown
+    with pytest.raises(agl.ConfigError, match=r"write api_key as \$\{NAME\} or file:PATH"):
+        compare_scripted(lambda _: reply, group, api_key="sk-judge-key")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ['{"scores": {"1": 1}}', '{"scores": {"1": 1, "2": 2}}', '{"scores": {"1": 1, "2": true}}', "[]", "1 is best"],
+    ids=["missing", "above", "boolean", "list", "prose"],
+)
+def test_without_a_score_for_each_attempt_the_group_keeps_its_rewards(
+    reply: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    group = [attempt("moo", reward=0.1), attempt("quack", reward=0.2)]
+    scores, requests = compare_scripted(lambda _: Answer(reply), group, attempts=2)
+    assert (scores, len(requests)) == ([0.1, 0.2], 2)
+    assert "could not compare 2 attempts; they keep their rewards: " in caplog.text
+    assert "gave no score of each attempt in 2 replies" in caplog.text
+
+
+def test_a_configuration_lets_grpo_compare_the_group_and_stores_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-judge-key")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text("def agent(task):\n    return 'moo'\n")
+
+    def load(algorithm: str) -> Any:
+        (tmp_path / "config.yaml").write_text(
+            "agent: {target: 'agent.py:agent', reward: {name: judge, model: rater, compare: group, "
+            f"api_key: '${{JUDGE_KEY}}'}}}}\nalgorithm: {algorithm}\n"
+        )
+        document = read_document(tmp_path / "config.yaml")
+        return load_parts(read_config(document), document)
+
+    parts = load("{name: grpo, model: m, experience: {keep_flat_groups: true}}")
+    experience = parts.components["algorithm"].experience
+    assert experience.reward_shaping == {"name": "judge", "model": "rater", "api_key": "${JUDGE_KEY}"}
+    assert experience.keep_flat_groups is True
+    with pytest.raises(agl.ConfigError, match=r"line 1: compare: group needs the algorithm grpo .* not 'baseline'"):
+        load("baseline")
+    with pytest.raises(agl.ConfigError, match="without a reward_shaping, not 'grpo'"):
+        load("{name: grpo, model: m, experience: {reward_shaping: soft_overlong}}")
+    (rollout, _) = fit(rate, say, [{"said": "moo"}], compare="group")[0]
+    assert rollout.attempt.reward == 0.0
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 import agentlightning as agl
+from agentlightning_plugins.shared.configuration.assembly import load_data
+from agentlightning_plugins.shared.configuration.config import read_config
 from agentlightning_plugins.shared.configuration.document import read_document
 from agentlightning_plugins.shared.configuration.sources import load_dataset
 
@@ -152,3 +154,89 @@ def test_a_row_of_a_streamed_set_that_cannot_be_stored_is_left_out_counted_and_n
     ]  # fmt: skip
     assert "test_data_rows:streamed, row 2: task.x = nan is not JSON" in caplog.text
     assert "row 4: task.x = inf" in caplog.text
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_large_file_is_read_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    import datasets
+
+    monkeypatch.setattr("agentlightning_plugins.shared.configuration.sources._LARGE", 1)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    file, rows = tmp_path / f"tasks.{form}", [{"n": number, "text": "é" * number} for number in range(5)]
+    if form == "jsonl":
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        file.write_bytes(codecs.BOM_UTF8 + "\n\n".join(lines).encode() + b"\n{broken\n")
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(file)
+    tasks = load_dataset(str(file))
+    assert [tasks[index] for index in range(5)] == rows
+    assert tasks[4] == rows[4], "in any order"
+    if form == "jsonl":
+        assert tasks[5] == rows[0], "the next row takes the place of one that cannot be read"
+        assert type(tasks[0]["n"]) is int
+    shuffled = load_dataset(str(file), shuffle_seed=1, limit=3)
+    assert len(shuffled) == 3
+    assert all(shuffled[index] in rows for index in range(3))
+    with pytest.raises(IndexError):
+        shuffled[3]
+
+
+def test_the_directory_of_a_saved_data_set_is_a_source(tmp_path: Path) -> None:
+    import datasets
+
+    both = {name: datasets.Dataset.from_list([{"n": name}]) for name in ("train", "held_out")}
+    datasets.DatasetDict(both).save_to_disk(str(tmp_path / "saved"))
+    assert load_dataset(str(tmp_path / "saved"))[0] == {"n": "train"}
+    assert load_dataset(str(tmp_path / "saved"), split="held_out")[0] == {"n": "held_out"}
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(agl.ConfigError, match="empty, split 'train', cannot be loaded"):
+        load_dataset(str(tmp_path / "empty"))
+
+
+def make_frame() -> Any:
+    import pandas
+
+    return pandas.DataFrame({"n": [1, 2], "text": ["a", None]})
+
+
+def test_a_function_may_return_a_data_frame() -> None:
+    tasks = load_dataset("tests.plugins.shared.test_data_rows:make_frame")
+    assert list(tasks) == [{"n": 1, "text": "a"}, {"n": 2, "text": None}]
+
+
+def mixed(folder: Path, data: str) -> list[Any]:
+    for name, count in (("a", 2), ("b", 6)):
+        (folder / f"{name}.jsonl").write_text("".join(f'{{"n": "{name}{number}"}}\n' for number in range(count)))
+    (folder / "config.yaml").write_text(f"data: {{train: {data}}}\n")
+    document = read_document(folder / "config.yaml")
+    config = read_config(document)
+    assert config.data.train is not None
+    tasks = load_data(config.data.train)
+    return [tasks[index]["n"] for index in range(len(tasks))]
+
+
+def test_sources_are_mixed_by_their_sizes_or_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = mixed(tmp_path, "[a.jsonl, b.jsonl]")
+    assert sorted(rows) == ["a0", "a1", "b0", "b1", "b2", "b3", "b4", "b5"], "each row once"
+    assert sum(row.startswith("a") for row in rows[:4]) == 1, "each stretch has the shares of the whole"
+    rows = mixed(tmp_path, "[{source: a.jsonl, weight: 3}, {source: b.jsonl, weight: 1, limit: 4}]")
+    assert rows == ["a0", "a1", "a0", "b0", "a1", "a0"], "a small set begins again"
+    assert mixed(tmp_path, "[{source: b.jsonl, limit: 1}]") == ["b0"]
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        ("[{source: a.jsonl, weight: 2}, b.jsonl]", "some sources have a weight and others do not; give each a weight"),
+        ("[{source: a.jsonl, weight: 0}]", r"data.train.0.weight = 0: Input should be greater than 0"),
+        ("[]", r"data.train = \[\]: List should have at least 1 item"),
+        ("[{source: a.jsonl, wieght: 2}]", r"unknown key 'data.train.0.wieght'. Did you mean 'weight'"),
+        ("{source: a.jsonl, weight: 2}", "weight = 2.0: a weight is for a list of sources"),
+    ],
+    ids=["some", "zero", "none", "misspelt", "single"],
+)
+def test_a_wrong_mixture_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str, complaint: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(agl.ConfigError, match=complaint):
+        mixed(tmp_path, data)

@@ -219,14 +219,13 @@ class PromptSearch(Algorithm):
         return self.max_rollouts - self.n_rollouts - self._count_reserved(self.max_rollouts)
 
     def require_rollouts(self, needed: int) -> None:
-        """Raises ConfigError if ``max_rollouts`` is too small for ``needed`` rollouts and their confirmation."""
-        if self.max_rollouts is None or self.max_rollouts >= needed + self._count_reserved(self.max_rollouts):
-            return
+        """Logs how many ``needed`` and the confirmation are; raises ConfigError if ``max_rollouts`` is smaller."""
         least = next(n for n in itertools.count(needed) if n >= needed + self._count_reserved(n))
-        raise ConfigError(
-            f"max_rollouts = {self.max_rollouts}: at least {least} are needed to try one new prompt: {needed} for the "
-            f"search and {least - needed} to confirm the result"
-        )
+        said = f"max_rollouts = {self.max_rollouts}: at least {least} are needed to try one new prompt: "
+        said += f"{needed} for the search and {least - needed} to confirm the result"
+        if self.max_rollouts is not None and self.max_rollouts < needed + self._count_reserved(self.max_rollouts):
+            raise ConfigError(said)
+        logger.info(said)
 
     def _count_reserved(self, limit: int) -> int:
         """Number of rollouts of the confirmation, with ``max_rollouts = limit``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -104,8 +105,12 @@ def _describe_prompts(resources: Mapping[str, Resource]) -> dict[str, str]:
         variable = "AGL_PROMPT_" + re.sub(r"[^A-Z0-9]", "_", name.upper())
         if variable in variables:
             raise ConfigError(f"the prompt {name!r} and another would both be {variable}; rename one of them")
-        if len(value.template.encode()) <= _MAX_VARIABLE_BYTES:
-            variables[variable] = value.template
+        text = value.template
+        if value.engine == "f-string":
+            with contextlib.suppress(ConfigError):  # it has placeholders
+                text = value.format()
+        if len(text.encode()) <= _MAX_VARIABLE_BYTES:
+            variables[variable] = text
     return variables
 
 

@@ -176,11 +176,11 @@ async def delete_rollouts(
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["records", "openai-sft", "transitions"]),
+    type=click.Choice(["records", "atif", "openai-sft", "transitions"]),
     default="records",
     show_default=True,
-    help="openai-sft: the conversations of rollouts that succeeded, for fine-tuning. transitions: the state, "
-    "observation, action and reward of each model call.",
+    help="atif: trajectories of Harbor. openai-sft: the conversations of rollouts that succeeded, for fine-tuning. "
+    "transitions: the state, observation, action and reward of each model call.",
 )
 @click.option("--min-reward", default=1.0, show_default=True, help="With openai-sft: minimum reward of a rollout.")
 @click.option(
@@ -205,10 +205,15 @@ async def export_rollouts(
         await export(select_examples(store, min_reward, best_of), path, "conversations", as_json)
         return
     chosen = every(store.query_rollouts, status_in=status or None)
-    if form == "transitions":
+    if form in ("atif", "transitions"):
         if path.suffix != ".jsonl":
-            raise click.UsageError("--format transitions writes only .jsonl files")
-        await export(_read_transitions(store, chosen), path, "transitions", as_json)
+            raise click.UsageError(f"--format {form} writes only .jsonl files")
+        if form == "transitions":
+            await export(_read_transitions(store, chosen), path, "transitions", as_json)
+        else:
+            from agentlightning_plugins.commands.inspect.atif import read_trajectories
+
+            await export(read_trajectories(store, chosen), path, "trajectories", as_json)
         return
     await export(chosen, path, "rollouts", as_json)
 

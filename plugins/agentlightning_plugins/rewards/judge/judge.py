@@ -10,9 +10,9 @@ import math
 import re
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import aiohttp
 import yaml
@@ -25,6 +25,7 @@ from agentlightning.run.proxies import find_proxy
 from agentlightning.types import Rollout
 from agentlightning_plugins.shared.token import read_key
 
+T = TypeVar("T")
 _INSTRUCTIONS: Final = """\
 You rate the answer of an assistant to a task. Rate it by this rubric only:
 
@@ -45,7 +46,7 @@ _FORMAT: Final = {
         },
     },
 }
-_MAX_TEXT: Final = 100_000
+MAX_TEXT: Final = 100_000
 """Characters that the judge reads of the task, and of the answer."""
 
 
@@ -60,8 +61,8 @@ class Judge:
         ConfigError: a value is out of range.
     """
 
-    rubric: str
-    """Describes a good answer in words."""
+    rubric: str = ""
+    """Describes a good answer in words; ``compare`` has its own."""
     model: str
     """The name of the model that rates."""
     endpoint: str | None = None
@@ -78,9 +79,11 @@ class Judge:
     """Number of replies without a score after which the rollout fails."""
     timeout_s: float = 60.0
     """Timeout of each call."""
+    compare: Literal["group"] | None = None
+    """``group``: ``grpo`` has the attempts at a task compared in one call instead, and this returns 0."""
 
     def __post_init__(self) -> None:
-        if not self.rubric.strip():
+        if not self.rubric.strip() and self.compare is None:
             raise ConfigError("judge: rubric is empty; say in words what a good answer is")
         if not self.low < self.high:
             raise ConfigError(f"judge: low = {self.low}, high = {self.high}; low must be below high.")
@@ -98,6 +101,8 @@ class Judge:
             RolloutError: no reply had one score.
             openai.OpenAIError: the model could not be called.
         """
+        if self.compare is not None:
+            return 0.0, ""
         from openai import AsyncOpenAI  # takes a second to import
 
         with operation(name="judge") as span, suppress_instrumentation():
@@ -105,7 +110,9 @@ class Judge:
             # A rollout may have its own event loop, and a client belongs to one loop.
             key = read_key(self.api_key)
             async with AsyncOpenAI(base_url=self.endpoint, api_key=key, timeout=self.timeout_s) as client:
-                verdict = await self._ask(client, self._messages(task, output))
+                read = functools.partial(_read_verdict, low=self.low, high=self.high)
+                what = f"score from {self.low} to {self.high}, or several,"
+                verdict = await self.ask(client, self._messages(task, output), read, what, _FORMAT)
             span.set_output({"model": self.model, **verdict})
         return (float(verdict["score"]) - self.low) / (self.high - self.low), verdict["reason"]
 
@@ -113,12 +120,15 @@ class Judge:
         mark = secrets.token_hex(8)  # so that an answer cannot contain the line that ends it
         instructions = _INSTRUCTIONS.format(rubric=self.rubric, mark=mark, low=self.low, high=self.high)
         parts = [
-            f"{mark} {name}\n{to_text(value)[:_MAX_TEXT]}\n{mark}"
+            f"{mark} {name}\n{to_text(value)[:MAX_TEXT]}\n{mark}"
             for name, value in (("task", task), ("answer", output))
         ]
         return [{"role": "system", "content": instructions}, {"role": "user", "content": "\n\n".join(parts)}]
 
-    async def _ask(self, client: Any, messages: list[dict[str, str]]) -> dict[str, Any]:
+    async def ask(
+        self, client: Any, messages: list[dict[str, str]], read: Callable[[str], T | None], what: str, form: Any = None
+    ) -> T:
+        """Returns what ``read`` finds in a reply; raises RolloutError if it finds nothing in ``attempts`` replies."""
         from openai import BadRequestError, UnprocessableEntityError
 
         options: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
@@ -126,22 +136,20 @@ class Judge:
         reply = ""
         for _ in range(self.attempts):
             try:
-                completion = await (create(response_format=_FORMAT) if self._has_formats else create())
+                completion = await (create(response_format=form) if form and self._has_formats else create())
             except (BadRequestError, UnprocessableEntityError):
-                if not self._has_formats:
+                if not (form and self._has_formats):
                     raise
                 completion, self._has_formats = await create(), False
             reply = completion.choices[0].message.content or ""
-            verdict = _read_verdict(reply, self.low, self.high)
-            if verdict is not None:
-                return verdict
+            if (found := read(reply)) is not None:
+                return found
         raise RolloutError(
-            f"the judge {self.model} gave no score from {self.low} to {self.high}, or several, in {self.attempts} "
-            f"replies; the last one was {reply[:200]!r}"
+            f"the judge {self.model} gave no {what} in {self.attempts} replies; the last one was {reply[:200]!r}"
         )
 
 
-_THOUGHTS: Final = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+THOUGHTS: Final = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _STRINGS_AND_BRACES: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[{}]', re.DOTALL)
 _SCORE_KEY: Final = re.compile(r"""\bscore["']?\s*:""")
 
@@ -158,7 +166,7 @@ def _read_verdict(reply: str, low: float, high: float) -> dict[str, Any] | None:
         rest = rest.strip("`")
     while match := re.search(r"\{|<think>", rest):
         before, rest = before + rest[: match.start()], rest[match.start() :]
-        end = thoughts.end() if (thoughts := _THOUGHTS.match(rest)) else _find_end(rest)
+        end = thoughts.end() if (thoughts := THOUGHTS.match(rest)) else _find_end(rest)
         if end is None:
             if _SCORE_KEY.search(rest):
                 return None

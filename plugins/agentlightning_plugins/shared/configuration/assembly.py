@@ -22,7 +22,7 @@ from agentlightning.litagent import LitAgent, wrap
 from agentlightning.litagent.function import first_resources
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import bind_settings, read_spec
-from agentlightning.resources import LLM, SECRET_NAME, Resource, read_resources, resolve_secrets
+from agentlightning.resources import LLM, SECRET_NAME, PromptTemplate, Resource, read_resources, resolve_secrets
 from agentlightning.run.directory import make_directory
 from agentlightning.runner import Hook
 from agentlightning.store.factory import create_store
@@ -40,7 +40,7 @@ from agentlightning_plugins.shared.configuration.config import (
     read_config,
 )
 from agentlightning_plugins.shared.configuration.document import ConfigDocument, KeyPath, enter_folder, read_document
-from agentlightning_plugins.shared.configuration.sources import load_attribute, load_dataset
+from agentlightning_plugins.shared.configuration.sources import load_attribute, load_dataset, mix
 
 T = TypeVar("T")
 _REFERENCE: Final = r"(?<!\$)\$\{(\w+)\}"
@@ -63,6 +63,7 @@ def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
 
     Raises LightningError, with the location in the configuration, if a part cannot be loaded.
     """
+    config = _move_comparison(config, document)
 
     def load(path: KeyPath, loader: Callable[[Any], T], value: Any) -> T | None:
         with _located(document, path):
@@ -93,11 +94,32 @@ def load_parts(config: TrainConfig, document: ConfigDocument) -> Parts:
     return Parts(agent, train, val, resources, components)
 
 
+def _move_comparison(config: TrainConfig, document: ConfigDocument) -> TrainConfig:
+    """Gives the algorithm the reward with ``compare: group``, because an agent does not see the group of its attempt.
+
+    It becomes the reward shaping of the same name.
+    """
+    reward = getattr(config.agent, "reward", None)
+    if config.algorithm is None or not isinstance(reward, Mapping) or reward.get("compare") != "group":
+        return config
+    name, settings = _split(config.algorithm)
+    experience = dict(settings.get("experience") or {})
+    if name != "grpo" or experience.get("reward_shaping") is not None:
+        place = document.place(("agent" if config.environment is None else "environment", "reward"))
+        raise ConfigError(f"{place}: compare: group needs the algorithm grpo without a reward_shaping, not {name!r}")
+    shaping = {key: value for key, value in reward.items() if key != "compare"}
+    if "api_key" in shaping:  # stays a reference, because settings of the algorithm are recorded
+        shaping["api_key"] = re.sub(_REFERENCE, r"$${\1}", str(shaping["api_key"]))
+    experience["reward_shaping"] = shaping
+    return config.model_copy(update={"algorithm": {"name": name, **settings, "experience": experience}})
+
+
 def compose_algorithm(config: TrainConfig, document: ConfigDocument) -> Any:
     """Returns the algorithm's resolved settings as plain values; None if the algorithm does not resolve any.
 
     Values from the environment stay references, because they may be secrets.
     """
+    config = _move_comparison(config, document)
     if config.algorithm is None:
         return None
     if _find_class(document, "algorithm", config.algorithm).print_config is Algorithm.print_config:
@@ -226,10 +248,16 @@ def load_agent_argument(argument: str, reward: str | None) -> LitAgent[Any]:
     return load_agent(agent)
 
 
-def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
-    """Loads the tasks that a configuration names."""
+def load_data(spec: str | DatasetConfig | list[str | DatasetConfig]) -> Dataset[Any]:
+    """Loads the tasks that a configuration names; several sources are mixed."""
+    if isinstance(spec, list):
+        weights = [None if isinstance(each, str) else each.weight for each in spec]
+        alone = [each if isinstance(each, str) else each.model_copy(update={"weight": None}) for each in spec]
+        return mix(list(map(load_data, alone)), weights)
     if isinstance(spec, str):
         return load_dataset(expand(spec))
+    if spec.weight is not None:
+        raise ConfigError(f"weight = {spec.weight}: a weight is for a list of sources; write several, or remove it")
     return load_dataset(
         expand(spec.source),
         reader=expand(spec.reader),
@@ -260,10 +288,32 @@ def load_resources(given: Mapping[str, Any]) -> dict[str, Resource]:
         return expand(value)
 
     resources = read_resources(
-        {name: value if isinstance(value, str) else expand_but_secrets(value) for name, value in given.items()}
+        {
+            name: value
+            if isinstance(value, str)
+            else _read_text(name, value)
+            if isinstance(value, Mapping) and "file" in value
+            else expand_but_secrets(value)
+            for name, value in given.items()
+        }
     )
     resolve_secrets(resources)  # a check: runners on this machine need the same variables
     return resources
+
+
+def _read_text(name: str, spec: Mapping[str, Any]) -> PromptTemplate:
+    """Returns the text of a file, in which braces are text unless an engine is given."""
+    if unknown := spec.keys() - {"file", "engine"}:
+        raise ConfigError(
+            f"resource {name!r}: unknown key {min(unknown)!r}; a text has file and, as a template, engine"
+        )
+    try:
+        text = Path(expand(str(spec["file"]))).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"resource {name!r}: {spec['file']} cannot be read: {error}") from error
+    if "engine" in spec:
+        return PromptTemplate(template=text, engine=spec["engine"])
+    return PromptTemplate(template=text.replace("{", "{{").replace("}", "}}"))
 
 
 def expand(value: Any) -> Any:

@@ -106,7 +106,8 @@ class DatasetConfig(_Section):
     """The source of tasks, and a selection from it."""
 
     source: str
-    """A file (.jsonl, .json, .csv, .parquet), ``module:attribute``, ``hf:name``, or what a plugin reads."""
+    """A file (.jsonl, .json, .csv, .parquet), ``module:attribute``, ``hf:name``, the directory of a saved data set of
+    Hugging Face, or what a plugin reads."""
     reader: ComponentSpec | None = None
     """The component of the kind ``dataset`` that reads the source. By default the one that is named like the source's
     ending or its prefix before a colon, if a plugin offers one."""
@@ -116,6 +117,8 @@ class DatasetConfig(_Section):
     """Maximum number of tasks, applied after shuffling."""
     shuffle_seed: int | None = None
     """Seed for shuffling; None keeps the order."""
+    weight: float | None = Field(default=None, gt=0)
+    """In a list of sources: the share of the rows that come from this one; None in all: each row once."""
 
 
 AgentSpec: TypeAlias = Annotated[
@@ -128,8 +131,12 @@ AgentSpec: TypeAlias = Annotated[
 EnvironmentSpec: TypeAlias = Annotated[
     Annotated[str, _TEXT] | Annotated[dict[str, Any], _MAPPING], Discriminator(_text_or_mapping)
 ]
-DatasetSpec: TypeAlias = Annotated[
+SourceSpec: TypeAlias = Annotated[
     Annotated[str, _TEXT] | Annotated[DatasetConfig, _MAPPING], Discriminator(_text_or_mapping)
+]
+DatasetSpec: TypeAlias = Annotated[
+    Annotated[SourceSpec, _TEXT] | Annotated[list[SourceSpec], Field(min_length=1), _LIST],
+    Discriminator(lambda value: _LIST.tag if isinstance(value, list) else _TEXT.tag),
 ]
 
 
@@ -137,7 +144,7 @@ class DataConfig(_Section):
     """The tasks of a run."""
 
     train: DatasetSpec | None = None
-    """Tasks for training."""
+    """Tasks for training; a list of sources is mixed."""
     val: DatasetSpec | None = None
     """Tasks for validation."""
 
@@ -245,7 +252,7 @@ def _explain(document: ConfigDocument, error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{document.place(path[:-1])}: {shown} is missing"
     if first["type"] == "extra_forbidden":
-        known = list(_SECTIONS[path[:-1]].model_fields)
+        known = list(_SECTIONS[path[:2] if path[0] == "data" and len(path) > 2 else path[:-1]].model_fields)
         hint = suggest(str(path[-1]), known)
         return f"{document.place(path)}: unknown key {shown!r}.{hint} Keys here: {', '.join(known)}"
     return f"{document.place(path)}: {shown} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import codecs
 import csv
 import functools
 import hashlib
@@ -76,6 +78,8 @@ def _import_file(name: str, file: Path) -> ModuleType:
 
 logger = logging.getLogger("agentlightning")
 _READERS: Final = (".jsonl", ".json", ".csv", ".parquet")
+_LARGE: Final = 2**28
+"""Size in bytes from which a .jsonl or .parquet file is read row by row."""
 
 
 def load_dataset(
@@ -90,7 +94,8 @@ def load_dataset(
 
     Args:
         source: a file (.jsonl, .json, .csv, .parquet), ``module:attribute`` of a sequence or of a function that returns
-            one, ``hf:name`` of a Hugging Face data set, or what a component of the kind ``dataset`` reads.
+            one, ``hf:name`` of a Hugging Face data set, the directory of a saved one, or what a component of the kind
+            ``dataset`` reads.
         reader: name of this component, alone or with settings. By default the component named like the ending of the
             source, or like its prefix, as in ``lance:tasks``.
         split: the split of a Hugging Face data set; default ``train``.
@@ -109,6 +114,8 @@ def load_dataset(
         tasks = _check_sequence(get_manager().create("dataset", reader)(source), source)
     elif source.startswith("hf:"):
         tasks = _load_hugging_face(source.removeprefix("hf:"), split or "train")
+    elif Path(source).is_dir():
+        tasks = _load_hugging_face(source, split or "train")
     elif split is not None:
         raise ConfigError(f"{source!r} has no splits; only hf: data sets do")
     elif Path(source).suffix in _READERS:
@@ -131,7 +138,64 @@ def load_dataset(
     order = list(range(len(tasks)))
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(order)
-    return [tasks[index] for index in order[:limit]]
+    return _Selection([tasks], [(0, index) for index in order[:limit]])
+
+
+def mix(sets: Sequence[Dataset[Any]], weights: Sequence[float | None]) -> Dataset[Any]:
+    """Returns a set that draws from several: each row once, or with weights, as often as its set's share.
+
+    Every stretch of rows has about the shares of the whole, which has as many rows as all sets together. A set begins
+    again when all of its rows were drawn. Raises ConfigError if only some sets have a weight.
+    """
+    if None in weights and set(weights) != {None}:
+        raise ConfigError("some sources have a weight and others do not; give each a weight, or none")
+    shares = [len(tasks) if weight is None else weight for tasks, weight in zip(sets, weights, strict=True)]
+    drawn, places = [0] * len(sets), []
+    for _ in range(sum(map(len, sets))):
+        number = min(range(len(sets)), key=lambda each: (drawn[each] + 1) / shares[each])
+        places.append((number, drawn[number] % len(sets[number])))
+        drawn[number] += 1
+    return _Selection(sets, places)
+
+
+class _Selection(Sequence[Any]):
+    """Rows of sets, each given by the number of its set and its position there."""
+
+    def __init__(self, sets: Sequence[Dataset[Any]], places: Sequence[tuple[int, int]]) -> None:
+        self._sets = sets
+        self._numbers = array.array("I", [number for number, _ in places])
+        self._positions = array.array("Q", [position for _, position in places])
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._sets[self._numbers[index]][self._positions[index]]
+
+
+class _Lines(Sequence[Any]):
+    """The rows of a large .jsonl file, of which only the places of the lines are in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._starts = array.array("Q")
+        start = 0
+        with path.open("rb") as file:
+            for line in file:
+                if line.strip():
+                    self._starts.append(start + (3 if not start and line.startswith(codecs.BOM_UTF8) else 0))
+                start += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: Any) -> Any:
+        with self._path.open("rb") as file:
+            file.seek(self._starts[index])
+            try:
+                return parse_lenient(file.readline(), exact=True)
+            except ValueError as error:
+                raise ConfigError(f"{self._path}, row {index + 1}: not JSON: {error}") from error
 
 
 class _Rows(Sequence[Any]):
@@ -170,8 +234,11 @@ def _find_reader(source: str) -> tuple[str | None, str]:
 
 def _read_file(path: Path) -> Sequence[Any]:
     try:
+        is_large = path.suffix in (".jsonl", ".parquet") and path.stat().st_size >= _LARGE
+        if is_large and path.suffix == ".parquet":
+            return cast(Sequence[Any], _import_datasets(str(path)).Dataset.from_parquet(str(path)))
         if path.suffix == ".jsonl":
-            return _read_lines(path)
+            return _Lines(path) if is_large else _read_lines(path)
         if path.suffix == ".json":
             tasks = parse_lenient(path.read_text(encoding="utf-8-sig"), exact=True)
             if not isinstance(tasks, list):
@@ -179,7 +246,7 @@ def _read_file(path: Path) -> Sequence[Any]:
             return tasks
         if path.suffix == ".csv":
             return _read_table(path)
-        return _read_parquet(path)
+        return read_parquet(path)
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist (in {Path.cwd()}; in a configuration, paths start at its folder)"
@@ -219,7 +286,7 @@ def _read_lines(path: Path) -> list[Any]:
     return tasks
 
 
-def _read_parquet(path: Path) -> list[Any]:
+def read_parquet(path: Path) -> list[Any]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
@@ -230,11 +297,16 @@ def _read_parquet(path: Path) -> list[Any]:
         raise ConfigError(f"{path} is not a Parquet file: {error}") from error
 
 
-def _load_hugging_face(name: str, split: str) -> Dataset[Any]:
+def _import_datasets(source: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(f"hf:{name} needs datasets. Install with: {install_command('datasets')}") from error
+        raise ConfigError(f"{source} needs datasets. Install with: {install_command('datasets')}") from error
+    return datasets
+
+
+def _load_hugging_face(name: str, split: str) -> Dataset[Any]:
+    datasets = _import_datasets(f"hf:{name}")
     try:
         if Path(name).is_dir():
             loaded = datasets.load_from_disk(name)
@@ -247,6 +319,10 @@ def _load_hugging_face(name: str, split: str) -> Dataset[Any]:
 
 
 def _check_sequence(found: Any, source: str) -> Dataset[Any]:
+    if hasattr(found, "columns"):  # a DataFrame
+        from agentlightning.trainer import to_rows
+
+        found = to_rows(found, source)
     if isinstance(found, (str, bytes, dict)) or not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
         raise ConfigError(
             f"{source} is a {type(found).__name__}; a sequence of tasks is needed, or a function that returns one"

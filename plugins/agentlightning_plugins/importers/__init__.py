@@ -1,0 +1,1 @@
+"""Importers of ``agl import``, one plugin for each format."""

@@ -1,0 +1,328 @@
+"""`agl import`: files of other tools become rollouts and tasks, once, and what has no equivalent is named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai.types as openai_types
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionStoreMessage
+from openai.types.evals.runs import OutputItemListResponse
+
+import agentlightning as agl
+from agentlightning import semconv
+from agentlightning.plugin.registry import get_manager
+from agentlightning.reward import find_feedback
+from agentlightning.types import Span
+from agentlightning_plugins.rewards.graders import Graders
+from agentlightning_plugins.shared.chat_history import PreferencePair, select_examples, select_pairs
+from tests.plugins.commands.agl_here import Said, run_here
+
+SAMPLES = Path(__file__).parent / "samples"
+ROLLOUT = agl.Rollout(rollout_id="ro-1", input={}, start_time=0.0)
+
+
+def run_import(folder: Path, form: str, *files: str, code: int = 0, options: tuple[str, ...] = ()) -> Said:
+    paths = [str(SAMPLES / file) for file in files]
+    said = run_here(folder, "import", form, *paths, "--store", "runs/it", *options)
+    assert said.code == code, said
+    return said
+
+
+def import_json(folder: Path, form: str, *files: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(run_import(folder, form, *files, options=("--json", *options)).stdout)
+    return result
+
+
+def named(result: dict[str, Any]) -> dict[str, int]:
+    """Returns the number of items left out by reason."""
+    for each in result["left_out"]:
+        assert each["count"] == len(each["items"])
+    return {each["reason"]: each["count"] for each in result["left_out"]}
+
+
+def read_all(folder: Path) -> list[tuple[Any, list[Span]]]:
+    """Returns each rollout with its spans, in the order of their tasks."""
+
+    async def read() -> list[tuple[Any, list[Span]]]:
+        store = agl.create_store(str(folder / "runs" / "it"))
+        found = [(each, list(await store.query_spans(each.rollout_id))) for each in await store.query_rollouts()]
+        await store.close()
+        return sorted(found, key=lambda each: each[0].metadata["source_id"])
+
+    return asyncio.run(read())
+
+
+def examples(folder: Path) -> list[Any]:
+    async def read() -> list[Any]:
+        store = agl.create_store(str(folder / "runs" / "it"))
+        found = [each.model_dump() async for each in select_examples(store)]
+        await store.close()
+        return found
+
+    return asyncio.run(read())
+
+
+def pairs(folder: Path) -> list[PreferencePair]:
+    async def read() -> list[PreferencePair]:
+        store = agl.create_store(str(folder / "runs" / "it"))
+        found = [each async for each in select_pairs(store)]
+        await store.close()
+        return found
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize(
+    ("form", "files", "options"),
+    [
+        ("openai-stored-completions", ("completions.json", "messages.json"), ("--reward", "quality")),
+        ("langfuse", ("observations_v2.jsonl", "scores.jsonl"), ()),
+        ("phoenix", ("spans.json", "span_annotations.json"), ()),
+        ("openai-evals", ("output_items.json",), ()),
+        ("atif", ("trial/agent/trajectory.json", "trial/result.json"), ()),
+    ],
+    ids=["openai-stored-completions", "langfuse", "phoenix", "openai-evals", "atif"],
+)
+def test_what_was_imported_once_is_not_imported_again(
+    tmp_path: Path, form: str, files: tuple[str, ...], options: tuple[str, ...]
+) -> None:
+    first = import_json(tmp_path, form, *files, options=options)
+    before = read_all(tmp_path)
+    again = import_json(tmp_path, form, *files, options=options)
+    assert first["rollouts"] == again["known"] > 0
+    assert first["known"] == again["rollouts"] == 0
+    assert read_all(tmp_path) == before
+    assert all(rollout.status == "succeeded" and rollout.attempt.reward is not None for rollout, _ in before)
+    assert any(map(semconv.is_llm_call, before[0][1]))
+
+
+def test_stored_completions_become_pairs_for_dpo_and_examples_for_sft(tmp_path: Path) -> None:
+    for value in json.loads((SAMPLES / "completions.json").read_text())["data"]:
+        ChatCompletion.model_validate(value, strict=True)
+    for value in json.loads((SAMPLES / "messages.json").read_text())["data"]:
+        ChatCompletionStoreMessage.model_validate({**value, "role": "assistant"})
+    result = import_json(
+        tmp_path, "openai-stored-completions", "completions.json", "messages.json", options=("--reward", "quality")
+    )
+    assert named(result) == {
+        "a completion without its messages (GET .../ID/messages has them)": 1,
+        "messages without their completion": 1,
+    }
+    assert result["left_out"][0]["items"] == ["chatcmpl-3"]
+    (pair,) = pairs(tmp_path)
+    assert [each[0].messages[-1]["content"] for each in (pair.chosen, pair.rejected)] == ["moo", "quack"]
+    assert examples(tmp_path)[0] == {
+        "messages": [{"role": "user", "content": "What do you say?"}, {"role": "assistant", "content": "moo"}]
+    }
+    said = run_import(tmp_path, "openai-stored-completions", "completions.json", "messages.json")
+    assert "none has a reward" in said.stdout
+    run_import(tmp_path, "openai-stored-completions", "completions.json", "messages.json", options=("--reward", "0.5"))
+    assert [rollout.attempt.reward for rollout, _ in read_all(tmp_path)] == [0.5, 0.5], "the later choice counts"
+
+
+def test_traces_of_langfuse_keep_their_tree_scores_and_comments(tmp_path: Path) -> None:
+    result = import_json(tmp_path, "langfuse", "observations_v2.jsonl", "scores.jsonl", "trace.json")
+    assert named(result) == {
+        "a generation whose input is no messages": 1,
+        "a trace without a model call (its input is a task)": 1,
+        "a score without a number (CATEGORICAL)": 1,
+        "a score without its trace": 1,
+    }
+    assert result["tasks"] == 3, "cow, pig and dog"
+    (cow, spans), (_, others), (dog, _) = read_all(tmp_path)
+    assert (cow.input, cow.attempt.reward) == ({"animal": "cow"}, 1.0)
+    assert (dog.input, dog.attempt.reward) == ({"animal": "dog"}, 0.5)
+    agent, first, tool, second, feedback, _ = spans
+    assert first.parent_id == tool.parent_id == second.parent_id == agent.span_id
+    assert semconv.is_tool_call(tool)
+    assert semconv.read_tools(first)[0]["function"]["name"] == "look"
+    assert semconv.read_output_messages(second) == [{"role": "assistant", "content": "moo"}]
+    assert first.start_time == pytest.approx(1780062381.963), "the time in UTC"
+    assert [each.text for each in find_feedback([feedback])] == ["a cow says moo"]
+    assert [each.status.description for each in others if each.status.status_code == "ERROR"] == ["no such tool"]
+    (pair,) = pairs(tmp_path)
+    assert [message["role"] for message in pair.chosen[0].messages] == ["user", "assistant", "tool", "assistant"]
+    assert pair.rejected[0].messages[-1]["content"] == "quack"
+
+
+def test_spans_of_phoenix_are_read_from_its_api_and_from_parquet_alike(tmp_path: Path) -> None:
+    import pandas
+
+    result = import_json(tmp_path, "phoenix", "spans.json", "span_annotations.json")
+    assert named(result) == {
+        "an annotation without its span": 1,
+        "an annotation without a score, only with a label": 1,
+        "a trace without a model call (its input is a task)": 1,
+    }
+    (cow, spans), (duck, _) = read_all(tmp_path)
+    assert (cow.input, cow.attempt.reward, duck.attempt.reward) == ({"animal": "cow"}, 1.0, 0.0)
+    assert duck.input == {"messages": [{"role": "user", "content": "What do you say?"}]}
+    assert [each.text for each in find_feedback(spans)] == ["a cow says moo"]
+    assert examples(tmp_path)[0]["tools"][0]["function"]["name"] == "look"
+
+    rows = json.loads((SAMPLES / "spans.json").read_text())["data"]
+    nested = {
+        "llm.input_messages": [{"message.role": "user", "message.content": "What do you say?"}],
+        "llm.output_messages": [{"message.role": "assistant", "message.content": "moo"}],
+        "openinference.span.kind": "LLM",
+    }
+    frame = pandas.DataFrame(
+        {
+            "name": row["name"],
+            "span_kind": row["span_kind"],
+            "parent_id": row["parent_id"],
+            "start_time": pandas.Timestamp(row["start_time"]),
+            "end_time": pandas.Timestamp(row["end_time"]),
+            "context.trace_id": row["context"]["trace_id"],
+            "context.span_id": row["context"]["span_id"],
+            **{f"attributes.{key}": value for key, value in nested.items()},
+        }
+        for row in rows[1:2]
+    ).set_index("context.span_id")
+    frame.to_parquet(tmp_path / "spans.parquet")
+    other = tmp_path / "other"
+    other.mkdir()
+    run_import(other, "phoenix", str(tmp_path / "spans.parquet"), options=("--reward", "1"))
+    ((rollout, spans),) = read_all(other)
+    assert rollout.input == duck.input
+    assert examples(other)[0]["messages"][-1] == {"role": "assistant", "content": "moo"}
+    assert spans[0].start_time == pytest.approx(1780308000.0)
+
+
+def test_trajectories_are_imported_with_subagents_tokens_and_the_reward_of_their_trial(tmp_path: Path) -> None:
+    files = ("trial/agent/trajectory.json", "trial/result.json", "trajectories.jsonl", "trajectories.jsonl")
+    result = import_json(tmp_path, "atif", *files)
+    assert named(result) == {
+        "a subagent's trajectory in another file": 2,
+        "not of the known form (ValueError: audio in a message)": 2,
+        "no trajectory in ATIF 1, but 'ATIF-v2.0'": 2,
+        "more than once in these files": 1,
+    }
+    (fixed, spans), (planned, calls) = read_all(tmp_path)
+    assert (fixed.attempt.reward, planned.attempt.reward) == (1.0, None)
+    (example,) = examples(tmp_path)
+    roles = [message["role"] for message in example["messages"]]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    assert example["messages"][3]["tool_call_id"] == "call_1", "the only result belongs to the only call"
+    assert example["messages"][2]["reasoning_content"] == "I look at the file."
+    assert len([span for span in spans if semconv.is_llm_call(span)]) == 2
+    first, last, sub = calls
+    assert semconv.read_token_data(first) == ([1, 2, 3], [4, 5], [-0.1, -0.2])
+    assert [message["content"] for message in semconv.read_input_messages(last)] == ["What is 2 + 3?", "", "5", "noop"]
+    assert (semconv.read_agent_name(sub), semconv.read_output_messages(sub)[0]["content"]) == ("adder", "5")
+
+
+def test_exported_trajectories_can_be_imported_again(tmp_path: Path) -> None:
+    import_json(tmp_path, "atif", "trial/agent/trajectory.json", "trial/result.json")
+    file = tmp_path / "out.jsonl"
+    said = run_here(tmp_path, "rollouts", "export", str(file), "--format", "atif", "--store", "runs/it")
+    assert said.code == 0, said
+    (line,) = map(json.loads, file.read_text().splitlines())
+    known = json.loads((SAMPLES / "trial" / "agent" / "trajectory.json").read_text())
+    assert [step["source"] for step in line["steps"]] == [step["source"] for step in known["steps"]]
+    assert [step.get("tool_calls") for step in line["steps"]] == [step.get("tool_calls") for step in known["steps"]]
+    assert line["extra"]["reward"] == 1.0
+    before = examples(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    run_import(other, "atif", str(file), options=("--reward", "1"))
+    assert examples(other) == before
+
+
+def test_an_eval_becomes_tasks_and_a_reward_and_says_which_graders_are_missing(tmp_path: Path) -> None:
+    openai_types.EvalCreateResponse.model_validate(json.loads((SAMPLES / "eval.json").read_text()))
+    tasks = tmp_path / "tasks.jsonl"
+    result = import_json(tmp_path, "openai-evals", "items.jsonl", "eval.json", options=("--tasks", str(tasks)))
+    assert [json.loads(line)["answer"] for line in tasks.read_text().splitlines()] == ["5", "2"], "each once"
+    assert named(result) == {
+        "a grader of the type text_similarity (cosine)": 1,
+        "a grader that reads sample.output_json.a": 1,
+    }
+    reward = result["configuration"]["reward"]
+    exact, near, polite, language, python = reward["graders"]
+    assert near["pass_threshold"] == 0.8
+    assert polite == {
+        "name": "judge", "model": "gpt-4o", "low": 1.0, "high": 5.0, "pass_threshold": 0.5,
+        "rubric": "Rate the politeness of [the answer] to [the field question of the task].\n\n"
+        "The score is from 1 to 5.",
+    }  # fmt: skip
+    assert language["rubric"].endswith("Score 1 for en, and 0 for the others.")
+    assert python == {"name": "grader_is_short.py:reward", "pass_threshold": 0.5}
+    graders = Graders([exact, near, {**python, "name": f"{tmp_path}/{python['name']}"}])
+    task = json.loads(tasks.read_text().splitlines()[0])
+    assert asyncio.run(graders(task, "5", ROLLOUT)) == (1.0, "")
+    assert asyncio.run(graders(task, "five and more", ROLLOUT)) == (0.0, "")
+    assert get_manager().create("reward", reward | {"graders": [exact, polite]})
+    printed = run_import(tmp_path, "openai-evals", "eval.json").stdout
+    assert "reward:\n  name: graders\n  graders:\n  - type: string_check\n" in printed
+
+
+def test_results_of_an_eval_become_rated_rollouts(tmp_path: Path) -> None:
+    for value in json.loads((SAMPLES / "output_items.json").read_text())["data"]:
+        value["sample"]["error"] = {"code": "", "message": ""}  # null in the API's own example
+        OutputItemListResponse.model_validate(value)
+    assert import_json(tmp_path, "openai-evals", "output_items.json")["rollouts"] == 2
+    assert [rollout.attempt.reward for rollout, _ in read_all(tmp_path)] == [0.75, 0.0]
+    (pair,) = pairs(tmp_path)
+    assert [each[0].messages[-1]["content"] for each in (pair.chosen, pair.rejected)] == ["5", "6"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "answer", "score"),
+    [("eq", "Moo", 1), ("ne", "Moo", 0), ("like", "a Moo!", 1), ("like", "a moo!", 0), ("ilike", "a moo!", 1)],
+)
+def test_string_checks_compare_as_openai_describes(operation: str, answer: str, score: float) -> None:
+    check = {"type": "string_check", "input": "{{sample.output_text}}", "reference": "{{item.says.it}}"}
+    graders = Graders([{**check, "operation": operation}])
+    assert asyncio.run(graders({"says": {"it": "Moo"}}, answer, ROLLOUT))[0] == score
+
+
+def test_the_similarity_of_texts_is_the_ratio_of_their_common_subsequence() -> None:
+    grader = {"type": "text_similarity", "input": "{{sample.output_text}}", "reference": "{{item.a}}"}
+    graders = Graders([{**grader, "evaluation_metric": "fuzzy_match"}])
+    assert asyncio.run(graders({"a": "this is a test"}, "this is a test!", ROLLOUT))[0] == pytest.approx(28 / 29)
+    with pytest.raises(agl.ConfigError, match=r"\{\{item.a\}\} .* there is no 'a' in"):
+        asyncio.run(graders({"b": 1}, "x", ROLLOUT))
+    with pytest.raises(agl.ConfigError, match=r"'meteor'.*needs input, reference, and one of eq, ne"):
+        Graders([{**grader, "evaluation_metric": "meteor"}])
+
+
+def test_bad_files_and_choices_are_refused_with_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "b.json").write_text("{")
+    (tmp_path / "c.jsonl").write_text('[1]\n{"id": 1\n{"object": "x"}\n')
+    scores = [{"id": name, "trace_id": "t9", "name": name, "value": 1, "data_type": "NUMERIC"} for name in "xy"]
+    (tmp_path / "d.json").write_text(json.dumps(scores))
+
+    def refuse(*arguments: str, options: tuple[str, ...] = ()) -> str:
+        return run_import(tmp_path, *arguments, code=2, options=options).stderr
+
+    assert "ends in .json, .jsonl or .parquet" in refuse("atif", str(tmp_path / "a.txt"))
+    assert "b.json cannot be read" in refuse("atif", str(tmp_path / "b.json"))
+    assert "Did you mean 'langfuse'" in refuse("langfuze", "trace.json")
+    both = ("langfuse", "trace.json", str(tmp_path / "d.json"))
+    assert "several scores: x, y, correct; choose the reward with --reward NAME" in refuse(*both)
+    assert "--reward z: no rollout has such a score; there are: correct" in refuse(*both[:2], options=("--reward", "z"))
+    options = ("--tasks", "tasks.csv")
+    assert "must end in .jsonl" in refuse("openai-evals", "items.jsonl", options=options)
+    assert sum(named(import_json(tmp_path, "phoenix", str(tmp_path / "c.jsonl"))).values()) == 3
+
+
+def test_an_import_that_was_stopped_is_finished_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentlightning.store.engine import BackendStore
+
+    with monkeypatch.context() as patch:
+
+        async def fail(*arguments: Any, **options: Any) -> None:
+            raise agl.StoreError("the disk is full")
+
+        patch.setattr(BackendStore, "update_attempt", fail)
+        run_import(tmp_path, "phoenix", "spans.json", code=2)
+    assert import_json(tmp_path, "phoenix", "spans.json", "span_annotations.json")["known"] == 1
+    found = read_all(tmp_path)
+    assert [rollout.status for rollout, _ in found] == ["succeeded", "succeeded"]
+    assert len(found[0][1]) == 4, "two spans, feedback and reward, each once"
