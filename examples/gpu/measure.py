@@ -56,8 +56,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "update": {"rows": 2, "tokens": 32, "prompt": 8, "rounds": 1},
         "sample": {
-            "requests": (1, 4), "prompt": 8, "shared": 32, "reply": 4, "rounds": 1,
-            "batching": {"num_blocks": 64, "max_batch_tokens": 512},
+            "requests": (4,), "prompt": 8, "shared": 32, "reply": 4, "rounds": 1,
+            "batching": {"num_blocks": 64, "max_batch_tokens": 64},
         },
         "talk": {"conversations": 2, "turns": 2, "prompt": 32, "reply": 4},
         "long": {"turns": 3, "prompt": 32, "reply": 6},

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.algorithms.server_thread import threads_for_servers
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpu"
 PARTS = ["update", "sample", "long", "learn", "async"]
 DEVICES = ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, pytest.mark.soak])]
@@ -29,7 +31,8 @@ def read(out: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_part_measures_each_row_once(measure: Any, tmp_path: Path, device: str) -> None:
     arguments = ["--out", str(tmp_path), "--tiny", "--device", device, "--minutes", "20", "--part", *PARTS]
-    measure.main(arguments)
+    with threads_for_servers():
+        measure.main(arguments)
     found = read(tmp_path)
     table = (tmp_path / "measured.md").read_text()
     assert {name.partition(",")[0] for name in found} == {*PARTS, "warm start"}
