@@ -15,7 +15,7 @@ INSTALL := @$(PYTHON) .ci/environments.py
 TEST := @$(PYTHON) .ci/phases.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install test check lint docs dist format soak bench clean
+.PHONY: help demo install test check lint docs dist format soak bench gpu-wheels clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -68,6 +68,15 @@ soak:  ## everything on one busy core, three times, and the tests that take minu
 bench:  ## benchmarks, as ratios against a baseline of the same run
 	$(INSTALL) main
 	@set -e; for script in tests/benchmarks/bench_*.py; do echo "== $$script"; .venvs/main/bin/python $$script; done
+
+gpu-wheels:  ## what examples/gpu needs on a machine without a package index, in build/gpu-wheels
+	$(INSTALL) main
+	@rm -rf build/gpu-wheels
+	@.venvs/main/bin/python -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 \
+		$(addprefix --platform manylinux,_2_28_x86_64 2014_x86_64 _2_17_x86_64 1_x86_64 _2_5_x86_64) \
+		--dest build/gpu-wheels --requirement examples/gpu/wheels.txt
+	@.venvs/main/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/gpu-wheels .
+	@size=$$(du -sm build/gpu-wheels | cut -f1); echo "build/gpu-wheels: $$size MB of 64"; test $$size -lt 64
 
 clean:  ## remove environments, builds and caches
 	rm -rf .venv .venvs build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -55,7 +55,8 @@ def get_rewards_from_span(span: Span) -> list[Reward]:
 
 def get_reward_value(span: Span) -> float | None:
     """Returns the primary reward of a span, or None if it is missing or not a number from -1e30 to 1e30."""
-    return _to_float(semconv.read_attribute(span, _PRIMARY))
+    value = semconv.read_attribute(span, _PRIMARY)
+    return None if value is None else _to_float(value)
 
 
 def _to_float(value: Any) -> float | None:

@@ -1,6 +1,6 @@
-"""Trains the tool-use task of train.py with verl, sampled by the rollout backend ``transformers`` or by vLLM.
+"""Trains the tool-use task of measure.py with verl, sampled by the rollout backend ``transformers`` or by vLLM.
 
-    python examples/gpu/train_verl.py --out runs/verl                            # one GPU, about 110M parameters
+    python examples/gpu/train_verl.py --out runs/verl                            # one GPU, of the shape of Qwen3-0.6B
     python examples/gpu/train_verl.py --out runs/vllm --engine vllm --gpus 8     # a replica on each of eight
     python examples/gpu/train_verl.py --out runs/tiny --tiny                     # a few minutes on a CPU, the same code
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from train import SIZES, describe, warm_start
+from warm_start import SIZES, describe, warm_start
 
 import agentlightning as agl
 from agentlightning_plugins.demo.agent import calculator_agent

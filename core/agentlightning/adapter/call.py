@@ -53,9 +53,10 @@ class Node:
     span: Span
     start: float
     end: float
+    agent_name: str | None
+    """Name of the nearest agent, which is the span itself or an ancestor; until the tree is built, the span's own."""
+    is_reward: bool
     parent: Node | None = None
-    agent_name: str | None = None
-    """Name of the nearest agent, which is the span itself or an ancestor."""
     is_in_reward: bool = False
     """Whether the span is part of computing a reward."""
 
@@ -84,7 +85,8 @@ def build_tree(spans: Sequence[Span], *, repair: bool) -> list[Node]:
                 f"{first.attempt_id!r} of {first.rollout_id!r}; adapt the spans of one attempt at a time"
             )
         start = span.start_time or 0.0
-        by_id.setdefault(span.span_id, Node(span, start, max(start, span.end_time or start)))
+        end, name = max(start, span.end_time or start), semconv.read_agent_name(span)
+        by_id.setdefault(span.span_id, Node(span, start, end, name, is_reward_span(span)))
     nodes = sorted(by_id.values(), key=lambda node: (node.start, -node.end, node.span.sequence_id))
     for node in nodes:
         node.parent = by_id.get(node.span.parent_id or "")
@@ -130,7 +132,7 @@ def _adopt_orphans(nodes: Sequence[Node]) -> None:
                 position -= 1
             if position >= 0:
                 node.parent = stack[position]
-        if node.end > node.start and not semconv.is_llm_call(node.span) and not is_reward_span(node.span):
+        if node.end > node.start and not node.is_reward and not semconv.is_llm_call(node.span):
             while stack and stack[-1].end <= node.end:
                 stack.pop()
                 falling_ends.pop()
@@ -176,7 +178,7 @@ def enclosed_by_one(outer: Sequence[Node], inner: Sequence[Node]) -> dict[Node, 
 
 
 def _is_agent(node: Node) -> bool:
-    return semconv.read_agent_name(node.span) is not None and not semconv.is_llm_call(node.span)
+    return node.agent_name is not None and not semconv.is_llm_call(node.span)
 
 
 def _in_order(nodes: Sequence[Node]) -> list[Node]:
@@ -190,11 +192,10 @@ def _in_order(nodes: Sequence[Node]) -> list[Node]:
         node = stack.pop()
         ordered.append(node)
         parent = node.parent
-        node.agent_name = semconv.read_agent_name(node.span)
         if parent is not None:
             node.agent_name = node.agent_name or parent.agent_name
             node.is_in_reward = parent.is_in_reward
-        computes_reward = is_reward_span(node.span) or node.span.attributes.get(semconv.OPERATION_NAME) == "reward"
+        computes_reward = node.is_reward or node.span.attributes.get(semconv.OPERATION_NAME) == "reward"
         node.is_in_reward = node.is_in_reward or computes_reward
         stack.extend(reversed(children.get(node, ())))
     return ordered

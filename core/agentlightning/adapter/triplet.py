@@ -16,7 +16,7 @@ from agentlightning.adapter.call import Node, TracedCall, build_tree, find_calls
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.records import Span, Triplet
-from agentlightning.reward import REWARD_SUM, find_final_reward, get_reward_value, is_reward_span
+from agentlightning.reward import REWARD_SUM, find_final_reward, get_reward_value
 
 
 class RewardMatchPolicy(StrEnum):
@@ -51,7 +51,7 @@ def match_rewards(
     index = functools.cache(functools.partial(_index, calls))
     unlinked: list[Node] = []
     for node in nodes:
-        if is_reward_span(node.span) and REWARD_SUM not in node.span.attributes:
+        if node.is_reward and REWARD_SUM not in node.span.attributes:
             linked = _find_linked(node, index, settled_at)
             if linked is None:
                 unlinked.append(node)

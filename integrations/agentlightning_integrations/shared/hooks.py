@@ -20,13 +20,11 @@ class Framework:
     Its module ``agent`` defines ``wrap_agent`` and ``instrument`` with the signatures of the hooks. It may import the
     framework at its top, because it is loaded only after the framework. ``extra`` installs what it imports. ``package``
     is the framework's top-level name; if users may have a package of that name too, ``has`` is a name that only the
-    framework's package defines. ``agent_name`` is the attribute of the framework's own spans that names the agent;
-    ``READER`` of the plugin must then be ``self.reader``.
+    framework's package defines. ``agent_name`` is the attribute of the framework's own spans that names the agent, if
+    not OpenTelemetry's; ``READER`` of the plugin must then be ``self.reader``, and it has the hook ``components``.
     """
 
-    def __init__(
-        self, plugin: str, *, package: str, extra: str, has: str = "__name__", agent_name: str = "gen_ai.agent.name"
-    ) -> None:
+    def __init__(self, plugin: str, *, package: str, extra: str, has: str = "__name__", agent_name: str = "") -> None:
         self.plugin, self.module, self.package, self.extra, self.has = plugin, f"{plugin}.agent", package, extra, has
         self.reader: semconv.SpanReader = {semconv.GEN_AI_AGENT_NAME: lambda span: span.attributes.get(agent_name)}
 

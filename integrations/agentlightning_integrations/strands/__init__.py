@@ -5,5 +5,4 @@ from __future__ import annotations
 from agentlightning_integrations.shared.hooks import Framework
 
 _framework = Framework(__name__, package="strands", extra="strands-agents", has="Agent")
-components, wrap_agent, instrument = _framework.components, _framework.wrap_agent, _framework.instrument
-READER = _framework.reader
+wrap_agent, instrument = _framework.wrap_agent, _framework.instrument
