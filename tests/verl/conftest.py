@@ -23,6 +23,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "algorithms")]  # verl's wheel inst
 
 from tiny_model import save_tiny_model  # noqa: E402 # after the line above
 from tiny_vision_model import save_tiny_vision_model  # noqa: E402 # as above
+from tests.glossary import find_unexplained
 
 START_S = 600.0
 """Time for verl to start on a busy machine."""
@@ -117,6 +118,7 @@ def read(directory: Path, log: Path) -> Training:
         metrics: dict[int, dict[str, float]] = {}
         for record in await store.query_metrics():
             metrics.setdefault(record.step, {}).update(record.values)
+        assert find_unexplained(name for values in metrics.values() for name in values) == set()
         rollouts = (await store.query_rollouts()).items
         resources = (await store.query_resources()).items
         spans = {r.rollout_id: (await store.query_spans(r.rollout_id, "latest")).items for r in rollouts}
