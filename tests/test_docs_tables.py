@@ -28,7 +28,16 @@ def test_every_metric_that_the_glossary_explains_is_written_by_the_code() -> Non
 
 
 def test_the_glossary_does_not_explain_everything() -> None:
-    given = ["reward", "val_reward", "writer/entropy", "call_s_p95", "errors/ValueError", "made_up", "entropyy", "a/loss"]
+    given = [
+        "reward",
+        "val_reward",
+        "writer/entropy",
+        "call_s_p95",
+        "errors/ValueError",
+        "made_up",
+        "entropyy",
+        "a/loss",
+    ]
     assert find_unexplained(given, ["writer"]) == {"made_up", "entropyy", "a/loss"}
 
 
@@ -40,7 +49,9 @@ def test_every_metric_of_a_server_that_a_page_names_exists() -> None:
 @pytest.mark.parametrize("kind", ["algorithm", "advantage", "aggregation", "credit", "policy_backend", "policy_loss"])
 def test_the_page_of_algorithms_names_every_component(kind: str) -> None:
     names = set(get_manager().components(kind))
-    assert names - set(re.findall(r"[\w-]+", page("algorithms.md"))) - {"seq-mean-token-sum", "token-sum", "ppo"} == set()
+    assert (
+        names - set(re.findall(r"[\w-]+", page("algorithms.md"))) - {"seq-mean-token-sum", "token-sum", "ppo"} == set()
+    )
 
 
 def test_the_papers_are_those_that_the_code_cites() -> None:
@@ -81,9 +92,11 @@ def test_the_table_of_integrations_is_that_of_the_conformance_tests() -> None:
                     if isinstance(line, ast.Assign)
                 }
                 names = {"PROMPTS": PROMPTS, "AGENT_NAME": AGENT_NAME}
-                prompt = eval(settings.get("prompt_path", "None"), names)  # noqa: S307 our own tests
+                prompt = eval(settings.get("prompt_path", "None"), names)
                 found.add((str(prompt), settings.get("records_calls", "True")))
-    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| (client and gateway|gateway only) \|", page("integrations/features.md"), re.M)
+    rows = re.findall(
+        r"^\| [^|]+ \| ([^|]+) \| (client and gateway|gateway only) \|", page("integrations/features.md"), re.M
+    )
     listed = {
         (name.strip("` "), str(recorder == "client and gateway"))
         for names, recorder in rows

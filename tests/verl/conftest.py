@@ -20,10 +20,11 @@ import agentlightning as agl
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "algorithms")]  # verl's wheel installs a package `tests`, hiding ours
+sys.path.append(str(HERE.parent))
 
-from tiny_model import save_tiny_model  # noqa: E402 # after the line above
+from glossary import find_unexplained  # noqa: E402 # after the lines above
+from tiny_model import save_tiny_model  # noqa: E402 # as above
 from tiny_vision_model import save_tiny_vision_model  # noqa: E402 # as above
-from tests.glossary import find_unexplained
 
 START_S = 600.0
 """Time for verl to start on a busy machine."""
