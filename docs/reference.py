@@ -442,7 +442,7 @@ def _errors() -> str:
     kinds = {name for name, each in vars(errors).items() if inspect.isclass(each)} | {"CallRefused"}
     rows = set()
     for folder, file in [(each, file) for each in folders for file in each.rglob("*.py")]:
-        module = ".".join(file.with_suffix("").relative_to(folder.parent).parts)
+        module = ".".join(file.with_suffix("").relative_to(folder).parts)
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 kind, texts = ast.unparse(node.exc.func), [_text(each) for each in node.exc.args]
