@@ -8,6 +8,8 @@ myst_enable_extensions = ["html_image"]
 myst_heading_anchors = 6  # as on GitHub
 suppress_warnings = ["misc.highlighting_failure"]  # abridged JSON, for example
 
+smartquotes_action = "qe"  # not dashes: options begin with two
+
 html_theme = "furo"
 html_title = "Lightning"
 html_static_path = ["static"]

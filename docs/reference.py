@@ -20,13 +20,14 @@ import click
 from prometheus_client.parser import text_string_to_metric_families
 
 import agentlightning as agl
-from agentlightning import event, semconv
+from agentlightning import errors, event, semconv
 from agentlightning.cli import _SECTIONS, add_plugin_commands, cli
 from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.shared.configuration.config import config_schema
 
 USUAL = ("401", "403", "405", "422", "500", "503")
 """Answers that any request may get."""
+_PACKAGES = ("agentlightning", "agentlightning_plugins", "agentlightning_integrations", "agentlightning_algorithms")
 
 
 def pages() -> Iterator[tuple[str, str, str, str]]:
@@ -45,6 +46,8 @@ def pages() -> Iterator[tuple[str, str, str, str]]:
         "Names of spans and attributes, in `agl.semconv`.",
         _span_attributes(),
     )
+    text = "Every error that Lightning raises, by its text; three dots stand for what depends on the case."
+    yield "reference/errors.md", "Error messages", text, _errors()
     yield "reference/components.md", "Components", "What `agl plugins` lists: each part and its name.", _components()
 
 
@@ -432,6 +435,30 @@ def _span_attributes() -> str:
         )
     ]
     return table("| span or attribute | name in Python | |", rows)
+
+
+def _errors() -> str:
+    """Lists what the source raises."""
+    folders = [Path(importlib.import_module(name).__path__[0]) for name in _PACKAGES]
+    kinds = {name for name, each in vars(errors).items() if inspect.isclass(each)} | {"CallRefused"}
+    rows = set()
+    for folder, file in [(each, file) for each in folders for file in each.rglob("*.py")]:
+        module = ".".join(file.with_suffix("").relative_to(folder).parts)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                kind, texts = ast.unparse(node.exc.func), [_text(each) for each in node.exc.args]
+                if kind in kinds and len(text := max(texts, key=len)) > 12:
+                    rows.add((escape(text), code(kind), code(module.removesuffix(".__init__"))))
+    return table("| message | error | raised in |", sorted(rows, key=lambda row: row[0].lower().lstrip("… `'")))
+
+
+def _text(node: ast.AST) -> str:
+    """Returns the text that an expression makes, as far as it is known."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(each.value) if isinstance(each, ast.Constant) else "…" for each in node.values)
+    return "…"
 
 
 def _components() -> str:

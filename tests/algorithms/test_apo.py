@@ -34,6 +34,7 @@ from tests.algorithms.prompt_lab import (
     prompt_in,
     worth,
 )
+from tests.glossary import find_unexplained
 from tests.plugins.commands.agl_here import run_here
 from tests.waiting import LIMIT_S
 
@@ -575,6 +576,7 @@ def test_a_configuration_file_and_environment_variables_are_enough_to_run_apo(
     added = {line[1:] for line in (run / "prompts.diff").read_text().splitlines()[3:] if line.startswith("+")}
     assert added == BEST
     last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-2]
+    assert find_unexplained(last) == {"step", "time"}
     assert last["reward"] == 1.0
     assert 0 < last["cost"] < 10
     assert {name for name in last if name.startswith("cost/")} == {"cost/critic", "cost/editor"}

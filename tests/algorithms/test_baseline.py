@@ -13,6 +13,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.testing.algorithm import AlgorithmConformance
 from agentlightning_algorithms.shared.rollout_result import RewardCheck
+from tests.glossary import find_unexplained
 
 TASKS = [{"n": number} for number in range(10)]
 
@@ -37,7 +38,9 @@ def run(algorithm: agl.Baseline, *data: Any, agent: Any = agent) -> agl.Lightnin
 
 
 def metrics(store: agl.LightningStore) -> list[dict[str, float]]:
-    return [dict(metrics.values) for metrics in asyncio.run(store.query_metrics()).items]
+    found = [dict(metrics.values) for metrics in asyncio.run(store.query_metrics()).items]
+    assert find_unexplained(name for epoch in found for name in epoch) == set()
+    return found
 
 
 def test_each_epoch_reports_mean_median_failure_rate_and_errors_by_type() -> None:

@@ -35,6 +35,7 @@ from tests.algorithms.live_service import (
     running,
     serving,
 )
+from tests.glossary import find_unexplained
 from tests.waiting import LIMIT_S, until
 
 QUICK: dict[str, Any] = {
@@ -105,6 +106,7 @@ async def test_a_better_version_is_checked_tried_on_a_share_of_traffic_and_promo
     assert 0.25 < found.treatment.n / (found.treatment.n + found.control.n) < 0.55
     (metrics,) = await store.query_metrics()
     assert metrics.step == 1
+    assert find_unexplained(metrics.values) == set()
     assert metrics.values["live/promoted"] == 1.0
     assert metrics.values["live/treated"] <= found.treatment.n
     assert -QUICK["margin"] / 2 < metrics.values["live/low"] < metrics.values["live/difference"]
@@ -160,6 +162,7 @@ async def test_a_promoted_version_that_becomes_worse_is_taken_back_while_the_pro
     assert state.note == f"{state.alarm}; tuned@3 is the stable version"
     values = [metrics.values for metrics in await store.query_metrics()]
     (alarm,) = [each for each in values if "live/alarm" in each]
+    assert find_unexplained(alarm) == set()
     assert alarm["live/alarm_difference"] < -0.1
     shown = [each for each in (await read_result(store))["health"] if each["name"] == "Live learning"]
     assert shown == [{"name": "Live learning", "level": "watch", "words": state.alarm}]

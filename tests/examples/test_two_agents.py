@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.algorithms.server_thread import threads_for_servers
+from tests.glossary import find_unexplained
 from tests.source import REPO, run_python
 
 EXAMPLE = REPO / "examples" / "two_agents" / "two_agents.py"
@@ -38,6 +39,7 @@ def test_both_agents_train_separate_weights(
     steps = [entry for entry in map(json.loads, lines) if "translator/rows" in entry]
     assert [entry["step"] for entry in steps] == [1, 2]
     for entry in steps:
+        assert find_unexplained(entry, ["translator", "clerk"]) == {"step", "time"}
         assert entry["calls_per_rollout"] == 2.0
         for agent in ("translator", "clerk"):
             assert entry[f"{agent}/calls_per_rollout"] == 1.0

@@ -20,8 +20,10 @@ import agentlightning as agl
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "algorithms")]  # verl's wheel installs a package `tests`, hiding ours
+sys.path.append(str(HERE.parent))
 
-from tiny_model import save_tiny_model  # noqa: E402 # after the line above
+from glossary import find_unexplained  # noqa: E402 # after the lines above
+from tiny_model import save_tiny_model  # noqa: E402 # as above
 from tiny_vision_model import save_tiny_vision_model  # noqa: E402 # as above
 
 START_S = 600.0
@@ -117,6 +119,7 @@ def read(directory: Path, log: Path) -> Training:
         metrics: dict[int, dict[str, float]] = {}
         for record in await store.query_metrics():
             metrics.setdefault(record.step, {}).update(record.values)
+        assert find_unexplained(name for values in metrics.values() for name in values) == set()
         rollouts = (await store.query_rollouts()).items
         resources = (await store.query_resources()).items
         spans = {r.rollout_id: (await store.query_spans(r.rollout_id, "latest")).items for r in rollouts}

@@ -23,6 +23,7 @@ from agentlightning_plugins.shared.chat_history import FineTuningExample, Prefer
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.grpo.test_sft import QUESTION, conversation, likelihood, tune
 from tests.algorithms.prompt_lab import Server
+from tests.glossary import find_unexplained
 
 
 def line(preferred: str, other: str) -> str:
@@ -127,6 +128,7 @@ def test_the_reference_is_computed_in_the_precision_of_the_policy(tiny_model: Pa
     text = line("moo " * 20, "quack quack")
     algorithm, updater, items = prepare_line(load_policy(tiny_model), tiny_model, text, dtype="bfloat16")
     metrics = algorithm.run_epoch(updater, items, 0)
+    assert find_unexplained(metrics) == set()
     assert (metrics["margin"], metrics["loss"]) == (0.0, pytest.approx(math.log(2))), "nothing has been learned yet"
 
 

@@ -20,6 +20,7 @@ from agentlightning_plugins.demo.agent import CLIENT, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
 from agentlightning_plugins.shared.training_records.query import count_outcomes, read_ledger, read_rows
+from tests.glossary import find_unexplained
 from tests.waiting import LIMIT_S
 
 SETTINGS = {
@@ -88,6 +89,7 @@ def test_training_continues_when_rollouts_fail(tmp_path: Path) -> None:
     errors: dict[str, float] = {}
     metrics = asyncio.run(store.query_metrics()).items
     assert [step.step for step in metrics] == [0, 1, 2], "failures do not reach the target"
+    assert find_unexplained(name for step in metrics for name in step.values) == set()
     evaluated = [step.values for step in metrics if "val_reward" in step.values]
     assert [(values["val_reward"], values["val_failure_rate"]) for values in evaluated] == [(-0.5, 1.0)] * 2
     for step in metrics:

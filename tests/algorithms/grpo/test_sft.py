@@ -23,6 +23,7 @@ from agentlightning_plugins.shared.chat_history import FineTuningExample
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.grpo.grpo_program import settings
 from tests.algorithms.prompt_lab import Server
+from tests.glossary import find_unexplained
 from tests.plugins.commands.agl_here import run_here
 from tests.plugins.importers.test_importing import SAMPLES
 
@@ -35,7 +36,7 @@ def conversation(answer: str) -> dict[str, Any]:
 
 
 def tune(run: Path, model: Path, source: Path, **settings: Any) -> list[dict[str, float]]:
-    """Trains and returns the metrics of each epoch."""
+    """Trains and returns the metrics of each epoch, which the documentation explains."""
     algorithm = {"name": "sft", "model": str(model), "source": str(source), "train_threads": 1, **settings}
     trainer = agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[], run_dir=run, resume=run.exists())
     assert trainer.fit().status == "succeeded"
@@ -46,7 +47,9 @@ def tune(run: Path, model: Path, source: Path, **settings: Any) -> list[dict[str
         await store.close()
         return metrics
 
-    return asyncio.run(read())
+    metrics = asyncio.run(read())
+    assert find_unexplained(name for epoch in metrics for name in epoch) == set()
+    return metrics
 
 
 def likelihood(model: Path, answer: str = ANSWER) -> float:

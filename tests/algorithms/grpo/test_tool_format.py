@@ -23,8 +23,9 @@ from agentlightning_algorithms.shared.policy.server.request import (
     PolicyCompletions,
     parse_request,
 )
-from agentlightning_algorithms.shared.policy.server.tool_format import FORMATS, find_format, split_calls
+from agentlightning_algorithms.shared.policy.server.tool_format import FORMATS, KEEP_THOUGHTS, find_format, split_calls
 from tests.algorithms.tiny_model import CHAT_TEMPLATE
+from tests.source import REPO
 
 
 def template(
@@ -140,6 +141,13 @@ def test_the_form_is_the_one_that_the_chat_template_writes(tokenizer: PreTrained
     form = find_format(tokenizer)
     assert form is not None
     assert form.name == name.split()[0]
+
+
+def test_the_page_of_models_has_the_forms_that_are_tested_and_the_arguments_that_keep_thoughts() -> None:
+    page = (REPO / "docs" / "models.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \| `.+ \| `\w+`[^|]*\|$", page, re.MULTILINE)) == set(FORMATS)
+    assert {name.split()[0] for name in TEMPLATES} == set(FORMATS)
+    assert set(re.findall(r"`(\w+_thinking)`", page.replace("`keep_thinking", ""))) == set(KEEP_THOUGHTS)
 
 
 def test_a_server_does_not_start_with_a_template_whose_form_is_unknown(tiny_model: Path, tmp_path: Path) -> None:
