@@ -46,7 +46,8 @@ def pages() -> Iterator[tuple[str, str, str, str]]:
         "Names of spans and attributes, in `agl.semconv`.",
         _span_attributes(),
     )
-    yield "reference/errors.md", "Error messages", "Every error that Lightning raises, by its text.", _errors()
+    text = "Every error that Lightning raises, by its text; three dots stand for what depends on the case."
+    yield "reference/errors.md", "Error messages", text, _errors()
     yield "reference/components.md", "Components", "What `agl plugins` lists: each part and its name.", _components()
 
 
@@ -437,7 +438,7 @@ def _span_attributes() -> str:
 
 
 def _errors() -> str:
-    """Lists what the source raises; a part of a message that depends on the case is shown as three dots."""
+    """Lists what the source raises."""
     folders = [Path(importlib.import_module(name).__path__[0]) for name in _PACKAGES]
     kinds = {name for name, each in vars(errors).items() if inspect.isclass(each)} | {"CallRefused"}
     rows = set()
