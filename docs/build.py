@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import reference
+from notebooks import read_page
 from sphinx.cmd.build import build_main
 
 REPO = Path(__file__).resolve().parent.parent
+PAGES = (".md", ".ipynb")
+"""Suffixes of the files that become pages."""
 GENERATED = "Reference"
 """The section to which the generated pages belong."""
 _CODE = r"^(?P<fence>`{3,})[^\n]*\n.*?^(?P=fence)[ ]*$|`[^`\n]*`"
@@ -49,7 +52,7 @@ def place(path: Path) -> Path:
         return Path("index.md")
     if path.name == "README.md":
         return path.parent.with_suffix(".md")
-    path = path.with_name(path.name.lower()) if path.suffix == ".md" else path
+    path = path.with_name(path.name.lower()).with_suffix(".md") if path.suffix in PAGES else path
     return path.relative_to("docs") if path.parts[0] == "docs" else path
 
 
@@ -64,7 +67,7 @@ def move(page: Path, files: set[Path]) -> str:
         files.add(target)
         return match["begin"] + os.path.relpath(place(target), place(page).parent)
 
-    return _LINK.sub(lead, page.read_text(encoding="utf-8"))
+    return _LINK.sub(lead, read_page(page))
 
 
 def read_map(text: str) -> dict[str, list[Entry]]:
@@ -95,7 +98,7 @@ def build(out: Path) -> None:
     while waiting:
         page = waiting.pop()
         name = place(page).as_posix()
-        if page.suffix == ".md" and name not in pages:
+        if page.suffix in PAGES and name not in pages:
             linked: set[Path] = set()
             pages[name] = move(page, linked)
             files |= linked
@@ -119,7 +122,7 @@ def build(out: Path) -> None:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_text(text + trees.get(name, ""), encoding="utf-8")
         for file in files:
-            if file.suffix != ".md":
+            if file.suffix not in PAGES:
                 (source / place(file)).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, source / place(file))
         options = ["--quiet", "--fail-on-warning", "--keep-going", "--jobs", "auto", "--conf-dir", str(REPO / "docs")]

@@ -8,7 +8,6 @@ import runpy
 import shlex
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -18,10 +17,9 @@ import pytest
 from agentlightning.cli import cli
 from agentlightning.plugin.registry import PluginManager
 from agentlightning.store.backend import Backend
+from tests.pages import FENCED, PAGES, blocks, read_page
 from tests.source import REPO, ROOTS, pyproject, run_python, source_files
 from tests.test_rules import PLUGINS
-
-PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md")), *sorted((REPO / "examples").rglob("*.md"))]
 
 # A block marked ```python no-run: needs <this>``` is not executed.
 REASONS = ("a GPU", "a key", "a model download", "the program of the agent", "its framework")
@@ -29,36 +27,14 @@ REASONS = ("a GPU", "a key", "a model download", "the program of the agent", "it
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPO).as_posix())
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block."""
-
-    language: str
-    mark: str
-    """Text after the language."""
-    line: int
-    """Number of the block's first line in the page, from 1."""
-    text: str
-
-
-_FENCED = re.compile(r"^(?P<fence>`{3,})(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=fence)[ ]*$", re.MULTILINE | re.DOTALL)
-
-
-def _blocks(page: Path) -> Iterator[Block]:
-    text = page.read_text(encoding="utf-8")
-    for match in _FENCED.finditer(text):
-        language, _, mark = match["info"].strip().partition(" ")
-        yield Block(language, mark.strip(), text.count("\n", 0, match.start("text")) + 1, match["text"])
-
-
 def _prose(page: Path) -> str:
-    return re.sub(r"`[^`\n]*`", "", _FENCED.sub("", page.read_text(encoding="utf-8")))
+    return re.sub(r"`[^`\n]*`", "", FENCED.sub("", read_page(page)))
 
 
 @pages
 def test_backticks_of_a_paragraph_come_in_pairs(page: Path) -> None:
     """A missing backtick would swap code and text in the rest of the paragraph."""
-    paragraphs = re.split(r"\n[ ]*\n", _FENCED.sub("", page.read_text(encoding="utf-8")))
+    paragraphs = re.split(r"\n[ ]*\n", FENCED.sub("", read_page(page)))
     assert [paragraph for paragraph in paragraphs if paragraph.count("`") % 2] == []
 
 
@@ -66,8 +42,8 @@ def test_backticks_of_a_paragraph_come_in_pairs(page: Path) -> None:
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     """A page is one program. Each block keeps its line number, so that a traceback points into the page."""
     lines: list[str] = []
-    for block in _blocks(page):
-        if block.language == "python" and not block.mark:
+    for block in blocks(page):
+        if block.language == "python" and not block.mark and page.suffix == ".md":  # test_tutorials.py runs notebooks
             lines += [""] * (block.line - 1 - len(lines))
             lines += block.text.splitlines()
     if lines:
@@ -79,13 +55,13 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path
 @pages
 def test_a_block_names_its_language_and_a_block_that_does_not_run_has_an_allowed_reason(page: Path) -> None:
     allowed = {"", *(f"no-run: needs {reason}" for reason in REASONS)}
-    blocks = list(_blocks(page))
-    assert [f"line {b.line}: {b.mark}" for b in blocks if b.language == "python" and b.mark not in allowed] == []
-    assert [f"line {b.line}: {b.language!r}" for b in blocks if b.language in ("", "py", "python3")] == []
+    fenced = list(blocks(page))
+    assert [f"line {b.line}: {b.mark}" for b in fenced if b.language == "python" and b.mark not in allowed] == []
+    assert [f"line {b.line}: {b.language!r}" for b in fenced if b.language in ("", "py", "python3")] == []
 
 
 def _anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+\s+(.+?)\s*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(r"^#+\s+(.+?)\s*$", read_page(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -97,7 +73,7 @@ def test_every_relative_link_of_a_page_resolves(page: Path) -> None:
         if re.match(r"[a-z]+:", target):
             continue
         path = (page.parent / target).resolve() if target else page
-        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in _anchors(path)):
+        if not path.exists() or (anchor and path.suffix in (".md", ".ipynb") and anchor not in _anchors(path)):
             broken.append(link[0] or link[1])
     assert broken == []
 
@@ -131,7 +107,7 @@ def test_only_the_page_of_models_names_models_that_a_provider_switches_off() -> 
 
 @pages
 def test_every_class_that_a_page_names_with_its_module_exists(page: Path) -> None:
-    for name in re.findall(r"`(agentlightning\w*(?:\.\w+)*\.[A-Z]\w*[a-z]\w*)`", page.read_text(encoding="utf-8")):
+    for name in re.findall(r"`(agentlightning\w*(?:\.\w+)*\.[A-Z]\w*[a-z]\w*)`", read_page(page)):
         pkgutil.resolve_name(name)
 
 
@@ -165,14 +141,14 @@ def _unknown(line: str) -> Iterator[str]:
 @pages
 def test_every_command_and_option_of_agl_that_a_page_shows_exists(page: Path) -> None:
     PluginManager().hook.add_commands(cli=cli)
-    lines = page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    lines = read_page(page).replace("\\\n", " ").splitlines()
     assert [unknown for line in lines for unknown in _unknown(line)] == []
 
 
 @pages
 def test_every_extra_and_target_that_a_page_shows_exists(page: Path) -> None:
-    inline = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
-    text = "\n".join([*inline, *(block.text for block in _blocks(page) if block.language != "python")])
+    inline = re.findall(r"`([^`\n]+)`", read_page(page))
+    text = "\n".join([*inline, *(block.text for block in blocks(page) if block.language != "python")])
     extras = {extra for group in re.findall(r"(?:lightning|\.)\[([\w,-]+)\]'", text) for extra in group.split(",")}
     assert extras <= set(pyproject()["project"]["optional-dependencies"])
     targets = set(re.findall(r"^(?:\$ )?make ([a-z-]+)", text, re.MULTILINE))
@@ -182,7 +158,7 @@ def test_every_extra_and_target_that_a_page_shows_exists(page: Path) -> None:
 
 @pages
 def test_no_page_installs_lightning_from_the_package_index(page: Path) -> None:
-    installs = re.findall(r"pip install[^\n`]*", page.read_text(encoding="utf-8"))
+    installs = re.findall(r"pip install[^\n`]*", read_page(page))
     assert [line for line in installs if re.search(r"\s(-U|--upgrade)\b|\s['\"]?lightning\b", line)] == []
 
 
@@ -200,7 +176,7 @@ def test_every_path_that_contributing_names_exists() -> None:
 @pages
 def test_a_line_of_text_has_at_most_132_characters(page: Path) -> None:
     long, is_code = [], False
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_page(page).splitlines(), 1):
         is_code ^= line.lstrip().startswith("```")
         if len(line) > 132 and not is_code and not line.startswith(("|", "<", "    ")):
             long.append(f"line {number}: {line}")
