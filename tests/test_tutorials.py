@@ -19,7 +19,7 @@ from tests.source import REPO, source_files
 DOCS = REPO / "docs"
 IN_THREADS = {"word-adder/config.yaml": "word-adder/config.yaml strategy=shm"}
 FASTER = {"regression-gate": IN_THREADS, "export-and-serve": IN_THREADS}
-"""What a test replaces in the commands of a page, because processes of runners take seconds to start."""
+"""Texts that a test replaces in the commands of a page, because processes of runners take seconds to start."""
 ELSEWHERE = {"verl.md"}
 """Pages whose commands tests of other environments run."""
 SHELL = [
