@@ -55,20 +55,26 @@ IN_OLDEST = """
 """Modules and folders whose result depends on the versions of libraries: pydantic, aiohttp, OpenTelemetry, click,
 jinja2, pluggy. They prove the lower bounds of pyproject.toml, with ``tests/oldest`` and modules that name it."""
 _FOLDER = Path(__file__).parent
+TEMPORARY = f"{tempfile.gettempdir()}/pytest-of-"  # where folders of tests are
 
 
 @pytest.fixture(autouse=True)
 def process_as_it_was() -> Iterator[None]:
     """Restores what a test leaves behind in its process and another one would trip over.
 
-    A handler of our logger would keep the next test's ``caplog`` empty; an import path would give it another test's
-    ``agent.py``.
+    A handler of our logger would keep the next test's ``caplog`` empty; an import path or a module of a test's folder
+    would give it another test's ``agent.py``; a trace would be its last one.
     """
     logger = logging.getLogger("agentlightning")
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
-    path = sys.path[:]
+    path, modules = sys.path[:], {*sys.modules}
     yield
     sys.path[:] = path
+    for name in sys.modules.keys() - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(TEMPORARY):
+            del sys.modules[name]
+    if tracing := sys.modules.get("agentlightning.tracer.tracer"):
+        tracing._last_trace.set(None)
     logger.handlers[:], logger.propagate = handlers, propagate
     logger.setLevel(level)
 

@@ -81,8 +81,7 @@ TOOL_CALLS_UNPARSED: Final = "agentlightning.gateway.tool_calls_unparsed"  # num
 CACHED_SUFFIX: Final = " (cached)"  # ends the name of the gateway's span if its cache answered the call
 LATE: Final = "agentlightning.late"  # set on a span that ended after its attempt; rewards in it do not count
 UNFINISHED: Final = "agentlightning.unfinished"  # set by the tracer on a span that the end of its attempt has ended
-UNTRUSTED: Final = "agentlightning.untrusted"
-"""Set by the store on a span that came with the token of an attempt: the names of what was removed from the span."""
+UNTRUSTED: Final = "agentlightning.untrusted"  # names of what the store removed from a span that an agent wrote
 TRAINING: Final = "agentlightning.training"  # begins the names of the spans of training records and their attributes
 TRAINING_ID: Final = "training-"  # begins the ids of these spans, so that no other span can take their ids
 GEN_AI_CONVERSATION_ID: Final = "gen_ai.conversation.id"
@@ -122,12 +121,10 @@ def _load_readers(manager: PluginManager) -> Mapping[str, Sequence[Callable[[Spa
     found: dict[str, list[Callable[[Span], Any]]] = {}
     for component in manager.components("span_reader"):
         try:
-            readers = manager.get("span_reader", component)
+            for name, read in manager.get("span_reader", component).items():
+                found.setdefault(name, []).append(read)
         except PluginError as error:
             logger.warning("spans are read without a reader: %s", error)
-            continue
-        for name, read in readers.items():
-            found.setdefault(name, []).append(read)
     return found
 
 
@@ -477,9 +474,8 @@ def read_indexed(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, A
 
 def listed(value: Any) -> list[Any]:
     """Returns the values of a mapping with numbers as keys, in order."""
-    if not isinstance(value, dict):
-        return []
-    return [value[key] for key in sorted((key for key in value if key.isdecimal() and len(key) < 10), key=int)]
+    keys = [key for key in value if key.isdecimal() and len(key) < 10] if isinstance(value, dict) else []
+    return [value[key] for key in sorted(keys, key=int)]
 
 
 def parse_json(text: Any, default: Any = None) -> Any:
@@ -501,6 +497,4 @@ def parse_json(text: Any, default: Any = None) -> Any:
 
 
 def _text_of(value: Any) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value)
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -38,9 +38,9 @@ GRPO_SETTINGS: Final[dict[str, Any]] = {
         "lr": 1e-3,
         "betas": (0.9, 0.99),
         "schedule": "linear",
-        "warmup_updates": 4,
+        "warmup_updates": 8,
         "final_lr_fraction": 0.1,
-        "minibatches": 8,
+        "minibatches": 4,
     },
 }
 
