@@ -9,7 +9,7 @@ import pytest
 
 from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.agent import AGENT_NAME
-from tests.glossary import find_unexplained, read_names
+from tests.algorithms.glossary import find_unexplained, read_names
 from tests.integrations.framework_agent import PROMPTS
 from tests.source import REPO, source_files
 

@@ -19,6 +19,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.testing.algorithm import AlgorithmConformance
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from tests.algorithms.glossary import find_unexplained
 from tests.algorithms.prompt_lab import (
     BEST,
     SEED,
@@ -34,7 +35,6 @@ from tests.algorithms.prompt_lab import (
     prompt_in,
     worth,
 )
-from tests.glossary import find_unexplained
 from tests.plugins.commands.agl_here import run_here
 from tests.waiting import LIMIT_S
 

@@ -13,7 +13,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.testing.algorithm import AlgorithmConformance
 from agentlightning_algorithms.shared.rollout_result import RewardCheck
-from tests.glossary import find_unexplained
+from tests.algorithms.glossary import find_unexplained
 
 TASKS = [{"n": number} for number in range(10)]
 

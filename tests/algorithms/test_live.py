@@ -23,6 +23,7 @@ from agentlightning_algorithms.shared.live_resources import (
     read_live_state,
 )
 from agentlightning_plugins.shared.monitoring.runs import read_result
+from tests.algorithms.glossary import find_unexplained
 from tests.algorithms.live_service import (
     BEGIN,
     FADING,
@@ -35,7 +36,6 @@ from tests.algorithms.live_service import (
     running,
     serving,
 )
-from tests.glossary import find_unexplained
 from tests.waiting import LIMIT_S, until
 
 QUICK: dict[str, Any] = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.algorithms.glossary import find_unexplained
 from tests.algorithms.server_thread import threads_for_servers
-from tests.glossary import find_unexplained
 from tests.source import REPO, run_python
 
 EXAMPLE = REPO / "examples" / "two_agents" / "two_agents.py"

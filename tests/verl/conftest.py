@@ -20,7 +20,6 @@ import agentlightning as agl
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "algorithms")]  # verl's wheel installs a package `tests`, hiding ours
-sys.path.append(str(HERE.parent))
 
 from glossary import find_unexplained  # noqa: E402 # after the lines above
 from tiny_model import save_tiny_model  # noqa: E402 # as above

@@ -21,9 +21,9 @@ from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 from agentlightning_algorithms.shared.policy.updater import Updater
 from agentlightning_plugins.shared.chat_history import FineTuningExample, PreferencePair
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
+from tests.algorithms.glossary import find_unexplained
 from tests.algorithms.grpo.test_sft import QUESTION, conversation, likelihood, tune
 from tests.algorithms.prompt_lab import Server
-from tests.glossary import find_unexplained
 
 
 def line(preferred: str, other: str) -> str:

@@ -20,7 +20,7 @@ from agentlightning_plugins.demo.agent import CLIENT, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
 from agentlightning_plugins.shared.training_records.query import count_outcomes, read_ledger, read_rows
-from tests.glossary import find_unexplained
+from tests.algorithms.glossary import find_unexplained
 from tests.waiting import LIMIT_S
 
 SETTINGS = {

@@ -21,9 +21,9 @@ from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
 from agentlightning_plugins.shared.chat_history import FineTuningExample
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
+from tests.algorithms.glossary import find_unexplained
 from tests.algorithms.grpo.grpo_program import settings
 from tests.algorithms.prompt_lab import Server
-from tests.glossary import find_unexplained
 from tests.plugins.commands.agl_here import run_here
 from tests.plugins.importers.test_importing import SAMPLES
 

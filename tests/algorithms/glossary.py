@@ -13,7 +13,7 @@ _SUFFIX: Final = r"(_p50|_p95|_median|_max)?"
 
 def read_names() -> list[str]:
     """Returns the names in the first column of the page's tables, and those of verl; ``<name>`` stands for any."""
-    text = (Path(__file__).resolve().parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     columns = re.findall(r"^\| (`.+?) \| ", text, re.MULTILINE)
     return re.findall(r"`([^`\s]+)`", "\n".join([*columns, text.partition("## verl")[2].partition("\n|")[0]]))
 
