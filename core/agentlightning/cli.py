@@ -22,7 +22,7 @@ _SECTIONS: Final = {
     "Begin": "demo new doctor config plugins skill completion",
     "Run agents": "train eval compare runner trace replay",
     "Look at results": "report dashboard top runs rollouts spans resources workers ledger tokens",
-    "Serve": "store gateway serve export",
+    "Serve": "store gateway serve export import",
 }
 """The commands in the help, by section; those of other plugins come last."""
 

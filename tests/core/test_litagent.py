@@ -341,7 +341,7 @@ def test_wrap_refuses_a_reward_function_that_cannot_be_called(reward: Any) -> No
 
 
 def test_an_unknown_reward_name_is_refused_with_the_installed_names() -> None:
-    with pytest.raises(agl.PluginError, match=r"no reward named 'exact_match'. Installed: judge"):
+    with pytest.raises(agl.PluginError, match=r"no reward named 'exact_match'. Installed: graders, judge"):
         agl.wrap(lambda task: task, reward="exact_match")
 
 

@@ -602,3 +602,9 @@ def test_a_span_reader_that_cannot_be_imported_is_left_out_with_one_warning(
 
 
 READER = {semconv.GEN_AI_REQUEST_MODEL: lambda span: span.attributes.get("model_of_acme")}
+
+
+def test_a_component_is_found_by_a_name_of_its_plugin_with_an_underscore(manager: PluginManager) -> None:
+    manager.register(offering(Component("algorithm", "tuned", f"{__name__}:Other")), "my_plugin")
+    assert manager.get("algorithm", "tuned@my_plugin") is Other
+    assert [manager.missing_requirements("algorithm", each) for each in ("tuned@my_plugin", "tuned@mine")] == [[], []]

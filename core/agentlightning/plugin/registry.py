@@ -267,7 +267,7 @@ class PluginManager:
         plain, _, owner = name.partition("@")
         offers = self._offers.get((kind, plain), [])
         if owner:
-            return [offer for offer in offers if offer.plugin.owner == normalize(owner)]
+            return [offer for offer in offers if normalize(offer.plugin.owner) == normalize(owner)]
         return [offer for offer in offers if offer.plugin.is_ours] or offers
 
     def get_target(self, target: str) -> Any:

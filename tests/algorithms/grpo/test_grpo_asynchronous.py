@@ -187,7 +187,7 @@ class FakeCollector:
     async def sampler_metrics(self) -> dict[str, float]:
         return {}
 
-    def shape(self, episodes: Any) -> Any:
+    async def shape(self, episodes: Any) -> Any:
         return episodes
 
     def count_rollouts(self, rollout_ids: Any) -> None: ...

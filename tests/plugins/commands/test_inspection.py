@@ -415,7 +415,7 @@ def test_every_command_finds_its_store_by_one_rule(tmp_path: Path, monkeypatch: 
     Path("agent.py").write_text("def agent(task):\n    return 1.0\n")
     found = [(names, command) for names, command in walk(cli) if any(each.name == "where" for each in command.params)]
     assert {names for names, command in walk(cli) if "--store" in command.get_help(click.Context(command))} == {
-        *(names for names, _ in found), ("trace",),
+        *(names for names, _ in found), ("trace",), ("import",),
     }  # fmt: skip
     assert len(found) > 30
     lines = []

@@ -67,7 +67,8 @@ class Machine:
 
     def adapt(self, text: str) -> str:
         """Replaces ports and paths of the deployment by those of the test."""
-        return re.sub("|".join(map(re.escape, self._own)), lambda match: self._own[match[0]], text)
+        names = "|".join(map(re.escape, self._own))
+        return re.sub(rf"(?<!\d)(?:{names})(?!\d)", lambda match: self._own[match[0]], text)  # 443 may be in a port
 
     def place(self, path: str) -> Path:
         return self._root / path.lstrip("/")
