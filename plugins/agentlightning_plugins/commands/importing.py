@@ -17,7 +17,7 @@ from agentlightning.plugin.hookspecs import Kind, hookimpl
 from agentlightning.plugin.registry import get_manager
 from agentlightning.run.directory import make_directory
 from agentlightning_plugins.shared.lazy import lazy_commands
-from agentlightning_plugins.shared.terminal import json_option, print_json, run_option, use_store
+from agentlightning_plugins.shared.terminal import json_option, print_json, run_option, use_store, written_store_option
 
 if TYPE_CHECKING:
     from agentlightning_plugins.shared.importing import Imported, ImportedRollout
@@ -31,15 +31,7 @@ def kinds() -> list[Kind]:
 @click.command("import")
 @click.argument("form", metavar="FORMAT")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path, exists=True))
-@click.option(
-    "--store",
-    default="sqlite:///agl.db",
-    envvar="AGL_STORE",
-    show_default=True,
-    show_envvar=True,
-    metavar="URL",
-    help="Where rollouts go: URL of a store, or directory of a run. It is made if it does not exist.",
-)
+@written_store_option
 @run_option
 @click.option("--tasks", type=click.Path(path_type=Path, dir_okay=False), help="Write the tasks to this .jsonl file.")
 @click.option("--reward", metavar="NAME", help="The score that is the reward, or a number for all; needed if several.")
@@ -49,8 +41,8 @@ def command(
 ) -> None:
     """Import FILE... of another tool: traces become rollouts of a store, data sets become tasks.
 
-    FORMAT is the name of an importer; `agl plugins` lists them. What has been imported before is not imported again,
-    and everything that has no equivalent is named.
+    FORMAT is the name of an importer; `agl plugins` lists them. A store that does not exist is made. What has been
+    imported before is not imported again, and everything that has no equivalent is named.
     """
     from agentlightning_plugins.shared.importing import Imported
 

@@ -39,6 +39,15 @@ store_option = click.option(
     metavar="URL",
     help=f"URL of the store, or directory of a run, also without --store. Default: AGL_STORE, else {DEFAULT_STORE}.",
 )
+written_store_option = click.option(
+    "--store",
+    default="sqlite:///agl.db",
+    envvar="AGL_STORE",
+    show_default=True,
+    show_envvar=True,
+    metavar="URL",
+    help="Store to write to: a URL, or the directory of a run; the token of a store is read from AGL_TOKEN.",
+)
 run_option = click.option(
     "--run", envvar="AGL_RUN", show_envvar=True, metavar="NAME", help="A run of a shared store; default is `default`."
 )

@@ -175,7 +175,8 @@ def test_a_large_file_is_read_row_by_row(tmp_path: Path, monkeypatch: pytest.Mon
         assert tasks[5] == rows[0], "the next row takes the place of one that cannot be read"
         assert type(tasks[0]["n"]) is int
     shuffled = load_dataset(str(file), shuffle_seed=1, limit=3)
-    assert len(shuffled) == 3
+    assert len(shuffled) == len(shuffled[-5:]) == 3
+    assert shuffled[1:] == [shuffled[1], shuffled[2]], "as a list"
     assert all(shuffled[index] in rows for index in range(3))
     with pytest.raises(IndexError):
         shuffled[3]

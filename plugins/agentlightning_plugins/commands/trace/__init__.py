@@ -24,7 +24,7 @@ from agentlightning.store.url import hide_password
 from agentlightning.tracer.tracer import Trace, Tracer, activate
 from agentlightning.types import UNSET, AttemptedRollout, AttemptFailure, AttemptStatus, Span
 from agentlightning_plugins.shared.lazy import lazy_commands
-from agentlightning_plugins.shared.terminal import run_option
+from agentlightning_plugins.shared.terminal import run_option, written_store_option
 
 _BOOTSTRAP: Final = Path(__file__).parent / "bootstrap"
 _READ_EVERY_S: Final = 0.5
@@ -36,15 +36,7 @@ _GRACE_S: Final = 5.0
 
 
 @click.command("trace", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option(
-    "--store",
-    default="sqlite:///agl.db",
-    envvar="AGL_STORE",
-    show_default=True,
-    show_envvar=True,
-    metavar="URL",
-    help="URL of the store, or directory of a run; the token of a store is read from AGL_TOKEN.",
-)
+@written_store_option
 @run_option
 @click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def command(store: str, run: str | None, arguments: tuple[str, ...]) -> None:

@@ -170,6 +170,8 @@ class _Selection(Sequence[Any]):
         return len(self._numbers)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
         return self._sets[self._numbers[index]][self._positions[index]]
 
 
@@ -190,6 +192,8 @@ class _Lines(Sequence[Any]):
         return len(self._starts)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
         with self._path.open("rb") as file:
             file.seek(self._starts[index])
             try:
