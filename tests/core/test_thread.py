@@ -256,3 +256,33 @@ async def test_a_thread_that_is_stopped_leaves_no_lock_taken() -> None:
     with pytest.raises(ThreadStopped):
         await asyncio.wrap_future(future)
     assert not shared.lock.locked()
+
+
+async def test_a_thread_is_not_stopped_while_it_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would stop the new one, for whose first step the other waits."""
+    start, held = threading._start_new_thread, threading.Event()  # type: ignore[attr-defined]
+    child, began, has_started = threading.Thread(target=lambda: None), threading.Event(), threading.Event()
+
+    def start_later(bootstrap: Any, arguments: tuple[()]) -> None:
+        if bootstrap.__self__ is child:
+            threading.Thread(target=lambda: held.wait(LIMIT_S) and start(bootstrap, arguments)).start()
+            began.set()
+        else:
+            start(bootstrap, arguments)
+
+    def work() -> None:
+        child.start()
+        has_started.set()
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(threading, "_start_new_thread", start_later)
+    group = ThreadGroup()
+    future = group.submit(work)
+    await until(began.is_set)
+    group.stop()
+    held.set()
+    with pytest.raises(ThreadStopped):
+        await asyncio.wrap_future(future)
+    assert has_started.is_set()
+    child.join(LIMIT_S)

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.environment("main"),  # needs openai 2
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # crewai reads its own deprecated fields
+    pytest.mark.filterwarnings("ignore::ImportWarning"),  # about its own imports, in whichever test comes first
 ]
 
 

@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import ctypes
 import functools
+import inspect
 import linecache
 import sys
 import threading
@@ -267,12 +268,21 @@ _RUNNER: Final[Any] = asyncio.Runner
 _ASYNCIO: Final = asyncio.__file__.removesuffix("__init__.py")
 _WEAK: Final = (weakref.__file__, weakref.__file__.replace("weakref.py", "_weakrefset.py"))
 """The modules whose callbacks run when an object ends, where Python drops an error."""
-_OF_LOOPS: Final = {_RUNNER._lazy_init.__code__, _RUNNER.close.__code__}
-"""The functions that make and close the event loop of ``asyncio.run``."""
+_UNGUARDED: Final = {
+    _RUNNER._lazy_init.__code__,
+    _RUNNER.close.__code__,
+    inspect.unwrap(threading.Thread.start).__code__,
+}
+"""Functions that an error must not leave: those that make and close the loop of ``asyncio.run``, and ``Thread.start``.
+
+Until a new thread runs, Python knows it by the number of the thread that starts it, and would raise the error in the
+new one (https://github.com/python/cpython/blob/3.11/Python/pystate.c, ``init_threadstate``). That one would end before
+it reports its start, and the other would wait for the report for ever, while it holds the lock of all thread pools.
+"""
 
 
 def _holds_unguarded(thread: threading.Thread) -> bool:
-    """Whether a thread takes or releases a lock or an event loop, or is in asyncio or a callback of a weak reference.
+    """Whether a thread takes or releases a lock or an event loop, starts a thread, or is in asyncio or a weak callback.
 
     Waiting for a condition is safe, because it takes its lock again. An event loop that waits is in ``select``; one
     that is stopped while it schedules a callback loses the callback, and then waits for it for ever.
@@ -285,7 +295,7 @@ def _holds_unguarded(thread: threading.Thread) -> bool:
         return True
     if function != "wait" and "acquire(" in linecache.getline(file, frame.f_lineno or 0):
         return True
-    return any(caller.f_code in _OF_LOOPS for caller, _ in traceback.walk_stack(frame))
+    return any(caller.f_code in _UNGUARDED for caller, _ in traceback.walk_stack(frame))
 
 
 STOP_CHECK_S: Final = 0.1  # polling interval for stop events, which may belong to another thread
