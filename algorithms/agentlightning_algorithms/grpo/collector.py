@@ -105,7 +105,7 @@ class RolloutCollector:
         same in all steps.
         """
         path = self.directory / "weights" / f"{self.step % 2}"
-        weights = await asyncio.to_thread(self.policies.publish, path)
+        weights = await asyncio.to_thread(self.policies.publish, path, self.settings.dtype)
         await publish_weights(self.backend, self.gateway, weights, self.step)
         self.eval_resources = await self._publish_resources("eval", self.settings.eval_sampling or {})
         self.train_resources = await self._publish_resources("train", self.settings.sampling or {})

@@ -147,13 +147,14 @@ class CheckpointSettings:
     """Settings of the checkpoints and weights that are kept in the run's directory.
 
     Attributes:
-        every: steps between checkpoints, which are written while the next rollouts run.
+        every: steps between checkpoints, which are written while the next rollouts run. None: 1, and more once the
+            training has waited for them for 30 seconds and for a tenth of its time.
         keep_every: steps between weights that are kept in ``steps/<step>``; 0: none.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    every: int = 1
+    every: int | None = None
     keep_every: int = 0
 
     def __post_init__(self) -> None:

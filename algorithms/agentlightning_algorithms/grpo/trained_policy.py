@@ -21,7 +21,7 @@ from agentlightning.types import Triplet
 from agentlightning_algorithms.grpo.episode import Episode, describe_calls
 from agentlightning_algorithms.grpo.experience import Experience, build_experience, describe_advantages
 from agentlightning_algorithms.grpo.monitor import TrainingMonitor
-from agentlightning_algorithms.grpo.settings import GRPOSettings, PolicySettings
+from agentlightning_algorithms.grpo.settings import CheckpointSettings, GRPOSettings, PolicySettings
 from agentlightning_algorithms.grpo.teacher import Teacher
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.prepared_row import RowUse
@@ -162,10 +162,13 @@ class PolicySet:
             for warning in policy.monitor.observe({**{name: metrics[name] for name in shared}, **own})
         ]
 
-    def publish(self, directory: Path) -> Path | dict[str, Path]:
-        """Writes the weights for the policy backend; returns their directory, or each adapter's directory by name."""
+    def publish(self, directory: Path, dtype: str | None = None) -> Path | dict[str, Path]:
+        """Writes the weights for the policy backend; returns their directory, or each adapter's directory by name.
+
+        ``dtype`` is the backend's: what it would round away is not written; None: that of the model.
+        """
         if not self.first.name:
-            self.first.updater.policy.save(directory)
+            self.first.updater.policy.save(directory, dtype=dtype)
             return directory
         self.save(directory)
         return {policy.name: directory / policy.name for policy in self}
@@ -255,22 +258,35 @@ def copy_plain(state: Mapping[str, Any]) -> dict[str, Any]:
     return copies
 
 
+_WAIT_S, _WAIT_SHARE = 30.0, 0.1
+"""How long a training waits for checkpoints before there are fewer of them: in all, and as a share of its time."""
+
+
 class CheckpointWriter:
     """Writes one checkpoint at a time in a thread; the weights may change only after :meth:`wait`."""
 
-    def __init__(self, policies: PolicySet, directory: Path | None, keep_every: int) -> None:
-        """Keeps the weights of every ``keep_every``-th step; without a directory it writes nothing."""
+    def __init__(self, policies: PolicySet, directory: Path | None, settings: CheckpointSettings) -> None:
+        """Without a directory it writes nothing."""
         self._policies = policies
         self._directory = directory
-        self._keep_every = keep_every
+        self._settings = settings
         self._writing: asyncio.Task[float] | None = None
+        self._began = time.monotonic()
         self.seconds: float | None = None
         """Duration of the last checkpoint."""
+        self.waited_s = 0.0
+        """How long :meth:`wait` took in all."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after ``step``."""
+        if self._settings.every is not None:
+            return step % self._settings.every == 0
+        return self.waited_s <= max(_WAIT_S, _WAIT_SHARE * (time.monotonic() - self._began))
 
     async def begin(self, state: Mapping[str, Mapping[str, Any]] | None, step: int) -> None:
         """Begins to write ``state``, if it is given, and the weights of ``step`` if they are to be kept."""
         await self.wait()
-        keeps = bool(self._keep_every) and step % self._keep_every == 0
+        keeps = bool(self._settings.keep_every) and step % self._settings.keep_every == 0
         if self._directory is not None and (state is not None or keeps):
             self._writing = asyncio.create_task(asyncio.to_thread(self._write, self._directory, state, step, keeps))
 
@@ -281,7 +297,9 @@ class CheckpointWriter:
             OSError: the checkpoint could not be written.
         """
         if self._writing is not None:
+            started = time.monotonic()
             self.seconds = await asyncio.shield(self._writing)
+            self.waited_s += time.monotonic() - started
             self._writing = None
 
     def _write(self, directory: Path, state: Mapping[str, Mapping[str, Any]] | None, step: int, keeps: bool) -> float:

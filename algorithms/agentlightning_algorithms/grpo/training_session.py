@@ -90,9 +90,7 @@ class TrainingSession:
         self._val = val
         self._batches = make_batches(collector, train) if train is not None and len(train) else None
         self._position = collector.position
-        self._writer = CheckpointWriter(
-            self.policies, collector.context.directory, self.settings.checkpoints.keep_every
-        )
+        self._writer = CheckpointWriter(self.policies, collector.context.directory, self.settings.checkpoints)
         self._best_reward = best_reward
         """Best reward on the validation set so far."""
         self._metrics: dict[str, float] = {}
@@ -226,7 +224,7 @@ class TrainingSession:
                 self.log(await self._test())
             self.log({"progress": 1.0 if reached else self.step / settings.steps})
             await self._report()
-            is_due = self.step % settings.checkpoints.every == 0 or is_last or reached
+            is_due = self._writer.is_due(self.step) or is_last or reached
             await self._writer.begin(self.state() if is_due else None, self.step)
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -410,10 +408,10 @@ class TrainingSession:
 
     async def _finish_checkpoint(self) -> None:
         """Waits until the last checkpoint is written, and logs how long that took."""
-        started = time.monotonic()
+        before_s = self._writer.waited_s
         await self._writer.wait()
         if self._writer.seconds is not None:
-            wait_s = time.monotonic() - started
+            wait_s = self._writer.waited_s - before_s
             self.log({"checkpoint_s": self._writer.seconds, "checkpoint_wait_s": wait_s})
 
     async def _test(self) -> dict[str, float]:

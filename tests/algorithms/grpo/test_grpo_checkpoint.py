@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from agentlightning.run.directory import atomic_directory
+from agentlightning_algorithms.grpo.settings import CheckpointSettings
 from agentlightning_algorithms.grpo.trained_policy import CheckpointWriter
 from tests.waiting import LIMIT_S
 
@@ -33,7 +34,7 @@ def test_a_checkpoint_is_written_in_the_background_and_awaited_before_the_weight
     policies = Policies()
 
     async def check() -> None:
-        writer = CheckpointWriter(cast(Any, policies), tmp_path, 0)
+        writer = CheckpointWriter(cast(Any, policies), tmp_path, CheckpointSettings())
         policies.may_write.set()
         await writer.begin({"step": 1}, 1)
         await writer.wait()
@@ -57,7 +58,7 @@ def test_an_error_while_writing_a_checkpoint_ends_the_training(tmp_path: Path) -
     (tmp_path / "file").touch()
 
     async def check() -> None:
-        writer = CheckpointWriter(cast(Any, policies), tmp_path / "file", 0)
+        writer = CheckpointWriter(cast(Any, policies), tmp_path / "file", CheckpointSettings())
         await writer.begin({"step": 1}, 1)
         with pytest.raises(OSError, match="file"):
             await writer.wait()
@@ -71,7 +72,7 @@ def test_weights_of_every_nth_step_are_kept(tmp_path: Path, every: int, kept: li
     policies.may_write.set()
 
     async def check() -> None:
-        writer = CheckpointWriter(cast(Any, policies), tmp_path, every)
+        writer = CheckpointWriter(cast(Any, policies), tmp_path, CheckpointSettings(keep_every=every))
         for step in range(1, 9):
             await writer.begin({"step": step} if step % 2 == 0 else None, step)
         await writer.wait()
@@ -79,3 +80,19 @@ def test_weights_of_every_nth_step_are_kept(tmp_path: Path, every: int, kept: li
     asyncio.run(check())
     assert sorted(path.name for path in tmp_path.glob("steps/*")) == kept
     assert all(path.joinpath("weights").is_file() for path in tmp_path.glob("steps/*"))
+
+
+def test_checkpoints_become_fewer_when_a_run_waits_for_them_for_a_tenth_of_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("agentlightning_algorithms.grpo.trained_policy.time.monotonic", lambda: clock[0])
+    writer = CheckpointWriter(cast(Any, Policies()), tmp_path, CheckpointSettings())
+    every_other = CheckpointWriter(cast(Any, Policies()), tmp_path, CheckpointSettings(every=2))
+    writer.waited_s = every_other.waited_s = 30.0
+    assert writer.is_due(1)
+    writer.waited_s = every_other.waited_s = 40.0
+    assert not writer.is_due(2)
+    clock[0] += 400.0
+    assert writer.is_due(3)
+    assert [every_other.is_due(step) for step in (1, 2)] == [False, True]

@@ -179,6 +179,15 @@ def test_saved_policies_are_ordinary_transformers_models(tiny_policy: Policy, tm
     assert load_policy(tmp_path).tokenizer.chat_template == tiny_policy.tokenizer.chat_template
 
 
+def test_weights_are_written_in_the_dtype_of_their_reader(tiny_policy: Policy, tmp_path: Path) -> None:
+    tiny_policy.save(tmp_path / "whole")
+    tiny_policy.save(tmp_path / "half", dtype="bfloat16")
+    whole, half = (tiny_policy.read_weights(tmp_path / name) for name in ("whole", "half"))
+    assert whole.keys() == half.keys(), "tied weights are written once"
+    for name, value in half.items():
+        assert torch.equal(value, whole[name].to(torch.bfloat16)), name
+
+
 def test_weights_are_loaded_completely_or_not_at_all(tiny_policy: Policy, tiny_model: Path, tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in tiny_policy.model.state_dict().items()}
     with torch.no_grad():

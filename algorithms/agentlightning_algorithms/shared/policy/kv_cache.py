@@ -136,13 +136,13 @@ class SlotCache:
         mask = torch.arange(width, device=self._device) <= positions_nT[:, :, None]
         return positions_nT, mask[:, None]
 
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Copies the first ``length`` positions of one slot to others."""
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copies the first ``length`` positions of slots to as many others, or those of one slot to all."""
         self._reserve(max(targets) + 1, length)
-        where = torch.tensor(targets, device=self._device)
+        origin, place = (torch.tensor(slots, device=self._device) for slots in (sources, targets))
         for layer in self._layers:
             for tensor in (layer.keys, layer.values):
-                tensor[where, :, :length] = tensor[source, :, :length].clone()  # torch refuses overlapping memory
+                tensor[place, :, :length] = tensor[origin, :, :length]
 
     def take(self, other: SlotCache, sources: Sequence[int], first: int, length: int) -> None:
         """Copies the first ``length`` positions of another cache's slots into the slots from ``first`` on."""
@@ -330,7 +330,7 @@ class PrefixCache:
         if not self._free:
             size = self._pool[0][0].shape[0]
             if size < self._capacity:
-                larger = min(self._capacity, max(64, size + size // 4))
+                larger = min(self._capacity, max(64, 2 * size))  # a GPU takes a millisecond to allocate each tensor
                 for layer, (keys, values) in enumerate(self._pool):  # one by one, so that little memory is held twice
                     self._pool[layer] = _grown(keys, larger), _grown(values, larger)
                 self._free = list(range(larger - 1, size - 1, -1))

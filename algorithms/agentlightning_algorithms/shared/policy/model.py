@@ -34,6 +34,7 @@ from agentlightning_algorithms.shared.policy.settings import PEFT_PATTERNS
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
 
 _LOADING = threading.Lock()
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CHUNK_ELEMENTS = 2**24
 """Logits that are in memory at once when rows are scored: 64 MiB in float32; on a GPU 8 times as many, because each
 chunk reads the whole output layer and adds to its whole gradient."""
@@ -163,8 +164,11 @@ class Policy:
                     scores[i] = [next(remaining) if sampled else 0.0 for sampled in mask]
         return scores
 
-    def save(self, directory: Path, *, merge: bool = True) -> None:
-        """Writes model and tokenizer for ``from_pretrained``; with LoRA, merged weights or only the adapters."""
+    def save(self, directory: Path, *, merge: bool = True, dtype: str | None = None) -> None:
+        """Writes model and tokenizer for ``from_pretrained``; with LoRA, merged weights or only the adapters.
+
+        ``dtype``: that of the written weights, if it is not the model's.
+        """
         model, state = self.model, None
         if self.has_lora and merge:
             from agentlightning_algorithms.shared.policy.lora import merge_state  # peft takes seconds
@@ -173,6 +177,12 @@ class Policy:
             with torch.device("meta"):  # only its class and configuration are used
                 model = type(model)(model.config)
             model.generation_config = self.model.generation_config
+        if dtype is not None and not self.has_lora and _DTYPES[dtype] != model.dtype:
+            converted: dict[int, Tensor] = {}  # by address: tied weights stay tied
+            state = {
+                name: converted.setdefault(value.data_ptr(), value.to(_DTYPES[dtype]))
+                for name, value in model.state_dict().items()
+            }
         with _loading():
             model.save_pretrained(directory, state_dict=state)
         self.tokenizer.save_pretrained(str(directory))
@@ -249,14 +259,13 @@ def load_policy(path: str | Path, *, dtype: str = "float32", device: str = "cpu"
     Raises:
         ConfigError: the dtype is unknown, or the model does not exist or is not a causal language model.
     """
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in kinds:
-        raise ConfigError(f"dtype = {dtype!r}; allowed: {', '.join(kinds)}.")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype = {dtype!r}; allowed: {', '.join(_DTYPES)}.")
     local = Path(path).is_dir()
     try:
         with _loading():
             model = AutoModelForCausalLM.from_pretrained(
-                str(path), dtype=kinds[dtype], attn_implementation="sdpa", local_files_only=local
+                str(path), dtype=_DTYPES[dtype], attn_implementation="sdpa", local_files_only=local
             )
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=local)
     except (OSError, ValueError) as error:

@@ -76,7 +76,7 @@ _ENTER, _MERGE, _SPLIT = 1.2, 1.1, 1.3
 """Limits of the ratio of positions in all banks to tokens: for adding a row to an existing bank, for merging two banks,
 and for leaving a bank unsplit."""
 _SLACK_BYTES = 16 * 2**20
-"""Memory whose saving is not worth another forward pass."""
+"""Memory whose saving is not worth another forward pass of a small model; of others it is that of the weights."""
 
 
 @dataclass(eq=False)
@@ -100,27 +100,27 @@ class Bank:
         return (len(self.rows) + n) * max(self.width, whole_blocks(width)) - self.positions
 
     def remove(self, gone: Callable[[SamplingRequest], bool]) -> None:
-        """Removes rows; the last row moves into the free slot."""
-        i = 0
-        while i < len(self.rows):
-            if not gone(self.rows[i]):
-                i += 1
-                continue
-            last = self.rows.pop()
-            if i < len(self.rows):
-                self.slots.copy(len(self.rows), [i], last.cached)
-                self.rows[i] = last
+        """Removes rows; the last rows move into the free slots."""
+        staying = [i for i, row in enumerate(self.rows) if not gone(row)]
+        free = sorted(set(range(len(staying))) - set(staying))
+        moving = staying[len(staying) - len(free) :]
+        if moving:
+            self.slots.copy(moving, free, max(self.rows[i].cached for i in moving))
+        rows = dict(zip(free, moving, strict=True))
+        self.rows = [self.rows[rows.get(i, i)] for i in range(len(staying))]
 
 
 class RunningBatch:
     """Banks of rows; iterating yields the rows."""
 
-    def __init__(self, new_slots: Callable[[], SlotCache], position_bytes: int, max_bytes: int) -> None:
-        """Takes a function that makes a cache, the bytes of one position's keys and values, and their total limit."""
+    def __init__(
+        self, new_slots: Callable[[], SlotCache], position_bytes: int, max_bytes: int, weight_bytes: int = 0
+    ) -> None:
+        """Takes a function that makes a cache, and bytes: of a position's keys and values, of all, of the weights."""
         self.banks: list[Bank] = []
         self._new_slots = new_slots
         self._position_bytes = position_bytes
-        self._slack = min(_SLACK_BYTES, max_bytes // 8) // position_bytes
+        self._slack = min(max(_SLACK_BYTES, weight_bytes), max_bytes // 8) // position_bytes
 
     def __iter__(self) -> Iterator[SamplingRequest]:
         return (row for bank in self.banks for row in bank.rows)

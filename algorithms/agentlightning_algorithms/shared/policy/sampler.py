@@ -142,7 +142,10 @@ class Sampler:
     def _new_batch(self) -> RunningBatch:
         policy = self.policy
         n_layers = int(policy.model.config.num_hidden_layers)
-        return RunningBatch(lambda: SlotCache(n_layers, policy.device), position_bytes(policy), self._max_bytes)
+        n_bytes = sum(weight.nbytes for weight in policy.model.parameters())
+        return RunningBatch(
+            lambda: SlotCache(n_layers, policy.device), position_bytes(policy), self._max_bytes, n_bytes
+        )
 
     @property
     def alive(self) -> bool:
@@ -322,7 +325,7 @@ class Sampler:
             length = len(sequences[row])
             if len(group) > 1:
                 end = len(bank.rows)
-                slots.copy(first + row, range(end, end + len(group) - 1), length)
+                slots.copy([first + row], range(end, end + len(group) - 1), length)
                 bank.rows.extend(group[1:])
             for place, request in enumerate(group):
                 if not request.tokens:  # else the request ran before
