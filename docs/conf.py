@@ -14,6 +14,7 @@ html_theme = "furo"
 html_title = "Lightning"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_use_index = False
 html_copy_source = False  # the Markdown twins are complete
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}

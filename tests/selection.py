@@ -30,8 +30,9 @@ def tests_of(shown: str) -> set[str]:
     path = Path(shown)
     if path.parts[0] == "tests" and path.suffix == ".py":
         return {shown} if path.name.startswith("test_") else _importing(shown.removesuffix(".py").replace("/", "."))
-    if path.suffix == ".md":
-        return {"tests/test_docs.py"}
+    if path.suffix in (".md", ".ipynb"):
+        pages = {"tests/test_docs.py"}
+        return pages | {"tests/test_tutorials.py"} if path.parent.name in ("tutorials", "how-to") else pages
     if shown == "pyproject.toml" or path.parts[0] == "constraints":
         return {"tests/test_packaging.py"}
     modules = {file.shown: file.module for file in source_files()}

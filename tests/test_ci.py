@@ -262,5 +262,7 @@ def test_the_nearest_tests_of_a_module_import_it_and_mirror_its_folder() -> None
     assert all(name.startswith("tests/core/") for name in selection.tests_of("core/agentlightning/runner.py"))
     assert "tests/plugins/gateway/test_gateway.py" in selection.tests_of("tests/plugins/gateway/gateway_setup.py")
     assert selection.tests_of("README.md") == {"tests/test_docs.py"}
+    for page in ("docs/tutorials/first-prompt.ipynb", "docs/how-to/budgets.md"):
+        assert selection.tests_of(page) == {"tests/test_docs.py", "tests/test_tutorials.py"}
     for name in selection.nearest(["algorithms/agentlightning_algorithms/shared/advantage.py"]):
         assert (REPO / name).exists()

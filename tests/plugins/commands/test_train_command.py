@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import yaml
@@ -570,6 +570,16 @@ def test_print_config_shows_what_an_algorithm_composes_from_its_settings(
     assert given["algorithm"]["config"] == {"key": "${SECRET}", "steps": 3}
     assert composed == {"lr": 0.1, "steps": 3, "key": "${SECRET}", "url": "https://${SECRET}@host"}
     assert "hunter2" not in shown
+
+
+def test_print_config_resolves_the_file_without_the_packages_of_the_algorithm(folder: Path) -> None:
+    write(folder, {"algorithm": {"name": "verl", "config": {"trainer.device": "cpu"}}})
+    with patch.object(get_manager(), "missing_requirements", lambda kind, name: ["verl"]):
+        code, shown, error = run_here(folder, "train", "config.yaml", "algorithm.config.x=3", "--print-config")
+    assert code == 0
+    assert yaml.safe_load(shown)["algorithm"]["config"] == {"trainer.device": "cpu", "x": 3}
+    assert "own defaults are not shown" in error
+    assert "the algorithm 'verl' needs verl. Install with: pip install" in error
 
 
 def test_an_override_below_a_short_form_sets_a_key_of_the_long_form(folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from agentlightning.cli import echo
-from agentlightning.errors import ConfigError, LightningError
+from agentlightning.errors import ConfigError, LightningError, PluginImportError
 from agentlightning.run.directory import RECORD_NAME, check_plugins, make_directory, read_record
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.shared.lazy import lazy_commands
@@ -140,7 +140,12 @@ def _print_config(checked: Any, document: Any) -> None:
     from agentlightning_plugins.shared.configuration.assembly import compose_algorithm
 
     echo(_dump(document.values), nl=False)
-    if (composed := compose_algorithm(checked, document)) is not None:
+    try:
+        composed = compose_algorithm(checked, document)
+    except PluginImportError as error:  # the file is resolved without the algorithm's packages
+        echo(f"the algorithm's own defaults are not shown: {error}", err=True)
+        return
+    if composed is not None:
         echo(f"---  # the algorithm's resolved settings\n{_dump(composed)}", nl=False)
 
 
