@@ -463,6 +463,21 @@ async def test_a_stream_that_is_closed_after_its_last_event_is_recorded_with_its
     assert semconv.read_output_messages(call) == [{"role": "assistant", "content": "3"}]
 
 
+def test_clients_with_default_settings_share_a_tls_context() -> None:
+    def context(**settings: Any) -> Any:
+        with openai.OpenAI(api_key="any", **settings) as client:
+            return client._client._transport._pool._ssl_context  # type: ignore[attr-defined]
+
+    own = openai.DefaultHttpxClient(verify=False)
+    undo = openai_integration.instrument(TracerProvider())
+    try:
+        assert context() is context(base_url="http://127.0.0.1:1/v1")
+        assert context(http_client=own) is not context()
+    finally:
+        undo()
+    assert context() is not context()
+
+
 def test_undo_restores_every_method() -> None:
     before = dict(_functions("openai.resources"))
     undo = openai_integration.instrument(TracerProvider())

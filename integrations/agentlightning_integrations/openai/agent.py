@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import inspect
 import logging
+import os
 import sys
 import threading
 import warnings
@@ -25,7 +26,7 @@ from agentlightning.errors import PluginImportError
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning_integrations.shared.agent import FrameworkAgent, read_input
-from agentlightning_integrations.shared.openai_client import async_client, sync_client
+from agentlightning_integrations.shared.openai_client import async_client, http_package, sync_client
 from agentlightning_plugins.shared.instrumentation import Patches, instrument_and_restore
 
 logger = logging.getLogger("agentlightning")
@@ -130,6 +131,9 @@ def instrument(tracer_provider: Any) -> Callable[[], object]:
         patches.wrap(responses_wrappers.ResponseStream, "_ensure_cleanup", _finish_stream)
         patches.wrap(OpenAIModel, "construct", _complete_first)
         _make_cheap(patches)
+        transports = importlib.import_module(f"{http_package()}._transports.default")
+        if "create_ssl_context" in vars(transports):
+            patches.wrap(transports, "create_ssl_context", _share_context)
 
     def end() -> None:
         instrumentor.uninstrument()  # misses some methods, and removes wrappers of other code around ours
@@ -191,6 +195,24 @@ def _make_cheap(patches: Patches) -> None:
         for name, value in list(vars(module).items()):
             if inspect.isfunction(value) and value in cheap:
                 patches.replace(module, name, cheap[value])
+
+
+_contexts: dict[tuple[Any, ...], Any] = {}
+
+
+def _share_context(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Gives clients with default settings one TLS context.
+
+    A client takes 20 ms to read all certificates of authorities, also for an http address, and many agents make a
+    client in each rollout.
+    """
+    chosen = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    if chosen.get("verify", True) is not True or chosen.get("cert") is not None:
+        return wrapped(*args, **kwargs)
+    key = chosen.get("trust_env", True), os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
+    if key not in _contexts:
+        _contexts[key] = wrapped(*args, **kwargs)
+    return _contexts[key]
 
 
 def _record_parsed(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:

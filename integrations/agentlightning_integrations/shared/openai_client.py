@@ -127,10 +127,14 @@ def _shut_down(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
+def http_package() -> str:
+    """Returns ``httpx``, or ``httpx2`` from openai 3 on."""
+    return DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]
+
+
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    package = DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]  # httpx, or httpx2 from openai 3 on
-    context: ssl.SSLContext = importlib.import_module(package).create_ssl_context()
+    context: ssl.SSLContext = importlib.import_module(http_package()).create_ssl_context()
     return context
 
 
