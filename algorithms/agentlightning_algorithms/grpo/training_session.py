@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -296,6 +297,8 @@ class TrainingSession:
         await collector.store.add_many_spans(records)
         outcomes = Counter(LedgerEntry.from_span(span).outcome for span in records if span.name == LEDGER_SPAN)
         record_s = time.monotonic() - recording
+        is_shaped = settings.experience.reward_shaping is not None
+        shaped = [episode.reward for episode in episodes if is_shaped and episode.reward is not None]
         await collector.delete_old_rollouts()
         self._metrics = {**joined, **self._metrics, **by_policy}  # rollouts() logged the lengths of all calls
         self.log(
@@ -303,6 +306,7 @@ class TrainingSession:
                 "train_s": train_s,
                 "prepare_s": time.monotonic() - started - train_s - record_s,
                 "record_s": record_s,
+                **({"shaped_reward": statistics.fmean(shaped)} if shaped else {}),
                 **{f"outcome/{name}": float(count) for name, count in outcomes.items()},
                 **_measure_memory(settings.device),
             }

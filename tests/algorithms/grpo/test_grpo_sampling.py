@@ -127,6 +127,7 @@ def test_a_model_that_compares_each_group_replaces_a_reward_function(
         assert len(server.requests) == 3, "one call for each task of the step"
     (step,) = [each.values for each in asyncio.run(store.query_metrics()).items if "grad_norm" in each.values]
     assert step["grad_norm"] > 0
+    assert (step["reward"], step["shaped_reward"]) == (0.0, 0.4375)
 
 
 def unrated_agent(task: dict[str, Any], llm: agl.LLM) -> float:
