@@ -50,7 +50,7 @@ done
 shift
 exec chroot "$root" sh -c 'cd "$0" && exec "$@"' "$cwd" "$@"
 """
-"""Runs a command under a root of its own: the machine's folders, read-only, with those of the episode in their places."""
+"""Runs a command under a root of its own: the machine's folders, read-only, and those of the episode over them."""
 
 
 @hookimpl
@@ -185,8 +185,8 @@ class HarborEnvironment(Environment):
         if text := read_agent_file(logs / "reward.json").strip():
             return _read_rewards(text)
         raise RolloutError(
-            f"the tests of {self._task.folder.name} wrote neither /logs/verifier/reward.txt nor reward.json; they ended "
-            f"with exit code {code} and the output:\n{said}"
+            f"the tests of {self._task.folder.name} wrote neither /logs/verifier/reward.txt nor reward.json; they "
+            f"ended with exit code {code} and the output:\n{said}"
         )
 
     def close(self) -> None:
@@ -203,7 +203,7 @@ class HarborEnvironment(Environment):
             places["/tests"] = "tests"
         binds = [part for path, name in places.items() for part in (path, str(self._folder / name))]
         start = [*_NAMESPACE, "sh", "-c", _ROOT, "sh", str(self._folder / "root"), self.address, self._task.workdir]
-        known = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/tmp", "LANG": "C.UTF-8"}
+        known = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108 the episode's own
         stdout, stderr = Tail(4 * self.output_chars), Tail(4 * self.output_chars)
         async with asyncio.timeout(limit_s):
             job = Job(
@@ -217,7 +217,7 @@ class HarborEnvironment(Environment):
 @functools.cache
 def _has_mounts() -> bool:
     try:
-        command = [*_NAMESPACE, "mount", "-t", "tmpfs", "none", "/tmp"]  # in a namespace of its own
+        command = [*_NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"]  # in a namespace of its own
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
     except OSError:  # there is no unshare
         return False
