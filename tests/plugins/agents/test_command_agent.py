@@ -18,7 +18,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.reward import Feedback, find_feedback
-from agentlightning_plugins.agents.command.process import Tail, run_group
+from agentlightning_plugins.shared.sandbox.process import Tail, run_group
 from agentlightning_plugins.shared.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer

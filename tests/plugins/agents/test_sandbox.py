@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import agentlightning as agl
-from agentlightning_plugins.agents.command import sandbox
+from agentlightning_plugins.shared.sandbox import sandbox
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from tests.plugins.agents.command_lab import CALL_MODEL, are_gone, printed, python, run, shell, store, tracer
 from tests.plugins.gateway.gateway_setup import gateway

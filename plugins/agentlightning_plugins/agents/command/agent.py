@@ -29,10 +29,10 @@ from agentlightning.run.thread import run_in_thread
 from agentlightning.tracer.tracer import OpenSpan, get_active_trace, get_active_tracer, running
 from agentlightning.types import Rollout
 from agentlightning_plugins.agents.command.environment import build_environment
-from agentlightning_plugins.agents.command.process import Tail, hide_process, read_agent_file
-from agentlightning_plugins.agents.command.sandbox import Job, Sandbox
 from agentlightning_plugins.agents.command.workspace import State, Workspace, copy, restore
 from agentlightning_plugins.shared.presets.preset import load_preset
+from agentlightning_plugins.shared.sandbox.process import Tail, hide_process, read_agent_file
+from agentlightning_plugins.shared.sandbox.sandbox import Job, Sandbox
 
 logger = logging.getLogger("agentlightning")
 RewardSource: TypeAlias = Literal["stdout", "exit_code", "file"]

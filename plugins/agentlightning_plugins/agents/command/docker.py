@@ -16,10 +16,10 @@ from typing import Final
 
 from agentlightning.errors import ConfigError, RolloutError
 from agentlightning.run.thread import run_in_thread
-from agentlightning_plugins.agents.command import guard
 from agentlightning_plugins.agents.command.environment import INHERITED
-from agentlightning_plugins.agents.command.process import run_group
-from agentlightning_plugins.agents.command.sandbox import Job, check_limits, way_to_gateway
+from agentlightning_plugins.shared.sandbox import guard
+from agentlightning_plugins.shared.sandbox.process import run_group
+from agentlightning_plugins.shared.sandbox.sandbox import Job, check_limits, way_to_gateway
 
 _FAILED: Final = 125
 """Exit code of ``docker run`` if there is no container."""

@@ -58,6 +58,9 @@ PLUGIN_KINDS: Final = {
         _in_configuration("adapter: {name: triplet, credit: {name: @NAME@, share: 0.5}}"),
     ),
     "dialect": _Kind("an API of one question and one answer", "Agents call the gateway at `/@NAME@/ask`."),
+    "environment": _Kind(
+        "a game of higher and lower", _in_configuration("environment: @NAME@:100"), dependencies='"openai>=1.109"'
+    ),
     "integration": _Kind(
         "runs the agents of a framework",
         "`agl.wrap(agent, reward=...)` and `Trainer.fit(agent)` accept the framework's objects.",

@@ -18,8 +18,8 @@ from typing import Literal, Protocol, get_args
 from urllib.parse import urlsplit
 
 from agentlightning.errors import ConfigError, RolloutError
-from agentlightning_plugins.agents.command import guard
-from agentlightning_plugins.agents.command.process import Tail, read_agent_file, run_group
+from agentlightning_plugins.shared.sandbox import guard
+from agentlightning_plugins.shared.sandbox.process import Tail, read_agent_file, run_group
 
 logger = logging.getLogger("agentlightning")
 Network = Literal["host", "gateway"]

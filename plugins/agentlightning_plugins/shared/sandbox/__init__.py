@@ -1,0 +1,1 @@
+"""Runs commands of agents and environments within limits of the operating system."""
