@@ -54,7 +54,7 @@ FROM pg_current_snapshot() AS now, agl.schema_version"""
 _NEW_SPANS: Final = f"""
 SELECT position, revision, {SPAN} AS record, sequence_id, xid FROM agl.span
 WHERE run_id = ? AND xid >= ? AND (xid >= ? OR xid = ANY (?::bigint[])) AND xid < ? AND xid <> ALL (?::bigint[])
-    AND (xid, position) > (?::bigint, ?::bigint) ORDER BY xid, position LIMIT ?"""
+    AND (xid, position) > (?::bigint, ?::bigint) ORDER BY xid, position LIMIT ?"""  # noqa: S608 # our own names
 _Snapshot: TypeAlias = tuple[int, int, list[int]]
 """Transactions below the first number had ended, none from the second on had begun, and the last ones were open."""
 _SEEN: Final[TypeAdapter[tuple[_Snapshot, _Snapshot | None, int]]] = TypeAdapter(

@@ -349,6 +349,7 @@ class Writer:
             connection.terminate()
             raise
         connection.add_termination_listener(lambda _: self._look_soon())
+        self._parts.forget()  # another server may have taken over, or the database was restored
         self._connection = connection
 
     def _notified(self, connection: object, pid: int, channel: str, payload: object) -> None:

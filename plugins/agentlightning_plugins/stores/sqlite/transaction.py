@@ -238,7 +238,8 @@ class Transaction:
             kind = row.key[0]
             self._execute(f"DELETE FROM {TABLES[kind]} WHERE position = ?", (row.position,))
             if kind is Rollout:
-                counts["spans", row.run_id, ""] -= self._execute(f"DELETE FROM span WHERE {_OF_ROLLOUT}", (row.position,)).rowcount
+                spans = self._execute(f"DELETE FROM span WHERE {_OF_ROLLOUT}", (row.position,)).rowcount
+                counts["spans", row.run_id, ""] -= spans
                 self._execute(f"DELETE FROM part WHERE {_OF_ROLLOUT}", (row.position,))
                 attempts = self._execute("DELETE FROM attempt WHERE rollout = ?", (row.position,)).rowcount
                 counts["attempts", row.run_id, ""] -= attempts

@@ -69,7 +69,8 @@ class Parts:
         span, text = row.record, row.text
         if not isinstance(span, Span) or not 2 * _SHORTEST <= len(text) <= _LONGEST:
             return []
-        assert row.parent is not None and isinstance(text, str)
+        assert row.parent is not None
+        assert isinstance(text, str)
         known = self._attempts[row.parent.position] = self._attempts.pop(row.parent.position, {})
         if len(self._attempts) > _MAX_ATTEMPTS:
             del self._attempts[next(iter(self._attempts))]
