@@ -32,7 +32,7 @@ from aiohttp import web
 
 import agentlightning as agl
 
-SOURCE = "".join(Path(module.__file__).read_text() for module in (argparse, asyncio.tasks, inspect, typing))
+SOURCE = "".join(inspect.getsource(module) for module in (argparse, asyncio.tasks, inspect, typing))
 
 
 def tokenize(text: str) -> list[int]:

@@ -25,7 +25,7 @@ from agentlightning_plugins.stores.http.command import command
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
-from agentlightning_plugins.stores.shared.sql.parts import Parts
+from agentlightning_plugins.stores.shared.sql.parts import SharedParts
 from agentlightning_plugins.stores.sqlite import schema
 from agentlightning_plugins.stores.sqlite.store import SqliteBackend, SqliteLightningStore
 from tests.plugins.stores.actions import claim, finish, make_span, number_deleted
@@ -173,7 +173,7 @@ async def test_spans_of_the_first_version_are_read_and_further_ones_are_added(
     path = tmp_path / "store.db"
     with monkeypatch.context() as patch:
         patch.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:1])
-        patch.setattr(Parts, "split", lambda self, row: [])  # as that version wrote them
+        patch.setattr(SharedParts, "split", lambda self, row: [])  # as that version wrote them
         store = SqliteLightningStore(path)
         claimed = await store.start_rollout("a")
         await store.add_span(make_span(claimed, text="text " * 1000))

@@ -16,7 +16,7 @@ from agentlightning_plugins.stores.shared.sql.batch import Item
 from agentlightning_plugins.stores.shared.sql.changes import Changes, Claiming, RowKey, Stored, Work, columns_of
 from agentlightning_plugins.stores.shared.sql.condition import COLUMNS, LONGEST_LABEL, TABLES, ColumnType
 from agentlightning_plugins.stores.shared.sql.document import decode
-from agentlightning_plugins.stores.shared.sql.parts import Parts, join, unwritten
+from agentlightning_plugins.stores.shared.sql.parts import SharedParts, join, unwritten
 
 _TYPES: Final[dict[ColumnType, str]] = {
     "text": "text",
@@ -124,7 +124,7 @@ UPDATE: Final = {kind: _update(kind) for kind in COLUMNS}
 class Transaction:
     """The work of several callers. Rows that another transaction has locked are not waited for."""
 
-    def __init__(self, connection: asyncpg.Connection, slot: int, parts: Parts) -> None:
+    def __init__(self, connection: asyncpg.Connection, slot: int, parts: SharedParts) -> None:
         """Makes a transaction.
 
         Args:

@@ -29,7 +29,7 @@ from agentlightning_plugins.stores.shared.sql import batch
 from agentlightning_plugins.stores.shared.sql.batch import Item, settle
 from agentlightning_plugins.stores.shared.sql.changes import Claiming, Work
 from agentlightning_plugins.stores.shared.sql.document import encode_events
-from agentlightning_plugins.stores.shared.sql.parts import Parts
+from agentlightning_plugins.stores.shared.sql.parts import SharedParts
 
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class Writer:
         self._events = EventReader(self._origin, publish)
         self._connection: asyncpg.Connection
         self._slot = 0
-        self._parts = Parts()
+        self._parts = SharedParts()
         self._number = 0
         """The number of the current transaction, which is stored with it."""
         self._is_certain = True

@@ -26,7 +26,7 @@ from agentlightning_plugins.stores.shared.sql.changes import (
 )
 from agentlightning_plugins.stores.shared.sql.condition import COLUMNS, TABLES
 from agentlightning_plugins.stores.shared.sql.document import decode, encode_events
-from agentlightning_plugins.stores.shared.sql.parts import Parts, deflate, join, unwritten
+from agentlightning_plugins.stores.shared.sql.parts import SharedParts, deflate, join, unwritten
 
 _STATE: Final[dict[type[Record], tuple[str, ...]]] = {
     Rollout: ("position", "revision", "run_id", "status", "queue_position"),
@@ -78,7 +78,7 @@ class Rows(dict[RowKey, Stored | None]):
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._execute = connection.execute
-        self.parts = Parts()
+        self.parts = SharedParts()
         self._queue_ends: dict[tuple[str, int], int] = {}
         """The last position in the queue of each run and priority."""
 

@@ -26,7 +26,7 @@ _MAX_BYTES: Final = 4 * _LONGEST
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class SharedPart:
     """A part of the JSON of an attribute, or of several that are one list, after another part or at the beginning."""
 
     text: str
@@ -34,31 +34,31 @@ class Part:
     length: int = 0
     position: int | None = None
     """None until it is written."""
-    next: dict[tuple[int, int], Part] = field(default_factory=dict)
+    next: dict[tuple[int, int], SharedPart] = field(default_factory=dict)
     """The parts that followed it so far, by length and hash: several conversations may share a beginning."""
 
-    def find(self, text: str, start: int, end: int) -> Part | None:
+    def find(self, text: str, start: int, end: int) -> SharedPart | None:
         """Returns the longest part with which ``text[start:end]`` begins."""
         for length, known in sorted(self.next, reverse=True):
             if start + length <= end and hash(text[start : start + length]) == known:
                 return self.next[length, known]
         return None
 
-    def add(self, text: str) -> Part:
-        part = self.next[len(text), hash(text)] = Part(text, len(text))
+    def add(self, text: str) -> SharedPart:
+        part = self.next[len(text), hash(text)] = SharedPart(text, len(text))
         if len(self.next) > _MAX_NEXT:
             del self.next[next(iter(self.next))]
         return part
 
 
-Pieces: TypeAlias = list[str | Part]
+Pieces: TypeAlias = list[str | SharedPart]
 
 
-class Parts:
+class SharedParts:
     """The parts that a writer has stored for the last attempts. A part that it does not know is stored again."""
 
     def __init__(self) -> None:
-        self._attempts: dict[int | None, dict[str, Part]] = {}
+        self._attempts: dict[int | None, dict[str, SharedPart]] = {}
 
     def forget(self) -> None:
         """Forgets all parts: a transaction that stored some was not committed."""
@@ -82,7 +82,7 @@ class Parts:
             if len(content) < _SHORTEST or start < 0 or not text.startswith(content, start):
                 continue
             end = start + len(content) - (2 if content.endswith(']"') else 1)  # a longer list goes on before its end
-            part, at, parts = known.setdefault(stem, Part("")), start, list[Part]()
+            part, at, parts = known.setdefault(stem, SharedPart("")), start, list[SharedPart]()
             while (found := part.find(text, at, end)) is not None:
                 part, at = found, at + found.length
                 parts.append(part)
@@ -100,11 +100,11 @@ def _stem(name: str) -> str:
     return _INDEX.split(name, 1)[0]
 
 
-def unwritten(pieces: Sequence[str | Part]) -> list[Part]:
-    return [piece for piece in pieces if isinstance(piece, Part) and piece.position is None]
+def unwritten(pieces: Sequence[str | SharedPart]) -> list[SharedPart]:
+    return [piece for piece in pieces if isinstance(piece, SharedPart) and piece.position is None]
 
 
-def join(pieces: Sequence[str | Part]) -> str:
+def join(pieces: Sequence[str | SharedPart]) -> str:
     """Returns what the row of a span has in place of its JSON: a list of texts and positions of parts."""
     return orjson.dumps([piece if isinstance(piece, str) else piece.position for piece in pieces]).decode()
 
