@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import asyncpg
 import pytest
 
 from agentlightning.errors import ConfigError, NotFoundError, StoreError
@@ -18,10 +22,12 @@ from agentlightning.event import Event, RolloutEnqueued
 from agentlightning.store.backend import Condition, Delete, Guard, Put, Query
 from agentlightning.store.engine import BackendStore
 from agentlightning.store.factory import create_store
-from agentlightning.types import Attempt, EnqueueRolloutRequest, Record, Rollout, Span, Worker
+from agentlightning.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Record, Rollout, Span, Worker
 from agentlightning_plugins.stores.memory.store import MemoryBackend
+from agentlightning_plugins.stores.postgresql import transaction as postgresql_transaction
 from agentlightning_plugins.stores.postgresql.connection import Server
 from agentlightning_plugins.stores.postgresql.store import PostgresBackend
+from agentlightning_plugins.stores.sqlite import transaction as sqlite_transaction
 from agentlightning_plugins.stores.sqlite.store import SqliteBackend
 from tests.plugins.stores.actions import make_span
 from tests.source import REPO, run_python
@@ -75,6 +81,83 @@ async def test_an_attempt_that_another_process_ends_is_not_kept_in_memory(url: s
     assert not here._database.is_cached(attempt)
     for store in (here, there):
         await store.close()
+
+
+# --- attempts whose calls repeat their history ---
+
+
+def make_history(of: AttemptedRollout, conversation: int, turns: int) -> list[Span]:
+    """Makes a span for each turn of a conversation; each repeats the messages and token ids of the turns before."""
+    spans: list[Span] = []
+    contents, ids = ["system prompt " * 40], list[int]()
+    for turn in range(turns):
+        contents.append(f'{conversation}: "{turn}" \\ [1]"] é \0 ' + f"result {turn * 7919} \n" * 40)
+        ids += [conversation * 1000 + turn * 31 + number for number in range(300)]
+        indexed = {f"llm.input.{number}.content": content for number, content in enumerate(contents)}
+        texts = {"messages": json.dumps(contents), "plain": "".join(contents)}
+        spans.append(make_span(of, ids=ids, nested={"ids": ids[-200:]}, count=turn, **texts, **indexed))
+    return spans
+
+
+async def number_of_parts(url: str) -> int:
+    """Returns how many parts of spans a database has."""
+    if url.startswith("sqlite"):
+        with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
+            return int(connection.execute("SELECT count(*) FROM part").fetchone()[0])
+    connection = await asyncpg.connect(url)
+    try:
+        return int(await connection.fetchval("SELECT count(*) FROM agl.part"))
+    finally:
+        await connection.close()
+
+
+async def test_spans_that_repeat_a_history_come_back_whole_and_are_stored_once(url: str) -> None:
+    store, other = open_store(url), open_store(url)
+    claimed, second = await store.start_rollout("long"), await store.start_rollout("short")
+    one, two = make_history(claimed, 1, 12), make_history(claimed, 2, 12)
+    elsewhere = make_history(second, 1, 2)
+    mixed = [span for pair in zip(one, two, strict=True) for span in pair]
+    for number, span in enumerate(mixed[:16]):  # two conversations, stored by two processes
+        await (store if number % 3 else other).add_span(span)
+    await store.close()
+    store = open_store(url)  # it knows no part
+    await store.add_many_spans([*reversed(mixed[16:]), *elsewhere])
+    expected = {span.span_id: span.attributes for span in (*mixed, *elsewhere)}
+    polled = (await store.poll_new_spans(limit=1000)).items
+    for found in (polled, await store.query_spans(None), await other.query_spans(None, limit=1000, sort_by="name")):
+        assert {span.span_id: span.attributes for span in found} == expected
+    (single,) = await other.query_spans(claimed.rollout_id, span_id=one[9].span_id)
+    assert single.attributes == one[9].attributes
+    page = await other.query_spans(claimed.rollout_id, limit=2, offset=22)
+    assert [span.attributes for span in page] == [expected[span.span_id] for span in page]
+    assert 0 < await number_of_parts(url) < 24 * 12, "each span would have its own"
+    for rollout in (claimed, second):
+        await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+    await store.delete_rollouts([claimed.rollout_id])
+    assert [span.attributes for span in await store.query_spans(None)] == [span.attributes for span in elsewhere]
+    await store.delete_rollouts([second.rollout_id])
+    assert await number_of_parts(url) == 0
+    for each in (store, other):
+        await each.close()
+
+
+async def test_parts_of_a_transaction_that_failed_are_stored_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(url)
+    claimed = await store.start_rollout("long")
+    first, *rest = make_history(claimed, 1, 4)
+    with monkeypatch.context() as patch:
+        for module in (sqlite_transaction, postgresql_transaction):
+            patch.setattr(module, "join", fail)
+        with pytest.raises(ZeroDivisionError):
+            await store.add_span(first)
+    await store.add_many_spans([first, *rest])
+    found = await store.query_spans(claimed.rollout_id)
+    assert [span.attributes for span in found] == [span.attributes for span in (first, *rest)]
+    await store.close()
+
+
+def fail(*arguments: object) -> str:
+    raise ZeroDivisionError(f"joined {len(arguments)}")
 
 
 # --- killed processes ---

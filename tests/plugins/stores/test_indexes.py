@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from agentlightning.types import Rollout, Span
 from agentlightning_plugins.stores.postgresql import reader as postgresql
 from agentlightning_plugins.stores.shared.sql.plan import Plan
 from agentlightning_plugins.stores.sqlite import plan as sqlite
+from agentlightning_plugins.stores.sqlite.schema import connect
 from tests.many_rollouts import FAILED_OF, FIRST_TIME, fill_postgresql, fill_sqlite
 
 NUMBER = 10_000
@@ -65,7 +65,7 @@ async def test_sqlite_uses_an_index_for_every_search(quick_path: Path) -> None:
     path = quick_path / "store.db"
     await create_store(f"sqlite:///{path}").close()
     await asyncio.to_thread(fill_sqlite, path, NUMBER)
-    connection = sqlite3.connect(path)
+    connection = connect(path, 1.0)
     for name, query in QUERIES.items():
         for sql, parameters in statements(sqlite.PLANNER.plan(query)):
             steps = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}", parameters)]
@@ -80,7 +80,7 @@ async def test_sqlite_uses_an_index_to_count_and_filter_the_rollouts_of_a_task(q
     path = quick_path / "store.db"
     await create_store(f"sqlite:///{path}").close()
     await asyncio.to_thread(fill_sqlite, path, NUMBER)
-    connection = sqlite3.connect(path)
+    connection = connect(path, 1.0)
     task = Condition("metadata.task_id", "eq", 8)
     for conditions, after, number in (((), None, 157), ((FAILED,), None, 7), ((), NUMBER // 2, 79)):
         query = Query(Rollout, (RUN, task, *conditions), descending=True, limit=50, after=after, count=True)

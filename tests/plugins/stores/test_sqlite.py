@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
+from secrets import token_urlsafe
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from agentlightning_plugins.stores.http.command import command
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
+from agentlightning_plugins.stores.shared.sql.parts import SharedParts
 from agentlightning_plugins.stores.sqlite import schema
 from agentlightning_plugins.stores.sqlite.store import SqliteBackend, SqliteLightningStore
 from tests.plugins.stores.actions import claim, finish, make_span, number_deleted
@@ -163,6 +165,24 @@ def test_another_programs_database_is_refused_and_left_unchanged(tmp_path: Path)
         SqliteLightningStore(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+async def test_spans_of_the_first_version_are_read_and_further_ones_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:1])
+        patch.setattr(SharedParts, "split", lambda self, row: [])  # as that version wrote them
+        store = SqliteLightningStore(path)
+        claimed = await store.start_rollout("a")
+        await store.add_span(make_span(claimed, text="text " * 1000))
+        await store.close()
+    store = SqliteLightningStore(path)
+    await store.add_span(make_span(claimed, text="text " * 1001))
+    found = await store.query_spans(claimed.rollout_id)
+    assert [span.attributes["text"] for span in found] == ["text " * 1000, "text " * 1001]
+    await store.close()
 
 
 async def test_a_file_of_a_newer_version_is_refused_and_left_unchanged(
@@ -405,7 +425,7 @@ async def fill_and_delete(store: SqliteLightningStore) -> None:
     """Stores and deletes 20 MB."""
     for _ in range(20):
         claimed = await store.start_rollout("large")
-        await store.add_many_spans([make_span(claimed, text="x" * 100_000) for _ in range(10)])
+        await store.add_many_spans([make_span(claimed, text=token_urlsafe(100_000)) for _ in range(10)])
         await finish(store, claimed)
     assert await store.delete_rollouts(keep=0) >= 20
 

@@ -18,9 +18,17 @@ from agentlightning_plugins.stores.shared.sql.batch import Item, settle
 from agentlightning_plugins.stores.shared.sql.condition import Dialect
 from agentlightning_plugins.stores.shared.sql.plan import SEARCH_S, TOO_LONG, Planner
 
+SPAN: Final = """CASE left(record, 1) WHEN '[' THEN (
+    SELECT string_agg(CASE json_typeof(j.value)
+        WHEN 'number' THEN (SELECT content FROM agl.part WHERE position = (j.value #>> '{}')::bigint)
+        ELSE j.value #>> '{}' END, '' ORDER BY j.ordinality)
+    FROM json_array_elements(span.record::json) WITH ORDINALITY j
+) ELSE record END"""
+"""The JSON of a span, put together from its parts."""
 PLANNER: Final = Planner(
     Dialect(
         prefix="agl.",
+        span=SPAN,
         in_list="{} = ANY (?)",
         # The query runs first and its few positions are then looked up, so the planner need not guess how few they are.
         in_query="{} = ANY (ARRAY({}))",

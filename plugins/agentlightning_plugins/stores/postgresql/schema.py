@@ -116,9 +116,16 @@ _FIRST: Final = (
         origin bigint PRIMARY KEY, number bigint NOT NULL, seen timestamptz NOT NULL DEFAULT now()
     ) WITH (fillfactor = 20)""",
 )
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST,)
+_PARTS: Final = (
+    # What several spans of an attempt have in common; the record of a span that is a list refers to it by position.
+    """CREATE TABLE agl.part (
+        position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, attempt bigint NOT NULL, content text NOT NULL
+    )""",
+    "CREATE INDEX part_attempt ON agl.part (attempt)",
+)
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _PARTS)
 """The statements that upgrade the schema to each version from the previous one."""
-OLDEST_WRITER: Final = 1
+OLDEST_WRITER: Final = 2
 """The oldest version whose processes may write to the newest schema, so that servers can be upgraded in turn."""
 MIGRATED: Final = "migrated"
 """The payload of the notification after a migration."""

@@ -17,7 +17,14 @@ from agentlightning.store.backend import Listener, Page, Query
 from agentlightning.store.engine import BackendStore
 from agentlightning.types import DEFAULT_RUN_ID, Record
 from agentlightning_plugins.stores.postgresql.connection import Server
-from agentlightning_plugins.stores.postgresql.reader import PLANNER, Read, Readers, explain_plan, number_parameters
+from agentlightning_plugins.stores.postgresql.reader import (
+    PLANNER,
+    SPAN,
+    Read,
+    Readers,
+    explain_plan,
+    number_parameters,
+)
 from agentlightning_plugins.stores.postgresql.schema import migrate
 from agentlightning_plugins.stores.postgresql.writer import Writer
 from agentlightning_plugins.stores.shared.sql.batch import (
@@ -44,10 +51,10 @@ _SNAPSHOT: Final = """
 SELECT pg_snapshot_xmin(now)::text::bigint + xid_offset, pg_snapshot_xmax(now)::text::bigint + xid_offset,
     ARRAY(SELECT id::text::bigint + xid_offset FROM pg_snapshot_xip(now) AS id)
 FROM pg_current_snapshot() AS now, agl.schema_version"""
-_NEW_SPANS: Final = """
-SELECT position, revision, record, sequence_id, xid FROM agl.span
+_NEW_SPANS: Final = f"""
+SELECT position, revision, {SPAN} AS record, sequence_id, xid FROM agl.span
 WHERE run_id = ? AND xid >= ? AND (xid >= ? OR xid = ANY (?::bigint[])) AND xid < ? AND xid <> ALL (?::bigint[])
-    AND (xid, position) > (?::bigint, ?::bigint) ORDER BY xid, position LIMIT ?"""
+    AND (xid, position) > (?::bigint, ?::bigint) ORDER BY xid, position LIMIT ?"""  # noqa: S608 # our own names
 _Snapshot: TypeAlias = tuple[int, int, list[int]]
 """Transactions below the first number had ended, none from the second on had begun, and the last ones were open."""
 _SEEN: Final[TypeAdapter[tuple[_Snapshot, _Snapshot | None, int]]] = TypeAdapter(

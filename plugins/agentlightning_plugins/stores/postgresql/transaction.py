@@ -16,6 +16,7 @@ from agentlightning_plugins.stores.shared.sql.batch import Item
 from agentlightning_plugins.stores.shared.sql.changes import Changes, Claiming, RowKey, Stored, Work, columns_of
 from agentlightning_plugins.stores.shared.sql.condition import COLUMNS, LONGEST_LABEL, TABLES, ColumnType
 from agentlightning_plugins.stores.shared.sql.document import decode
+from agentlightning_plugins.stores.shared.sql.parts import SharedParts, join, unwritten
 
 _TYPES: Final[dict[ColumnType, str]] = {
     "text": "text",
@@ -61,6 +62,10 @@ _APPEND: Final = """
 _DELETE_CHILDREN: Final = """
     WITH gone AS (DELETE FROM agl.{} WHERE {} = ANY ($1) RETURNING position, {} AS run_id)
     SELECT position, run_id FROM gone"""
+_PARTS: Final = """
+    INSERT INTO agl.part (attempt, content) SELECT attempt, content
+    FROM unnest($1::bigint[], $2::text[]) WITH ORDINALITY AS n (attempt, content, number) ORDER BY number
+    RETURNING position"""
 _COUNT: Final = """
     INSERT INTO agl.tally AS t (slot, name, run_id, status, number)
     SELECT $1, * FROM unnest($2::text[], $3::text[], $4::text[], $5::bigint[])
@@ -119,15 +124,17 @@ UPDATE: Final = {kind: _update(kind) for kind in COLUMNS}
 class Transaction:
     """The work of several callers. Rows that another transaction has locked are not waited for."""
 
-    def __init__(self, connection: asyncpg.Connection, slot: int) -> None:
+    def __init__(self, connection: asyncpg.Connection, slot: int, parts: SharedParts) -> None:
         """Makes a transaction.
 
         Args:
             connection: a connection on which a transaction has begun.
             slot: the number under which this process counts records.
+            parts: the parts of spans that this process has stored.
         """
         self._connection = connection
         self._slot = slot
+        self._parts = parts
         self._rows: dict[RowKey, Stored | None] = {}
         self._busy: set[RowKey] = set()
         self._busy_claims: list[Item[Work]] = []
@@ -170,6 +177,8 @@ class Transaction:
             old = [row for row in rows if row.position is not None]
             if old:
                 await self._connection.execute(UPDATE[kind], *_arrays(old, columns), [row.position for row in old])
+            if new and kind is Span:
+                await self._share(new)
             if new:
                 found = await self._connection.fetch(INSERT[kind], *_arrays(new, columns))
                 for row, (position,) in zip(new, found, strict=True):
@@ -181,6 +190,16 @@ class Transaction:
         counts = [(*key, number) for key, number in changes.counts.items() if number]
         if counts:
             await self._connection.execute(_COUNT, self._slot, *map(list, zip(*counts, strict=True)))
+
+    async def _share(self, rows: Sequence[Stored]) -> None:
+        """Stores the parts of new spans that are not stored yet, and makes the rows refer to all of them."""
+        split = [(row, pieces) for row in rows if (pieces := self._parts.split(row))]
+        new = {part: row.parent.position for row, pieces in split if row.parent for part in unwritten(pieces)}
+        found = await self._connection.fetch(_PARTS, [*new.values()], [part.text for part in new]) if new else ()
+        for part, (position,) in zip(new, found, strict=True):
+            part.position, part.text = position, ""
+        for row, pieces in split:
+            row.text = join(pieces)
 
     async def _claim(self, items: Sequence[Item[Work]]) -> dict[Item[Work], Any]:
         """Locks the heads of queues and turns claims into commits; claims that find nothing are done."""
@@ -263,6 +282,7 @@ class Transaction:
         ):
             attempts.append(position)
             counts["attempts", runs[rollout], ""] -= 1
+        await self._connection.execute("DELETE FROM agl.part WHERE attempt = ANY ($1)", attempts)
         sql = _DELETE_CHILDREN.format("span", "attempt", "run_id")
         for _, run_id in await self._connection.fetch(sql, attempts):
             counts["spans", run_id, ""] -= 1

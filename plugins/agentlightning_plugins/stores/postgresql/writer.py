@@ -29,6 +29,7 @@ from agentlightning_plugins.stores.shared.sql import batch
 from agentlightning_plugins.stores.shared.sql.batch import Item, settle
 from agentlightning_plugins.stores.shared.sql.changes import Claiming, Work
 from agentlightning_plugins.stores.shared.sql.document import encode_events
+from agentlightning_plugins.stores.shared.sql.parts import SharedParts
 
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
@@ -92,6 +93,7 @@ class Writer:
         self._events = EventReader(self._origin, publish)
         self._connection: asyncpg.Connection
         self._slot = 0
+        self._parts = SharedParts()
         self._number = 0
         """The number of the current transaction, which is stored with it."""
         self._is_certain = True
@@ -195,7 +197,7 @@ class Writer:
                 return
             await connection.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
             try:
-                transaction = Transaction(connection, self._slot)
+                transaction = Transaction(connection, self._slot, self._parts)
                 busy = await transaction.apply(items)
                 events = transaction.changes.events
                 if not transaction.changes.steps and not events:
@@ -213,6 +215,7 @@ class Writer:
                 await connection.execute("COMMIT")
                 self._is_certain = True
             except BaseException as error:
+                self._parts.forget()
                 if isinstance(error, Exception) and not is_lost(connection, error):
                     self._is_certain = True
                     await connection.execute("ROLLBACK")
@@ -346,6 +349,7 @@ class Writer:
             connection.terminate()
             raise
         connection.add_termination_listener(lambda _: self._look_soon())
+        self._parts.forget()  # another server may have taken over, or the database was restored
         self._connection = connection
 
     def _notified(self, connection: object, pid: int, channel: str, payload: object) -> None:

@@ -28,6 +28,9 @@ def index_key(value: object) -> str | int | float | None:
 PLANNER: Final = Planner(
     Dialect(
         prefix="",
+        span="CASE typeof(record) WHEN 'text' THEN record ELSE (SELECT group_concat(piece, '') FROM ("
+        "SELECT CASE j.type WHEN 'integer' THEN (SELECT inflate(content) FROM part WHERE position = j.value) "
+        "ELSE j.value END AS piece FROM json_each(inflate(span.record)) j ORDER BY j.key)) END",
         in_list="{} IN (SELECT value FROM json_each(?))",
         in_query="{} IN ({})",
         contains="instr({}, ?) > 0",

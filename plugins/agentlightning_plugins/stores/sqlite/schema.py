@@ -14,6 +14,7 @@ from typing import Final
 from agentlightning.errors import ConfigError, StorageFullError, StoreError
 from agentlightning.store.retention import next_slice
 from agentlightning_plugins.stores.shared.clock import since_boot
+from agentlightning_plugins.stores.shared.sql.parts import inflate
 from agentlightning_plugins.stores.shared.sql.plan import TOO_LONG
 
 APPLICATION_ID: Final = 0x41474C53
@@ -87,6 +88,11 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         # The events of the last commits, for the other processes that have the file open.
         "CREATE TABLE event (position INTEGER PRIMARY KEY AUTOINCREMENT, origin NOT NULL, events NOT NULL)",
     ),
+    (
+        # What several spans of an attempt have in common; their records, deflated, refer to it by position.
+        "CREATE TABLE part (position INTEGER PRIMARY KEY AUTOINCREMENT, attempt INTEGER NOT NULL, content NOT NULL)",
+        "CREATE INDEX part_attempt ON part (attempt)",
+    ),
 )
 """The statements that upgrade the file to each version from the previous one. Released ones are never changed."""
 
@@ -147,6 +153,7 @@ def connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
         path.absolute(), timeout=busy_timeout_s, isolation_level=None, check_same_thread=False, cached_statements=256
     )
     try:
+        connection.create_function("inflate", 1, lambda data: data and inflate(data), deterministic=True)
         connection.execute("PRAGMA synchronous = FULL")  # a commit returns when it is on disk, not in a cache
         connection.execute("PRAGMA temp_store = MEMORY")
         connection.execute("PRAGMA cache_size = -32768")  # KiB

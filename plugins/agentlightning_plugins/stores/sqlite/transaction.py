@@ -26,6 +26,7 @@ from agentlightning_plugins.stores.shared.sql.changes import (
 )
 from agentlightning_plugins.stores.shared.sql.condition import COLUMNS, TABLES
 from agentlightning_plugins.stores.shared.sql.document import decode, encode_events
+from agentlightning_plugins.stores.shared.sql.parts import SharedParts, deflate, join, unwritten
 
 _STATE: Final[dict[type[Record], tuple[str, ...]]] = {
     Rollout: ("position", "revision", "run_id", "status", "queue_position"),
@@ -45,7 +46,8 @@ _KNOWN_SPANS: Final = (
 _APPEND: Final = "UPDATE attempt SET last_span = ?, last_heartbeat_time = ? WHERE position = ?"
 _COUNT: Final = "INSERT INTO tally VALUES {} ON CONFLICT DO UPDATE SET number = number + excluded.number"
 _TELL: Final = "INSERT INTO event (origin, events) VALUES (?, ?)"
-_DELETE_SPANS_OF_ROLLOUT: Final = "DELETE FROM span WHERE attempt IN (SELECT position FROM attempt WHERE rollout = ?)"
+_OF_ROLLOUT: Final = "attempt IN (SELECT position FROM attempt WHERE rollout = ?)"
+_PART: Final = "INSERT INTO part (attempt, content) VALUES (?, ?)"
 _MAX_ROWS: Final = 32
 """Maximum number of rows that one statement inserts. Each SQLite call releases the GIL and has to reacquire it."""
 _MAX_KNOWN: Final = 20_000
@@ -76,6 +78,7 @@ class Rows(dict[RowKey, Stored | None]):
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._execute = connection.execute
+        self.parts = SharedParts()
         self._queue_ends: dict[tuple[str, int], int] = {}
         """The last position in the queue of each run and priority."""
 
@@ -205,10 +208,22 @@ class Transaction:
 
     def _write_spans(self, rows: Sequence[Stored]) -> None:
         for row in rows:
-            if row.position is not None:
+            if row.position is None:
+                self._share(row)
+            else:
                 self._execute(_UPDATE[Span], (*_values(row)[2:], row.position))
             del self._rows[row.key]  # spans are rarely written again
         self._insert(_INSERT[Span], [_values(row) for row in rows if row.position is None])
+
+    def _share(self, row: Stored) -> None:
+        """Stores the parts of a new span that are not stored yet, and makes its row refer to all of them."""
+        if not (pieces := self._rows.parts.split(row)):
+            return
+        assert row.parent is not None
+        for part in unwritten(pieces):
+            part.position = self._execute(_PART, (row.parent.position, deflate(part.text))).lastrowid
+            part.text = ""
+        row.text = deflate(join(pieces))
 
     def _insert(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
         for start in range(0, len(rows), _MAX_ROWS):
@@ -223,12 +238,15 @@ class Transaction:
             kind = row.key[0]
             self._execute(f"DELETE FROM {TABLES[kind]} WHERE position = ?", (row.position,))
             if kind is Rollout:
-                counts["spans", row.run_id, ""] -= self._execute(_DELETE_SPANS_OF_ROLLOUT, (row.position,)).rowcount
+                spans = self._execute(f"DELETE FROM span WHERE {_OF_ROLLOUT}", (row.position,)).rowcount
+                counts["spans", row.run_id, ""] -= spans
+                self._execute(f"DELETE FROM part WHERE {_OF_ROLLOUT}", (row.position,))
                 attempts = self._execute("DELETE FROM attempt WHERE rollout = ?", (row.position,)).rowcount
                 counts["attempts", row.run_id, ""] -= attempts
             elif kind is Attempt:
                 spans = self._execute("DELETE FROM span WHERE attempt = ?", (row.position,)).rowcount
                 counts["spans", row.run_id, ""] -= spans
+                self._execute("DELETE FROM part WHERE attempt = ?", (row.position,))
 
 
 def _values(row: Stored) -> list[Any]:

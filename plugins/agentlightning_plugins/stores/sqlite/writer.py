@@ -215,6 +215,7 @@ class Writer:
             connection.execute("COMMIT")
         except BaseException:
             self._rows.forget()
+            self._rows.parts.forget()
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise

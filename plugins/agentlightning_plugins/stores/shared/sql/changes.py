@@ -52,8 +52,8 @@ class Stored:
     """The rollout of an attempt, the attempt of a span."""
     record: Record | None = None
     """The record to write; None if it was not put."""
-    text: str = ""
-    """``record`` as JSON."""
+    text: str | bytes = ""
+    """``record`` as JSON, or as the database stores it."""
 
 
 class Document(NamedTuple):

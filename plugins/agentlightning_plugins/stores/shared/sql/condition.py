@@ -96,6 +96,8 @@ class Dialect:
 
     prefix: str
     """Prefix of the names of tables."""
+    span: str
+    """The JSON of a span, put together from its parts."""
     in_list: str
     """Tests whether an expression ``{}`` is in a list that is passed as one parameter."""
     in_query: str

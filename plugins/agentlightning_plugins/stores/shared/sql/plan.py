@@ -55,7 +55,8 @@ class Planner:
         self._dialect = dialect
         tables = {kind: dialect.table(kind) for kind in TABLES}
         self._select = {
-            kind: f"SELECT position, revision, record, {CURRENT.get(kind, 'NULL')} AS current FROM {table} "
+            kind: f"SELECT position, revision, {dialect.span if kind is Span else 'record'} AS record, "
+            f"{CURRENT.get(kind, 'NULL')} AS current FROM {table} "
             for kind, table in tables.items()
         }
         rollout, attempt = tables[Rollout], tables[Attempt]
