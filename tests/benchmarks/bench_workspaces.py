@@ -15,8 +15,9 @@ from pathlib import Path
 import agentlightning as agl
 from agentlightning_plugins.agents.command.agent import CommandAgent
 
-N_ATTEMPTS = 50
+N_ATTEMPTS = 20
 N_FILES = 5000
+N_COPIES = 5
 
 
 def cpu_s() -> float:
@@ -42,10 +43,10 @@ def main() -> None:
         bare = asyncio.run(measure(CommandAgent(["sh", "-c", "true"])))
         full = asyncio.run(measure(CommandAgent(command, workspace=folder)))
         cpu, started = cpu_s(), time.monotonic()
-        for _ in range(N_ATTEMPTS):
+        for _ in range(N_COPIES):
             subprocess.run(["cp", "-a", folder, f"{folder}.copy"], check=True)
             subprocess.run(["rm", "-r", f"{folder}.copy"], check=True)
-        copy = (cpu_s() - cpu) / N_ATTEMPTS, (time.monotonic() - started) / N_ATTEMPTS
+        copy = (cpu_s() - cpu) / N_COPIES, (time.monotonic() - started) / N_COPIES
     print(f"{N_ATTEMPTS} attempts, {N_FILES} files")
     for name, (cpu, elapsed) in (("without a workspace", bare), ("with a workspace", full), ("cp and rm", copy)):
         print(f"{name:20}  {cpu:.3f} s of CPU, {elapsed:.3f} s")

@@ -260,7 +260,7 @@ async def test_a_thread_that_is_stopped_leaves_no_lock_taken() -> None:
 
 async def test_a_thread_is_not_stopped_while_it_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python would stop the new one, for whose first step the other waits."""
-    start, held = threading._start_new_thread, threading.Event()  # type: ignore[attr-defined]
+    start, held = threading._start_new_thread, threading.Event()
     child, began, has_started = threading.Thread(target=lambda: None), threading.Event(), threading.Event()
 
     def start_later(bootstrap: Any, arguments: tuple[()]) -> None:

@@ -466,7 +466,7 @@ async def test_a_stream_that_is_closed_after_its_last_event_is_recorded_with_its
 def test_clients_with_default_settings_share_a_tls_context() -> None:
     def context(**settings: Any) -> Any:
         with openai.OpenAI(api_key="any", **settings) as client:
-            return client._client._transport._pool._ssl_context  # type: ignore[attr-defined]
+            return client._client._transport._pool._ssl_context
 
     own = openai.DefaultHttpxClient(verify=False)
     undo = openai_integration.instrument(TracerProvider())

@@ -259,7 +259,7 @@ def copy_plain(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _WAIT_S, _WAIT_SHARE = 30.0, 0.1
-"""How long a training waits for checkpoints before there are fewer of them: in all, and as a share of its time."""
+"""Waits for checkpoints, in all and as a share of the training's time, beyond which there are fewer of them."""
 
 
 class CheckpointWriter:
@@ -275,7 +275,7 @@ class CheckpointWriter:
         self.seconds: float | None = None
         """Duration of the last checkpoint."""
         self.waited_s = 0.0
-        """How long :meth:`wait` took in all."""
+        """Total duration of :meth:`wait`."""
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is due after ``step``."""

@@ -61,16 +61,16 @@ def components() -> list[Component]:
 
 @dataclass
 class _Task:
-    """What a task folder says."""
+    """The contents of a task folder."""
 
     folder: Path
     config: dict[str, Any]
     workdir: str = "/app"
     env: dict[str, str] = field(default_factory=dict)
     files: list[tuple[Path, str]] = field(default_factory=list)
-    """What the image has: a file or folder, and its absolute path there."""
+    """Files and folders of the image, each with its absolute path there."""
     lacks: list[str] = field(default_factory=list)
-    """What only a container could give."""
+    """Parts of the task that only a container could give."""
 
     @property
     def is_whole(self) -> bool:

@@ -46,8 +46,8 @@ async def run(folder: Path, *commands: str) -> tuple[list[str], float]:
     async with EnvironmentEpisode(environment) as episode:
         await episode.reset({"task": folder.name})
         own = episode.environment
-        said = [str(await own.call("shell", {"command": command})) for command in commands]  # type: ignore[misc]
-        reward = await own.reward(None, "")  # type: ignore[misc]
+        said = [str(await own.call("shell", {"command": command})) for command in commands]
+        reward = await own.reward(None, "")
         assert reward is not None
         return said, reward
 

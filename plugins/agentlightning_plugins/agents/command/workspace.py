@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from agentlightning.errors import ConfigError, RolloutError
-from agentlightning_plugins.agents.command.process import read_agent_file
+from agentlightning_plugins.shared.sandbox.process import read_agent_file
 
 IGNORED: Final = (".git", "node_modules", "__pycache__", "*.pyc", ".pytest_cache", ".venv")
 """Names of files and folders whose changes are not recorded."""
