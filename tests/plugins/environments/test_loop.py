@@ -120,10 +120,7 @@ async def test_the_synchronous_methods_of_an_episode_run_in_one_thread() -> None
 
 def test_wrong_settings_are_refused_with_what_is_allowed() -> None:
     for spec, message in (
-        (
-            "gymnasum:FrozenLake-v1",
-            r"Did you mean 'gymnasium'\? Kinds of environments: gymnasium, harbor, mcp, openenv",
-        ),
+        ("gymnasum:FrozenLake-v1", r"Did you mean 'gymnasium'\? Kinds of environments: gymnasium, harbor, mcp"),
         ("FrozenLake-v1", "write module:attribute or path/to/file.py:attribute"),
         ({"max_turns": 3}, "name a kind with its address; the kinds: gymnasium, "),
         ({"gymnasium": "FrozenLake-v1", "option": {}}, r"no setting 'option'\. Did you mean 'options'\?"),
