@@ -18,6 +18,7 @@ from agentlightning_plugins.shared.configuration.config import read_config
 from agentlightning_plugins.shared.configuration.document import read_document
 from tests.algorithms.tiny_model import save_tiny_model
 from tests.plugins.environments.games import Guess, Stones
+from tests.plugins.environments.test_harbor import write_task
 
 
 async def _run(environment: Any, script: Any, task: Any, **more: Any) -> tuple[Any, list[agl.Span]]:
@@ -160,9 +161,13 @@ def test_a_configuration_names_an_environment_in_place_of_an_agent(
 
 
 @pytest.mark.slow
-def test_grpo_trains_in_an_environment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["textarena", "harbor"])
+def test_grpo_trains_in_an_environment(tmp_path: Path, kind: str) -> None:
     save_tiny_model(tmp_path / "model", max_length=2048)
-    environment = make_environment({"textarena": "GuessTheNumber-v0", "max_turns": 2})
+    for name in ("one", "two"):
+        write_task(tmp_path / "tasks", name)
+    address = {"textarena": "GuessTheNumber-v0", "harbor": str(tmp_path / "tasks")}[kind]
+    environment = make_environment({kind: address, "max_turns": 2})
     algorithm = agl.GRPO(
         model=str(tmp_path / "model"), steps=2, tasks_per_step=2, rollouts_per_task=2, sampling={"max_tokens": 4}
     )
