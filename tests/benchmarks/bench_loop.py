@@ -153,7 +153,7 @@ def read_cpu() -> Counter[tuple[str, str]]:
     spent["trainer", "threads that have ended"] += max(left, 0)
     for child in own.children(recursive=True):
         command = " ".join(child.cmdline())
-        process = "policy server" if "grpo.server" in command else "runner" if "job_process" in command else "other"
+        process = "policy server" if "policy.server" in command else "runner" if "job_process" in command else "other"
         main: Any = next((t.user_time + t.system_time for t in child.threads() if t.id == child.pid), 0.0)
         spent[process, "event loop"] += main
         spent[process, "model" if process == "policy server" else "agents and spans"] += (
