@@ -46,7 +46,7 @@ RUNNER = """
         while "begins" in task and not os.path.exists(task["begins"]):
             await asyncio.sleep(0.01)
         if task.get("result") == "spans":
-            return [agl.emit_message("x" * 100_000, propagate=False), agl.emit_reward(2.0, propagate=False)]
+            return [agl.emit_message(os.urandom(50_000).hex(), propagate=False), agl.emit_reward(2.0, propagate=False)]
         if task.get("result") == "error":
             raise ValueError("x" * 100_000)
         return 1.0
