@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 
+import openai
 from opentelemetry import trace as otel
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
@@ -41,11 +42,22 @@ def measure(step: Callable[[], object], spans: int) -> tuple[float, float]:
     return (time.thread_time() - cpu) / spans * 1e6, (time.perf_counter() - wall) / spans * 1e6
 
 
+def time_client() -> float:
+    """Returns milliseconds of CPU of one more client, as agents make in each rollout."""
+    openai.OpenAI(api_key="any").close()
+    started = time.thread_time()
+    for _ in range(10):
+        openai.OpenAI(api_key="any").close()
+    return (time.thread_time() - started) / 10 * 1e3
+
+
 async def main(spans: int, rounds: int) -> None:
     store = create_store("memory://")
+    clients = [time_client()]
     tracer = OtelTracer()
     tracer.init()
     tracer.init_worker("bench", store)
+    clients.append(time_client())
     bare = TracerProvider(sampler=ALWAYS_ON).get_tracer("library")
     ours = pipeline.provider.get_tracer("library")
     steps: dict[str, Callable[[], object]] = {
@@ -70,6 +82,7 @@ async def main(spans: int, rounds: int) -> None:
     for name, values in figures.items():
         cpu, wall = (statistics.median(figure[i] for figure in values) for i in (0, 1))
         print(f"{name:28} {cpu:7.1f} {wall:7.1f} {cpu - base[0]:14.1f} {wall - base[1]:7.1f}")
+    print("milliseconds of CPU to make an openai client: {:.2f}, traced {:.2f}".format(*clients))
     tracer.teardown_worker("bench")
     tracer.teardown()
     await store.close()

@@ -178,11 +178,13 @@ class Policy:
                 model = type(model)(model.config)
             model.generation_config = self.model.generation_config
         if dtype is not None and not self.has_lora and _DTYPES[dtype] != model.dtype:
-            converted: dict[int, Tensor] = {}  # by address: tied weights stay tied
-            state = {
-                name: converted.setdefault(value.data_ptr(), value.to(_DTYPES[dtype]))
-                for name, value in model.state_dict().items()
-            }
+            converted: dict[Any, Tensor] = {}  # by address: tied weights stay tied
+            state = {}
+            for name, value in model.state_dict().items():
+                key = value.data_ptr(), value.shape
+                if key not in converted:
+                    converted[key] = value.to(_DTYPES[dtype]) if value.is_floating_point() else value
+                state[name] = converted[key]
         with _loading():
             model.save_pretrained(directory, state_dict=state)
         self.tokenizer.save_pretrained(str(directory))
