@@ -66,7 +66,7 @@ NODE = "node@22.23.3"
 AGENTS = {"npm": ["claude-code", "codex"], "npm-soak": ["gemini-cli", "opencode", "pi", "qwen-code"]}
 """The presets whose programs each environment of npm has."""
 NPM_LIBRARIES = {"npm": ["ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "zod@4.6.7"], "npm-soak": []}
-"""Libraries of docs/frameworks.md."""
+"""Libraries of docs/integrations.md."""
 PRESETS = REPO / "plugins" / "agentlightning_plugins" / "shared" / "presets"
 
 

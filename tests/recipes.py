@@ -1,10 +1,10 @@
-"""The agents of docs/frameworks.md: their code, and the row of the table that a run of each gives."""
+"""The agents of docs/integrations: their programs, and the row of the table of frameworks that a run of each gives."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import runpy
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -14,23 +14,31 @@ from agentlightning import semconv
 from agentlightning.adapter import TraceToTriplet
 from agentlightning.testing.agent import AGENT_NAME, Answer, Lab, answer, ask
 from agentlightning_plugins.shared.scripted_model.server import RecordedRequest
+from tests.pages import blocks, read_page
 from tests.source import REPO
 
-PAGE: Final = (REPO / "docs" / "frameworks.md").read_text(encoding="utf-8")
+PAGES: Final = REPO / "docs" / "integrations"
+MAIN: Final = ["agent-framework", "autogen", "crewai", "langchain", "openai", "openai-agents"]
+NEWEST: Final = ["pydantic-ai"]
+WITH_NODE: Final = ["claude-agent-sdk", "vercel-ai-sdk"]
+FRAMEWORKS: Final = [
+    *("agno", "deep-agents", "dspy", "google-adk", "haystack", "llamaindex", "smolagents", "strands"),
+    *WITH_NODE,
+]
+"""Pages whose agents run in the environment ``frameworks``."""
+TASK: Final = {"question": ask(2, 3), "answer": "5"}
 
 
-def read_block(title: str, language: str) -> str:
-    """Returns the first block of a section of the page in a language; empty if it has none. No title: of the page."""
-    section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0] if title else PAGE
-    found = re.search(rf"^```{language}[^\n]*\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-    return found[1] if found else ""
+def write_files(name: str, folder: Path) -> None:
+    """Writes the files of a page into a folder."""
+    for block in blocks(PAGES / f"{name}.md"):
+        (folder / block.mark).write_text(block.text, encoding="utf-8")
 
 
-def load(title: str, folder: Path) -> agl.LitAgent[Any]:
-    """Returns the agent of a section of the page, from a file: smolagents reads the source of its tools."""
-    path = folder / "agent.py"
-    path.write_text(read_block("", "python") + read_block(title, "python"), encoding="utf-8")
-    agent: agl.LitAgent[Any] = runpy.run_path(str(path))["agent"]
+def load(name: str, folder: Path) -> agl.LitAgent[Any]:
+    """Returns the agent of a page, from a file: smolagents reads the source of its tools."""
+    write_files(name, folder)
+    agent: agl.LitAgent[Any] = runpy.run_path(str(folder / "calculator.py"))["agent"]
     return agent
 
 
@@ -38,9 +46,14 @@ def answer_any(request: RecordedRequest) -> Answer:
     """Answers as ``answer`` does, in the forms that DSPy and smolagents ask for."""
     text = str(request.body["messages"])
     tools = [tool["function"]["name"] for tool in request.body.get("tools") or ()]
+    if "[[ ## next_thought" in text:
+        call = ("finish", "{}") if "observation_0" in text else ("add", '{"a": 2, "b": 3}')
+        fields = {"next_thought": "Add.", "next_tool_name": call[0], "next_tool_args": call[1]}
+        return Answer("\n\n".join(f"[[ ## {field} ## ]]\n{value}" for field, value in fields.items()))
     if "[[ ##" in text:
-        return Answer("[[ ## answer ## ]]\nThe sum is 5.\n\n[[ ## completed ## ]]")
-    if "final_answer" in tools and "Observation" in text:
+        fields = {"reasoning": "2 and 3 make 5.", "answer": "The sum is 5."}
+        return Answer("\n\n".join(f"[[ ## {field} ## ]]\n{value}" for field, value in fields.items()))
+    if "final_answer" in tools and "Observation" in str(request.body["messages"][-1]):
         return Answer(tool_calls=[("final_answer", {"answer": "The sum is 5."})])
     own = answer(request)
     if own.tool_calls and "mcp__own__add" in tools:
@@ -48,29 +61,45 @@ def answer_any(request: RecordedRequest) -> Answer:
     return own
 
 
-def read_row(title: str) -> Mapping[str, str]:
-    """Returns the row of a framework in the page's table, by column."""
-    lines = [line for line in PAGE.splitlines() if line.startswith("| ")]
-    head, row = lines[0], next(line for line in lines if line.startswith(f"| [{title}]"))
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (head, row)]
-    return dict(zip(*cells, strict=True))
+def read_rows() -> dict[str, dict[str, str]]:
+    """Returns the table of frameworks of docs/integrations.md: the row of each page, by column."""
+    lines = [line for line in read_page(REPO / "docs" / "integrations.md").splitlines() if line.startswith("| ")]
+    head, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    found = {}
+    for row in rows:
+        link = re.fullmatch(r"\[.+\]\(integrations/(.+)\.md\)", row[0])
+        assert link, row
+        found[link[1]] = dict(zip(head, row, strict=True))
+    return found
 
 
-async def run(title: str, tracer: str, folder: Path) -> tuple[bool, bool]:
+async def check(name: str, folder: Path) -> None:
+    """Runs the agent of a page, checks its training data and compares the page's row with it.
+
+    An object that is passed as it is runs with the default tracer: its integration records it.
+    """
+    row = read_rows()[name]
+    tools, is_streamed = {}, False
+    for tracer in ["otel", "openinference"] if row["pass"].startswith("a function") else ["otel"]:
+        tools[tracer], is_streamed = await run(name, tracer, folder)
+    by = ", ".join(f"`{tracer}`" for tracer, are_recorded in tools.items() if are_recorded)
+    expected = {"tool runs are recorded by": by or "no tracer", "calls": "streamed" if is_streamed else "whole"}
+    assert {column: row[column] for column in expected} == expected
+    package, version = row["tested version"].split()
+    if name != "vercel-ai-sdk":
+        assert importlib.metadata.version(package).startswith(f"{version}."), package
+
+
+async def run(name: str, tracer: str, folder: Path) -> tuple[bool, bool]:
     """Runs an agent and checks its training data; returns whether its tools are recorded, and its calls streamed."""
-    async with Lab(load(title, folder), answer_any, reward=lambda *_: 1.0, tracer=tracer) as lab:
-        (rollout,) = await lab.run(ask(2, 3))
+    async with Lab(load(name, folder), answer_any, reward=None, tracer=tracer) as lab:
+        (rollout,) = await lab.run(TASK)
         spans = await lab.spans(rollout)
         requests = lab.server.requests
     assert rollout.status == "succeeded", rollout.attempt.error
     triplets = TraceToTriplet().adapt(spans)
     assert [triplet.metadata["agent_name"] for triplet in triplets] == [AGENT_NAME] * len(requests), tracer
+    assert len(triplets) > 1, "the model was not called again with the result of the tool"
     assert all(triplet.response["token_ids"] and triplet.response["logprobs"] for triplet in triplets)
     assert [triplet.reward for triplet in triplets] == [None] * (len(triplets) - 1) + [1.0], tracer
     return any(map(semconv.is_tool_call, spans)), any(request.body.get("stream") for request in requests)
-
-
-def describe(tools: Mapping[str, bool], *, is_streamed: bool) -> dict[str, str]:
-    """Returns what the table says of a framework whose tools are recorded by these tracers."""
-    by = ", ".join(f"`{tracer}`" for tracer, are_recorded in tools.items() if are_recorded)
-    return {"tool runs are recorded by": by or "no tracer", "calls": "streamed" if is_streamed else "whole"}

@@ -1,4 +1,4 @@
-"""docs/frameworks.md on the real packages."""
+"""The pages of docs/integrations on the real packages of the frameworks that the other environments lack."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ import pytest
 
 import agentlightning as agl
 from agentlightning_integrations.shared.agent import FrameworkAgent
-from tests.recipes import describe, read_block, read_row, run
+from tests.recipes import FRAMEWORKS, WITH_NODE, check
 from tests.source import REPO
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks and their dependencies
-OWN_SPANS = ["Deep Agents", "Google ADK"]
-"""Frameworks whose agents the default tracer records; OpenInference's instrumentors change their spans."""
-WITH_NODE = ["Claude Agent SDK", "Vercel AI SDK"]
-FRAMEWORKS = ["Agno", *OWN_SPANS, "DSPy", "Haystack", "LlamaIndex", "smolagents", "Strands Agents", *WITH_NODE]
 
 
 @pytest.fixture(autouse=True)
@@ -33,28 +29,22 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.collect()
 
 
-def enter_node(folder: Path, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Works in a folder with the libraries and programs of npm, and with the JavaScript of a section."""
+def enter_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Works in a folder with the libraries and programs of npm."""
     subprocess.run([sys.executable, REPO / ".ci" / "environments.py", "npm"], check=True, stdout=subprocess.DEVNULL)
     modules = REPO / ".venvs" / "npm" / "node_modules"
     (folder / "node_modules").symlink_to(modules)
-    (folder / "agent.mjs").write_text(read_block(title, "js"), encoding="utf-8")
     monkeypatch.setenv("PATH", f"{modules / '.bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(folder)
 
 
-@pytest.mark.parametrize("title", FRAMEWORKS)
-async def test_an_agent_of_the_page_gives_a_triplet_with_tokens_for_each_call(
-    title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", FRAMEWORKS)
+async def test_the_agent_of_a_page_gives_a_triplet_with_tokens_for_each_call(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if title in WITH_NODE:
-        enter_node(tmp_path, title, monkeypatch)
-    tracers = ["otel", *([] if title in OWN_SPANS else ["openinference"])]
-    found = {tracer: await run(title, tracer, tmp_path) for tracer in tracers}
-    tools = {tracer: recorded for tracer, (recorded, _) in found.items()}
-    row = read_row(title)
-    expected = describe(tools, is_streamed=found["otel"][1])
-    assert {name: row[name] for name in expected} == expected
+    if name in WITH_NODE:
+        enter_node(tmp_path, monkeypatch)
+    await check(name, tmp_path)
 
 
 def make(module: str, cls: str, /, **settings: Any) -> Any:
@@ -94,7 +84,7 @@ async def test_an_object_that_would_call_its_own_endpoint_is_refused_with_what_t
         algorithm="baseline", trackers=[], initial_resources={"llm": agl.LLM(endpoint="http://x", model="m")}
     )
     for use in (agl.wrap, lambda each: trainer.fit(each, ["a"]), lambda each: agl.evaluate(each, ["a"])):
-        with pytest.raises(agl.ConfigError, match=r"is not an agent.*def agent\(task, llm: agl.LLM\).*frameworks.md"):
+        with pytest.raises(agl.ConfigError, match=r"is not an agent.*def agent\(task, llm: agl.LLM\).*integrations.md"):
             use(made)
 
 
@@ -102,8 +92,3 @@ def test_an_object_of_deep_agents_is_taken_as_it_is() -> None:
     model = make("langchain_openai", "ChatOpenAI", model="m", api_key="own")
     graph = importlib.import_module("deepagents").create_deep_agent(model=model, name="calculator")
     assert isinstance(agl.wrap(graph, reward=lambda *_: 1.0).agent, FrameworkAgent)
-
-
-def test_the_page_has_all_frameworks() -> None:
-    for title in [*FRAMEWORKS, "Pydantic AI"]:
-        assert read_row(title)

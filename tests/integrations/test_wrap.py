@@ -259,7 +259,7 @@ class Aware:
 
     for refused in (installed.Agent(), Subclass()):
         with pytest.raises(
-            agl.ConfigError, match=r"it would call its own endpoint with its own key.*docs/frameworks.md"
+            agl.ConfigError, match=r"it would call its own endpoint with its own key.*docs/integrations.md"
         ):
             agl.wrap(refused)
     for accepted in (installed.Aware(), own.Agent(), installed.Agent().__call__, functools.lru_cache(own.Agent())):

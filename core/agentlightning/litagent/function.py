@@ -379,7 +379,7 @@ def _to_agent(agent: Any, options: WrapOptions) -> LitAgent[Any]:
         raise ConfigError(
             f"{what:.200} is not an agent, and no plugin supports its framework (`agl plugins`){why}. Give a function "
             "that uses the endpoint of its rollout: `def agent(task, llm: agl.LLM)` with base_url=llm.endpoint, "
-            "api_key=llm.api_key and model=llm.model; docs/frameworks.md shows it for each framework"
+            "api_key=llm.api_key and model=llm.model; docs/integrations.md shows it for each framework"
         )
     if options.prompts:
         raise ConfigError(
