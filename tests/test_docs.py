@@ -57,8 +57,7 @@ def processes() -> Any:
     """Processes that are forks of one that has imported what many pages need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["agentlightning", "openai", "aiohttp", "pydantic", "torch", "transformers"])
-    yield context
-    # A forkserver ends when the process that started it does.
+    return context
 
 
 @pages
