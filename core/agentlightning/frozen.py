@@ -63,10 +63,16 @@ class FrozenList(_Frozen, list[Any]):
     append = clear = extend = insert = pop = remove = reverse = sort = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FrozenList, (list(self),)
+        return type(self), (list(self),)
 
 
-_FROZEN_TYPES: Final = frozenset({bool, type(None), FrozenDict, FrozenList})
+class FrozenNumbers(FrozenList):
+    """A list of which it is known that all items are numbers, as token ids are: readers need not look at each."""
+
+    __slots__ = ()
+
+
+_FROZEN_TYPES: Final = frozenset({bool, type(None), FrozenDict, FrozenList, FrozenNumbers})
 """All values of these types are frozen JSON."""
 
 Repair: TypeAlias = Callable[[Any, int], Any]
@@ -129,15 +135,18 @@ def valid_text(text: str) -> str:
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
+_CONTAINERS: Final = frozenset({dict, list})
+
+
 def is_deep(value: Any, max_depth: int = MAX_DEPTH) -> bool:
-    """Whether lists and dicts are nested more than ``max_depth`` deep; takes no recursion."""
-    level = [value] if isinstance(value, (dict, list)) else []
+    """Whether lists and dicts of parsed JSON are nested more than ``max_depth`` deep; takes no recursion."""
+    level = [value] if type(value) in _CONTAINERS else []
     for _ in range(max_depth):
         level = [
             child
             for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, (dict, list))
+            for child in (parent.values() if type(parent) is dict else parent)
+            if type(child) in _CONTAINERS
         ]
         if not level:
             return False

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, QuotaError
+from agentlightning.frozen import FrozenNumbers
 from agentlightning.records import Span, SpanContext
 
 _DEFAULTS: Final = {
@@ -137,6 +138,8 @@ def _estimate(value: Any) -> int:
         return 0
     if value.__class__ in _NUMBERS:  # most attributes
         return 8
+    if value.__class__ is FrozenNumbers:
+        return 8 * len(value)
     if isinstance(value, (str, bytes)):
         return 50 + len(value)
     if isinstance(value, (list, tuple)):
@@ -145,5 +148,8 @@ def _estimate(value: Any) -> int:
             return 8 * len(value)
         return sum(60 + _estimate(item) for item in value)
     if isinstance(value, dict):
-        return sum(60 + len(str(key)) + _estimate(item) for key, item in value.items())
+        size = 0
+        for key, item in value.items():
+            size += 60 + len(str(key)) + (50 + len(item) if item.__class__ is str else _estimate(item))
+        return size
     return 8

@@ -6,14 +6,24 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
+import orjson
+
+from agentlightning.frozen import FrozenNumbers
 from agentlightning.store.span_writer import AttemptKey
-from agentlightning_plugins.gateway.dialects.dialect import UNPARSED, Completion
+from agentlightning_plugins.gateway.dialects.dialect import UNPARSED, Completion, CompletionChoice
 from agentlightning_plugins.gateway.dialects.wire import dump_json
 from agentlightning_plugins.shared.presets.volatile import settle
 
 LateSystem: TypeAlias = Literal["keep", "user"]
 _MAX_REMEMBERED: Final = 2**26
 """Characters of tool arguments that are kept to be restored."""
+_MAX_PROMPT_BYTES: Final = 2**24
+"""JSON of token ids of prompts that is kept to find what they share. In memory, the ids take eight times as much."""
+_MAX_ID: Final = 2**31
+_IDS: Final = b'"prompt_token_ids":'
+_BACKSLASH: Final = ord("\\")
+_CUT: Final = b'"..."'
+_PUT: Final[list[Any]] = ["..."]
 _INPUT: Final = "input"  # the key under which custom tools of Responses get their text
 
 
@@ -30,6 +40,44 @@ class SampledHistory:
         self._max_chars, self._chars = max_chars, 0
         self._known: dict[tuple[AttemptKey, str], Mapping[str, str]] = {}
         """For each attempt and id of a call, the sampled text by the normal forms in which it may come back."""
+
+        self._prompts: dict[AttemptKey, tuple[bytes, FrozenNumbers]] = {}
+        """For each attempt, the token ids of its last prompt, and their JSON without brackets."""
+        self._prompt_bytes = 0
+
+    def cut_prompt(self, attempt: AttemptKey, answer: bytes) -> tuple[bytes, FrozenNumbers | None]:
+        """Replaces the token ids of the prompt in an answer, or in an event of a stream, by ``_CUT``.
+
+        Returns the text and the ids, for ``put_prompt``; the text as it is, and None, if it has no such ids. A prompt
+        of a long conversation has tens of thousands of ids, and begins with the last one, whose ids it then shares:
+        only its end is parsed.
+        """
+        name = answer.find(_IDS)
+        start, end = answer.find(b"[", name) + 1, answer.find(b"]", name)
+        if (
+            name <= 0
+            or not 0 < start <= end
+            or answer[name - 1] == _BACKSLASH
+            or answer[name + len(_IDS) : start - 1].strip()
+        ):
+            return answer, None
+        text = answer[start:end]
+        last, ids = self._prompts.get(attempt, (b"", FrozenNumbers()))
+        if not last or not text.startswith(last) or text[len(last) : len(last) + 1] not in (b"", b","):
+            last, ids = b"", FrozenNumbers()
+        try:
+            more = orjson.loads(b"[0%b]" % text[len(last) :])[1:] if last else orjson.loads(b"[%b]" % text)
+        except ValueError:
+            return answer, None
+        if more:
+            if set(map(type, more)) != {int} or min(more) < 0 or max(more) >= _MAX_ID:
+                return answer, None
+            ids = FrozenNumbers(ids + more)
+        self._prompt_bytes += len(text) - len(self._prompts.pop(attempt, (b"",))[0])
+        self._prompts[attempt] = text, ids
+        while self._prompt_bytes > _MAX_PROMPT_BYTES:
+            self._prompt_bytes -= len(self._prompts.pop(next(iter(self._prompts)))[0])
+        return answer[:start] + _CUT + answer[end:], ids
 
     def remember(self, attempt: AttemptKey, completion: Completion) -> None:
         """Keeps the tool calls of an answer, and forgets the oldest calls if there are too many."""
@@ -78,6 +126,14 @@ class SampledHistory:
             return call
         sampled = forms.get(_normal_form(text) or "")
         return call if sampled is None else {**call, "function": {**function, "arguments": sampled}}
+
+
+def put_prompt(completion: Completion, ids: FrozenNumbers | None) -> None:
+    """Puts the token ids of a prompt where they were cut out of the answer that was read."""
+    holders: list[Completion | CompletionChoice] = [completion, *completion.choices.values()]
+    for holder in holders if ids is not None else ():
+        if holder.prompt_token_ids == _PUT:
+            holder.prompt_token_ids = ids
 
 
 def _to_forms(arguments: str) -> dict[str, str]:

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from agentlightning import semconv
 from agentlightning.errors import StoreError
-from agentlightning.frozen import FrozenList
+from agentlightning.frozen import FrozenNumbers
 from agentlightning.store.lifecycle import MODEL_ERROR
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import AttemptKey, SpanWriter
@@ -298,6 +298,6 @@ def _freeze_numbers(values: Any) -> Any:
     Hot path: the sum detects NaN, infinities and integers beyond 64 bits without a check of each value.
     """
     try:
-        return FrozenList(values) if type(values) is list and _MIN_INT64 <= sum(values) <= _MAX_INT64 else values
+        return FrozenNumbers(values) if type(values) is list and _MIN_INT64 <= sum(values) <= _MAX_INT64 else values
     except TypeError:
         return values

@@ -11,6 +11,7 @@ from typing import Any, Final
 import aiohttp
 from aiohttp import web
 
+from agentlightning.frozen import FrozenNumbers
 from agentlightning_plugins.gateway.access import InFlightCall
 from agentlightning_plugins.gateway.backends.provider import (
     MAX_ANSWER_BYTES,
@@ -32,6 +33,7 @@ from agentlightning_plugins.gateway.dialects.wire import (
     replace_data,
     split_events,
 )
+from agentlightning_plugins.gateway.history import put_prompt
 from agentlightning_plugins.gateway.recorder import CallRecorder
 
 _ENDED_EARLY: Final = "the backend ended its answer early"
@@ -48,6 +50,8 @@ class StreamReader:
         self._dialect, self._translation = request.dialect, request.translation
         self._is_read = call.attempt is not None or request.translation is not None
         self._splitter = EventSplitter()
+        self._prompt: FrozenNumbers | None = None
+        """Token ids that were cut out of the events that are read now."""
         self.size = 0
         """Number of bytes that the backend has sent."""
 
@@ -60,12 +64,17 @@ class StreamReader:
             return self._refuse_size(f"the answer is larger than {MAX_ANSWER_BYTES} bytes")
         if len(self._splitter.rest) > MAX_EVENT_BYTES:
             return self._refuse_size(f"an event of the answer is larger than {MAX_EVENT_BYTES} bytes")
-        events, relayed = self._request.backend.redactor.redact_answer(self._splitter.feed(piece)), b""
+        events, relayed, completion = self._splitter.feed(piece), b"", self._call.completion
+        self._prompt = None
+        if completion.id is None:  # the first events
+            events, self._prompt = _cut_prompt(self._call, self._request, events)
+        events = self._request.backend.redactor.redact_answer(events)
         if not self._is_read:
             return events
         if self._translation is None and not self.is_done:
             try:
-                relayed, events = self._dialect.relay_events(events, self._call.completion, self._request.options)
+                relayed, events = self._dialect.relay_events(events, completion, self._request.options)
+                put_prompt(completion, self._prompt)
             except MALFORMED as error:
                 return self._refuse(events, error)
         return relayed + b"".join([self._read(event) for event in split_events(events)])
@@ -102,12 +111,13 @@ class StreamReader:
         try:
             chunk: Any = parse_json(data)
             self._dialect.read_chunk(chunk, call.completion)
+            put_prompt(call.completion, self._prompt)
             if call.completion.error is not None:
                 is_first, call.error = call.error is None, call.error or call.completion.error
                 if translation is not None:
                     return self._error_event(call.error) if is_first else b""
             if translation is not None:
-                return translation.feed(chunk)
+                return translation.feed(chunk if self._prompt is None else chunk | {"prompt_token_ids": self._prompt})
             if self._dialect.is_hidden(chunk, self._request.options):
                 return b""
             if self._dialect.strip(chunk, self._request.options):
@@ -142,6 +152,13 @@ class StreamReader:
         return self._call.dialect.error_event(502, message, "bad_gateway")
 
 
+def _cut_prompt(call: ModelCall, request: BackendRequest, text: bytes) -> tuple[bytes, FrozenNumbers | None]:
+    """Cuts the token ids of the prompt out of an answer or events, unless the agent gets them."""
+    if call.attempt is None or call.history is None or request.options.token_ids:
+        return text, None
+    return call.history.cut_prompt(call.attempt, text)
+
+
 _TAIL_S: Final = 0.1
 """How long the rest of a backend's stream may take, after which its connection can be used again."""
 _FINAL_WRITE_S: Final = 1.0
@@ -173,16 +190,21 @@ class Relay:
             return await self._relay_stream(in_flight, answer, request)
 
     def _relay_whole(self, call: ModelCall, reply: Reply) -> web.Response:
-        request, body = call.request, reply.body
+        request, body, ids = call.request, reply.body, None
         assert request is not None  # set by the step before
+        if not self.keeps_answers:
+            body, ids = _cut_prompt(call, request, body)
+        body = request.backend.redactor.redact_answer(body)
         if call.attempt is not None or request.translation is not None:
             call.answer += body if self.keeps_answers else b""
             try:
                 answer = parse_json(body)
                 request.dialect.read_answer(answer, call.completion)
+                put_prompt(call.completion, ids)
                 if call.completion.error is not None and request.translation is not None:
                     raise CallRefused(502, call.completion.error, "bad_gateway")
                 if request.translation is not None:
+                    answer |= {} if ids is None else {"prompt_token_ids": ids}
                     answer, is_changed = request.translation.answer(answer), True
                 else:
                     is_changed = request.dialect.strip(answer, request.options)
@@ -193,7 +215,10 @@ class Relay:
                 raise CallRefused(502, message, "bad_gateway") from None
             _set_version(call, reply.headers, call.gateway_version)
             call.error = call.completion.error
-            body = dump_json(answer) if is_changed else body
+            if is_changed:
+                body = dump_json(answer)
+            elif ids is not None:
+                body = request.backend.redactor.redact_answer(reply.body)
         call.is_complete = call.error is None
         self.recorder.finish(call, reply.status)
         return web.Response(status=reply.status, body=body, headers=reply.headers)

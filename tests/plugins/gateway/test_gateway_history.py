@@ -15,8 +15,10 @@ import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.adapter import TraceToTrajectories, TraceToTransitions, TraceToTriplet, build_trajectories
 from agentlightning_algorithms.grpo.episode import fill_rewards, read_episode
+from agentlightning_plugins.gateway.dialects.dialect import Completion
 from agentlightning_plugins.gateway.dialects.messages import MessagesTranslation
 from agentlightning_plugins.gateway.dialects.responses import ResponsesTranslation
+from agentlightning_plugins.gateway.history import SampledHistory, put_prompt
 from agentlightning_plugins.shared.chat_history import link_calls, select_examples
 from agentlightning_plugins.shared.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.shared.training_records.record import RolloutOutcome, explain_unused
@@ -362,3 +364,37 @@ async def test_thoughts_of_earlier_answers_reach_a_chat_server_under_both_names(
         )
         sent = [request.body["messages"][1] for request in server.requests]
     assert sent == [{"role": "assistant", "content": "Hello.", "reasoning_content": "Hm.", "reasoning": "Hm."}] * 3
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")], ids=["compact", "spaced"])
+def test_the_token_ids_of_a_prompt_are_read_whether_or_not_it_goes_on_from_the_last_one(separators: Any) -> None:
+    history, seen = SampledHistory(), list[Any]()
+    for ids in ([12, 3], [12, 3, 45], [12, 34], [12, 3], [1, 2, 3], [], [7]):
+        answer = {"id": "c", "prompt_token_ids": ids, "choices": []}
+        text, seen_ids = history.cut_prompt(("r", "a"), json.dumps(answer, separators=separators).encode())
+        completion = Completion(prompt_token_ids=json.loads(text)["prompt_token_ids"])
+        put_prompt(completion, seen_ids)
+        assert json.loads(text) == {**answer, "prompt_token_ids": ["..."]}
+        seen.append(completion.prompt_token_ids)
+    assert seen == [[12, 3], [12, 3, 45], [12, 34], [12, 3], [1, 2, 3], [], [7]]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['"[1, 2]"', "[1, 2.5]", "[-1]", "[4294967296]", "[[1]]", "[1,,2]", "[1", "null", '"\\"prompt_token_ids\\":[1]"'],
+    ids=["text", "float", "negative", "large", "nested", "malformed", "unfinished", "null", "quoted"],
+)
+def test_an_answer_whose_prompt_is_no_list_of_token_ids_is_left_as_it_is(value: str) -> None:
+    history = SampledHistory()
+    history.cut_prompt(("r", "a"), b'{"prompt_token_ids":[1]}')
+    name = "text" if value.startswith('"\\') else "prompt_token_ids"
+    text = f'{{"{name}":{value}}}'.encode()
+    assert history.cut_prompt(("r", "a"), text) == (text, None)
+
+
+def test_the_token_ids_of_prompts_that_are_kept_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentlightning_plugins.gateway.history._MAX_PROMPT_BYTES", 10)
+    history = SampledHistory()
+    for number in range(5):
+        history.cut_prompt(("r", str(number)), b'{"prompt_token_ids":[1,2,3]}')
+    assert [attempt for _, attempt in history._prompts] == ["3", "4"]

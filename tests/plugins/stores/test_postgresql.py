@@ -295,6 +295,24 @@ async def test_a_connection_that_asyncpg_lost_track_of_is_replaced(
     await store.close()
 
 
+async def test_a_writer_that_reconnects_to_a_restored_database_stores_the_shared_parts_of_spans_again(
+    database: str,
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        store = PostgresLightningStore(database)
+        stack.push_async_callback(store.close)
+        claimed = await store.start_rollout("a")
+        await store.add_span(make_span(claimed, text="text " * 1000))
+        other = await asyncpg.connect(database)
+        stack.push_async_callback(other.close)
+        await other.execute("DELETE FROM agl.span; DELETE FROM agl.part")
+        await other.execute(f"{TERMINATE} AND datname = current_database()")
+        await until_answered(lambda: store.add_span(make_span(claimed, text="text " * 1000 + "more " * 1000)))
+        (found,) = await store.query_spans(claimed.rollout_id)
+        assert found.attributes["text"] == "text " * 1000 + "more " * 1000
+        assert await other.fetchval("SELECT count(*) FROM agl.part") == 1
+
+
 async def test_a_write_waits_until_a_standby_is_promoted(
     own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.shared.sql.parts import SharedParts
 from agentlightning_plugins.stores.sqlite import schema
 from agentlightning_plugins.stores.sqlite.store import SqliteBackend, SqliteLightningStore
+from agentlightning_plugins.stores.sqlite.transaction import Transaction
 from tests.plugins.stores.actions import claim, finish, make_span, number_deleted
 from tests.plugins.stores.semantics import DurableSemantics
 
@@ -182,6 +183,28 @@ async def test_spans_of_the_first_version_are_read_and_further_ones_are_added(
     await store.add_span(make_span(claimed, text="text " * 1001))
     found = await store.query_spans(claimed.rollout_id)
     assert [span.attributes["text"] for span in found] == ["text " * 1000, "text " * 1001]
+    await store.close()
+
+
+async def test_shared_parts_of_a_transaction_that_was_rolled_back_are_stored_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqliteLightningStore(tmp_path / "store.db")
+    claimed = await store.start_rollout("a")
+    with monkeypatch.context() as patch:
+        finish = Transaction.finish
+
+        def fail(self: Transaction, origin: int) -> None:
+            finish(self, origin)
+            assert self._execute("SELECT count(*) FROM part").fetchone() == (1,)
+            raise sqlite3.IntegrityError
+
+        patch.setattr(Transaction, "finish", fail)
+        with pytest.raises(StoreError):
+            await store.add_span(make_span(claimed, text="text " * 1000))
+    await store.add_span(make_span(claimed, text="text " * 1000 + "more " * 1000))
+    (found,) = await store.query_spans(claimed.rollout_id)
+    assert found.attributes["text"] == "text " * 1000 + "more " * 1000
     await store.close()
 
 

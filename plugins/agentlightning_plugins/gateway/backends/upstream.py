@@ -84,6 +84,7 @@ class Reply(NamedTuple):
 
     status: int
     body: bytes
+    """As the backend sent it: it may contain the backend's key."""
     headers: Mapping[str, str]
 
 
@@ -227,7 +228,7 @@ class Upstream:
                 if are_events:
                     answer = dump_json(request.dialect.collect(read_events(answer)))
                     relayed["Content-Type"] = "application/json"
-        return Reply(response.status, backend.redactor.redact_answer(answer), relayed)
+        return Reply(response.status, answer, relayed)
 
 
 def _to_events(dialect: Dialect, body: bytes) -> bytes:

@@ -80,9 +80,10 @@ class CompletionChoice:
             if name != call.name and not (call.name and call.arguments):
                 call.name += name
             call.arguments += arguments
-            self._positions.update(
-                dict.fromkeys([(call_id, index), (call_id, None), (None, index), (None, None)], position)
-            )
+            if not is_whole:
+                self._positions.update(
+                    dict.fromkeys([(call_id, index), (call_id, None), (None, index), (None, None)], position)
+                )
             yield position, arguments
 
     def _find_call(self, call_id: str | None, index: Any, name: str, arguments: str) -> int | None:
