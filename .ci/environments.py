@@ -58,6 +58,7 @@ ENVIRONMENTS = {
     "newest": Environment("agent-framework agentops autogen langchain openai openai-agents pydantic-ai", "test"),
     "oldest": Environment("langchain openai openai-agents openinference otlp postgresql", "unit"),
     "openenv": Environment("", "openenv"),
+    "verifiers": Environment("", "verifiers"),
     "verl": Environment("openai verl", "test", torch=True),
     "verl-vllm": Environment("openai verl", "test", torch=True, pinned=True, named="vllm 0.27.1+cpu"),
     "vllm": Environment("grpo openai", "test", torch=True, pinned=True),

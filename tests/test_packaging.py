@@ -76,7 +76,7 @@ def test_no_package_is_required_with_two_different_bounds() -> None:
     assert {name: both for name, both in bounds.items() if len(both) > 1} == {}
 
 
-ENVIRONMENTS = "coding docs frameworks lint main newest oldest openenv verl verl-vllm".split()
+ENVIRONMENTS = "coding docs frameworks lint main newest oldest openenv verifiers verl verl-vllm".split()
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from agentlightning.environment import Environment
 from agentlightning.errors import ConfigError, suggest
+from agentlightning.litagent import LitAgent, wrap
 from agentlightning.plugin.hookspecs import Component, WrapOptions, hookimpl
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import bind_settings
 from agentlightning_plugins.shared.configuration.sources import load_attribute
-
-if TYPE_CHECKING:
-    from agentlightning_plugins.shared.environments.agent import EnvironmentAgent
 
 _OF_LOOP: Final = ("action", "instructions", "max_turns", "seeds", "timeout_s")
 """The settings of every environment."""
@@ -37,7 +35,7 @@ def wrap_agent(agent: Any, options: WrapOptions) -> Any:
 
 def make_agent(
     environment: Environment | str | Mapping[str, Any], *, prompts: Sequence[str] | Mapping[str, str | None] = ()
-) -> EnvironmentAgent:
+) -> LitAgent[Any]:
     """Makes the agent of an environment.
 
     Args:
@@ -50,14 +48,11 @@ def make_agent(
     Raises:
         ConfigError: there is no such kind, or a setting is invalid.
     """
-    from agentlightning_plugins.shared.environments.agent import EnvironmentAgent
-
     if not isinstance(environment, Environment):
         given = dict(environment) if isinstance(environment, Mapping) else {}
         prompts = given.pop("prompts", prompts)
         environment = make_environment(given or environment)
-    named = prompts if isinstance(prompts, Mapping) else dict.fromkeys(prompts)
-    return EnvironmentAgent(environment, WrapOptions(named))
+    return wrap(environment, prompts=prompts or None)
 
 
 def make_environment(spec: str | Mapping[str, Any]) -> Environment:

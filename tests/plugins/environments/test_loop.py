@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +131,16 @@ def test_wrong_settings_are_refused_with_what_is_allowed() -> None:
         ("textarena:GuessTheNumbr-v0", "has no game 'GuessTheNumbr-v0'. Did you mean 'GuessTheNumber-v0"),
         ({"textarena": "Nim-v0", "players": 2}, "a game of several players needs an opponent"),
         ("openenv:127.0.0.1:8000", "give the URL of the server"),
+        (
+            {"verifiers": "x", "python": "/no/python"},
+            r"python = '/no/python' is no program; make a virtual environment",
+        ),
         ("tests.plugins.environments.games:random", "is a module, not an agl.Environment"),
     ):
         with pytest.raises(agl.ConfigError, match=message):
             make_environment(spec)
+    with pytest.raises(agl.ConfigError, match="verifiers:x: max_turns is of no use"):
+        agl.wrap(make_environment({"verifiers": "x", "python": sys.executable, "max_turns": 3}))
     for name, value in {"max_turns": 0, "timeout_s": -1.0, "action": "("}.items():
         environment = Stones()
         setattr(environment, name, value)

@@ -19,6 +19,9 @@ from agentlightning.reward import find_feedback
 from agentlightning.types import Span
 from agentlightning_plugins.rewards.graders import Graders
 from agentlightning_plugins.shared.chat_history import PreferencePair, select_examples, select_pairs
+from agentlightning_plugins.shared.configuration.sources import load_dataset
+from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
+from tests.algorithms.prompt_lab import Server, client, is_critic
 from tests.plugins.commands.agl_here import Said, run_here
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -259,6 +262,24 @@ def test_an_eval_becomes_tasks_and_a_reward_and_says_which_graders_are_missing(t
     assert get_manager().create("reward", reward | {"graders": [exact, polite]})
     printed = run_import(tmp_path, "openai-evals", "eval.json").stdout
     assert "reward:\n  name: graders\n  graders:\n  - type: string_check\n" in printed
+
+
+def test_apo_improves_a_prompt_on_imported_tasks(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    import_json(tmp_path, "openai-evals", "items.jsonl", options=("--tasks", str(tasks)))
+
+    def agent(task: dict[str, Any], prompt: agl.PromptTemplate) -> float:
+        return float(prompt.format(**task) == f"Add: {task['question']}")
+
+    def propose(request: RecordedRequest) -> Answer:
+        return Answer("It does not say what to do." if is_critic(request) else "<prompt>Add: {question}</prompt>")
+
+    with Server(propose) as server:
+        apo = agl.APO(client(server), gradient_model="critic", apply_edit_model="editor", beam_rounds=1)
+        first = {"prompt": agl.PromptTemplate(template="{question}")}
+        trainer = agl.Trainer(algorithm=apo, strategy="shm", trackers=[], initial_resources=first)
+        trainer.fit(agl.rollout(agent), load_dataset(str(tasks)), load_dataset(str(tasks)))
+    assert apo.get_best_prompt().template == "Add: {question}"
 
 
 def test_results_of_an_eval_become_rated_rollouts(tmp_path: Path) -> None:
