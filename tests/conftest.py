@@ -16,6 +16,7 @@ import signal
 import ssl
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
@@ -45,7 +46,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell sets this for b
 
 ENVIRONMENTS = ("main", "newest", "verl", "verl-vllm", "oldest", "vllm", "frameworks", "docs")
 IN_OLDEST = """
-    core/test_emitter.py core/test_plugins.py core/test_record.py core/test_resources.py core/test_semconv.py
+    core/test_emitter.py core/test_record.py core/test_resources.py
     core/test_tracer.py integrations/test_pickling.py integrations/test_span_tree.py
     plugins/gateway/test_gateway.py plugins/gateway/test_gateway_dialects.py plugins/gateway/test_gateway_fault.py
     plugins/gateway/test_gateway_metrics.py plugins/gateway/test_gateway_stream.py
@@ -55,6 +56,9 @@ IN_OLDEST = """
 """Modules and folders whose result depends on the versions of libraries: pydantic, aiohttp, OpenTelemetry, click,
 jinja2, pluggy. They prove the lower bounds of pyproject.toml, with ``tests/oldest`` and modules that name it."""
 _FOLDER = Path(__file__).parent
+_ZONE = os.environ.get("TZ")
+_ZONES = ("UTC", "Pacific/Apia", "America/New_York", "Asia/Kathmandu")
+"""Of workers while they collect."""
 TEMPORARY = f"{tempfile.gettempdir()}/pytest-of-"  # where folders of tests are
 
 
@@ -89,7 +93,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Gives clients of httpx one certificate of an authority, because no test calls a server of the Internet.
 
     Reading all of them takes 30 ms of CPU for each client, a sixth of the time of many tests.
+
+    Workers of pytest-xdist collect in different time zones, each with its own seed of hashes, and compare their lists:
+    a name of a test that contains a hash or a time of day ends the run before its first test.
     """
+    if hasattr(config, "workerinput"):
+        assert os.environ.get("PYTHONHASHSEED", "random") == "random", "unset PYTHONHASHSEED: workers compare names"
+        number = int(config.workerinput["workerid"].removeprefix("gw"))
+        os.environ["TZ"] = _ZONES[number % len(_ZONES)]
+        time.tzset()
     bundles = {certifi.where(), os.environ.get("SSL_CERT_FILE", "")}
     first, end, _ = Path(certifi.where()).read_text(encoding="utf-8").partition("-----END CERTIFICATE-----\n")
     with tempfile.NamedTemporaryFile("w", suffix=".pem", delete=False) as file:
@@ -132,6 +144,11 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 def pytest_collection_finish() -> None:
     """Exempts imported modules from garbage collection, and collects less often: together a fifth of the CPU time."""
+    if _ZONE is None:
+        os.environ.pop("TZ", None)
+    else:
+        os.environ["TZ"] = _ZONE
+    time.tzset()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     SourceFileLoader.set_data = _write_if_installed

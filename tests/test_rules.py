@@ -485,19 +485,6 @@ def test_every_test_runs_in_an_environment_of_make_test() -> None:
     assert (lost, unknown) == ([], [])
 
 
-def test_another_process_collects_the_same_tests(request: pytest.FixtureRequest) -> None:
-    """Workers of one run compare their lists and refuse to start if a name contains a hash, a time or a place."""
-    here = {item.nodeid for item in request.session.items}
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "TZ": "Pacific/Apia"}
-    environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST")}
-    files = sorted({name.partition("::")[0] for name in here})
-    chosen = request.config.getoption("markexpr")
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "-m", chosen, *files]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
-    there = {line for line in done.stdout.splitlines() if "::" in line}
-    assert here - there == set(), done.stdout[-2000:] + done.stderr[-2000:]
-
-
 def test_no_test_outside_the_serial_ones_limits_a_time() -> None:
     """A busy machine is slow: wait with tests/waiting.py, assert on events, orders or shortest times."""
     compared = re.compile(r"assert .*\bmonotonic\(\).* <|\bperf_counter\(")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gzip
 import json
 import random
@@ -177,7 +178,10 @@ def heavy_requests(grammar: Grammar) -> list[bytes]:
     """Returns the valid requests that need the most memory."""
     head = f"Host: 127.0.0.1\r\nAuthorization: {grammar.tokens[0]}\r\nConnection: close\r\n"
     requests = []
-    for body, encoding in [*((body, "") for body in _BIG), *((body, "Content-Encoding: gzip\r\n") for body in _BOMBS)]:
+    for body, encoding in [
+        *((body, "") for body in _big()),
+        *((body, "Content-Encoding: gzip\r\n") for body in _bombs()),
+    ]:
         line = f"POST {grammar.paths[0]} HTTP/1.1\r\n{head}{encoding}Content-Length: {len(body)}\r\n\r\n"
         requests.append(line.encode() + body)
     return requests
@@ -189,7 +193,7 @@ def make_body(grammar: Grammar, chance: random.Random) -> bytes:
         return chance.choice(_RAW)
     body: Any = dict(chance.choice(grammar.bodies))
     if kind == "big":
-        return chance.choice(_BIG)
+        return chance.choice(_big())
     if kind == "changed":
         for _ in range(chance.randint(1, 3)):
             body = change(body, chance)
@@ -230,12 +234,18 @@ def compress(body: bytes, encoding: str) -> bytes:
 
 def bomb(chance: random.Random) -> bytes:
     """Returns a few dozen KB that inflate to 32 MiB or more."""
-    return _BOMBS[chance.randrange(len(_BOMBS))]
+    return chance.choice(_bombs())
 
 
-_BIG = [b"[" + b"{}," * 2 * MIB + b"0]", b'{"model":"m","messages":"' + b"x" * 9 * MIB + b'"}', b" " * 34 * MIB]
-_BOMBS = [
-    gzip.compress(b" " * 40 * MIB),
-    gzip.compress(b"[" * 33 * MIB),
-    gzip.compress(b'{"model":"m"}' + b" " * 20 * MIB),
-]
+@functools.cache
+def _big() -> list[bytes]:
+    return [b"[" + b"{}," * 2 * MIB + b"0]", b'{"model":"m","messages":"' + b"x" * 9 * MIB + b'"}', b" " * 34 * MIB]
+
+
+@functools.cache
+def _bombs() -> list[bytes]:
+    return [
+        gzip.compress(b" " * 40 * MIB),
+        gzip.compress(b"[" * 33 * MIB),
+        gzip.compress(b'{"model":"m"}' + b" " * 20 * MIB),
+    ]

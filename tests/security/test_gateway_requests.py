@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gzip
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,28 @@ pytestmark = pytest.mark.serial
 
 TOKEN = "the-token-of-this-store"
 PATH = "/v1/chat/completions"
-HOSTILE: dict[str, tuple[bytes, str, set[int]]] = {
-    "large": (b"x" * 40 * MIB, "", {413}),
-    "inflates to much": (gzip.compress(b" " * 200 * MIB), "gzip", {413}),
-    "inflates a little": (gzip.compress(b"[" + b"{}," * 10 * MIB + b"0]"), "gzip", {413}),
-    "of many members": (gzip.compress(b" ") * 200_000, "gzip", {413}),
-    "many values": (b"[" + b"{}," * 10 * MIB + b"0]", "", {413}),
-    "many strings": (b"[" + b'"",' * 10 * MIB + b"0]", "", {413}),
-    "deep": (b"[" * 5 * MIB, "", {400, 413}),
-    "escapes": (b'["' + rb"\n" * 15 * MIB + b'"]', "", {400}),
-    "in brotli": (b"\x00" * 2000, "br", {415}),
+HOSTILE: dict[str, tuple[Callable[[], bytes], str, set[int]]] = {
+    "large": (lambda: b"x" * 40 * MIB, "", {413}),
+    "inflates to much": (lambda: gzip.compress(b" " * 200 * MIB), "gzip", {413}),
+    "inflates a little": (lambda: gzip.compress(b"[" + b"{}," * 10 * MIB + b"0]"), "gzip", {413}),
+    "of many members": (lambda: gzip.compress(b" ") * 200_000, "gzip", {413}),
+    "many values": (lambda: b"[" + b"{}," * 10 * MIB + b"0]", "", {413}),
+    "many strings": (lambda: b"[" + b'"",' * 10 * MIB + b"0]", "", {413}),
+    "deep": (lambda: b"[" * 5 * MIB, "", {400, 413}),
+    "escapes": (lambda: b'["' + rb"\n" * 15 * MIB + b'"]', "", {400}),
+    "in brotli": (lambda: b"\x00" * 2000, "br", {415}),
 }
+"""Bodies, which are made when they are sent, encodings and the statuses that are right."""
+
+
+@functools.cache
+def body_of(name: str) -> bytes:
+    return HOSTILE[name][0]()
 
 
 def request_of(name: str, token: str) -> tuple[bytes, set[int]]:
-    body, encoding, statuses = HOSTILE[name]
+    _, encoding, statuses = HOSTILE[name]
+    body = body_of(name)
     shown = f"Content-Encoding: {encoding}\r\n" if encoding else ""
     head = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n{shown}"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body, statuses

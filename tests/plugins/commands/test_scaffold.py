@@ -144,17 +144,15 @@ def test_a_new_agent_for_apo_trains_and_finds_a_better_prompt(tmp_path: Path, mo
     assert (folder / "runs/word-adder/prompts/prompt.txt").read_text().strip() == "Add the numbers. {question}"
 
 
-@pytest.mark.slow
-def test_a_new_plugin_can_be_installed_is_listed_and_passes_its_own_test(tmp_path: Path) -> None:
+def test_a_new_plugin_can_be_installed(tmp_path: Path) -> None:
     said = run_here(tmp_path, "new", "plugin", "metrics-file").stdout
     assert "    cd metrics-file\n    pip install -e '.[test]'\n    agl plugins\n    pytest\n" in said
     folder = tmp_path / "metrics-file"
     install = ("install", "--quiet", "--no-build-isolation", "--no-deps", "--target", str(tmp_path / "site"), ".")
     run(folder, "pip", *install)
     assert (tmp_path / "site" / "metrics_file" / "py.typed").is_file()
-    site = {"PYTHONPATH": str(tmp_path / "site")}
-    assert "metrics-file" in run(tmp_path, "agentlightning", "plugins", "--json", **site)
-    run(folder, "pytest", "-q", "-p", "no:cacheprovider", **site)
+    (points,) = (tmp_path / "site").glob("*.dist-info/entry_points.txt")
+    assert points.read_text() == "[agentlightning]\nmetrics-file = metrics_file.plugin\n"
 
 
 @pytest.mark.slow

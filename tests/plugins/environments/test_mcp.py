@@ -41,7 +41,13 @@ class _TakesStones(EnvironmentConformance):
 
 @pytest.mark.slow
 class TestStdio(_TakesStones):
-    at_once = 4  # each is a process
+    """The tests that a process for each episode could fail; TestHTTP has the others."""
+
+    at_once = 4
+    test_a_seed_repeats_its_episode_and_seeds_differ = None
+    test_reset_is_independent_of_the_last_episode = None
+    test_a_step_after_the_end_is_refused = None
+    test_it_is_an_agent_whose_calls_and_rewards_are_recorded = None
 
     @pytest.fixture
     def environment(self) -> Environment:
@@ -50,6 +56,8 @@ class TestStdio(_TakesStones):
 
 @pytest.mark.slow
 class TestHTTP(_TakesStones):
+    at_once = 16
+
     @pytest.fixture
     def environment(self, http: Server) -> Environment:
         return McpEnvironment(f"http://127.0.0.1:{http.port}/mcp")

@@ -32,6 +32,7 @@ from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.failures import check_messages
 from tests.http_site import serving
+from tests.plugins.commands.agl_here import run_here
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
 from tests.security.test_connections import many_files
 from tests.waiting import LIMIT_S, until
@@ -274,7 +275,9 @@ async def test_an_idle_gateway_and_open_streams_follow_a_rotation_of_the_token(
         await new.close()
 
 
-async def test_a_configuration_names_a_gateway_of_its_own_by_its_url(tmp_path: Path) -> None:
+async def test_a_configuration_names_a_gateway_of_its_own_by_its_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "agent.py").write_text(
         "import agentlightning as agl\nfrom openai import OpenAI\n\n\n"
         "@agl.rollout\ndef agent(task, llm: agl.LLM):\n"
@@ -289,30 +292,24 @@ async def test_a_configuration_names_a_gateway_of_its_own_by_its_url(tmp_path: P
         run = {"name": "team-a", "agent": "agent.py:agent", "algorithm": "baseline", "data": {"val": "tasks.jsonl"}}
         config.write_text(yaml.safe_dump({**run, **values}))
 
-    async def agl(*arguments: str, token: str = OLD) -> tuple[int | None, str]:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "agentlightning", *arguments),
-            cwd=tmp_path,
-            env={**os.environ, "AGL_TOKEN": token},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        output, _ = await process.communicate()
-        return process.returncode, output.decode()
+    async def agl_here(*arguments: str, token: str = OLD) -> tuple[int, str]:
+        monkeypatch.setenv("AGL_TOKEN", token)
+        said = await asyncio.to_thread(run_here, tmp_path, *arguments, module="agent")
+        return said.code, said.stdout + said.stderr
 
     async with ScriptedOpenAI() as model, fleet(tmp_path, model, AGL_TOKEN=OLD) as (store_url, url, _):
         configure(gateway=url)
-        code, said = await agl("train", "config.yaml", "--dry-run")
+        code, said = await agl_here("train", "config.yaml", "--dry-run")
         assert (code, "give the store that it records in" in said) == (2, True), said
         configure(gateway=url, store=store_url)
-        code, said = await agl("train", "config.yaml", "--dry-run")
+        code, said = await agl_here("train", "config.yaml", "--dry-run")
         assert (code, f"ok    gateway      {url}" in said) == (0, True), said
-        code, said = await agl("train", "config.yaml", "--dry-run", token=NEW)
+        code, said = await agl_here("train", "config.yaml", "--dry-run", token=NEW)
         assert (code, "WRONG gateway" in said) == (2, True), said
-        code, said = await agl("doctor", "config.yaml", "--tunes", "prompts")
+        code, said = await agl_here("doctor", "config.yaml", "--tunes", "prompts")
         assert code == 0, said
         assert f"{url}/v1 answers; model m" in said
-        code, said = await agl("train", "config.yaml")
+        code, said = await agl_here("train", "config.yaml")
         assert code == 0, said
         store = LightningStoreClient(store_url, OLD, run_id="team-a")
         (rollout,) = await store.query_rollouts()

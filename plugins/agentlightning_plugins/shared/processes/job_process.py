@@ -36,6 +36,7 @@ _ORPHAN_GRACE_S: Final = 20.0
 
 def main() -> int:
     """Runs the job until it is done, SIGTERM arrives, or the parent dies."""
+    relax_collector()  # the user's imports are quicker
     role, name, pipe_fd = sys.argv[1], sys.argv[2], int(sys.argv[3])
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
