@@ -100,3 +100,12 @@ def _texts(module: dspy.Module) -> list[str]:
     while not isinstance(agent, DSPyAgent):
         agent = agent.agent
     return list(agent.texts())
+
+
+async def test_agents_are_recorded_after_a_run_with_openinference() -> None:
+    """Its instrumentor removes DSPy's own decorators from the methods that it restores."""
+    for tracer in ("openinference", "otel"):
+        async with Lab(Calculator(), reward=lambda *_: 1.0, tracer=tracer) as lab:
+            (rollout,) = await lab.run({"question": ask(2, 3)})
+            spans = await lab.spans(rollout)
+    assert AGENT_NAME in {triplet.metadata["agent_name"] for triplet in agl.TraceToTriplet().adapt(spans)}

@@ -12,7 +12,7 @@ from typing import Any, Final
 from opentelemetry.sdk.trace import TracerProvider
 
 from agentlightning.errors import ConfigError, suggest
-from agentlightning_plugins.shared.instrumentation import OnImport, Undo
+from agentlightning_plugins.shared.instrumentation import OnImport, Undo, instrument_and_restore
 from agentlightning_plugins.tracers.shared.tracer import OtelTracer
 
 GROUP: Final = "openinference_instrumentor"
@@ -61,8 +61,8 @@ class OpenInferenceTracer(OtelTracer):
     def _instrument(self, provider: TracerProvider) -> Iterator[Undo]:
         for point in importlib.metadata.entry_points(group=GROUP):
             if point.name in self.instrumentors:
-                start = functools.partial(_instrument, point, provider)
                 module = _MODULES.get(point.name) or _find_module(point.name)
+                start = functools.partial(_instrument, point, provider, module)
                 yield (start() or _do_nothing) if module is None else OnImport(module, start).undo
 
 
@@ -78,12 +78,13 @@ def _find_module(name: str) -> str | None:
 def _do_nothing() -> None: ...
 
 
-def _instrument(point: importlib.metadata.EntryPoint, provider: TracerProvider) -> Undo | None:
+def _instrument(point: importlib.metadata.EntryPoint, provider: TracerProvider, module: str | None) -> Undo | None:
     from openinference.instrumentation import TraceConfig
 
     instrumentor: Any = point.load()()
     if instrumentor.is_instrumented_by_opentelemetry:  # by the user, who undoes it
         return None
-    instrumentor.instrument(tracer_provider=provider, config=TraceConfig(base64_image_max_length=_MAX_IMAGE_CHARS))
-    undo: Undo = instrumentor.uninstrument
-    return undo
+    config = TraceConfig(base64_image_max_length=_MAX_IMAGE_CHARS)
+    start = functools.partial(instrumentor.instrument, tracer_provider=provider, config=config)
+    # DSPy's removes decorators of DSPy, too.
+    return instrument_and_restore(module or point.name, start, instrumentor.uninstrument)
