@@ -177,6 +177,7 @@ def main() -> int:
     parser.add_argument("--busy", action="store_true", help="run on one core, beside two busy loops")
     options = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each process compiles all modules again
+    os.environ.pop("PYTHONHASHSEED", None)  # workers compare the names of tests with a seed each
     wanted = options.parts or (SOAK if options.soak else parts)
     RESULTS.mkdir(parents=True, exist_ok=True)
     for old in RESULTS.glob("*.xml"):
