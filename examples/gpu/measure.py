@@ -49,8 +49,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sample": {"requests": (1, 64, 256), "prompt": 256, "shared": 1024, "reply": 128, "rounds": 3, "batching": {}},
         "talk": {"conversations": 16, "turns": 6, "prompt": 256, "reply": 32},
         "long": {"turns": 128, "prompt": 516, "reply": 24},
-        "learn": ("corrected", "uncorrected", "random rewards", "frozen"),
-        "async": {"steps": 12, "tail_s": 6.0, "staleness": (0, 1, 4)},
+        "learn": ("corrected", "random rewards", "frozen", "uncorrected"),
+        "async": {"steps": 12, "tail_s": 6.0, "staleness": (0, 4, 1)},
         "cache_bytes": 16 * 2**30,
     },
     "tiny": {
@@ -108,10 +108,10 @@ class Bench:
             make_model(self.size, self.device, torch.float32 if trained else self._dtype, tokenizer), tokenizer
         )
 
-    def sampler(self, policy: Policy, *, reuse: bool = True) -> closing[Sampler]:
+    def sampler(self, policy: Policy, **options: Any) -> closing[Sampler]:
         memory: int = self.shape["cache_bytes"]
-        cache = memory if reuse else 0
-        return closing(Sampler(policy, max_batch_size=256, seed=0, prefix_cache_bytes=cache, kv_cache_bytes=memory))
+        settings = {"prefix_cache_bytes": memory, "kv_cache_bytes": memory, **options}
+        return closing(Sampler(policy, max_batch_size=256, seed=0, **settings))
 
     def seconds(self, work: Callable[[], object], rounds: int) -> float:
         """Returns the median time of ``work`` after one round of warming up."""
@@ -211,7 +211,8 @@ class Bench:
         cases[f"{shape['requests'][-1] // 2} requests with a prefix of {shape['shared']} tokens"] = shared
         answerers: dict[str, Callable[[Policy], closing[Any]]] = {
             "ours": self.sampler,
-            "ours without prefix cache": partial(self.sampler, reuse=False),
+            "ours without CUDA graphs": partial(self.sampler, cuda_graphs=False),
+            "ours without prefix cache": partial(self.sampler, prefix_cache_bytes=0),
             "transformers' continuous batching": lambda policy: closing(TransformersBatch(policy, shape["batching"])),
         }
         for name, open_one in answerers.items():

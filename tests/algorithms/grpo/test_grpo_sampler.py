@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentlightning.errors import ConfigError
+from agentlightning_algorithms.shared.policy import decode
+from agentlightning_algorithms.shared.policy.decode import Decoder
 from agentlightning_algorithms.shared.policy.draw import Generation, SamplingParams, Token, draw_tokens
-from agentlightning_algorithms.shared.policy.kv_cache import BLOCK, PrefixCache
+from agentlightning_algorithms.shared.policy.kv_cache import BLOCK, PrefixCache, SlotCache
 from agentlightning_algorithms.shared.policy.model import Policy, load_policy
 from agentlightning_algorithms.shared.policy.sampler import Sampler
 from agentlightning_algorithms.shared.policy.training_row import TrainingRow
@@ -555,3 +557,64 @@ def test_in_bfloat16_sampler_and_trainer_differ_only_by_rounding(tiny_model: Pat
     sampler.close()
     assert sum(g.cached_tokens for g in second) > 0
     assert largest_gap(policy, [*prompts, *longer], [*first, *second], 1.0) < 0.25
+
+
+# Recorded steps
+
+
+def run_again(self: Decoder, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Stands in for a recording where there is no GPU: runs nothing now, and everything at each call."""
+    logits = torch.zeros(64, self._policy.vocabulary)
+
+    def replay() -> None:
+        found = run()
+        logits[: len(found)] = found
+
+    return logits, replay
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_recorded_steps_change_no_token(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(decode, "_RECORDED", ("cpu",))
+        monkeypatch.setattr(Decoder, "_capture", run_again)
+    policy = load_policy(tiny_model, device=device)
+    prompts = random_prompts(24)
+    lengths = random.Random(1)
+    params = [SamplingParams(max_tokens=lengths.randint(1, 60), seed=i) for i in range(len(prompts))]
+
+    def generate(cuda_graphs: bool) -> tuple[list[Generation], list[list[int]]]:
+        with contextlib.closing(Sampler(policy, max_batch_size=7, seed=0, cuda_graphs=cuda_graphs)) as sampler:
+            first = collect([sampler.submit(p, each) for p, each in zip(prompts, params, strict=True)])
+            longer = [[*p, *g.token_ids] for p, g in zip(prompts, first, strict=True)]
+            second = collect([sampler.submit(p, each) for p, each in zip(longer, params, strict=True)])
+        return [*first, *second], [*prompts, *longer]
+
+    recordings: list[SlotCache] = []
+    record = Decoder._record
+
+    def counted(self: Decoder, slots: SlotCache, *inputs: Any) -> Any:
+        recordings.append(slots)
+        return record(self, slots, *inputs)
+
+    monkeypatch.setattr(Decoder, "_record", counted)
+    plain, _ = generate(False)
+    assert not recordings
+    recorded, all_prompts = generate(True)
+    assert len(recordings) > 3  # caches have grown and shrunk
+    assert [g.token_ids for g in recorded] == [g.token_ids for g in plain]
+    assert largest_gap(policy, all_prompts, recorded, 1.0) < TOLERANCE
+
+
+def test_a_model_that_cannot_be_recorded_is_sampled_step_by_step(
+    tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Decoder, run: Callable[[], torch.Tensor]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(decode, "_RECORDED", ("cpu",))
+    monkeypatch.setattr(Decoder, "_capture", fail)
+    with caplog.at_level("INFO", "agentlightning"), contextlib.closing(Sampler(tiny_policy)) as sampler:
+        (generation,) = collect([sampler.submit([1, 2], SamplingParams(max_tokens=30))])
+    assert len(generation.token_ids) > 3
+    assert caplog.text.count("without CUDA graphs: operation not permitted") == 1

@@ -104,10 +104,11 @@ class SlotCache:
 
     Attributes:
         cache: the model's ``past_key_values`` after :meth:`begin` or :meth:`extend`.
+        n_moves: how often keys and values got other memory.
     """
 
     def __init__(self, n_layers: int, device: torch.device) -> None:
-        self.n_slots = self.width = 0
+        self.n_slots = self.width = self.n_moves = 0
         self.forward_pass = _ForwardPass(0, None, None, 0)
         self._device = device
         self._layers = [_SlotLayer(self) for _ in range(n_layers)]
@@ -118,7 +119,7 @@ class SlotCache:
 
         The prompts attend only to themselves, so the model's causal attention needs no mask.
         """
-        self._reserve(first + n, width)
+        self.reserve(first + n, width)
         self.forward_pass = _ForwardPass(first, None, None, width)
 
     def extend(self, first: int, lengths: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
@@ -128,7 +129,7 @@ class SlotCache:
             Position ids ``[n, T]`` and the attention mask ``[n, 1, T, W]``, True where a token may attend.
         """
         width = max(lengths) + count
-        self._reserve(first + len(lengths), width)
+        self.reserve(first + len(lengths), width)
         starts_n = torch.tensor(lengths, device=self._device)
         positions_nT = starts_n[:, None] + torch.arange(count, device=self._device)
         rows_nT = torch.arange(first, first + len(lengths), device=self._device)[:, None].expand(-1, count)
@@ -136,9 +137,19 @@ class SlotCache:
         mask = torch.arange(width, device=self._device) <= positions_nT[:, :, None]
         return positions_nT, mask[:, None]
 
+    def extend_all(self, starts_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Prepares as :meth:`extend` does, for one more token in each slot and for the whole width.
+
+        The tensors of the forward pass depend on ``starts_S`` alone, so that it can be recorded.
+        """
+        rows_S1 = torch.arange(self.n_slots, device=self._device)[:, None]
+        positions_S1 = starts_S[:, None]
+        self.forward_pass = _ForwardPass(0, rows_S1, positions_S1, self.width)
+        return positions_S1, (torch.arange(self.width, device=self._device) <= positions_S1)[:, None, None]
+
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copies the first ``length`` positions of slots to as many others, or those of one slot to all."""
-        self._reserve(max(targets) + 1, length)
+        self.reserve(max(targets) + 1, length)
         origin, place = (torch.tensor(slots, device=self._device) for slots in (sources, targets))
         for layer in self._layers:
             for tensor in (layer.keys, layer.values):
@@ -146,7 +157,7 @@ class SlotCache:
 
     def take(self, other: SlotCache, sources: Sequence[int], first: int, length: int) -> None:
         """Copies the first ``length`` positions of another cache's slots into the slots from ``first`` on."""
-        self._reserve(first + len(sources), length)
+        self.reserve(first + len(sources), length)
         where = torch.tensor(sources, device=self._device)
         for mine, theirs in zip(self._layers, other._layers, strict=True):
             mine.take(theirs, where, first, length)
@@ -170,7 +181,7 @@ class SlotCache:
 
     def restore(self, layers: Sequence[tuple[Tensor, Tensor]], slots: int, width: int) -> list[tuple[Tensor, Tensor]]:
         """Makes room for keys and values like those of ``layers``, and returns :meth:`blocks`."""
-        self._reserve(slots, width)
+        self.reserve(slots, width)
         for layer, (keys, values) in zip(self._layers, layers, strict=True):
             layer.open(keys, values)
         return self.blocks()
@@ -181,7 +192,8 @@ class SlotCache:
             (layer.keys.unflatten(2, (-1, BLOCK)), layer.values.unflatten(2, (-1, BLOCK))) for layer in self._layers
         ]
 
-    def _reserve(self, slots: int, width: int) -> None:
+    def reserve(self, slots: int, width: int) -> None:
+        """Grows to at least ``slots`` slots of ``width`` positions."""
         if slots > self.n_slots or width > self.width:
             self._resize(*self._grown(slots, width))
 
@@ -195,6 +207,7 @@ class SlotCache:
 
     def _resize(self, slots: int, width: int) -> None:
         self.n_slots, self.width = slots, width
+        self.n_moves += 1
         for layer in self._layers:
             layer.resize(slots, width)
 

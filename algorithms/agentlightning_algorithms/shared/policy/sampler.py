@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentlightning_algorithms.shared.policy.decode import Decoder
 from agentlightning_algorithms.shared.policy.draw import FinishReason, Generation, SamplingParams, Token, draw_tokens
 from agentlightning_algorithms.shared.policy.kv_cache import (
     BLOCK,
@@ -64,13 +65,13 @@ class Sampler:
         seed: int | None = None,
         weight_version: int = 0,
         swap_in_flight: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         """Starts the thread.
 
         Args:
             policy: the model to sample from.
             max_batch_size: rows that run together; further requests wait.
-
             prefix_cache_bytes: memory for the keys and values of earlier sequences; allocated on demand.
             kv_cache_bytes: memory for the keys and values of running rows; further requests wait. A row that needs more
                 runs on its own.
@@ -78,6 +79,7 @@ class Sampler:
                 The random numbers start over with every version of the weights.
             weight_version: version of the initial weights.
             swap_in_flight: swaps do not wait for running rows, which go on with the new weights.
+            cuda_graphs: on a GPU, launch all kernels of a step at once.
 
         Raises:
             ConfigError: the model has layers that do not attend to the whole context.
@@ -86,7 +88,7 @@ class Sampler:
         self.policy = policy
         self.weight_version = weight_version
         self._max_batch_size = max_batch_size
-
+        self._decoder = Decoder(policy, cuda_graphs=cuda_graphs)
         self._seed = seed
         self._swap_in_flight = swap_in_flight
         self._numbers = itertools.count(1)
@@ -338,15 +340,8 @@ class Sampler:
 
     def _decode(self, bank: Bank) -> None:
         """Draws one more token for every row of a bank."""
-        newest = self._tensor([request.tokens[-1].token_id for request in bank.rows])
-        positions, mask = bank.slots.extend(0, [request.cached for request in bank.rows], 1)
-        logits = self.policy.logits(
-            newest[:, None],
-            past_key_values=bank.slots.cache,
-            use_cache=True,
-            position_ids=positions,
-            attention_mask=mask,
-        )
+        tokens = [request.tokens[-1].token_id for request in bank.rows]
+        logits = self._decoder.step(bank.slots, tokens, [request.cached for request in bank.rows])
         self._totals["decode_steps"] += 1
         self._totals["decode_rows"] += len(bank.rows)
         self._draw(logits, bank.rows)
