@@ -17,9 +17,10 @@ from agentlightning_plugins.environments.loop import make_environment
 from agentlightning_plugins.shared.configuration.assembly import load_parts
 from agentlightning_plugins.shared.configuration.config import read_config
 from agentlightning_plugins.shared.configuration.document import read_document
-from tests.algorithms.tiny_model import save_tiny_model
 from tests.plugins.environments.games import Guess, Stones
 from tests.plugins.environments.test_harbor import write_task
+from tests.plugins.environments.test_mcp import STDIO
+from tests.plugins.environments.training import train_two_steps
 
 
 async def _run(environment: Any, script: Any, task: Any, **more: Any) -> tuple[Any, list[agl.Span]]:
@@ -167,18 +168,20 @@ def test_a_configuration_names_an_environment_in_place_of_an_agent(
         read_config(read_document(file))
 
 
+def says_something(task: Any, output: str, rollout: agl.Rollout) -> float:
+    return float(bool(output))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["textarena", "harbor"])
+@pytest.mark.parametrize("kind", ["gymnasium", "textarena", "mcp", "harbor"])
 def test_grpo_trains_in_an_environment(tmp_path: Path, kind: str) -> None:
-    save_tiny_model(tmp_path / "model", max_length=2048)
     for name in ("one", "two"):
         write_task(tmp_path / "tasks", name)
-    address = {"textarena": "GuessTheNumber-v0", "harbor": str(tmp_path / "tasks")}[kind]
+    address: Any = {
+        "gymnasium": "FrozenLake-v1", "textarena": "GuessTheNumber-v0", "mcp": STDIO, "harbor": str(tmp_path / "tasks"),
+    }[kind]  # fmt: skip
     environment = make_environment({kind: address, "max_turns": 2})
-    algorithm = agl.GRPO(
-        model=str(tmp_path / "model"), steps=2, tasks_per_step=2, rollouts_per_task=2, sampling={"max_tokens": 4}
-    )
-    run = agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[]).fit(environment)
-    assert run.status == "succeeded"
-    assert run.scores["reward"] == 0.0
-    assert run.scores["rollouts_without_reward"] == 0.0
+    if kind == "mcp":
+        train_two_steps(environment, tmp_path, ["Take 2 of 9 stones.", "Take one."], reward=says_something)
+    else:
+        train_two_steps(environment, tmp_path)

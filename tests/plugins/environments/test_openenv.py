@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from agentlightning_plugins.environments.loop import make_environment
 from agentlightning_plugins.environments.openenv import OpenEnvEnvironment
 from agentlightning_plugins.shared.scripted_model.server import RecordedRequest
 from tests.plugins.environments.servers import FOLDER, Server, serving
+from tests.plugins.environments.training import train_two_steps
 from tests.source import REPO
 
 pytestmark = pytest.mark.slow
@@ -72,6 +74,10 @@ async def test_the_fields_of_a_task_are_arguments_of_reset_and_a_wrong_action_is
         assert set(tool["function"]["parameters"]["properties"]) == {"guess", "step"}
         assert str(await episode.call("act", '{"guess": "x"}')).startswith("error: ")
         assert await episode.step("1") == "error: act by a call of the tool act"
+
+
+def test_grpo_trains_on_a_server_of_openenv(server: Server, tmp_path: Path) -> None:
+    train_two_steps(make_environment({"openenv": f"{_address(server)}/counting", "max_turns": 2}), tmp_path)
 
 
 async def test_a_server_that_does_not_answer_is_named() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,8 +12,8 @@ import agentlightning as agl
 from agentlightning.reward import find_reward_spans, get_rewards_from_span
 from agentlightning.testing.agent import Answer, Lab
 from agentlightning_plugins.environments.loop import make_environment
-from tests.algorithms.tiny_model import save_tiny_model
 from tests.plugins.environments.servers import FOLDER
+from tests.plugins.environments.training import train_two_steps
 from tests.source import REPO
 
 pytestmark = pytest.mark.slow
@@ -54,10 +53,4 @@ def test_an_environment_that_does_not_exist_is_refused() -> None:
 
 
 def test_grpo_trains_in_an_environment_of_verifiers(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path / "model", max_length=256)
-    algorithm = agl.GRPO(
-        model=str(tmp_path / "model"), steps=2, tasks_per_step=1, rollouts_per_task=2, sampling={"max_tokens": 4}
-    )
-    run: Any = agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[]).fit(make_environment(GUESS))
-    assert run.status == "succeeded"
-    assert run.scores["rollouts_without_reward"] == 0.0
+    train_two_steps(make_environment(GUESS), tmp_path, tasks_per_step=1)
