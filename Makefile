@@ -25,7 +25,7 @@ demo:  ## train a small real agent on this machine, in a few minutes
 	@.venv/bin/agl demo
 
 install:  ## all environments of `make test`
-	$(INSTALL) lint main newest oldest verl verl-vllm vllm frameworks docs
+	$(INSTALL) lint main newest oldest verl vllm frameworks docs
 
 install-%:  # one environment, for example npm
 	$(INSTALL) $*

@@ -26,7 +26,7 @@ from environments import ENVIRONMENTS, REPO, uv
 RESULTS = REPO / ".venvs" / "results"
 SOURCES = "core plugins integrations algorithms examples".split()
 # Two lanes side by side; the last one follows alone. A failed part stops neither.
-LANES = [["main"], ["lint", "verl", "verl-vllm", "oldest", "vllm", "newest", "frameworks", "docs"]]
+LANES = [["main"], ["lint", "verl", "oldest", "vllm", "newest", "frameworks", "docs"]]
 ALONE = ["serial"]
 LIMIT_S = 75 * 60
 """A run that takes longer hangs."""

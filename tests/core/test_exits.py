@@ -148,7 +148,7 @@ class Exits:
         self.fail(error)
 
 
-@pytest.mark.parametrize("strategy", ["shm", "cs", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["shm", "cs", pytest.param("ray", marks=pytest.mark.soak)])
 def test_what_exits_below_an_agent_fails_its_attempt_and_no_other_attempt_and_no_run(strategy: str) -> None:
     cells = [{"place": place, "error": error} for place in PLACES for error in ERRORS]
     tasks = [task for cell in cells for task in (cell, {"place": "none", "error": ""})]

@@ -9,7 +9,7 @@ import pytest
 from tests.source import REPO, run_python
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_live_example_rejects_promotes_and_rolls_back_candidates_without_manual_steps() -> None:
     said = run_python(str(REPO / "examples" / "live" / "live.py"), "--share", "0.3", "--users", "6")
     assert re.search(r"candidate 1 ran on (\d+) recorded tasks: \1 failed", said)

@@ -34,7 +34,7 @@ def compare_here(command: list[str], env: dict[str, str], check: bool) -> subpro
     return subprocess.CompletedProcess(command, done.exit_code)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_prompt_and_weight_optimisers_are_compared_with_one_budget_on_the_test_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,7 +51,7 @@ def restored_settings() -> Any:
     example.settings = before
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_raft_has_at_most_40_lines_and_learns(tmp_path: Path) -> None:
     assert len(inspect.getsource(example).splitlines()) <= 40
     metrics = train(tmp_path / "run", example.raft, 6, tasks_per_step=8, rollouts_per_task=8)

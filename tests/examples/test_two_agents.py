@@ -24,7 +24,7 @@ def read_rewards(said: str) -> tuple[float, ...]:
     return tuple(map(float, found.groups()))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_both_agents_train_separate_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

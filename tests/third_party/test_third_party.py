@@ -44,7 +44,7 @@ def names(offers: Sequence[dict[str, Any]]) -> set[tuple[str, str]]:
     return {(offer["kind"], offer["name"]) for offer in offers}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_packages_of_third_parties_are_installed_used_and_uninstalled(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"

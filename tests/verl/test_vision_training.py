@@ -16,7 +16,7 @@ from vision_server import COLLAPSED, model_inputs
 
 from agentlightning_plugins.shared.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 STEPS, N = (1, 2), 3
 
 

@@ -12,7 +12,7 @@ from conftest import HERE, end, has_begun, job, read, run, save_tiny_model, star
 if TYPE_CHECKING:
     from conftest import Training
 
-pytestmark = [pytest.mark.environment("verl-vllm"), pytest.mark.slow]
+pytestmark = [pytest.mark.environment("verl-vllm"), pytest.mark.soak]
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 PATIENCE_S = 3600.0
 """A training takes minutes, and more beside other work."""
@@ -155,7 +155,6 @@ def soaked(calling_model: Path, wide_model: Path, tmp_path_factory: pytest.TempP
     return {name: read(base / name, log) for name in ("calls", "lora")}
 
 
-@pytest.mark.soak
 def test_a_tool_call_that_vllm_parsed_is_trained_on_and_continues_its_conversation(soaked: dict[str, Training]) -> None:
     training = soaked["calls"]
     for step in (1, 2):
@@ -171,7 +170,6 @@ def test_a_tool_call_that_vllm_parsed_is_trained_on_and_continues_its_conversati
     assert len(joined) > 8, "rows of a call and of the answer to its result"
 
 
-@pytest.mark.soak
 def test_a_training_with_vllm_that_was_killed_continues_with_the_weights_of_its_checkpoint(
     soaked: dict[str, Training],
 ) -> None:
@@ -184,7 +182,6 @@ def test_a_training_with_vllm_that_was_killed_continues_with_the_weights_of_its_
         assert max(gaps(training, step)) < 1e-4
 
 
-@pytest.mark.soak
 def test_an_adapter_is_merged_into_the_weights_of_vllm_after_each_step(soaked: dict[str, Training]) -> None:
     """verl rounds merged weights to bfloat16. Without the adapter, the gap of the second step is above 1."""
     for step in (1, 2):

@@ -100,6 +100,7 @@ def queue_is_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LitAgentRunner, "iter", work_later)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("queue_is_run_first")  # with rollouts of the killed run and its address
 def test_a_training_killed_twice_ends_like_an_uninterrupted_one(forks: Any, tmp_path: Path) -> None:
     directory, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"

@@ -136,7 +136,7 @@ def endless() -> Iterator[Any]:
         yield from traffic(0, 1000)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 async def test_a_service_learns_from_its_good_answers_and_serves_the_adapter(tmp_path: Path) -> None:
     """The trial compares about 0.2 with 0.6: with these seeds, and with nearly all others, it ends in a promotion."""
     url, adapters = f"sqlite:///{tmp_path}/service.db", str(tmp_path / "adapters")

@@ -145,7 +145,7 @@ def solve(request: RecordedRequest) -> Answer:
     return Answer(tool_calls=[("calculator", {"expression": expression})])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_grpo_after_sft_begins_with_a_higher_reward_than_from_the_base_model(tmp_path: Path) -> None:
     recorded, warm = tmp_path / "recorded", tmp_path / "warm"
     problems, held_out = make_problems("train", 48), make_problems("val", 24)

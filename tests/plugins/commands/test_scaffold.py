@@ -155,7 +155,7 @@ def test_a_new_plugin_can_be_installed(tmp_path: Path) -> None:
     assert points.read_text() == "[agentlightning]\nmetrics-file = metrics_file.plugin\n"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_new_plugin_of_every_kind_loads_and_passes_ruff_and_its_own_tests(tmp_path: Path) -> None:
     """`make lint` checks their types."""
     packages = write_plugins(tmp_path)

@@ -52,5 +52,6 @@ def test_an_environment_that_does_not_exist_is_refused() -> None:
         make_environment({**GUESS, "verifiers": "nothing"}).tasks("train")
 
 
+@pytest.mark.soak
 def test_grpo_trains_in_an_environment_of_verifiers(tmp_path: Path) -> None:
     train_two_steps(make_environment(GUESS), tmp_path, tasks_per_step=1)

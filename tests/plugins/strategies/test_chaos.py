@@ -179,7 +179,7 @@ async def check(folder: Path, steps: int) -> None:
     await store.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_whose_processes_are_killed_ends_with_the_same_result_as_without_kills(tmp_path: Path) -> None:
     kills = run_chaos(tmp_path, steps=8, steps_between=2, seed=1)
     assert kills >= 3

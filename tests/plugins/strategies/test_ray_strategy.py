@@ -120,7 +120,7 @@ def slow_agent(task: dict[str, Any]) -> float:
     return float(task["number"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killing_a_node_during_a_run_loses_no_rollout(cluster: Cluster, tmp_path: Path) -> None:
     tasks = [{"number": number, "folder": str(tmp_path)} for number in range(12)]
     add = functools.partial(cluster.add_node, num_cpus=1, resources={"place": 1})
@@ -245,7 +245,7 @@ def test_sigterm_lets_rollouts_of_actors_finish(cluster: Cluster, tmp_path: Path
     assert (tmp_path / "ended").read_text() == "interrupted succeeded"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_agl_train_starts_its_own_cluster_when_no_address_is_given(tmp_path: Path) -> None:
     (tmp_path / "ray_agents.py").write_text("def agent(task):\n    print('hello from', task)\n    return task['n']\n")
     (tmp_path / "tasks.jsonl").write_text('{"n": 1}\n{"n": 2}\n')
