@@ -12,6 +12,7 @@ import agentlightning as agl
 from agentlightning.reward import find_reward_spans, get_rewards_from_span
 from agentlightning.testing.agent import Answer, Lab
 from agentlightning_plugins.environments.loop import make_environment
+from agentlightning_plugins.shared.scripted_model.server import RecordedRequest
 from tests.plugins.environments.servers import FOLDER
 from tests.plugins.environments.training import train_two_steps
 from tests.source import REPO
@@ -43,6 +44,16 @@ async def test_an_attempt_is_one_rollout_of_verifiers_and_a_crash_fails_its_own_
         assert request.body["messages"] == [{"role": "user", "content": "Say 2."}]
     assert bad.status == "failed"
     assert "it crashed" in bad.attempt.error.message
+
+
+@pytest.mark.soak  # each attempt imports verifiers
+async def test_64_attempts_at_once_never_mix() -> None:
+    def script(request: RecordedRequest) -> Answer:
+        return Answer(str(request.body["messages"][0]["content"]).removeprefix("Say ").removesuffix("."))
+
+    async with Lab(agl.wrap(make_environment({**GUESS, "seeds": 68})), script, reward=None) as lab:
+        rollouts = await lab.run(*({"index": index} for index in range(4, 68)))
+    assert [rollout.attempt.reward for rollout in rollouts] == [2.5] * 64
 
 
 def test_an_environment_that_does_not_exist_is_refused() -> None:
