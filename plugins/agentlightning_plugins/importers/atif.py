@@ -51,7 +51,8 @@ def read(items: list[tuple[str, dict[str, Any]]], imported: Imported) -> None:
             if (rated := of_trial.get(Path(place).absolute().parent)) is None or not scores:
                 imported.leave_out("a result of a trial without its trajectory, or without a reward", place)
             else:
-                rated.scores |= scores
+                for name, score in scores.items():
+                    rated.rate(name, score)
 
 
 def _read_trajectory(value: dict[str, Any], rollout: ImportedRollout, imported: Imported, sub: str = "") -> None:

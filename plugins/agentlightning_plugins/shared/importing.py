@@ -30,8 +30,8 @@ class ImportedRollout:
     """Identifies it in its own tool: it is imported once."""
     task: Any = None
     spans: list[Span] = field(default_factory=list)
-    scores: dict[str, float] = field(default_factory=dict)
-    """Its ratings, by name; one of them may become the reward."""
+    ratings: dict[str, list[float]] = field(default_factory=dict)
+    """Its scores, by name."""
     metadata: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     """Why it failed."""
@@ -84,6 +84,15 @@ class ImportedRollout:
         self.add(key, "chat", {**known, **attributes}, **others)
         self.task = {"messages": list(messages)} if self.task is None else self.task
 
+    @property
+    def scores(self) -> dict[str, float]:
+        """The mean score of each name; one of them may become the reward."""
+        return {name: sum(given) / len(given) for name, given in self.ratings.items()}
+
+    def rate(self, name: str, score: float) -> None:
+        """Adds a score."""
+        self.ratings.setdefault(name, []).append(score)
+
     def add_feedback(self, text: str | None) -> None:
         """Adds the reason for a score."""
         if text:
@@ -107,6 +116,11 @@ class Imported:
     def leave_out(self, reason: str, name: object) -> None:
         """Notes that an item cannot be mapped."""
         self.left_out.setdefault(reason, []).append(str(name))
+
+    def leave_out_trace(self, name: str, task: Any) -> None:
+        """Notes that a trace has no model call; its input is a task, unless it is None."""
+        self.leave_out("a trace without a model call" + ("" if task is None else " (its input is a task)"), name)
+        self.tasks += [] if task is None else [task]
 
     @contextlib.contextmanager
     def reading(self, name: object) -> Iterator[None]:
@@ -216,12 +230,15 @@ def to_answers(value: Any) -> list[dict[str, Any]]:
 
 
 def to_time(value: Any) -> float | None:
-    """Reads an instant: seconds since 1970, a datetime, or ISO text, which is UTC unless it says otherwise."""
+    """Reads an instant: a datetime, ISO text, which is UTC unless it says otherwise, or seconds since 1970.
+
+    Numbers above 1e11, in which pandas writes JSON, are milliseconds.
+    """
     if isinstance(value, str) and value:
         value = datetime.fromisoformat(value.replace("Z", "+00:00"))
     if isinstance(value, datetime):
         return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    return float(value) if isinstance(value, (int, float)) else None
+    return float(value) / (1000 if value > 1e11 else 1) if isinstance(value, (int, float)) else None
 
 
 def snake_case(record: dict[str, Any]) -> dict[str, Any]:
