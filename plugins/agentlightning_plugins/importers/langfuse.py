@@ -54,7 +54,7 @@ def read(items: list[tuple[str, dict[str, Any]]], imported: Imported) -> None:
         rollout.error = next(filter(None, map(_read_error, roots)), None)
         roots = [each for each in roots if each["type"] not in ("GENERATION", "EMBEDDING")]
         given = [each["input"] for each in (traces.get(trace, {}), *roots) if each.get("input")]
-        rollout.task = semconv.parse_json(given[0], given[0]) if given else rollout.task
+        rollout.task = _read_task(given[0]) if given else rollout.task
         if n_calls:
             rollouts[trace] = rollout
         else:
@@ -101,6 +101,18 @@ def _read_observation(record: dict[str, Any], rollout: ImportedRollout, imported
 
 def _is_root(record: dict[str, Any]) -> bool:
     return bool(record.get("is_root_observation")) or not record.get("parent_observation_id")
+
+
+def _read_task(value: Any) -> Any:
+    """Reads the input of a trace; that of a function with ``@observe`` is its only argument, or the named ones."""
+    task = semconv.parse_json(value, value)
+    if isinstance(task, dict) and task.keys() == {"args", "kwargs"}:
+        match task["args"], task["kwargs"]:
+            case [only], {} as named if not named:
+                return only
+            case [], dict(named):
+                return named
+    return task
 
 
 def _read_error(record: dict[str, Any]) -> str | None:

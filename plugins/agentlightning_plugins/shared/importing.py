@@ -207,26 +207,56 @@ def _read_file(path: Path) -> Iterator[Any]:
 def to_messages(value: Any) -> list[dict[str, Any]] | None:
     """Reads chat messages as tracing libraries write them: a text, a message, a list, or a request with messages.
 
-    Returns None if there are none.
+    Items of OpenAI's Responses are read too. Returns None if there are no messages, or others beside them.
     """
-    value = semconv.parse_json(value, value)
-    if isinstance(value, dict):
-        return [value] if "role" in value else to_messages(value.get("messages"))
-    if isinstance(value, str) and value:
-        return [{"role": "user", "content": value}]
-    if isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value):
-        return value
-    return None
+    parsed = semconv.parse_json(value, value)
+    if isinstance(parsed, dict):
+        given = next((parsed[key] for key in ("messages", "input") if key in parsed), None)
+        return _read_items([parsed]) if given is None else to_messages(given)
+    if isinstance(parsed, list):
+        return _read_items(parsed)
+    return [{"role": "user", "content": value}] if isinstance(value, str) and value else None
+
+
+def _read_items(items: list[Any]) -> list[dict[str, Any]] | None:
+    """Reads messages and items of Responses, whose function calls become part of the answer before them."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind == "function_call":
+            call = semconv.make_tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
+        elif kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif isinstance(item, dict) and "role" in item:
+            messages.append({**item, "content": _read_content(item.get("content"))})
+        elif kind != "reasoning":
+            return None
+    return messages or None
+
+
+def _read_content(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    texts = ("input_text", "output_text")  # of Responses
+    return semconv.join_texts(
+        [{**part, "type": "text"} if isinstance(part, dict) and part.get("type") in texts else part for part in content]
+    )
 
 
 def to_answers(value: Any) -> list[dict[str, Any]]:
-    """Reads the answers of a model call: a text, a message, or an answer of an API with choices."""
-    value = semconv.parse_json(value, value)
-    if isinstance(value, dict) and isinstance(value.get("choices"), list):
-        return [choice["message"] for choice in value["choices"]]
-    if isinstance(value, dict) and {"content", "tool_calls"} & value.keys():
-        value = {**value, "role": "assistant"}
-    return [{**message, "role": "assistant"} for message in to_messages(value) or ()]
+    """Reads the answers of a model call: a message, messages, an answer of an API with choices, or any text or JSON."""
+    parsed = semconv.parse_json(value, value)
+    if isinstance(parsed, dict) and isinstance(parsed.get("choices"), list):
+        return [choice["message"] for choice in parsed["choices"]]
+    if isinstance(parsed, dict) and {"content", "tool_calls"} & parsed.keys():
+        parsed = {"role": "assistant", **parsed}
+    found = to_messages(parsed) if isinstance(parsed, (dict, list)) else None
+    if found is None and value not in (None, "", []):
+        found = [{"content": value if isinstance(value, str) else json.dumps(value)}]
+    return [{**message, "role": "assistant"} for message in found or ()]
 
 
 def to_time(value: Any) -> float | None:

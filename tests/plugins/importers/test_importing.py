@@ -22,6 +22,7 @@ from agentlightning.types import Span
 from agentlightning_plugins.rewards.graders import Graders
 from agentlightning_plugins.shared.chat_history import PreferencePair, select_examples, select_pairs
 from agentlightning_plugins.shared.configuration.sources import load_dataset
+from agentlightning_plugins.shared.importing import to_answers, to_messages
 from agentlightning_plugins.shared.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.prompt_lab import Server, client, is_critic
 from tests.plugins.commands.agl_here import Said, run_here
@@ -98,8 +99,8 @@ def pairs(folder: Path) -> list[PreferencePair]:
     ("form", "files", "options"),
     [
         ("openai-stored-completions", ("completions.json", "messages.json"), ("--reward", "quality")),
-        ("langfuse", ("observations_v2.jsonl", "scores.jsonl"), ()),
-        ("phoenix", ("phoenix/spans.json", "phoenix/span_annotations.json"), ()),
+        ("langfuse", ("observations_v2.jsonl", "observations_v2.jsonl", "scores.jsonl"), ()),
+        ("phoenix", ("phoenix/spans.json", "phoenix/spans.json", "phoenix/span_annotations.json"), ()),
         ("openai-evals", ("output_items.json",), ()),
         ("atif", ("trial/agent/trajectory.json", "trial/result.json"), ()),
     ],
@@ -116,6 +117,7 @@ def test_what_was_imported_once_is_not_imported_again(
     assert read_all(tmp_path) == before
     assert any(rollout.attempt.reward is not None for rollout, _ in before)
     assert all(any(map(semconv.is_llm_call, spans)) for _, spans in before)
+    assert all(len({span.span_id for span in spans}) == len(spans) for _, spans in before), "also from two equal files"
 
 
 def unknown_fields(value: object) -> Iterator[str]:
@@ -235,6 +237,46 @@ def test_answers_of_langfuses_api_become_rollouts_and_items_of_data_sets_tasks(t
         {"animal": "hen"},
         {"input": {"animal": "cow"}, "expected_output": "moo", "metadata": None},
     ]
+
+
+CALL = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+CALLED = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+SAID = {"id": "m", "type": "message", "content": [{"type": "output_text", "text": "moo", "annotations": []}]}
+
+
+@pytest.mark.parametrize(
+    ("given", "messages", "answer"),
+    [
+        ("5", [("user", "5", None)], "42"),
+        ({"messages": [{"role": "user", "content": "Hi"}], "tools": []}, [("user", "Hi", None)], '{"animal": "cow"}'),
+        (
+            {"input": [{"role": "user", "content": "Hi"}, SAID | {"role": "assistant"}, CALL]},
+            [("user", "Hi", None), ("assistant", "moo", [CALLED])],
+            "moo",
+        ),
+        (
+            [
+                {"type": "reasoning", "summary": []},
+                CALL,
+                {"type": "function_call_output", "call_id": "c", "output": "x"},
+            ],
+            [("assistant", None, [CALLED]), ("tool", "x", None)],
+            "moo",
+        ),
+        ({"prompt": 7}, None, ""),
+    ],
+    ids=["number", "chat", "responses", "tool", "others"],
+)
+def test_inputs_and_outputs_that_langfuses_sdk_records_are_read(
+    given: Any, messages: list[tuple[str, str | None, Any]] | None, answer: str
+) -> None:
+    for form in (given, given if isinstance(given, str) else json.dumps(given)):
+        found = to_messages(form)
+        read = found and [(each["role"], each["content"], each.get("tool_calls")) for each in found]
+        assert read == messages
+    assert to_answers(answer) == ([{"role": "assistant", "content": answer}] if answer else [])
+    assert [each["content"] for each in to_answers(json.dumps(SAID))] == ["moo"]
+    assert to_answers([CALL]) == [{"role": "assistant", "content": None, "tool_calls": [CALLED]}]
 
 
 def test_what_phoenix_recorded_becomes_rollouts_with_tools_scores_and_comments(tmp_path: Path) -> None:
@@ -379,8 +421,10 @@ def test_apo_improves_a_prompt_on_imported_tasks(tmp_path: Path) -> None:
 
 
 def test_results_of_an_eval_become_rated_rollouts(tmp_path: Path) -> None:
-    assert import_json(tmp_path, "openai-evals", "output_items.json")["rollouts"] == 2
-    assert [rollout.attempt.reward for rollout, _ in read_all(tmp_path)] == [0.75, 0.0]
+    assert import_json(tmp_path, "openai-evals", "output_items.json")["rollouts"] == 3
+    *_, (_, (called, _)) = found = read_all(tmp_path)
+    assert [rollout.attempt.reward for rollout, _ in found] == [0.75, 0.0, 1.0]
+    assert semconv.read_output_messages(called)[0]["tool_calls"][0]["function"]["name"] == "clock"
     (pair,) = pairs(tmp_path)
     assert [each[0].messages[-1]["content"] for each in (pair.chosen, pair.rejected)] == ["5", "6"]
 
