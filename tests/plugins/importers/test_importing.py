@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ SAMPLES = Path(__file__).parent / "samples"
 that openinference-instrumentation-openai 0.1.66 recorded; only some traces and the stacks of exceptions were taken out.
 Those of Langfuse and OpenAI are written by hand and have the fields and types of langfuse 3.15 (``trace.json``) and
 5.0.4 (``observations_api.json``, ``scores_v3.json``, ``dataset_items.json``), of the reference of Langfuse's exports,
-and of openai 3.57.
+and of openai 3.57. The models of Harbor 0.26 wrote ``trial/result.json``, and accept the trajectories of ATIF 1.
 """
 OF_STORED_COMPLETIONS = {
     "frequency_penalty", "input_user", "metadata", "presence_penalty", "request_id", "response_format", "seed",
@@ -356,6 +357,17 @@ def test_trajectories_are_imported_with_subagents_tokens_and_the_reward_of_their
     assert semconv.read_token_data(first) == ([1, 2, 3], [4, 5], [-0.1, -0.2])
     assert [message["content"] for message in semconv.read_input_messages(last)] == ["What is 2 + 3?", "", "5", "noop"]
     assert (semconv.read_agent_name(sub), semconv.read_output_messages(sub)[0]["content"]) == ("adder", "5")
+
+
+def test_a_trial_that_harbor_calls_invalid_is_a_failed_rollout_without_a_reward(tmp_path: Path) -> None:
+    trial = shutil.copytree(SAMPLES / "trial", tmp_path / "trial")
+    result = json.loads((trial / "result.json").read_text())
+    problem = {"exception_type": "AgentSetupError", "exception_message": "no shell"}
+    (trial / "result.json").write_text(json.dumps({**result, "exception_info": problem, "reward_valid": False}))
+    said = import_json(tmp_path, "atif", str(trial / "agent" / "trajectory.json"), str(trial / "result.json"))
+    assert named(said) == {"a result of a trial without its trajectory, or without a valid reward": 1}
+    ((rollout, _),) = read_all(tmp_path)
+    assert (rollout.status, rollout.attempt.error.message, rollout.attempt.reward) == ("failed", "no shell", None)
 
 
 def test_exported_trajectories_can_be_imported_again(tmp_path: Path) -> None:
