@@ -46,12 +46,20 @@ def read(items: list[tuple[str, dict[str, Any]]], imported: Imported) -> None:
             imported.leave_out(f"no trajectory in ATIF 1, but {value.get('schema_version', 'unknown')!r}", place)
     for place, value in items:
         if "verifier_result" in value:
-            rewards = (value["verifier_result"] or {}).get("rewards") or {}
-            scores = {name: number for name, each in rewards.items() if (number := to_number(each)) is not None}
-            if (rated := of_trial.get(Path(place).absolute().parent)) is None or not scores:
-                imported.leave_out("a result of a trial without its trajectory, or without a reward", place)
-            else:
-                rated.scores |= scores
+            with imported.reading(place):
+                _read_result(value, of_trial.get(Path(place).absolute().parent), imported, place)
+
+
+def _read_result(value: dict[str, Any], rated: ImportedRollout | None, imported: Imported, place: str) -> None:
+    rewards = (value["verifier_result"] or {}).get("rewards") or {}
+    scores = {name: number for name, each in rewards.items() if (number := to_number(each)) is not None}
+    if rated is not None and scores and value.get("reward_valid") is not False:
+        for name, score in scores.items():
+            rated.rate(name, score)
+        return
+    imported.leave_out("a result of a trial without its trajectory, or without a valid reward", place)
+    if rated is not None and value.get("exception_info"):
+        rated.error = str(value["exception_info"]["exception_message"])
 
 
 def _read_trajectory(value: dict[str, Any], rollout: ImportedRollout, imported: Imported, sub: str = "") -> None:

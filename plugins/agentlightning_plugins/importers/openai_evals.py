@@ -1,8 +1,8 @@
-"""Evals of OpenAI (openai-python 2.8, API of 2026): data sets, the graders of an eval, and the results of its runs.
+"""Evals of OpenAI (API of 2026, openai-python 2.8 to 3.57): data sets, graders of an eval, and results of its runs.
 
 Read are lines of data sets (``{"item": ...}``), evals of ``GET /v1/evals`` (``eval``), and results of
 ``GET /v1/evals/{id}/runs/{id}/output_items`` (``eval.run.output_item``), which become rollouts. Data sets of the
-repository openai/evals, lines of ``input`` and ``ideal``, are tasks too.
+repository openai/evals, lines of ``input`` and ``ideal``, are tasks too; Phoenix calls ``input`` ``messages``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read(items: list[tuple[str, dict[str, Any]]], imported: Imported) -> None:
                 _read_result(value, imported)
             elif isinstance(value.get("item"), dict):
                 imported.tasks.append(value["item"])
-            elif "input" in value and "object" not in value:
+            elif {"input", "ideal"} & value.keys() and "object" not in value:
                 imported.tasks.append(value)
             else:
                 imported.leave_out(
@@ -58,14 +58,17 @@ def _read_result(value: dict[str, Any], imported: Imported) -> None:
     rollout = ImportedRollout(f"{value['run_id']}/{value['id']}", value["datasource_item"])
     error = (sample.get("error") or {}).get("message")
     rollout.error = error or (None if value.get("status") != "error" else "its status was error")
-    messages = [{key: each[key] for key in ("role", "content")} for each in sample["input"]]
-    answers = [{"role": "assistant", "content": each.get("content") or ""} for each in sample["output"]]
+    messages, answers = (
+        [{name: part for name, part in each.items() if part is not None} for each in sample[key]]
+        for key in ("input", "output")
+    )
+    answers = [{"content": "", **each, "role": "assistant"} for each in answers]
     attributes = {semconv.GEN_AI_FINISH_REASONS: [sample.get("finish_reason") or ""]}
     about = {"start": value.get("created_at"), "error": error}
     rollout.add_call("call", messages, answers, sample.get("model"), None, attributes, **about)
-    scores = [number for each in value.get("results") or () if (number := to_number(each.get("score"))) is not None]
-    if scores:
-        rollout.scores["score"] = sum(scores) / len(scores)
+    for each in value.get("results") or ():
+        if (number := to_number(each.get("score"))) is not None:
+            rollout.rate("score", number)
     imported.rollouts.append(rollout)
 
 

@@ -1,7 +1,7 @@
-"""Spans and annotations of Phoenix (arize-phoenix-client 3.5), whose attributes are those of OpenInference.
+"""Traces, annotations and data sets of Phoenix 20 (arize-phoenix-client 3.5), with the attributes of OpenInference.
 
-Read are JSON of ``GET /v1/projects/{project}/spans`` and ``.../span_annotations``, and the rows of
-``get_spans_dataframe()`` and ``get_span_annotations_dataframe()``, saved as Parquet or JSON lines.
+Read are JSON of ``GET /v1/projects/{project}/spans``, ``.../span_annotations`` and ``.../trace_annotations``, the rows
+of the client's data frames, saved as Parquet or JSON lines, and ``GET /v1/datasets/{id}/jsonl``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from agentlightning_plugins.shared.importing import Imported, ImportedRollout
 
 @hookimpl
 def components() -> list[Component]:
-    return [Component("importer", "phoenix", f"{__name__}:read", summary="spans and annotations of Phoenix")]
+    return [
+        Component("importer", "phoenix", f"{__name__}:read", summary="traces, annotations and data sets of Phoenix")
+    ]
 
 
 def read(items: list[tuple[str, dict[str, Any]]], imported: Imported) -> None:
-    rows = [(place, dict(_flatten(value))) for place, value in items]
+    rows: list[tuple[str, dict[str, Any]]] = []
+    for place, value in items:
+        if value.keys() >= {"node_id", "input", "output"}:
+            imported.tasks.append({key: value.get(key) for key in ("input", "output", "metadata")})
+        else:
+            rows.append((place, dict(_flatten(value))))
     rollouts: dict[str, ImportedRollout] = {}
-    of_span: dict[str, ImportedRollout] = {}
+    rated: dict[str, ImportedRollout] = {}
     for place, row in sorted(rows, key=lambda each: str(each[1].get("start_time"))):
         if "context.span_id" in row:
             with imported.reading(place):
@@ -34,20 +41,24 @@ def read(items: list[tuple[str, dict[str, Any]]], imported: Imported) -> None:
                 times = row.get("start_time"), row.get("end_time")
                 own, parent = row["context.span_id"], row.get("parent_id") or None
                 rollout.add(own, str(row["name"]), attributes, parent, *times, error)
-                of_span[own] = rollout
-                if parent is None and rollout.task is None:
-                    rollout.task = semconv.parse_json(attributes.get("input.value"), attributes.get("input.value"))
-    for place, row in rows:
-        score, rated = to_number(row.get("result.score")), of_span.get(str(row.get("span_id")))
-        if "context.span_id" in row:
-            continue
-        if rated is None:
-            imported.leave_out("an annotation without its span" if "span_id" in row else "no span or annotation", place)
-        elif score is None:
-            imported.leave_out("an annotation without a score, only with a label", row.get("id", place))
+                rated |= {own: rollout, rollout.source_id: rollout}
+                if parent is None:
+                    rollout.error = rollout.error or error
+                    if rollout.task is None and row.get("span_kind") not in ("LLM", "EMBEDDING"):
+                        rollout.task = semconv.parse_json(attributes.get("input.value"), attributes.get("input.value"))
+    annotations = {str(row.get("id", place)): row for place, row in rows if "context.span_id" not in row}
+    for name, row in annotations.items():
+        score, about = to_number(row.get("result.score")), str(row.get("span_id", row.get("trace_id")))
+        if not any(key.startswith("result.") for key in row):
+            imported.leave_out("no span, annotation or example of a data set", name)
+        elif about not in rated:
+            imported.leave_out("an annotation without its span or trace", name)
         else:
-            rated.scores[str(row.get("annotation_name", row.get("name")))] = score
-            rated.add_feedback(row.get("result.explanation"))
+            rated[about].add_feedback(row.get("result.explanation"))
+            if score is not None:
+                rated[about].rate(str(row.get("annotation_name", row.get("name"))), score)
+            elif "result.label" in row:
+                imported.leave_out("an annotation without a score, only with a label", name)
     for trace, rollout in rollouts.items():
         calls = [span for span in rollout.spans if semconv.is_llm_call(span)]
         if rollout.task is None and calls:
@@ -55,8 +66,7 @@ def read(items: list[tuple[str, dict[str, Any]]], imported: Imported) -> None:
         if calls:
             imported.rollouts.append(rollout)
             continue
-        imported.leave_out("a trace without a model call (its input is a task)", trace)
-        imported.tasks += [] if rollout.task is None else [rollout.task]
+        imported.leave_out_trace(trace, rollout.task)
 
 
 def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

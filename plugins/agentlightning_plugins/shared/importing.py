@@ -30,8 +30,8 @@ class ImportedRollout:
     """Identifies it in its own tool: it is imported once."""
     task: Any = None
     spans: list[Span] = field(default_factory=list)
-    scores: dict[str, float] = field(default_factory=dict)
-    """Its ratings, by name; one of them may become the reward."""
+    ratings: dict[str, list[float]] = field(default_factory=dict)
+    """Its scores, by name."""
     metadata: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     """Why it failed."""
@@ -84,6 +84,15 @@ class ImportedRollout:
         self.add(key, "chat", {**known, **attributes}, **others)
         self.task = {"messages": list(messages)} if self.task is None else self.task
 
+    @property
+    def scores(self) -> dict[str, float]:
+        """The mean score of each name; one of them may become the reward."""
+        return {name: sum(given) / len(given) for name, given in self.ratings.items()}
+
+    def rate(self, name: str, score: float) -> None:
+        """Adds a score."""
+        self.ratings.setdefault(name, []).append(score)
+
     def add_feedback(self, text: str | None) -> None:
         """Adds the reason for a score."""
         if text:
@@ -107,6 +116,11 @@ class Imported:
     def leave_out(self, reason: str, name: object) -> None:
         """Notes that an item cannot be mapped."""
         self.left_out.setdefault(reason, []).append(str(name))
+
+    def leave_out_trace(self, name: str, task: Any) -> None:
+        """Notes that a trace has no model call; its input is a task, unless it is None."""
+        self.leave_out("a trace without a model call" + ("" if task is None else " (its input is a task)"), name)
+        self.tasks += [] if task is None else [task]
 
     @contextlib.contextmanager
     def reading(self, name: object) -> Iterator[None]:
@@ -193,35 +207,68 @@ def _read_file(path: Path) -> Iterator[Any]:
 def to_messages(value: Any) -> list[dict[str, Any]] | None:
     """Reads chat messages as tracing libraries write them: a text, a message, a list, or a request with messages.
 
-    Returns None if there are none.
+    Items of OpenAI's Responses are read too. Returns None if there are no messages, or others beside them.
     """
-    value = semconv.parse_json(value, value)
-    if isinstance(value, dict):
-        return [value] if "role" in value else to_messages(value.get("messages"))
-    if isinstance(value, str) and value:
-        return [{"role": "user", "content": value}]
-    if isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value):
-        return value
-    return None
+    parsed = semconv.parse_json(value, value)
+    if isinstance(parsed, dict):
+        given = next((parsed[key] for key in ("messages", "input") if key in parsed), None)
+        return _read_items([parsed]) if given is None else to_messages(given)
+    if isinstance(parsed, list):
+        return _read_items(parsed)
+    return [{"role": "user", "content": value}] if isinstance(value, str) and value else None
+
+
+def _read_items(items: list[Any]) -> list[dict[str, Any]] | None:
+    """Reads messages and items of Responses, whose function calls become part of the answer before them."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind == "function_call":
+            call = semconv.make_tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
+        elif kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif isinstance(item, dict) and "role" in item:
+            messages.append({**item, "content": _read_content(item.get("content"))})
+        elif kind != "reasoning":
+            return None
+    return messages or None
+
+
+def _read_content(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    texts = ("input_text", "output_text")  # of Responses
+    return semconv.join_texts(
+        [{**part, "type": "text"} if isinstance(part, dict) and part.get("type") in texts else part for part in content]
+    )
 
 
 def to_answers(value: Any) -> list[dict[str, Any]]:
-    """Reads the answers of a model call: a text, a message, or an answer of an API with choices."""
-    value = semconv.parse_json(value, value)
-    if isinstance(value, dict) and isinstance(value.get("choices"), list):
-        return [choice["message"] for choice in value["choices"]]
-    if isinstance(value, dict) and {"content", "tool_calls"} & value.keys():
-        value = {**value, "role": "assistant"}
-    return [{**message, "role": "assistant"} for message in to_messages(value) or ()]
+    """Reads the answers of a model call: a message, messages, an answer of an API with choices, or any text or JSON."""
+    parsed = semconv.parse_json(value, value)
+    if isinstance(parsed, dict) and isinstance(parsed.get("choices"), list):
+        return [choice["message"] for choice in parsed["choices"]]
+    if isinstance(parsed, dict) and {"content", "tool_calls"} & parsed.keys():
+        parsed = {"role": "assistant", **parsed}
+    found = to_messages(parsed) if isinstance(parsed, (dict, list)) else None
+    if found is None and value not in (None, "", []):
+        found = [{"content": value if isinstance(value, str) else json.dumps(value)}]
+    return [{**message, "role": "assistant"} for message in found or ()]
 
 
 def to_time(value: Any) -> float | None:
-    """Reads an instant: seconds since 1970, a datetime, or ISO text, which is UTC unless it says otherwise."""
+    """Reads an instant: a datetime, ISO text, which is UTC unless it says otherwise, or seconds since 1970.
+
+    Numbers above 1e11, in which pandas writes JSON, are milliseconds.
+    """
     if isinstance(value, str) and value:
         value = datetime.fromisoformat(value.replace("Z", "+00:00"))
     if isinstance(value, datetime):
         return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    return float(value) if isinstance(value, (int, float)) else None
+    return float(value) / (1000 if value > 1e11 else 1) if isinstance(value, (int, float)) else None
 
 
 def snake_case(record: dict[str, Any]) -> dict[str, Any]:
