@@ -407,7 +407,7 @@ class Span(SpanRecord):
     ) -> "Span":
         """Converts a finished OpenTelemetry SDK span (nanoseconds become seconds).
 
-        The end is not before the start, as it is in a span during which the clock was set back.
+        If the clock was set back during the span, its end is set to its start.
         """
         span: Any = readable_span
         code = span.status.status_code.name

@@ -76,8 +76,8 @@ def find_reward_spans(spans: Iterable[Span]) -> list[Span]:
 def count_failed(rewards: Iterable[float | None], failed_reward: float = 0.0) -> float:
     """Returns the reward that a failed rollout counts as: ``failed_reward``, or the lowest of ``rewards`` if lower.
 
-    Otherwise a crash would be the best answer where all rewards are negative. ``rewards`` are those of the rollouts
-    that it is compared with; None stands for another failed one.
+    Otherwise a crash would be the best answer where all rewards are negative. ``rewards`` has the reward of each
+    rollout that it is compared with; None if that one failed, too.
     """
     return min([failed_reward, *(reward for reward in rewards if reward is not None)])
 

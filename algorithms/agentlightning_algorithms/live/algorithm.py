@@ -59,7 +59,7 @@ class LiveLearning(LiveSettings, Algorithm):
     Serving processes ask ``agl.LiveResources`` for the version of each task. All state is in the store, so a restarted
     learner continues where it was killed; while no learner runs, all tasks get the stable version.
 
-    The arguments are those of :class:`~agentlightning_algorithms.live.settings.LiveSettings`.
+    The arguments are the fields of :class:`~agentlightning_algorithms.live.settings.LiveSettings`.
     """
 
     Experience: TypeAlias = live_resources.LiveExperience

@@ -179,7 +179,7 @@ async def make_candidate(propose: Callable[[LiveExperience], Any], experience: L
 
 
 async def call_proposer(propose: Callable[[LiveExperience], Any], experience: LiveExperience) -> Proposal:
-    """Calls a proposer. A synchronous one gets a thread: heartbeats go on, and the learner can stop meanwhile."""
+    """Calls a proposer; a synchronous one in a thread, so that heartbeats go on and the learner can stop."""
     if inspect.iscoroutinefunction(propose):
         answer = propose(experience)
     else:

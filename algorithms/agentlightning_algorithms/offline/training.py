@@ -119,7 +119,7 @@ class OfflineTraining(Algorithm):
 
     @abstractmethod
     def describe_epoch(self, steps: Sequence[Mapping[str, float]], n_items: int) -> dict[str, float]:
-        """Returns the metrics of an epoch, given those of its steps."""
+        """Returns the metrics of an epoch, given the metrics of its steps."""
 
     @abstractmethod
     def validate(self, updater: Updater, items: Sequence[Any]) -> dict[str, float]:

@@ -292,7 +292,7 @@ def _set_mini_batch_size(
 
 
 def train(config: DictConfig, controller: RolloutController) -> None:
-    """Trains to the end, and blocks meanwhile. Ray must be running, and the controller's loop in another thread."""
+    """Trains, and returns at the end. Ray must be running, and the controller's loop in another thread."""
     if config.algorithm.adv_estimator == "remax":
         config.algorithm.adv_estimator = REMAX
     transfer_queue.init(config.transfer_queue)

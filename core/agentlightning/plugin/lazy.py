@@ -14,7 +14,7 @@ _IMPORT = re.compile(r"^from ([\w.]+) import \(?\s*(\w+) as \2\b", re.MULTILINE)
 
 _OLD_NAMES: Final = (
     "; if it is a name of Agent Lightning 0.3, write `import agentlightning.compat` first, which "
-    "restores most of them, and see docs/migration.md for the others"
+    "restores most of them; docs/migration.md explains the rest"
 )
 
 

@@ -1,6 +1,6 @@
-"""Spans and annotations of Phoenix (arize-phoenix-client 3.5), whose attributes are those of OpenInference.
+"""Spans and annotations of Phoenix (arize-phoenix-client 3.5), whose attributes follow OpenInference.
 
-Read are JSON of ``GET /v1/projects/{project}/spans`` and ``.../span_annotations``, and the rows of
+It reads the JSON of ``GET /v1/projects/{project}/spans`` and ``.../span_annotations``, and the rows of
 ``get_spans_dataframe()`` and ``get_span_annotations_dataframe()``, saved as Parquet or JSON lines.
 """
 

@@ -40,7 +40,7 @@ class SamplingParams:
 
 
 class Token(NamedTuple):
-    """A sampled token. Log-probabilities are those of the distribution it was drawn from, filters included."""
+    """A sampled token. Its log-probabilities are under the distribution that it was drawn from, filters included."""
 
     token_id: int
     logprob: float

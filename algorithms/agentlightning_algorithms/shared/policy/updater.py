@@ -163,7 +163,7 @@ class Updater:
         """Restores what :meth:`save` wrote, the process's random generators included, and returns ``caller``.
 
         Raises:
-            ConfigError: the directory has no checkpoint, or that of another model.
+            ConfigError: the directory has no checkpoint, or one of another model.
         """
         directory = recover_directory(directory)
         file = directory / _STATE_FILE

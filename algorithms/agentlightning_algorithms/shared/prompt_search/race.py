@@ -264,7 +264,7 @@ class RacingSearch(PromptSearch):
         return sorted(known, key=lambda each: not self._is_failure(each))[: self.n_examples]
 
     async def _run(self, number: int, candidate: Candidate, mode: RolloutMode, indices: Sequence[int]) -> None:
-        """Runs a candidate on those of these tasks that it has not run on."""
+        """Runs a candidate on the given tasks, except the ones that it has run on."""
         async with self._locks[candidate.candidate_id]:  # two parents may have made the same child
             await self.publish_prompts(candidate)
             missing = self.results.missing(candidate.candidate_id, mode, indices)

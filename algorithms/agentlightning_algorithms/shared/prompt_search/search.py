@@ -213,7 +213,7 @@ class PromptSearch(Algorithm):
         """Number of validation tasks that the first prompt runs on before others, with ``max_rollouts = limit``."""
 
     def left_for_search(self) -> float:
-        """Number of rollouts that the search may still run: those of the confirmation are reserved."""
+        """Number of rollouts that the search may still run: the confirmation's are reserved."""
         if self.max_rollouts is None:
             return math.inf
         return self.max_rollouts - self.n_rollouts - self._count_reserved(self.max_rollouts)

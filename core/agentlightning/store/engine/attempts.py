@@ -130,7 +130,7 @@ class Attempts:
         await self._database.change_attempt(rollout_id, attempt_id, plan, is_heartbeat=True)
 
     async def lose(self, attempt: Attempt) -> bool:
-        """Ends an attempt of a dead worker; returns False if it has ended or changed its worker meanwhile."""
+        """Ends an attempt of a dead worker; returns False if it has already ended or has another worker by now."""
         reason = f"worker {attempt.worker_id!r} was reported dead"
 
         async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[bool]:
@@ -144,5 +144,5 @@ class Attempts:
 
         try:
             return await self._database.change_attempt(attempt.rollout_id, attempt.attempt_id, plan)
-        except NotFoundError:  # deleted meanwhile
+        except NotFoundError:  # it was deleted
             return False

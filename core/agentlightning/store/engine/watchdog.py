@@ -111,7 +111,7 @@ class Watchdog:
         if outcome is not None:
             change = Change(None)
             change.revoke(rollout, attempt, outcome, now)
-            await self.database.try_commit(change)  # if it changed meanwhile, the next scan reads it again
+            await self.database.try_commit(change)  # if it has changed since the read, the next scan reads it again
 
     async def delete_workers(self, now: float) -> None:
         """Deletes old workers, every hour."""

@@ -161,7 +161,7 @@ class BackendConformance(ReadingTests):
         limit = min([await longest_block(block) for _ in range(3)])
         for name, call in (await calls_of(backend, 30)).items():
             blocked = limit
-            for _ in range(30):  # until one does not block: another process may have stopped this one meanwhile
+            for _ in range(30):  # until one does not block: another process may stop this one during a call
                 if blocked >= limit:
                     blocked = min(blocked, await longest_block(call))
             assert blocked < limit, (

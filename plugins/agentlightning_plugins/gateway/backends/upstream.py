@@ -265,7 +265,7 @@ async def _read_answer(response: BackendAnswer, keep_alive: Callable[[], None]) 
 def _read_error(
     dialect: Dialect, request: BackendRequest, status: int, headers: Mapping[str, str], body: bytes
 ) -> CallRefused:
-    """Returns the error of a backend for the agent: as it is, or in the agent's dialect."""
+    """Returns the error of a backend for the agent: unchanged, or in the agent's dialect."""
     unknown = f"{request.backend.endpoint} answered {status}: {body[:500].decode(errors='replace')}"
     if not 400 <= status <= 599:  # agents cannot follow a redirect, and other codes are not HTTP status codes
         return CallRefused(502, unknown, "bad_gateway")

@@ -386,5 +386,5 @@ def _messages(task: str, answer: str) -> list[dict[str, str]]:
 
 
 def to_text(value: Any) -> str:
-    """Returns a text as it is, and anything else as JSON."""
+    """Returns a text unchanged, and anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

@@ -33,7 +33,7 @@ def show_text(text: str, length: int = MAX_SHOWN) -> str:
 
 
 def show_line(value: Any, length: int = 160) -> str:
-    """Formats a value as one line, cut at ``length``: text as it is, other values as JSON."""
+    """Formats a value as one line, cut at ``length``; a value that is not text becomes JSON."""
     text = value if isinstance(value, str) else dump(value)
     text = " ".join(text[: 4 * length].split())
     return show_text(text if len(text) <= length else text[: length - 1] + "…")

@@ -163,7 +163,7 @@ def _start(arguments: Sequence[str], env: Mapping[str, str], cwd: str | None, st
 
 
 def _await_end(process: subprocess.Popen[bytes], attempt_id: str | None) -> int:
-    """Waits for the first process of the group, kills the others, and returns the first one's exit code.
+    """Waits for the first process of the group, kills the rest of it, and returns the first one's exit code.
 
     On Linux, it also kills processes in other groups that have the attempt in their environment, such as daemons.
 

@@ -39,7 +39,7 @@ class Score:
 
     @cached_property
     def rewards(self) -> Sequence[Sequence[float]]:
-        """Rewards of each task, those of failed rollouts included."""
+        """Rewards of each task, including failed rollouts."""
         failed = count_failed((reward for task in self.outcomes for reward in task), self.failed_reward)
         return [[failed if reward is None else reward for reward in task] for task in self.outcomes]
 

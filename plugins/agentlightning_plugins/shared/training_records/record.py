@@ -51,7 +51,7 @@ OUTCOMES: Final[Mapping[Outcome, str]] = {
     "stale": "it was sampled by weights that are too old",
     "cut_off": "its reply ended at the token limit",
     "mismatch": "sampler and trainer disagree on every token",
-    "baseline": "a greedy rollout, whose reward is subtracted from those of its task",
+    "baseline": "a greedy rollout, whose reward is subtracted from its task's rewards",
     "unusable_images": "its images cannot be read or are encoded differently, or the model sampled an image token",
     "not_finite": "the loss or the gradient of its minibatch was not finite",
     "cancelled": "it was cancelled",

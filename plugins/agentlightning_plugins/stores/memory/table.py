@@ -51,7 +51,7 @@ class Positions:
             self._sorted.insert(place, position)
 
     def remove(self) -> bool:
-        """Counts a removed position; returns whether it is time to ``keep`` only the others."""
+        """Counts a removed position; returns whether it is time to ``keep`` only the rest."""
         self._removed += 1
         return self._removed * 2 > len(self._sorted) > _CHUNK
 

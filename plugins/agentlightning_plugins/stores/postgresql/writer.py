@@ -44,7 +44,7 @@ _MAX_CLAIM_S: Final = 5.0
 _MAX_BUSY_S: Final = 0.05
 """The longest pause before a row that another transaction has locked is tried again."""
 _ANNOUNCE_S: Final = 0.01
-"""How long a process with more to write may delay waking the others."""
+"""How long a process with more to write may delay waking other processes."""
 LOOK_EVERY_S: Final = 1.0
 """How often events are read without a notification: a process may be killed between its commit and its NOTIFY."""
 SETTINGS: Final = {

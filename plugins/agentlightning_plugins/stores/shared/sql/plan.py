@@ -197,7 +197,7 @@ class Planner:
             if condition.field != field or condition.op != "eq" or type(value) not in (str, int):
                 return None
             if type(value) is str and value.isascii() and "\0" not in value:
-                continue  # every database finds it as it is
+                continue  # every database finds it without a translation
             test = self._dialect.translate(query.kind, condition)
             if test is None or test.parameters != (value,):
                 return None
