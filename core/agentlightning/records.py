@@ -473,7 +473,7 @@ class PaginatedResult(BaseModel, Sequence[T], Generic[T]):
     cursor: str | None = None
     """Argument for the next page, at constant cost; None on the last page, or if the order is not the stored one."""
     truncated: bool = False
-    """Whether a search that no database can do, such as by ``sort_by="input"``, ended at its time limit of 10 s."""
+    """Whether a search outside the database, as with ``sort_by="input"``, ended at its time limit of 10 s."""
 
     def __len__(self) -> int:
         return len(self.items)

@@ -94,9 +94,9 @@ def find_final_reward(spans: Iterable[Span], rollout: Rollout | None = None) -> 
 
 
 def find_feedback(spans: Iterable[Span]) -> list[Feedback]:
-    """Returns the feedback of an attempt in the given order: what was emitted as such, and errors of tools.
+    """Returns the feedback of an attempt in the given order: emitted feedback, and errors of tools.
 
-    Tools are also operations, and exceptions that the agent handled and emitted. Spans that were written after the
+    Operations, and exceptions that the agent handled and emitted, count as tools. Spans that were written after the
     attempt had ended do not count.
     """
     found = []

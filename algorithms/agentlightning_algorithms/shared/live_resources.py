@@ -40,8 +40,8 @@ class LiveState(Resource):
 
     resource_type: Literal["live_state"] = "live_state"
     phase: LivePhase
-    """Collecting rewards of the stable version, running a candidate on recorded tasks, serving it, or ending
-    its trial: it gets no more traffic, and waits for its last rewards or is published."""
+    """``watching`` collects rewards of the stable version; ``checking`` runs a candidate on recorded tasks; ``trial``
+    serves it; in ``closing`` it gets no more traffic, and waits for its last rewards or is published."""
     since: float
     """Unix time at which the phase began."""
     stable: str

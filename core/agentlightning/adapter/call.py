@@ -23,7 +23,7 @@ class State(NamedTuple):
     variables: dict[str, Any]
     """All variables that are known by then."""
     changed: dict[str, Any]
-    """Those that are new, or have another value than in the state before."""
+    """The variables that are new, or whose value differs from the state before."""
 
 
 def find_states(spans: Iterable[Span]) -> list[State]:

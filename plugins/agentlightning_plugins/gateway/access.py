@@ -201,7 +201,7 @@ class EndedAttempts:
         self._rollouts: dict[str, set[str]] = {}
         """Ended rollouts, each with the attempts that began after its end (retries)."""
         self.failing: dict[AttemptKey, bool] = {}
-        """Attempts whose last call failed, also in an earlier gateway; whether their metadata is known to say so."""
+        """Attempts whose last call failed, also in an earlier gateway; True if their metadata is known to say so."""
 
     def is_over(self, attempt: AttemptKey) -> bool:
         """Whether calls of this attempt must be refused."""

@@ -137,7 +137,7 @@ def put_prompt(completion: Completion, ids: FrozenNumbers | None) -> None:
 
 
 def _to_forms(arguments: str) -> dict[str, str]:
-    """Returns the normal forms of sampled arguments: as they are, and as APIs show them that take only objects."""
+    """Returns the normal forms of sampled arguments: as sampled, and as shown by APIs that take only objects."""
     shown = [arguments or "{}", *(dump_json({key: arguments}).decode() for key in (UNPARSED, _INPUT))]
     return {form: arguments for text in shown if (form := _normal_form(text)) is not None}
 

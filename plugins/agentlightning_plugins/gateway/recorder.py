@@ -41,7 +41,7 @@ logger = logging.getLogger("agentlightning")
 _STORE_WAIT_S: Final = 1.0
 """How long an answer may wait until its call is stored."""
 _RECOVERY_WAIT_S: Final = 30.0
-"""How long it may wait until its attempt no longer counts as failing: otherwise the attempt would fail."""
+"""How long an answer may wait until its attempt is no longer stored as failing; else the attempt would fail."""
 _MAX_ATTEMPTS: Final = 1000
 _DISCONNECTED: Final = 499
 """As in nginx; for the metrics only."""

@@ -1,6 +1,6 @@
 """Exports of Langfuse 3: traces, observations and scores.
 
-Read are the files of its blob storage (``observations_v2/``, ``traces/``, ``observations/``, ``scores/``; field
+It reads the files of its blob storage (``observations_v2/``, ``traces/``, ``observations/``, ``scores/``; field
 reference of April 2026), the tables that its pages export, and traces of ``GET /api/public/traces``.
 """
 

@@ -27,7 +27,7 @@ class ImportedRollout:
     """One run of an agent that was recorded elsewhere."""
 
     source_id: str
-    """Identifies it in its own tool: it is imported once."""
+    """Its id in the other tool; a rollout with a known id is not imported again."""
     task: Any = None
     spans: list[Span] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)

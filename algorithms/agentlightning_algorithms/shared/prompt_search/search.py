@@ -53,9 +53,9 @@ logger = logging.getLogger("agentlightning")
 class PromptSearch(Algorithm):
     """The base of APO and GEPA, with the settings that they share.
 
-    A resumed search runs the same search again: finished rollouts and recorded model calls return immediately. Until it
-    has found the run's best prompts again, or better ones, those stay published; if it adds nothing to a search that
-    was confirmed, it ends with them.
+    A resumed search runs the same search again: finished rollouts and recorded model calls return immediately. The
+    run's best prompts stay published until it has found them again, or better ones; if it adds nothing to a confirmed
+    search, it ends with them.
     """
 
     default_adapter: ClassVar[str | None] = "messages"

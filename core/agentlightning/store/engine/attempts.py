@@ -46,7 +46,7 @@ class Attempts:
                 wanted["spans_dropped"] = max(wanted["spans_dropped"], before.spans_dropped)
             if status is not UNSET:
                 failed = (before.metadata or {}).get(MODEL_ERROR) if status == "succeeded" else None
-                if failed is not None:  # its agent did not notice, and any reward would be for what it could not do
+                if failed is not None:  # the agent did not notice: its reward would rate a task that it could not do
                     wanted |= {"error": AttemptFailure(type=MODEL_ERROR, message=str(failed)), "reward": None}
                 outcome = move_attempt(rollout.record, before, status if failed is None else "failed", now)
                 if before.status not in LIVE_ATTEMPT and before.error is not None:

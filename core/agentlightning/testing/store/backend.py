@@ -40,7 +40,7 @@ from agentlightning.testing.store.reading import ReadingTests
 ReopenBackend: TypeAlias = Callable[[], Awaitable[Backend | BackendStore]]
 
 BLOCKED_S: Final = 0.02
-"""A primitive blocks if no call takes the event loop for less than a call that sleeps this long in it."""
+"""A primitive blocks if each of its calls holds the event loop as long as a sleep of this many seconds."""
 SEARCH_S: Final = 1.0
 """How long readers look for half of a commit. A busy machine finds less, but nothing that is not there."""
 

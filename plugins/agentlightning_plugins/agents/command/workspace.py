@@ -104,7 +104,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def restore(source: Path, folder: Path, patterns: Sequence[str]) -> None:
-    """Makes the files whose path matches a pattern the same as in the source again: changed, removed and new ones.
+    """Makes the changed, removed and new files whose paths match a pattern equal to the source again.
 
     ``*`` also matches ``/``. No link is followed.
     """

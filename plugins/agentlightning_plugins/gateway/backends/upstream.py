@@ -115,7 +115,7 @@ class Upstream:
         After a connect error or one of ``RETRIED_STATUS`` the next backend is tried immediately. After all backends
         have been tried, a new round begins after a back-off, or after the last backend's Retry-After. If a backend
         accepts the call and falls silent, the call is not tried again, because the backend may still be working on it.
-        A try on a connection that the backend has closed while it was idle counts as none.
+        A try on a connection that the backend has closed while it was idle does not count.
         Each try sets the call's backend and request.
 
         Returns:

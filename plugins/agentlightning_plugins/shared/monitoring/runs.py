@@ -48,7 +48,7 @@ async def find_run(store: LightningStore) -> Run | None:
 
 
 async def find_newest_runs(store: LightningStore) -> list[Run]:
-    """Returns the newest runs of a store, those with open work, and the run that it sees.
+    """Returns a store's newest runs, its runs with open work, and the run that it sees.
 
     Runs with open work come first, then running ones; within these, the newest.
     """

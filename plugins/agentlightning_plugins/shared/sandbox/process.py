@@ -72,7 +72,7 @@ class Tail(asyncio.Protocol):
 def read_agent_file(path: Path) -> str:
     """Returns the text of a file that an agent may have written; empty if there is none.
 
-    Neither a link, nor a pipe without a writer, nor a device is opened or waited for.
+    It follows no link, and waits for no pipe without a writer and no device.
 
     Raises:
         RolloutError: it is not a regular file, is larger than 1 MiB, or cannot be read.

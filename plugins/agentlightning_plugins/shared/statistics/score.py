@@ -126,7 +126,7 @@ FAILED: Final = "failed rollouts count as 0, or as the lowest reward if that is 
 
 
 def count_failed_alike(scores: Sequence[Score]) -> list[Score]:
-    """Returns scores to compare, in all of which a failed rollout counts as the same reward."""
+    """Returns the scores with the same reward for failed rollouts in all of them, so that they can be compared."""
     rewards = (reward for score in scores for task in score.outcomes for reward in task)
     failed_reward = count_failed(rewards, min(score.failed_reward for score in scores))
     return [replace(score, failed_reward=failed_reward) for score in scores]

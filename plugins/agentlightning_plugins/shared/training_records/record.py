@@ -135,7 +135,7 @@ class TrainedRow:
     token_advantages: Sequence[float] | None = None
     """Advantages, if they differ within a call, as with a critic."""
     token_versions: Sequence[int | None] | None = None
-    """Versions of the weights that sampled the tokens, None for given ones; None if each call has one version."""
+    """Versions of the weights that sampled the tokens, None for given tokens; None if each call has one version."""
 
     @property
     def advantages(self) -> list[float]:

@@ -55,7 +55,7 @@ class EventReader:
         self._up_to_date_at = self._booted_at + since_boot()
 
     def read(self) -> list[list[Event]]:
-        """Returns the events that others committed since the last call, a list for each transaction.
+        """Returns the events that other processes committed since the last call, a list for each transaction.
 
         If there are none, the call costs one read of shared memory.
         """

@@ -184,7 +184,7 @@ _TYPES: Final[Mapping[type, frozenset[str]]] = {
 
 
 def _read_value(text: str, types: frozenset[str]) -> Any:
-    """Returns the value of a parameter: a template writes strings as they are, and other values as JSON."""
+    """Returns the value of a parameter: a template writes strings unchanged, and other values as JSON."""
     written = _PYTHON.get(text, text)
     try:
         value, end = read_json(written)

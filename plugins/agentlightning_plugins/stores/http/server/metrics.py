@@ -170,7 +170,7 @@ class ServerMetrics(ScrapedMetrics):
         return [reward, promoted, phase, share, alarms]
 
     async def _refresh_rewards(self, run_ids: Sequence[str]) -> None:
-        """Reads the rewards of runs in which rollouts have ended since, those first that were read longest ago."""
+        """Reads the rewards of runs in which rollouts have ended since, first of the run that was read longest ago."""
         changed: dict[str, object] = {}
         for run_id in run_ids:
             newest = await self._ended(run_id, 1)

@@ -96,7 +96,7 @@ class SharedParts:
 
 
 def _stem(name: str) -> str:
-    """Returns the part of an attribute's name that all items of a list share: one attribute an item, as some write."""
+    """Returns the name of an attribute up to the index in it: some libraries write one attribute for each item."""
     return _INDEX.split(name, 1)[0]
 
 

@@ -18,8 +18,8 @@ from agentlightning_plugins.stores.shared.sql.document import decode
 R = TypeVar("R", bound=Record)
 
 SEARCH_S: Final = 10.0
-"""How long a search may take. One that examines records in Python then ends with what it has found, marked as
-truncated; one that the database does is cancelled and fails."""
+"""How long a search may take. A search that examines records in Python then ends with what it has found, marked as
+truncated; a search in the database is cancelled and fails."""
 TOO_LONG: Final = (
     "the search took too long and was stopped; search one run, by fewer conditions, or read pages (limit and cursor)"
 )
