@@ -259,7 +259,7 @@ def copy_plain(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _WAIT_S, _WAIT_SHARE = 30.0, 0.1
-"""Waits for checkpoints, in all and as a share of the training's time, beyond which there are fewer of them."""
+"""If training waits for checkpoints longer, in total and as a share of its time, it writes fewer of them."""
 
 
 class CheckpointWriter:

@@ -264,7 +264,7 @@ class OfflineTraining(Algorithm):
         return updater, items, val_items
 
     def require_targets(self, policy: Policy, rows: Sequence[TrainingRow], what: str) -> None:
-        """Refuses a source of whose answers nothing but the end could be learned, because that unlearns answering."""
+        """Refuses answers of which only the end can be learned, because a model that learns it stops answering."""
         source = hide_password(self.source or "live rollouts")
         if not rows:
             raise ConfigError(f"source = {source!r} has no {what} that fits the model")

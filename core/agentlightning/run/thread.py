@@ -255,7 +255,7 @@ def _raise_soon_in(thread: threading.Thread, error: type[BaseException]) -> None
 
 
 def _try_to_raise_in(thread: threading.Thread, error: type[BaseException]) -> bool:
-    if _holds_unguarded(thread):  # this may read a file, while which other threads run
+    if _holds_unguarded(thread):  # other threads run while this reads a file
         return False
     time.sleep(0)  # this thread is then not interrupted for some milliseconds (sys.getswitchinterval)
     if thread.ident is None or _holds_unguarded(thread):

@@ -87,5 +87,5 @@ class GymnasiumEnvironment(Environment):
             self._made.close()
 
     def _show(self, observation: Any) -> str:
-        """Returns the text; what a rendered one colours is marked: ``[S]FF``."""
+        """Returns the observation as text; brackets mark what a rendered one colours: ``[S]FF``."""
         return _COLOUR.sub(r"[\2]", self._made.render()) if self._is_rendered else str(observation)

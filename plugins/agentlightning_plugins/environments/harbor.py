@@ -303,7 +303,7 @@ def _read_number(text: Any, where: str) -> float:
 
 
 def _read_rewards(text: str) -> float:
-    """Returns the number ``reward`` of an object, or its only one."""
+    """Returns the number ``reward`` of an object, or its only number."""
     try:
         rewards = json.loads(text)
     except ValueError as error:

@@ -51,7 +51,7 @@ class Watchdog:
         weakref.finalize(self, self._stopped.set)
 
     def start(self) -> None:
-        """Starts the threads; does nothing for one that runs, or after ``stop``."""
+        """Starts the threads that do not run yet; does nothing after ``stop``."""
         works: dict[str, Sequence[_Work]] = {"agl-watchdog": (Watchdog.scan, Watchdog.delete_workers)}
         if self.retention is not None:
             works["agl-retention"] = (Watchdog.retain,)

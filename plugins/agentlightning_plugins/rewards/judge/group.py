@@ -64,7 +64,7 @@ def compare(
 
 
 def _to_text(episode: Any) -> str:
-    """Returns the last call's conversation, which has those before, unless the agent began another."""
+    """Returns the last call's conversation, which has all earlier calls unless the agent began another one."""
     last = episode.triplets[-1]
     messages = [*read_messages(last), read_answer(last) or {}]
     return to_text(thaw([message for message in messages if message.get("role") != "system"]))

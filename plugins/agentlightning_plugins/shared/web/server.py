@@ -120,7 +120,7 @@ class ConnectionLimits:
         return False
 
     def _close_soon(self, transport: Any, turns: int = _HANDLER_TURNS) -> None:
-        """Closes a connection, unless its request, if it was read just now, is admitted first."""
+        """Closes a connection, unless a request that was read just now is admitted first."""
         if turns:
             asyncio.get_running_loop().call_soon(self._close_soon, transport, turns - 1)
         elif transport in self._closing:

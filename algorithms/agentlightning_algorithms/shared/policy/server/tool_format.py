@@ -180,7 +180,7 @@ _TYPES: Final[Mapping[type, frozenset[str]]] = {
     bool: frozenset(["boolean"]), int: frozenset(["integer", "number"]), float: frozenset(["number"]),
     list: frozenset(["array"]), dict: frozenset(["object"]), type(None): frozenset(["null"]), str: frozenset(),
 }  # fmt: skip
-"""JSON types of values that a template does not write as they are."""
+"""The JSON types that a value has; none for a text, which a template writes unchanged."""
 
 
 def _read_value(text: str, types: frozenset[str]) -> Any:

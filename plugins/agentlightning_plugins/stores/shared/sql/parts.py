@@ -27,7 +27,7 @@ _MAX_BYTES: Final = 4 * _LONGEST
 
 @dataclass(slots=True, eq=False)
 class SharedPart:
-    """A part of the JSON of an attribute, or of several that are one list, after another part or at the beginning."""
+    """A part of the JSON of an attribute, or of several attributes that make one list."""
 
     text: str
     """Emptied when it is written: the length and the hash are enough to find it."""
