@@ -21,7 +21,7 @@ def components() -> list[Component]:
 class GymnasiumEnvironment(Environment):
     """An environment of Gymnasium whose observations are a ``Text`` space, or that renders itself in the mode ``ansi``.
 
-    Actions are a ``Text`` or a ``Discrete`` space. An answer that is no action gets an error, and uses up a turn.
+    Actions are a ``Text`` or a ``Discrete`` space. An answer that fits neither gets an error, and uses up a turn.
     """
 
     def __init__(self, address: str, options: dict[str, Any] | None = None) -> None:

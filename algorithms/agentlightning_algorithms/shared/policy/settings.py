@@ -186,7 +186,7 @@ class LoraSettings:
 
     Attributes:
         rank: rank of the adapters.
-        alpha: adapters are scaled by alpha / rank; they usually need ten times the learning rate of full training.
+        alpha: adapters are scaled by alpha / rank; they need about ten times the learning rate of full training.
         target_modules: names of the linear layers to adapt; ``all-linear``: all but the output layer.
     """
 

@@ -163,7 +163,7 @@ class Table(Generic[R]):
         """
         self.records: dict[int, R] = {}
         self._revisions: dict[int, int] = {}
-        """Revisions of the records that were replaced; the others are at revision 1."""
+        """Revisions of the records that were replaced; all other records are at revision 1."""
         self.positions: dict[Key, int] = {}
         self._keys = KEYS[kind]
         self._key_fields = frozenset(self._keys)
