@@ -477,8 +477,8 @@ def test_the_repository_contains_no_secret_and_no_path_of_a_developers_machine()
     assert found == []
 
 
-def test_every_test_runs_in_an_environment_of_make_test() -> None:
-    parts = {part for lane in phases.LANES for part in lane}
+def test_every_test_runs_in_an_environment_of_make_test_or_of_make_soak() -> None:
+    parts = {part for lane in [*phases.LANES, phases.SOAK] for part in lane}
     assert set(ENVIRONMENTS) <= parts & environments.ENVIRONMENTS.keys()
     lost = [file.shown for file in all_test_files() if not environments_of(file.path) & set(ENVIRONMENTS)]
     unknown = [file.shown for file in all_test_files() if environments_of(file.path) - set(ENVIRONMENTS)]

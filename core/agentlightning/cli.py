@@ -25,7 +25,7 @@ _SECTIONS: Final = {
     "Look at results": "report dashboard top runs rollouts spans resources workers ledger tokens",
     "Serve": "store gateway serve export import",
 }
-"""The commands in the help, by section; those of other plugins come last."""
+"""The commands in the help, by section; commands of other plugins come last."""
 _YOUNG: Final = 20_000
 """Threshold of the garbage collector: at Python's default it takes a sixth of the time of importing torch."""
 

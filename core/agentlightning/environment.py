@@ -19,7 +19,7 @@ class Environment:
 
     It is an agent of any algorithm: ``Trainer(algorithm="grpo").fit(environment)`` plays an episode for each rollout,
     in which the model of the rollout acts. The episode has its own deep copy of the object, so its state belongs in
-    attributes. All methods may be ``async``; the others of one episode run in one thread.
+    attributes. Methods may be ``async``; all plain methods of an episode run in the same thread.
 
     The final reward is what ``reward`` returns, else the sum of the rewards of the steps.
     """

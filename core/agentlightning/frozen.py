@@ -67,7 +67,7 @@ class FrozenList(_Frozen, list[Any]):
 
 
 class FrozenNumbers(FrozenList):
-    """A list of which it is known that all items are numbers, as token ids are: readers need not look at each."""
+    """A list that has only numbers, such as token ids, so that readers need not check each item."""
 
     __slots__ = ()
 
@@ -100,8 +100,8 @@ def freeze(value: Any, name: str = "value", *, repair: Repair | None = None) -> 
 def freeze_row(row: Any, name: str) -> Any:
     """Freezes a row of a data set, as ``freeze`` does, and converts what files and tables contain.
 
-    Dates and times become ISO text, durations seconds, decimals and UUIDs text, bytes the text that they are in UTF-8,
-    and arrays lists. Raises ConfigError for other values.
+    Dates and times become ISO text, durations seconds, decimals and UUIDs text, bytes are decoded as UTF-8, and arrays
+    become lists. Raises ConfigError for other values.
     """
     return freeze(row, name, repair=_convert_cell)
 

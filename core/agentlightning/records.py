@@ -407,7 +407,7 @@ class Span(SpanRecord):
     ) -> "Span":
         """Converts a finished OpenTelemetry SDK span (nanoseconds become seconds).
 
-        The end is not before the start, as it is in a span during which the clock was set back.
+        If the clock was set back during the span, its end is set to its start.
         """
         span: Any = readable_span
         code = span.status.status_code.name
@@ -473,7 +473,7 @@ class PaginatedResult(BaseModel, Sequence[T], Generic[T]):
     cursor: str | None = None
     """Argument for the next page, at constant cost; None on the last page, or if the order is not the stored one."""
     truncated: bool = False
-    """Whether a search that no database can do, such as by ``sort_by="input"``, ended at its time limit of 10 s."""
+    """Whether a search outside the database, as with ``sort_by="input"``, ended at its time limit of 10 s."""
 
     def __len__(self) -> int:
         return len(self.items)

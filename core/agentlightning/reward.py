@@ -76,8 +76,8 @@ def find_reward_spans(spans: Iterable[Span]) -> list[Span]:
 def count_failed(rewards: Iterable[float | None], failed_reward: float = 0.0) -> float:
     """Returns the reward that a failed rollout counts as: ``failed_reward``, or the lowest of ``rewards`` if lower.
 
-    Otherwise a crash would be the best answer where all rewards are negative. ``rewards`` are those of the rollouts
-    that it is compared with; None stands for another failed one.
+    Otherwise a crash would be the best answer where all rewards are negative. ``rewards`` has the reward of each
+    rollout that it is compared with; None if that one failed, too.
     """
     return min([failed_reward, *(reward for reward in rewards if reward is not None)])
 
@@ -94,9 +94,9 @@ def find_final_reward(spans: Iterable[Span], rollout: Rollout | None = None) -> 
 
 
 def find_feedback(spans: Iterable[Span]) -> list[Feedback]:
-    """Returns the feedback of an attempt in the given order: what was emitted as such, and errors of tools.
+    """Returns the feedback of an attempt in the given order: emitted feedback, and errors of tools.
 
-    Tools are also operations, and exceptions that the agent handled and emitted. Spans that were written after the
+    Operations, and exceptions that the agent handled and emitted, count as tools. Spans that were written after the
     attempt had ended do not count.
     """
     found = []

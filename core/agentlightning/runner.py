@@ -204,7 +204,7 @@ class LitAgentRunner(Runner[T]):
                 runs_alone = bool(suspects)
                 for rollout in claimed:
                     if rollout in suspects and (self._running or len(claimed) > 1):
-                        with contextlib.suppress(NotFoundError, ConflictError):  # it was ended or deleted meanwhile
+                        with contextlib.suppress(NotFoundError, ConflictError):  # it has ended, or was deleted
                             await store.release_attempt(rollout.rollout_id, rollout.attempt.attempt_id)
                     else:
                         left -= 1
@@ -416,7 +416,7 @@ class LitAgentRunner(Runner[T]):
                     if isinstance(event, AttemptRevoked):
                         self._revoke(event.attempt_id, event.reason)
                 return  # the store is closed
-            except (StoreError, OSError) as error:  # heartbeats tell of revoked attempts meanwhile
+            except (StoreError, OSError) as error:  # until then, heartbeats find revoked attempts
                 logger.warning("worker %s watches for revoked attempts again: %s", self.worker_id, error)
                 await asyncio.sleep(1.0)
 

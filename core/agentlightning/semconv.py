@@ -101,7 +101,7 @@ _PROTECTED: Final = frozenset(
 )
 _PROTECTED_PREFIXES: Final = (f"{CHOICE}.", "agentlightning.gateway.", f"{TRAINING}.")
 GENERATING: Final = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
-"""Operations that generate an answer; those of embedding models, token counters, agents and tools do not."""
+"""Operations that generate an answer; calls of embedding models, token counters, agents and tools do not."""
 _MAX_TOKEN_ID, _MIN_LOGPROB, _ROUNDING = 2**31 - 1, -1000.0, 1e-4  # a sampler that rounds may report more than 0
 _FINISH_REASONS: Final = {"tool_call": "tool_calls"}
 Message = dict[str, Any]

@@ -84,8 +84,8 @@ class Trainer:
             trackers: where metrics go; default ``console``, and ``jsonl`` with a ``run_dir``.
             run_dir: directory for store, metrics, checkpoints and report, used by one run only; default is none. The
                 run is named after it, even in a shared store.
-            resume: continue the interrupted or killed run in ``run_dir``; initial resources that are not given are
-                those of the run.
+            resume: continue the interrupted or killed run in ``run_dir``; initial resources that are not given come
+                from the run.
             max_concurrency: concurrent rollouts in each runner; default is what the algorithm proposes (``grpo``: 64
                 over all runners), else 16.
             seed: for algorithms without a seed of their own; a resumed run keeps its seed.

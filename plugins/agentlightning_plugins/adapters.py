@@ -54,8 +54,8 @@ class TraceToTransitions(TraceAdapter[list[Transition]]):
 def triplets_to_transitions(triplets: Sequence[Triplet], spans: Sequence[Span] = ()) -> list[Transition]:
     """Converts the triplets of one attempt; calls belong to one conversation if their messages continue each other.
 
-    Triplets whose metadata say that they are ``unused``, such as side calls, are left out. ``spans`` are those of the
-    attempt: without them, the states are empty.
+    Triplets whose metadata say that they are ``unused``, such as side calls, are left out. ``spans`` are all spans of
+    the attempt; without them, the states are empty.
     """
     following: dict[int, int] = {}
     triplets = [triplet for triplet in triplets if "unused" not in triplet.metadata]

@@ -158,7 +158,7 @@ class _ToolCall(NamedTuple):
 
 
 class IntermediateCredit(CreditRule):
-    """Adds intermediate rewards, found in the trace, to those of another rule.
+    """Adds intermediate rewards, found in the trace, to the rewards of another rule.
 
     These incidents of each model call are counted:
 

@@ -24,7 +24,14 @@ from tests.algorithms.server_thread import threads_for_servers
 from tests.source import REPO, run_python
 from tests.waiting import blocking_until
 
-LEARNED = {"demo": (0.8, 0.5), "game": (0.8, 0.5), "lake": (LEAST, RISE), "math": (0.8, 0.5), "rag": (0.55, 0.3), "sql": (0.55, 0.3)}
+LEARNED = {
+    "demo": (0.8, 0.5),
+    "game": (0.8, 0.5),
+    "lake": (LEAST, RISE),
+    "math": (0.8, 0.5),
+    "rag": (0.55, 0.3),
+    "sql": (0.55, 0.3),
+}
 """Least reward of a trained seed after training, and the least gain over its reward before."""
 HEADER = "| variant | seeds | test reward before | after, 95 % interval over seeds | each seed |"
 

@@ -170,7 +170,7 @@ class APO(RacingSearch):
     async def propose(self, experience: LiveExperience) -> dict[str, PromptTemplate] | None:
         """Makes a child of a service's prompts, for live learning: ``LiveLearning(APO(...).propose)``.
 
-        The critic reads ``gradient_batch_size`` served rollouts: half are the worst, the others are drawn at random.
+        The critic reads ``gradient_batch_size`` served rollouts: half of them the worst, the rest drawn at random.
         Returns None when the budget is spent, or edit and repair both broke a placeholder.
 
         Raises:

@@ -33,7 +33,7 @@ class GRPO(GRPOSettings, Algorithm):
     advantage. Rollouts that fail count as ``failed_reward`` and do not stop the run, unless
     all rollouts of the first validation, or of the first two steps, fail or have no reward.
 
-    The arguments are those of :class:`~agentlightning_algorithms.grpo.settings.GRPOSettings`.
+    The arguments are the fields of :class:`~agentlightning_algorithms.grpo.settings.GRPOSettings`.
     """
 
     default_adapter: ClassVar[str | None] = "triplet"

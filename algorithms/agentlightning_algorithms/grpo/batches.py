@@ -1,4 +1,4 @@
-"""The rollouts of each step of ``grpo``: those of the step's own tasks, or the first complete groups of a pool."""
+"""The rollouts of each step of ``grpo``: all of the step's own tasks, or the first complete groups of a pool."""
 
 from __future__ import annotations
 

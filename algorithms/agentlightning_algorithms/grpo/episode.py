@@ -170,10 +170,10 @@ def _read_distributions(calls: Sequence[Span]) -> dict[str, Distribution]:
 
 
 def fill_rewards(episodes: Sequence[Episode], failed_reward: float | None) -> list[float | None]:
-    """Returns the rewards of a batch, in which a rollout without one is not better than the others of its group.
+    """Returns the rewards of a batch, in which a rollout without one never counts above the rest of its group.
 
     It counts as ``failed_reward`` or, if that is lower, as the lowest reward of its group, or of the batch if the group
-    has none. With ``failed_reward`` None, its reward is None; so is that of a rollout whose model failed.
+    has none. Its reward stays None if ``failed_reward`` is None, or if its model failed.
     """
     groups: dict[str, list[float]] = {}
     for episode in episodes:

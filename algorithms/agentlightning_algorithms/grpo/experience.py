@@ -76,7 +76,7 @@ def build_experience(
         settings: which calls become rows.
         max_length: maximum tokens of a row, prompt and response.
         vocabulary: number of token ids of the model; None: not known.
-        decode: the tokenizer's ``decode``; classifies why a call's tokens do not extend those of the previous call.
+        decode: the tokenizer's ``decode``; classifies why a call's tokens do not extend the previous call's.
         oldest_version: calls sampled by weights older than this version are dropped.
         distribution: distribution that tokens should be drawn from; calls recorded with another one are counted. None:
             a row has the distribution of its calls.

@@ -26,7 +26,7 @@ _NEUTRAL: Final[Mapping[str, Any]] = {
 
 
 def flatten(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns sampling parameters with those of ``extra_body`` moved to the top level, as in a request."""
+    """Returns sampling parameters with the content of ``extra_body`` moved to the top level, as in a request."""
     own = {name: value for name, value in sampling.items() if name not in ("extra_body", "force")}
     return {**own, **(sampling.get("extra_body") or {})}
 

@@ -318,7 +318,7 @@ class GRPOSettings:
 def _complete_policies(
     policies: Mapping[str, PolicySettings | None], lora: LoraSettings | None, update: UpdateSettings
 ) -> dict[str, PolicySettings]:
-    """Returns the settings of each policy with every None filled in; the temperature is always that of ``update``.
+    """Returns the settings of each policy with every None filled in; the temperature always comes from ``update``.
 
     Raises:
         ConfigError: there is no policy, a name cannot be used, or a policy has no LoRA settings.

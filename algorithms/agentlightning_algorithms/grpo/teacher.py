@@ -29,7 +29,7 @@ _RETRIED: Final = (429, 502, 503, 504)
 _DELAYS_S: Final = (2.0, 10.0, 30.0, 60.0)
 """Pauses between the tries of a request: 102 s together, because a restart of vLLM may take more than a minute."""
 _PROBE: Final = 32
-"""Number of tokens whose texts are compared with those of the policy's tokenizer."""
+"""Number of tokens whose texts are compared with the texts of the policy's tokenizer."""
 
 
 class ServedTeacher:

@@ -154,7 +154,7 @@ class PolicySet:
     def observe(self, metrics: Mapping[str, float]) -> list[str]:
         """Returns the warnings that begin to hold with the metrics of a step."""
         owned = [(policy, policy.own_metrics(metrics)) for policy in self]
-        # The entropy of a policy without calls is unknown; the run's entropy is that of the other policies.
+        # The entropy of a policy without calls is unknown; the run's entropy comes from the other policies.
         shared = metrics.keys() - {name for _, own in owned for name in own}
         return [
             f"{policy.name}: {warning}" if policy.name else warning
@@ -165,7 +165,7 @@ class PolicySet:
     def publish(self, directory: Path, dtype: str | None = None) -> Path | dict[str, Path]:
         """Writes the weights for the policy backend; returns their directory, or each adapter's directory by name.
 
-        ``dtype`` is the backend's: what it would round away is not written; None: that of the model.
+        ``dtype`` is the type of the backend's weights, to which full weights are rounded; None: the model's.
         """
         if not self.first.name:
             self.first.updater.policy.save(directory, dtype=dtype)
@@ -203,10 +203,10 @@ def join_experience(parts: Sequence[tuple[Experience, Sequence[RowUse]]]) -> tup
 
 
 def join_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the metrics of several policies, each updated once, as those of one update.
+    """Joins the metrics of several policies, each updated once, as if one update had made them.
 
-    Counts and seconds are added and extremes kept. Other metrics are averaged, weighted by each policy's
-    response tokens, or by seconds for a speed.
+    Counts and seconds are added; extremes, and counts of rollouts, which all policies share, are kept. Other metrics
+    are averaged, weighted by each policy's response tokens, or by seconds for a speed.
     """
     joined = {}
     for name in dict.fromkeys(name for part in parts for name in part):
@@ -259,7 +259,7 @@ def copy_plain(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _WAIT_S, _WAIT_SHARE = 30.0, 0.1
-"""Waits for checkpoints, in all and as a share of the training's time, beyond which there are fewer of them."""
+"""If training waits for checkpoints longer, in total and as a share of its time, it writes fewer of them."""
 
 
 class CheckpointWriter:

@@ -66,7 +66,7 @@ class TrainingSession:
                 await session.learn(await session.rollouts())
 
     Attributes:
-        settings: the settings, the same as those of ``grpo``.
+        settings: the settings of ``grpo``.
         collector: rolls out tasks.
         policies: the trained policies with their optimizers; one, unless the setting ``policies`` names several.
         own_state: state of the loop's own, which every checkpoint stores and a resumed session has again: plain values,

@@ -31,7 +31,7 @@ _NOT_RUNNING = "the policy server is not running; call start() first."
 class TransformersBackend:
     """A policy server in a child process, which also ends when this process dies.
 
-    A server that crashes is started again, with the weights loaded last, up to three times; calls fail meanwhile.
+    A server that crashes is started again, with the weights loaded last, up to three times; until then, calls fail.
     """
 
     tells_versions = True
@@ -54,7 +54,7 @@ class TransformersBackend:
 
         ``api_key`` is the key that completions require; an address beyond loopback needs a key.
         ``max_length`` is the maximum of a prompt and its response together, by default the model's;
-        ``prefix_cache_mb`` is the memory for keys and values of earlier prompts, ``kv_cache_mb`` that of running
+        ``prefix_cache_mb`` is the memory for keys and values of earlier prompts, ``kv_cache_mb`` for running
         calls; calls that do not fit wait. ``tool_format`` is the form of the model's tool calls, by default the one
         that its chat template writes; ``none``: calls with tools are refused. With ``keep_thinking``, prompts keep the
         thoughts of earlier turns, which the chat template must be able to write. Each LoRA adapter in the folder
@@ -194,7 +194,7 @@ class TransformersBackend:
             await asyncio.shield(asyncio.wrap_future(self._restart))
 
     async def statistics(self) -> Mapping[str, float]:
-        """Returns totals since the start: those of ``Sampler.statistics`` and of ``Conversations.counts``.
+        """Returns ``Sampler.statistics`` and ``Conversations.counts``, which are totals since the start.
 
         Raises:
             LightningError: the server serves weights other than those loaded last.

@@ -143,7 +143,7 @@ class VLLMBackend:
         return {}
 
     async def stop(self) -> None:
-        """Leaves the server as it is."""
+        """Does nothing: the server keeps running."""
 
     async def _check_logprobs(self, served: str) -> None:
         """Samples a token at two temperatures, to check that log-probabilities include the temperature."""

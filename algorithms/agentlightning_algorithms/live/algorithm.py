@@ -54,12 +54,12 @@ class LiveLearning(LiveSettings, Algorithm):
     it on tasks that were served before (the offline check); a small share of the traffic gets it, while rewards of both
     versions come in at the same time; a sequential test ends the trial. A candidate that is better is promoted:
     published as the run's latest resources. A worse one is rolled back: its share ends. A promoted version is compared
-    with the one before it, which keeps a small share of the traffic, and an alarm publishes that one again.
+    with the version before it, which keeps a small share of the traffic; an alarm publishes that version again.
 
     Serving processes ask ``agl.LiveResources`` for the version of each task. All state is in the store, so a restarted
     learner continues where it was killed; while no learner runs, all tasks get the stable version.
 
-    The arguments are those of :class:`~agentlightning_algorithms.live.settings.LiveSettings`.
+    The arguments are the fields of :class:`~agentlightning_algorithms.live.settings.LiveSettings`.
     """
 
     Experience: TypeAlias = live_resources.LiveExperience
@@ -378,9 +378,9 @@ class LiveLearning(LiveSettings, Algorithm):
         return task.result()
 
     async def _watch_promoted(self) -> None:
-        """Compares the promoted version with the one before it, which it publishes again if it was better.
+        """Compares the promoted version with the version before it, and publishes that one again if it was better.
 
-        As with resources that are published from outside, the phase ends then.
+        This ends the phase, as any other publication does.
         """
         state = self.state
         if state.former is None:

@@ -63,7 +63,7 @@ class ResultReader:
         The horizon is a Unix time: each rollout that started before it has a result or will not get one.
         """
         last_read_at, self.read_at = self.read_at, self.store.now()  # rollouts that start from now on may be missing
-        found = await self._select(_UNFINISHED, self.since)  # before the ended ones: those that end in between count
+        found = await self._select(_UNFINISHED, self.since)  # first: what ends in between is found twice, not never
         unfinished = {each.rollout_id: each for each in found if each.rollout_id not in self._known}
         gone = sorted(self._unfinished.keys() - unfinished.keys())
         late = {key for key, each in unfinished.items() if self.read_at - each.start_time > self.rollout_timeout_s}

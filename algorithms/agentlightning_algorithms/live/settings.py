@@ -32,7 +32,7 @@ class LiveSettings:
     proposers: Sequence[Mapping[str, Any]] = ()
     """Several proposers instead, as ``{"when": {...}, "use": ...}``. ``when`` may have ``task``, which are fields and
     values of the tasks that the proposer is for, ``reward_below`` and ``reward_from``, which bound the mean reward of
-    their rollouts. Of those for which it holds, the one with the lowest mean makes the candidate, from these rollouts.
+    their rollouts. If it holds for several, the one with the lowest mean makes the candidate, from these rollouts.
     """
     evidence: int = 20
     """Number of rewards of the stable version to collect before each candidate."""
@@ -48,7 +48,7 @@ class LiveSettings:
     """Share of the traffic that a candidate gets during its trial."""
     risk: float = 0.05
     """Largest probability of rejecting or rolling back a candidate that is not worse. Also the largest probability,
-    over all candidates of the run, of promoting one that is not better (with ``margin``: worse by more than it)."""
+    over all candidates of the run, of promoting one that is not better (with ``margin``: worse by more than that)."""
     margin: float = 0.0
     """How far all promotions together may lower the reward below the first stable version's, in units of reward. 0
     promotes only better candidates. A positive margin also promotes a candidate that is lower by less than half of the
@@ -179,7 +179,7 @@ async def make_candidate(propose: Callable[[LiveExperience], Any], experience: L
 
 
 async def call_proposer(propose: Callable[[LiveExperience], Any], experience: LiveExperience) -> Proposal:
-    """Calls a proposer. A synchronous one gets a thread: heartbeats go on, and the learner can stop meanwhile."""
+    """Calls a proposer; a synchronous one in a thread, so that heartbeats go on and the learner can stop."""
     if inspect.iscoroutinefunction(propose):
         answer = propose(experience)
     else:

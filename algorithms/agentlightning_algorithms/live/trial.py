@@ -34,7 +34,7 @@ class Wealth:
     """
 
     def __init__(self, bound: float, *, gains_gamblers: bool = False) -> None:
-        """Begins with one gambler; with ``gains_gamblers``, with none, and another one comes with each difference."""
+        """Begins with one gambler; with ``gains_gamblers``, begins with none, and each difference brings one."""
         self._bound = bound
         self._max_bet = _MAX_LOSS / max(1 + bound, 1e-9)
         self._gains_gamblers = gains_gamblers
@@ -96,7 +96,7 @@ class SequentialTest:
     blocks of about 1 / share, in the order of their first rewards. Given how many units of a block were treated, every
     subset of that size is equally likely, so the difference of means within a block estimates the effect without bias,
     whatever rewards do from block to block. The order must not depend on version and reward together, as the order of
-    arrival may; otherwise the good ones of a version fill the first blocks. Each block is a bet for two hypotheses,
+    arrival may; otherwise the good units of a version fill the first blocks. Each block is a bet for two hypotheses,
     "not worse" and "worse by at least ``margin``". Only a block that contains both versions is a bet. A block ends with
     the first reward of its last unit; later rewards of its units are shown but not tested, because they are not
     independent of the earlier ones.
@@ -111,7 +111,7 @@ class SequentialTest:
             risk: probability of calling a treatment worse that is not.
             margin: how much lower the treatment may be and still count as not worse.
             reward_range: rewards outside of it are clipped.
-            share: of the units that are treated.
+            share: share of the units that are treated.
             promotion_risk: probability of calling a treatment not worse that is worse by ``margin`` or more, and of
                 calling one better that is not; 0 means the same as ``risk``.
         """
@@ -187,7 +187,7 @@ class Watch:
             interval: smallest mean number of rewards until a false alarm.
             tolerance: how much lower the promoted version may be, in units of reward.
             reward_range: rewards outside of it are clipped.
-            share: of the traffic that the version before it keeps.
+            share: share of the traffic that the version before it keeps.
         """
         self._scale = reward_range[1] - reward_range[0]
         self._units = Blocks(reward_range, share)

@@ -53,7 +53,7 @@ class _Pair(NamedTuple):
     chosen: list[TrainingRow]
     rejected: list[TrainingRow]
     reference: float
-    """Log-likelihood of the chosen rollout minus that of the rejected one, under the reference."""
+    """Log-likelihood of the chosen rollout minus log-likelihood of the rejected one, under the reference."""
 
 
 class PairLoss(NamedTuple):
@@ -167,7 +167,7 @@ class DPO(OfflineTraining):
     def step(self, updater: Updater, pairs: Sequence[_Pair]) -> dict[str, float]:
         """Makes an optimizer step.
 
-        A token's gradient is that of its log-probability times the slope of its pair's loss. A forward pass without
+        A token's gradient is its log-probability's gradient times the slope of its pair's loss. A forward pass without
         gradient gives the margins, hence the slopes, so the rows of a pair need not share a micro-batch.
         """
         weighted: list[TrainingRow] = []

@@ -119,7 +119,7 @@ class OfflineTraining(Algorithm):
 
     @abstractmethod
     def describe_epoch(self, steps: Sequence[Mapping[str, float]], n_items: int) -> dict[str, float]:
-        """Returns the metrics of an epoch, given those of its steps."""
+        """Returns the metrics of an epoch, given the metrics of its steps."""
 
     @abstractmethod
     def validate(self, updater: Updater, items: Sequence[Any]) -> dict[str, float]:
@@ -264,7 +264,7 @@ class OfflineTraining(Algorithm):
         return updater, items, val_items
 
     def require_targets(self, policy: Policy, rows: Sequence[TrainingRow], what: str) -> None:
-        """Refuses a source of whose answers nothing but the end could be learned, because that unlearns answering."""
+        """Refuses answers of which only the end can be learned, because a model that learns it stops answering."""
         source = hide_password(self.source or "live rollouts")
         if not rows:
             raise ConfigError(f"source = {source!r} has no {what} that fits the model")

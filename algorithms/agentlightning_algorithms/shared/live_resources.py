@@ -29,9 +29,9 @@ STATE_NAME: Final = "live"
 KEY_HASH: Final = "key_hash"
 """Metadata of a rollout whose version was chosen by a key: a hash of the key."""
 WATCHED, PERIOD = "watched", "period"
-"""Metadata of a rollout while a promoted version is watched: the number of its candidate, and that of the day."""
+"""Metadata of a rollout while a promoted version is watched: the numbers of its candidate and of the day."""
 _PERIOD_S: Final = 86400
-"""A user of the former version keeps it for this long: users differ, so they must change for their means to agree."""
+"""The same users get the former version for this long. Users differ, so over time it must meet all of them."""
 LivePhase: TypeAlias = Literal["watching", "checking", "trial", "closing"]
 
 
@@ -40,8 +40,8 @@ class LiveState(Resource):
 
     resource_type: Literal["live_state"] = "live_state"
     phase: LivePhase
-    """Collecting rewards of the stable version, running a candidate on recorded tasks, serving it, or ending
-    its trial: it gets no more traffic, and waits for its last rewards or is published."""
+    """``watching`` collects rewards of the stable version; ``checking`` runs a candidate on recorded tasks; ``trial``
+    serves it; in ``closing`` it gets no more traffic, and waits for its last rewards or is published."""
     since: float
     """Unix time at which the phase began."""
     stable: str
@@ -64,7 +64,7 @@ class LiveState(Resource):
     promoted_at: float = 0.0
     """Unix time of the last promotion."""
     tolerance: float = 0.0
-    """How much lower than that of ``former`` the reward of the promoted version may be."""
+    """How much lower the promoted version's reward may be than ``former``'s."""
     alarms: int = 0
     """Number of promotions that the learner has taken back."""
     alarm: str = ""
@@ -212,7 +212,7 @@ class LiveResources:
         return ServedVersion(self.stable, {"group": "control", "step": trial.trial, **own})
 
     def _draw_for(self, text: str, key: str | None) -> float:
-        """Returns a number from 0 to below 1: that of the text if there is a key, otherwise a random one."""
+        """Returns a number from 0 to below 1: a hash of the text if there is a key, otherwise a random one."""
         return self._draw.random() if key is None else int.from_bytes(_hash(text), "big") / 2**64
 
     async def reward(self, rollout: Rollout | str, reward: float | Mapping[str, float]) -> None:

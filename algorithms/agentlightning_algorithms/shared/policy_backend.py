@@ -48,8 +48,8 @@ class PolicySetup:
 class PolicyBackend(Protocol):
     """A model server behind an OpenAI-compatible endpoint whose weights can be replaced.
 
-    It supports ``return_token_ids`` and ``logprobs`` as vLLM does; the log-probabilities are those of the distribution
-    that was sampled from, temperature and filters included.
+    It supports ``return_token_ids`` and ``logprobs`` as vLLM does; the log-probabilities are under the
+    distribution that was sampled from, temperature and filters included.
     """
 
     tells_versions: bool

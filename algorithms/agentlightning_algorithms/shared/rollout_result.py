@@ -125,7 +125,7 @@ async def run_rollouts(
 
 
 async def cancel_rollouts(store: LightningStore, rollout_ids: Sequence[str]) -> None:
-    """Cancels rollouts; those that have ended in the meantime stay as they are."""
+    """Cancels rollouts, except the ones that have ended by now."""
     for rollout_id in rollout_ids:
         with contextlib.suppress(ConflictError):
             await store.cancel_rollout(rollout_id)

@@ -132,7 +132,7 @@ REFUSED: Final[Mapping[str, str]] = {
     }.items()
     for key in keys.split()
 }
-"""Keys of verl that have no effect here, with the reason; a key stands for those below it too."""
+"""Keys of verl that have no effect here, with the reason; a key stands for all keys below it, too."""
 _NOT_OF_TRANSFORMERS: Final = tuple(
     f"{_ROLLOUT}.{name}"
     for name in """

@@ -216,7 +216,7 @@ class RolloutController:
             known = [each.valid_reward for each in others if each.valid_reward is not None]
             failed_reward = count_failed(known or [self.metrics.lowest], self.settings.failed_reward)
             if result.error_type == MODEL_ERROR and known:
-                (failed_reward, *_) = known  # the only one, or there is no row
+                (failed_reward, *_) = known  # the reward of the only one; if there are more, the rows are cleared below
             episode = await asyncio.to_thread(self._to_episode, mode, result, failed_reward)
             if result.error_type == MODEL_ERROR and len(others) > 1:
                 episode.rows.clear()

@@ -20,7 +20,7 @@ SUPPORTED: Final = ">=0.9.1,<0.10"
 """The V1 trainer, which is subclassed here, changes between minor releases."""
 _CPU: Final = {
     "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",  # selects the engine class; the CPU has none, and this one works on it
+    "VERL_ENGINE_DEVICE": "cuda",  # selects the engine class; this one also works on a CPU, which has none
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "TQ_NUM_THREADS": "2",

@@ -240,7 +240,7 @@ class _OptimizerSteps:
         """Divides a batch, of which ``work`` is the cost of each row, evenly among the ranks; padding follows ``rows``.
 
         verl divides the whole batch, so that the rows of an optimizer step depend on the number of ranks. Here a step
-        has the same rows on any number: each step an equal share of them, in their order.
+        has the same rows on any number of ranks: an equal share of the batch, in its order.
         """
         parts: list[list[int]] = [[] for _ in range(self._ranks)]
         padding = iter(range(rows, self.total))
@@ -292,7 +292,7 @@ def _set_mini_batch_size(
 
 
 def train(config: DictConfig, controller: RolloutController) -> None:
-    """Trains to the end, and blocks meanwhile. Ray must be running, and the controller's loop in another thread."""
+    """Trains, and returns at the end. Ray must be running, and the controller's loop in another thread."""
     if config.algorithm.adv_estimator == "remax":
         config.algorithm.adv_estimator = REMAX
     transfer_queue.init(config.transfer_queue)

@@ -23,7 +23,7 @@ class State(NamedTuple):
     variables: dict[str, Any]
     """All variables that are known by then."""
     changed: dict[str, Any]
-    """Those that are new, or have another value than in the state before."""
+    """The variables that are new, or whose value differs from the state before."""
 
 
 def find_states(spans: Iterable[Span]) -> list[State]:
@@ -352,10 +352,10 @@ def _read_answer(node: Node) -> str:
 
 
 def _join_repeated(calls: list[TracedCall]) -> list[TracedCall]:
-    """Joins the spans of frameworks that record a call once more, beside the client's span and before it.
+    """Joins the two spans of a call, if a framework records one as well, beside the client's span and before it.
 
     The framework's span of a stream may end before the request is sent. It has no response id and no request at the
-    gateway; its parent and its answer are those of the next call.
+    gateway, but the same parent and the same answer as the client's span, which follows.
     """
     waiting: dict[tuple[Node | None, str], list[TracedCall]] = {}
     gone: set[TracedCall] = set()

@@ -23,8 +23,8 @@ RunnerJob: TypeAlias = Callable[[LightningStore, str, StopEvent], Awaitable[bool
 class ExecutionStrategy(ABC):
     """Runs one algorithm and its runners against one store, until the algorithm is done.
 
-    When a runner fails, the others continue, or it is replaced. ``agentlightning.testing.strategy.StrategyConformance``
-    tests a strategy.
+    When a runner fails, the strategy replaces it, or continues with the other runners.
+    ``agentlightning.testing.strategy.StrategyConformance`` tests a strategy.
     """
 
     role: Role = "both"

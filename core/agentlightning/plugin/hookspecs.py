@@ -149,7 +149,7 @@ def observe(event: Event, run: Run, directory: Path | None, settings: Any) -> No
 def observe_rollout(rollout: Rollout, spans: Sequence[Span], run: Run, directory: Path | None, settings: Any) -> None:
     """Called like ``observe`` with each rollout that has finished, and the spans of its latest attempt.
 
-    The spans are those of the agent and of the gateway that are stored by then.
+    ``spans`` has what the agent and the gateway have stored by then.
     """
 
 

@@ -14,18 +14,18 @@ _IMPORT = re.compile(r"^from ([\w.]+) import \(?\s*(\w+) as \2\b", re.MULTILINE)
 
 _OLD_NAMES: Final = (
     "; if it is a name of Agent Lightning 0.3, write `import agentlightning.compat` first, which "
-    "restores most of them, and see docs/migration.md for the others"
+    "restores most of them; docs/migration.md explains the rest"
 )
 
 
 class _OldNameFinder:
-    """The last finder of modules: explains what to do about a module or name of 0.3 that none of ours has."""
+    """The last finder of modules: explains what to do about a module or name of 0.3 that no longer exists."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         """Raises ModuleNotFoundError for an unknown module of ours; ``from agentlightning import name`` asks too.
 
-        The error has no ``name``: Python would take one with the name for a missing submodule, and replace it. Only an
+        The error has no ``name``: Python would take a named one for a missing submodule, and replace it. Only an
         import raises: ``importlib.util.find_spec``, which asks the same finders, returns None for an unknown module.
         """
         is_import = sys._getframe(2).f_code.co_name != "find_spec"  # the caller of the frame that asks each finder

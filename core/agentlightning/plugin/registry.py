@@ -263,7 +263,7 @@ class PluginManager:
         return import_target(component.target, what), what
 
     def _find(self, kind: str, name: str) -> list[Offer]:
-        """Returns the components that a name means: the built-in one, else those of all others."""
+        """Returns the components that a name means: the built-in one, else every plugin's component of this name."""
         plain, _, owner = name.partition("@")
         offers = self._offers.get((kind, plain), [])
         if owner:

@@ -87,9 +87,9 @@ def bind_settings(
 
 
 def bind_fields(settings: Any, owner: str, *, leave: Iterable[str] = ()) -> None:
-    """Checks and converts the fields of a dataclass of settings in place, as those from a file; not those to ``leave``.
+    """Checks and converts the fields of a dataclass of settings in place, as if they came from a file.
 
-    Raises ConfigError for a wrong type.
+    Skips the fields in ``leave``. Raises ConfigError for a wrong type.
     """
     hints = setting_types(type(settings))
     for each in fields(settings):

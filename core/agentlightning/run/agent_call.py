@@ -71,8 +71,8 @@ async def call_agent(
 ) -> Any:
     """Returns the agent's result. Threads that do not stop when the call is cancelled are added to ``abandoned``.
 
-    Raises EscapedError if an error that is no ``Exception``, or a CancelledError of its own, is raised by the agent or
-    below it.
+    Raises EscapedError if the agent, or code below it, raises an error that is not an ``Exception``, or a
+    CancelledError of its own.
     """
     call = AgentCall()
     token = _current.set(call)

@@ -30,7 +30,7 @@ def open_directory(path: Path, *, resume: bool = False, seed: int = 0) -> Iterat
     """Creates a new run's directory, or opens the directory of a run to resume, for this process; yields its record.
 
     The record, ``run.json``, holds ``key`` (from which the ids of its rollouts are made), ``created_at`` and
-    ``resumed_at`` (Unix times), ``seed``, ``versions``, ``plugins`` (the distributions of those that are not built in),
+    ``resumed_at`` (Unix times), ``seed``, ``versions``, ``plugins`` (the distributions of plugins that are not ours),
     and ``arguments`` and ``working_directory`` of the command that started it.
 
     Raises:

@@ -255,7 +255,7 @@ def _raise_soon_in(thread: threading.Thread, error: type[BaseException]) -> None
 
 
 def _try_to_raise_in(thread: threading.Thread, error: type[BaseException]) -> bool:
-    if _holds_unguarded(thread):  # this may read a file, while which other threads run
+    if _holds_unguarded(thread):  # other threads run while this reads a file
         return False
     time.sleep(0)  # this thread is then not interrupted for some milliseconds (sys.getswitchinterval)
     if thread.ident is None or _holds_unguarded(thread):
@@ -276,8 +276,8 @@ _UNGUARDED: Final = {
 """Functions that an error must not leave: those that make and close the loop of ``asyncio.run``, and ``Thread.start``.
 
 Until a new thread runs, Python knows it by the number of the thread that starts it, and would raise the error in the
-new one (https://github.com/python/cpython/blob/3.11/Python/pystate.c, ``init_threadstate``). That one would end before
-it reports its start, and the other would wait for the report for ever, while it holds the lock of all thread pools.
+new one (https://github.com/python/cpython/blob/3.11/Python/pystate.c, ``init_threadstate``). The new thread would end
+without a report of its start, and the starting one would wait for it for ever, with the lock of all thread pools.
 """
 
 

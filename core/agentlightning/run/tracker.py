@@ -60,7 +60,7 @@ class Tracker(Protocol):
 async def follow(store: LightningStore, run: Run, trackers: Sequence[Tracker], directory: Path | None) -> None:
     """Sends the events of a run to trackers and to the hooks ``observe`` and ``observe_rollout`` until it is finished.
 
-    Each has its own thread, so a slow one delays neither training nor the others. It loses events when it is more than
+    Each tracker and plugin has its own thread, so a slow one delays only itself. It loses events when it is more than
     ``_MAX_BEHIND`` behind, or is not done ``_CLOSE_S`` (a plugin: ``_CLOSE_PLUGIN_S``) after the end of the run.
     """
     threads = [_TrackerThread(tracker, f"tracker {type(tracker).__name__}", run, directory) for tracker in trackers]

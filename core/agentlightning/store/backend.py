@@ -156,7 +156,7 @@ class Backend(Protocol):
         """
 
     async def select(self, query: Query[R]) -> Page[R]:
-        """Reads committed records: all writes of a commit or none, but a long scan may see commits made meanwhile."""
+        """Reads committed records: all writes of a commit or none, but a long scan may see commits made during it."""
 
     async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
         """Appends spans to attempts, all or none; NotFoundError if an attempt is not stored.

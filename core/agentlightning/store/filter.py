@@ -97,10 +97,10 @@ def read_cursor(cursor: str) -> tuple[int, int, int]:
     """Splits a cursor into its numbers: the position, the total and how many records were read.
 
     Raises:
-        ConfigError: it is no cursor.
+        ConfigError: it is not a cursor.
     """
     numbers = cursor.split(".")
     if len(numbers) != 3 or not all(number.isdecimal() and len(number) < 19 for number in numbers):
-        raise ConfigError(f"cursor={cursor!r} is not from this store; use PaginatedResult.cursor as it is")
+        raise ConfigError(f"cursor={cursor!r} is not from this store; pass on PaginatedResult.cursor unchanged")
     position, total, seen = [check_int("cursor", int(number), 0) for number in numbers]
     return position, total, seen

@@ -230,8 +230,8 @@ class LightningStore(ABC):
         """Returns the rollouts that ended within ``timeout`` (None waits for all), in the order of ``rollout_ids``.
 
         A rollout whose id was given twice is returned twice, an unknown id raises NotFoundError; rollouts that are
-        deleted during the wait are omitted. If a rollout is retried before the others have ended, its next end is
-        awaited. Closing the store ends the wait and returns the rollouts that have ended.
+        deleted during the wait are omitted. If a rollout is retried while another one still runs, its next
+        end is awaited. Closing the store ends the wait and returns the rollouts that have ended.
         """
 
     # --- attempts ---
@@ -331,7 +331,7 @@ class LightningStore(ABC):
         start_before: float | None = None,
         cursor: str | None = None,
     ) -> PaginatedResult[Span]:
-        """Finds spans of one rollout, or (``rollout_id=None``) across the rollouts of a run or those of a list.
+        """Finds spans of one rollout or, with ``rollout_id=None``, of all rollouts of a run or of ``rollout_id_in``.
 
         ``filter_logic`` combines ``rollout_id_in`` and the filters on trace, span, parent and name; others must match.
         Sequence numbers do not order the spans of different attempts: across rollouts, and with a cursor,
@@ -441,7 +441,7 @@ class LightningStore(ABC):
 
         With ``attempt_ids`` a worker reports the attempts that it runs. From then on its heartbeats renew only their
         leases, so a claim whose response was lost ends after a lease. The returned worker lists the attempts that are
-        still live, so the worker can stop the others. None undoes this: heartbeats renew all leases again.
+        still live, so that the worker can stop all other ones. None undoes this: heartbeats renew all leases again.
         """
 
     @abstractmethod
@@ -478,12 +478,12 @@ class LightningStore(ABC):
         """Returns the runs of this database, oldest first."""
 
     async def find_open_runs(self) -> Sequence[str]:
-        """Returns the ids of the runs that have queued or running rollouts, or else of those that have not ended."""
+        """Returns the ids of the runs with queued or running rollouts; this default returns all that have not ended."""
         return [run.run_id for run in await self.query_runs() if run.status == "running"]
 
     @abstractmethod
     async def add_metrics(self, step: int, values: Mapping[str, float]) -> Metrics:
-        """Records metrics of a step of this run; repeating a step adds values and replaces those of the same name."""
+        """Records metrics of a step of this run; a repeated step adds values, or replaces those that it repeats."""
 
     @abstractmethod
     async def query_metrics(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Metrics]:
@@ -493,7 +493,7 @@ class LightningStore(ABC):
     def subscribe(self, kinds: Sequence[str] | None = None, *, every_run: bool = False) -> AsyncIterator[Event]:
         """Yields the events of this run from the first ``anext`` on, until the iterator or the store is closed.
 
-        With ``every_run`` it yields those of all runs of the database.
+        With ``every_run`` it yields the events of all runs of the database.
 
         Raises ConfigError for an unknown kind, and StoreError if the reader is too slow and events were dropped.
         """

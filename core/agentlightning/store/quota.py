@@ -28,8 +28,8 @@ _MAX_ATTEMPTS: Final = 100_000
 class SpanQuota:
     """Counts the spans that this process stores, by attempt and by run, and refuses those above a limit.
 
-    Of what was stored before the process started, ``recall`` counts the spans of attempts, but not their memory and
-    not those of runs.
+    Spans that were stored before the process started count for their attempt (``recall``), but not for their run, and
+    their size is not counted.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class SpanWriter:
 
     ``put`` never waits: spans that do not fit are dropped and counted for their attempt. Spans of an attempt reach the
     store in the order of ``put``. A write that fails is tried again, and does not delay the spans of other attempts.
-    Spans that the store refuses, such as those of an unknown attempt, are dropped and counted; the other spans of the
+    Spans that the store refuses, such as spans of an unknown attempt, are dropped and counted; the other spans of the
     batch are stored.
     """
 
@@ -175,8 +175,8 @@ class SpanWriter:
         """Waits until the spans put so far, of one attempt if ids are given, are stored, or dropped and counted.
 
         Without ids it also records on each attempt how many of its spans were dropped: the runner of an attempt counts
-        only the losses of its own writer, not those of a gateway in another process. Returns False if ``timeout_s``
-        expires; None waits until all is done.
+        only the losses of its own writer, not the losses of a gateway in another process. Returns False if
+        ``timeout_s`` expires; None waits until all is done.
         """
         if (rollout_id is None) != (attempt_id is None):
             raise ConfigError(f"rollout_id={rollout_id!r}, attempt_id={attempt_id!r}: give both or neither")

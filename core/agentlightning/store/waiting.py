@@ -1,7 +1,7 @@
 """Wake-ups: coroutines wait for events of the store without polling.
 
 A ``Signal`` wakes one coroutine from any thread. ``Waiters`` listens to a backend and sets the signals that an event
-concerns; its cost depends only on the number of these signals, not on that of all waiting coroutines.
+concerns; an event costs time for these signals only, however many coroutines wait.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class AlgorithmConformance:
     """Metrics that differ between two equal runs, such as times."""
 
     def learned(self, algorithm: Any) -> Mapping[str, Resource | str]:
-        """Returns resources that the algorithm says it has found; override it if it says so."""
+        """Returns the resources that the algorithm reports as found; override it if it reports any."""
         return {}
 
     def training(

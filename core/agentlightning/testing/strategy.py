@@ -50,7 +50,7 @@ async def until_enqueued(store: LightningStore, *, is_started: bool = False) -> 
 
 @dataclass(frozen=True)
 class CrashingJob:
-    """A runner that raises: always, or only the first one if there is a file to remember it."""
+    """A runner that raises: every one, or only the first, which the file ``once`` remembers."""
 
     once: Path | None = None
 

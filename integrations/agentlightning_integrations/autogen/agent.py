@@ -137,7 +137,7 @@ def _redirect(model: ChatCompletionClient, llm: LLM, client: AsyncOpenAI) -> Cha
 
 
 def _is_shared(part: Any) -> bool:
-    """Whether all rollouts use the same object: it may hold connections, and holds no conversation."""
+    """Whether rollouts share a part: it may have connections, which cannot be copied, but never a conversation."""
     if isinstance(part, Memory):
         return not isinstance(part, ListMemory)
     if isinstance(part, BaseTool):

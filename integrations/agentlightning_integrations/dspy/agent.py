@@ -29,8 +29,8 @@ def wrap_agent(agent: Any, options: WrapOptions) -> DSPyAgent | None:
 class DSPyAgent(FrameworkAgent[dspy.Module]):
     """Runs a copy of a module on its inputs; the output is its ``Prediction``.
 
-    All predictors of the copy call the rollout's endpoint through litellm, without DSPy's cache: a cached answer would
-    be no call, and give no data.
+    All predictors of the copy call the rollout's endpoint through litellm, without DSPy's cache: with a cached
+    answer there is no call to train on.
     """
 
     def texts(self) -> Mapping[str, str | None]:
@@ -87,7 +87,7 @@ def _read_inputs(module: dspy.Module, task: Any) -> dict[str, Any]:
 
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:
-    """Records modules that are not DSPy's own as agents, and tools; the gateway records the model calls."""
+    """Records tools, and modules that are not DSPy's own as agents; the gateway records the model calls."""
     recorder = _CallRecorder(otel.get_tracer("agentlightning.dspy", tracer_provider=tracer_provider))
     dspy.settings.callbacks.append(recorder)
 

@@ -219,7 +219,7 @@ def _record_parsed(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs
     """Records a call of ``with_streaming_response`` or a stream of ``with_raw_response`` when its answer is parsed.
 
     OpenAI Agents streams in this way. The instrumentation records calls that return an answer or a stream of events,
-    but these calls return an HTTP response whose ``parse`` returns one of them. So it gets a call of ``parse``.
+    but these calls return an HTTP response whose ``parse`` returns one of them. So it is given ``parse``.
     """
     record = getattr(wrapped, "_self_wrapper", None)
     raw = (kwargs.get("extra_headers") or {}).get("X-Stainless-Raw-Response")
@@ -271,8 +271,8 @@ def _complete_first(wrapped: Callable[..., Any], cls: type[BaseModel], args: Any
 def _complete(cls: type[BaseModel]) -> None:
     """Completes a model before its first use, which several threads may make at the same time.
 
-    Models of openai are completed at their first use (openai/openai-python#3079). Meanwhile other threads find a model
-    without fields, or one that raises a PydanticUserError.
+    Models of openai are completed at their first use (openai/openai-python#3079). Until then, other threads find a
+    model without fields, or one that raises a PydanticUserError.
     """
     if not cls.__pydantic_complete__:
         with _completing:

@@ -29,8 +29,8 @@ def wrap_agent(agent: Any, options: WrapOptions) -> PydanticAIAgent | None:
 class PydanticAIAgent(FrameworkAgent[Agent[Any, Any]]):
     """Runs an agent on a text or a list of contents; the output is its ``AgentRunResult``.
 
-    Model calls use Chat Completions at the rollout's endpoint, whatever model the agent has. So do those of agents
-    that its tools run.
+    Model calls use Chat Completions at the rollout's endpoint, whatever model the agent has. So do model calls of
+    agents that its tools run.
     """
 
     def texts(self) -> Mapping[str, str | None]:

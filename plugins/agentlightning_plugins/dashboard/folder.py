@@ -39,7 +39,7 @@ class RunFolder:
         self.run_id = names[-1]
 
     def _names(self) -> list[str]:
-        """Returns the names of the run directories, those that began first at the beginning."""
+        """Returns the names of the run directories, in the order in which the runs began."""
         records = [file.with_name("run.json") for file in self._folder.glob("*/store.db")]
         began = {file.parent.name: file.stat().st_mtime for file in records if file.is_file()}
         return sorted(filter(RUN_ID.fullmatch, began), key=began.__getitem__)

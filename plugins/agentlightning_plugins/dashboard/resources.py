@@ -27,7 +27,7 @@ from agentlightning_plugins.shared.rendering.text import find_difference
 _PAGE_SIZE: Final = 50
 _MAXCANDIDATES: Final = 500
 _STEPS_IN_USE: Final = 2
-"""Number of steps that are searched after a version was published: the one that it ends, and the next."""
+"""Number of steps that are searched after a version was published: the step that it ends, and the next."""
 _ENDS: Final[tuple[SortOrder, ...]] = ("asc", "desc")
 """The first rollout of a step is one of training, the last one of its validation, if it has one."""
 _SHOWN: Final = (

@@ -172,7 +172,7 @@ async def retry(visit: Visit) -> str:
 
 
 async def label(visit: Visit) -> str:
-    """Labels a rollout as good or bad, with a note, in its metadata; ``keep`` leaves the label as it is."""
+    """Labels a rollout as good or bad, with a note, in its metadata; ``keep`` keeps the label."""
     chosen, note = visit.query.get("label", ""), visit.query.get("note", "")[:_MAX_NOTE].strip()
     if chosen not in ("good", "bad", "keep", ""):
         raise ConfigError(f"label={chosen!r} is not a label; allowed are good, bad, keep and an empty value")

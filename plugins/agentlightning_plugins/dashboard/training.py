@@ -30,7 +30,7 @@ _LEAST_GAP: Final = 0.01
 
 
 async def show_ledger(visit: Visit) -> dict[str, Any]:
-    """Returns the outcomes of rollouts by step, and rollouts and groups of one step: that of the query, or the last."""
+    """Returns the outcomes of rollouts by step, and rollouts and groups of one step: the query's, or the last."""
     store = visit.run_store
     steps: list[dict[str, Any]] = []
     for entry in await store.query_metrics():

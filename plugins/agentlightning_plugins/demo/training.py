@@ -90,7 +90,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def _settings(directory: Path, seed: int, steps: int | None, resume: bool) -> dict[str, Any]:
-    """Writes the settings of a new run, or reads those of the run to resume."""
+    """Writes the settings of a new run, or reads the settings of the run to resume."""
     file = directory / "config.json"
     if not resume:
         settings = {"seed": seed, "steps": steps or GRPO_SETTINGS["steps"]}

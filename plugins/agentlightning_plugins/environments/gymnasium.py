@@ -21,7 +21,7 @@ def components() -> list[Component]:
 class GymnasiumEnvironment(Environment):
     """An environment of Gymnasium whose observations are a ``Text`` space, or that renders itself in the mode ``ansi``.
 
-    Actions are a ``Text`` or a ``Discrete`` space. An answer that is no action is told so, and uses up a turn.
+    Actions are a ``Text`` or a ``Discrete`` space. An answer that fits neither gets an error, and uses up a turn.
     """
 
     def __init__(self, address: str, options: dict[str, Any] | None = None) -> None:
@@ -32,7 +32,7 @@ class GymnasiumEnvironment(Environment):
             options: keyword arguments of the environment.
 
         Raises:
-            ConfigError: there is no such environment, or its observations or actions are no text.
+            ConfigError: there is no such environment, or its observations or actions cannot be written as text.
         """
         self.address, self.options = address, options or {}
         made = self._make()
@@ -78,7 +78,7 @@ class GymnasiumEnvironment(Environment):
             number = re.fullmatch(r"\D*(\d+)\D*", chosen)
             chosen = space.dtype.type(number[1]) if number else None
         if chosen is None or not space.contains(chosen):
-            return f"error: {action[:100]!r} is no action of {space}"
+            return f"error: {action[:100]!r} is not an action of {space}"
         observation, reward, is_terminated, is_truncated, _ = self._made.step(chosen)
         return self._show(observation), float(reward), bool(is_terminated or is_truncated)
 
@@ -87,5 +87,5 @@ class GymnasiumEnvironment(Environment):
             self._made.close()
 
     def _show(self, observation: Any) -> str:
-        """Returns the text; what a rendered one colours is marked: ``[S]FF``."""
+        """Returns the observation as text; brackets mark what a rendered one colours: ``[S]FF``."""
         return _COLOUR.sub(r"[\2]", self._made.render()) if self._is_rendered else str(observation)

@@ -50,7 +50,7 @@ done
 shift
 exec chroot "$root" sh -c 'cd "$0" && exec "$@"' "$cwd" "$@"
 """
-"""Runs a command under a root of its own: the machine's folders, read-only, and those of the episode over them."""
+"""Runs a command under its own root: the machine's folders, read-only, with the episode's mounted over them."""
 
 
 @hookimpl
@@ -83,7 +83,7 @@ class _Task:
 
 
 class HarborEnvironment(Environment):
-    """Tasks of Harbor: the model runs commands with the tool ``shell``, and the reward is that of the task's tests.
+    """Tasks of Harbor: the model runs commands with the tool ``shell``, and the task's tests give the reward.
 
     The commands see the task's ``/app``, or other working directory, ``/logs`` and ``/tmp``, and the folders of the
     machine, read-only where it allows that. The tests run when the model has ended; it never sees them or the solution.
@@ -98,7 +98,7 @@ class HarborEnvironment(Environment):
 
         Args:
             address: a task folder, or a folder with task folders.
-            run_as_is: run also tasks that need a container, such as those whose Dockerfile installs packages.
+            run_as_is: run also tasks that need a container, for example because their Dockerfile installs packages.
             command_s: seconds that a command of the model may take.
             output_chars: characters from the end of a command's output that the model sees.
 
@@ -303,7 +303,7 @@ def _read_number(text: Any, where: str) -> float:
 
 
 def _read_rewards(text: str) -> float:
-    """Returns the number ``reward`` of an object, or its only one."""
+    """Returns the number ``reward`` of an object, or its only number."""
     try:
         rewards = json.loads(text)
     except ValueError as error:

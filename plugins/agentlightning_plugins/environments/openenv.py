@@ -38,7 +38,7 @@ class OpenEnvEnvironment(Environment):
             headers: headers of the connection, such as ``Authorization``.
 
         Raises:
-            ConfigError: the address is no URL.
+            ConfigError: the address is not a URL.
         """
         if not address.startswith(("http://", "https://")):
             raise ConfigError(f"openenv = {address!r}: give the URL of the server, as in openenv:http://127.0.0.1:8000")
@@ -53,7 +53,7 @@ class OpenEnvEnvironment(Environment):
             async with self._http.get(f"{self.address}/schema", raise_for_status=True) as response:
                 self._schema = (await response.json())["action"]
         except (aiohttp.ClientError, ValueError, KeyError) as error:
-            raise RolloutError(f"{self.address} is no server of OpenEnv that answers: {error}") from error
+            raise RolloutError(f"{self.address} does not answer as a server of OpenEnv: {error}") from error
         fields = {key: field for key, field in self._schema.get("properties", {}).items() if key != "metadata"}
         if [field.get("type") for field in fields.values()] == ["string"]:
             self._field = next(iter(fields))

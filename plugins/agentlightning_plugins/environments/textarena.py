@@ -39,7 +39,7 @@ class TextArenaEnvironment(Environment):
             address: the id of the game, such as ``GuessTheNumber-v0``.
             options: keyword arguments of the game.
             players: number of players.
-            opponent: ``module:attribute`` of a function from an observation to an action, which plays for the others.
+            opponent: ``module:attribute`` of a function from observation to action, which plays all other players.
 
         Raises:
             ConfigError: there is no such game, or players without an opponent.

@@ -100,8 +100,8 @@ class VerifiersEnvironment(Environment):
         self.python = str(Path(python).expanduser().absolute())  # its target would not know the virtual environment
         if not os.access(self.python, os.X_OK):
             raise ConfigError(
-                f"verifiers:{address}: python = {python!r} is no program; make a virtual environment for verifiers, as "
-                "in `uv venv .venvs/verifiers` and `uv pip install --python .venvs/verifiers verifiers`"
+                f"verifiers:{address}: python = {python!r} is not a program; make a virtual environment for verifiers, "
+                "as in `uv venv .venvs/verifiers` and `uv pip install --python .venvs/verifiers verifiers`"
             )
         given = dict(config or {})
         agent = {"runtime": {"type": "subprocess"}, **given.get("agent", {})}

@@ -201,7 +201,7 @@ class EndedAttempts:
         self._rollouts: dict[str, set[str]] = {}
         """Ended rollouts, each with the attempts that began after its end (retries)."""
         self.failing: dict[AttemptKey, bool] = {}
-        """Attempts whose last call failed, also in an earlier gateway; whether their metadata is known to say so."""
+        """Attempts whose last call failed, also in an earlier gateway; True if their metadata is known to say so."""
 
     def is_over(self, attempt: AttemptKey) -> bool:
         """Whether calls of this attempt must be refused."""
@@ -240,7 +240,7 @@ class EndedAttempts:
             self._add(self.failing, attempt, True)
         if asked is not None and asked.status not in LIVE_ATTEMPT:
             self._add(self._attempts, attempt, None)
-        elif not self.is_over(attempt):  # it may have ended meanwhile
+        elif not self.is_over(attempt):  # an event may have ended it during the query
             self._add(self._live, attempt, time.monotonic() + _TRUST_S)
 
     def _add(self, known: dict[AttemptKey, T], attempt: AttemptKey, value: T) -> None:
@@ -282,7 +282,7 @@ class EndedAttempts:
                     )
                     has_warned = True
             await asyncio.sleep(_RECONNECT_S)
-            self._live.clear()  # these attempts may have ended meanwhile
+            self._live.clear()  # the events of their ends may be lost
 
 
 def attempt_over(attempt: AttemptKey) -> CallRefused:
@@ -306,7 +306,7 @@ class _Turn:
 class CallSeeds:
     """Seeds the calls of each attempt by the rollouts' seeds (``metadata["seed"]``), which it reads from the store.
 
-    Tries of a client that repeats a request are one turn: they have one seed, and each names the try before.
+    All tries of a repeated request are one turn: they have one seed, and each names the previous try.
     """
 
     def __init__(self, store: LightningStore) -> None:
@@ -344,7 +344,7 @@ class CallSeeds:
                 turn.number = None
 
     def _join_turn(self, call: ModelCall) -> _Turn:
-        """Returns the turn of a call: that of the try before, if the client says that it tries again."""
+        """Returns the turn of a call: the turn of the previous try, if the client says that it tries again."""
         if call.attempt is None:
             return _Turn("")
         key = call.attempt, call.dialect.name, call.digest
@@ -374,7 +374,7 @@ class CallSeeds:
                 )
                 return none
             seed = None if rollout is None else (rollout.metadata or {}).get("seed")
-            self._known.setdefault(attempt, (seed, none[1]))  # another call may have read it meanwhile
+            self._known.setdefault(attempt, (seed, none[1]))  # another call may have stored it during the read
             if len(self._known) > _MAX_REMEMBERED:
                 del self._known[next(iter(self._known))]
         found = self._known[attempt] = self._known.pop(attempt)  # now the newest entry

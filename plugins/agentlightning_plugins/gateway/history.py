@@ -48,9 +48,9 @@ class SampledHistory:
     def cut_prompt(self, attempt: AttemptKey, answer: bytes) -> tuple[bytes, FrozenNumbers | None]:
         """Replaces the token ids of the prompt in an answer, or in an event of a stream, by ``_CUT``.
 
-        Returns the text and the ids, for ``put_prompt``; the text as it is, and None, if it has no such ids. A prompt
-        of a long conversation has tens of thousands of ids, and begins with the last one, whose ids it then shares:
-        only its end is parsed.
+        Returns the cut text and the ids, for ``put_prompt``; without such ids, the given text and None. A prompt of a
+        long conversation has tens of thousands of ids, and begins with the previous prompt, whose ids it shares: only
+        its end is parsed.
         """
         name = answer.find(_IDS)
         start, end = answer.find(b"[", name) + 1, answer.find(b"]", name)
@@ -137,7 +137,7 @@ def put_prompt(completion: Completion, ids: FrozenNumbers | None) -> None:
 
 
 def _to_forms(arguments: str) -> dict[str, str]:
-    """Returns the normal forms of sampled arguments: as they are, and as APIs show them that take only objects."""
+    """Returns the normal forms of sampled arguments: as sampled, and as shown by APIs that take only objects."""
     shown = [arguments or "{}", *(dump_json({key: arguments}).decode() for key in (UNPARSED, _INPUT))]
     return {form: arguments for text in shown if (form := _normal_form(text)) is not None}
 

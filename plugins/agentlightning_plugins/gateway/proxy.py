@@ -33,7 +33,7 @@ class LLMProxy(BaseGateway):
     a key are relayed but not recorded, or refused if keys are required.
 
     ``pause``, ``drain``, ``resume`` and ``status`` raise ConflictError if the gateway is not running. While it is
-    paused, up to ten thousand calls wait, each for up to ``pause_wait_s``; the others get status 429 with Retry-After.
+    paused, up to ten thousand calls wait, each up to ``pause_wait_s``; further calls get 429 with Retry-After.
     """
 
     _drain_s = 0.5  # a server in a process executes one command at a time, so other commands must get turns
@@ -68,7 +68,7 @@ class LLMProxy(BaseGateway):
                 "api_base": ..., "api_key": ...}}`` or ``{"model": ..., "endpoint": ..., "api_key": ...}``. Entries with
                 the same name are backends of one model. ``api_key`` may be ``os.environ/NAME``, ``${NAME}`` or
                 ``file:PATH``, whose file is read again when it changes. Each may have ``sampling_parameters``, which
-                replace those of every request; ``sampling_defaults``, for requests without these parameters;
+                replace the parameters of every request; ``sampling_defaults``, for requests without these parameters;
                 ``seed_calls``, to give each call a seed derived from ``metadata["seed"]`` of its rollout and the turn;
                 ``weight``, its share of the calls; ``price``, with ``input_per_million`` and
                 ``output_per_million``; and ``provider``.
@@ -89,9 +89,9 @@ class LLMProxy(BaseGateway):
             cache: whether a request at temperature 0 or with a seed gets the answer of an earlier call with the same
                 request, if the store contains one. For prompt search and evaluation.
             late_system: ``user`` passes system messages after the first other message on as the user's, for chat
-                templates that refuse them; ``keep`` passes them on as they are.
+                templates that refuse them; ``keep`` passes them on unchanged.
             fail_attempts: whether an attempt fails if its last model call failed, even if its agent returns a reward.
-            finish_s: how long calls in flight may take to end when the gateway stops; the others get an error.
+            finish_s: how long calls in flight may take to end when the gateway stops; then they get an error.
 
         Raises:
             ConfigError: an entry of ``model_list`` or another value is invalid.

@@ -41,7 +41,7 @@ logger = logging.getLogger("agentlightning")
 _STORE_WAIT_S: Final = 1.0
 """How long an answer may wait until its call is stored."""
 _RECOVERY_WAIT_S: Final = 30.0
-"""How long it may wait until its attempt no longer counts as failing: otherwise the attempt would fail."""
+"""How long an answer may wait until its attempt is no longer stored as failing; else the attempt would fail."""
 _MAX_ATTEMPTS: Final = 1000
 _DISCONNECTED: Final = 499
 """As in nginx; for the metrics only."""
@@ -133,7 +133,7 @@ class CallRecorder:
                 message = (call.error or "")[:_MAX_DESCRIPTION] if has_failed else None
                 await self.store.update_attempt(*attempt, metadata={**metadata, MODEL_ERROR: message})
         except (StoreError, OSError, aiohttp.ClientError) as error:
-            logger.warning("attempt %s cannot be told how its last model call ended: %s", attempt[1], error)
+            logger.warning("attempt %s: how its last model call ended could not be stored: %s", attempt[1], error)
             return
         if has_failed:
             failing[attempt] = True
@@ -293,7 +293,7 @@ def _add_output(call: ModelCall, attributes: dict[str, Any]) -> None:
 
 
 def _freeze_numbers(values: Any) -> Any:
-    """Freezes a list of numbers and returns anything else as it is.
+    """Freezes a list of numbers; returns anything else unchanged.
 
     Hot path: the sum detects NaN, infinities and integers beyond 64 bits without a check of each value.
     """

@@ -148,7 +148,7 @@ class RemoteGateway(BaseGateway):
         """Does nothing: with a durable store, a call is stored before its agent gets the end of the answer."""
 
     def update_model_list(self, model_list: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ConfigError: the models are those of the gateway's own configuration."""
+        """Raises ConfigError: the gateway's own configuration names the models."""
         raise ConfigError(
             f"the gateway at {self._root} serves the models of its own --config, and this algorithm has to serve its "
             "own model; leave `gateway` (llm_proxy) out, and the algorithm serves a gateway of the run"

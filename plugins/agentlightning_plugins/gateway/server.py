@@ -131,7 +131,7 @@ class GatewayServer:
         return bound
 
     async def stop(self) -> None:
-        """Waits for the calls in flight, ends the others with an error, and stores the recorded spans."""
+        """Waits for the calls in flight, ends late ones with an error, and stores the recorded spans."""
         self._admission.close()
         await self._server.stop_listening()
         if not await self._admission.drain(self._settings.finish_s):
@@ -270,7 +270,7 @@ class GatewayServer:
 def _read_event(body: Any, attempt: AttemptKey) -> Span:
     """Returns the span of an event ``{"event_type": ..., "data": {...}}``: a reward, or an annotation of another type.
 
-    Raises CallRefused if the body is no event, or its reward is not a number.
+    Raises CallRefused if the body is not an event, or its reward is not a number.
     """
     kind, data = (body.get("event_type"), body.get("data")) if isinstance(body, Mapping) else (None, None)
     if not (isinstance(kind, str) and kind and isinstance(data, Mapping)):

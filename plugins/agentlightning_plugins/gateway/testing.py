@@ -62,7 +62,7 @@ class DialectConformance:
             messages = dialect.read_messages(self.example_request)
             json.dumps([messages, list(dialect.read_tools(self.example_request))])
             dict(dialect.capture_fields(dialect.read_token_options(self.example_request)))
-        assert self.example_request == before, "reading a request leaves it as it is: it is sent on"
+        assert self.example_request == before, "reading a request must not change it: it is sent on"
         promise = "read_messages returns OpenTelemetry's messages: {'role': ..., 'parts': [{'type': ..., ...}]}"
         assert messages, f"{promise}; it returned none"
         for message in messages:

@@ -63,7 +63,7 @@ def _read_result(value: dict[str, Any], rated: ImportedRollout | None, imported:
 
 
 def _read_trajectory(value: dict[str, Any], rollout: ImportedRollout, imported: Imported, sub: str = "") -> None:
-    """Adds the calls of a trajectory, and those of the subagents in it."""
+    """Adds the calls of a trajectory and of its subagents."""
     agent = value["agent"]
     messages: list[dict[str, Any]] = []
     for step in value["steps"]:
@@ -98,7 +98,7 @@ def _to_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_content(content: Any) -> Any:
-    """Converts content to that of chat messages; raises ValueError for audio, which they cannot refer to."""
+    """Converts content to the form of chat messages; raises ValueError for audio, which they cannot name by a path."""
     if isinstance(content, str):
         return content
     if other := {part["type"] for part in content} - {"text", "image"}:

@@ -88,7 +88,7 @@ def _read_observation(record: dict[str, Any], rollout: ImportedRollout, imported
         return 0
     messages, given = to_messages(record.get("input")), semconv.parse_json(record.get("input"))
     if messages is None:
-        imported.leave_out("a generation whose input is no messages", record["id"])
+        imported.leave_out("a generation whose input is not messages", record["id"])
         return 0
     tools = given.get("tools") if isinstance(given, dict) else None
     tools = tools or list(map(_read_tool, dict(record.get("tool_definitions") or {}).items()))

@@ -1,6 +1,6 @@
 """Evals of OpenAI (API of 2026, openai-python 2.8 to 3.57): data sets, graders of an eval, and results of its runs.
 
-Read are lines of data sets (``{"item": ...}``), evals of ``GET /v1/evals`` (``eval``), and results of
+It reads lines of data sets (``{"item": ...}``), evals of ``GET /v1/evals`` (``eval``), and results of
 ``GET /v1/evals/{id}/runs/{id}/output_items`` (``eval.run.output_item``), which become rollouts. Data sets of the
 repository openai/evals, lines of ``input`` and ``ideal``, are tasks too; Phoenix calls ``input`` ``messages``.
 """

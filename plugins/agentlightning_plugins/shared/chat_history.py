@@ -237,9 +237,9 @@ async def select_pairs(
 ) -> AsyncIterator[PreferencePair]:
     """Yields pairs of rollouts of one task: the best with the worst, the second best with the second worst, and so on.
 
-    Only rollouts that succeeded are used, without those that lost spans and those of validation and test (``mode``).
+    It uses only rollouts that succeeded and lost no spans, and none of validation or test (``mode``).
     The rewards of a pair differ by at least ``min_gap``, and by more than 0; ``pairs_per_task`` None means no limit.
-    ``rollouts`` are those to choose from; None: all of the store's run.
+    ``rollouts`` are the rollouts to choose from; None: all of the store's run.
     """
     for ranked in await _rank_rollouts(store, None, rollouts):
         for (more, chosen), (less, rejected) in list(zip(ranked, reversed(ranked), strict=True))[:pairs_per_task]:

@@ -27,7 +27,7 @@ class ImportedRollout:
     """One run of an agent that was recorded elsewhere."""
 
     source_id: str
-    """Identifies it in its own tool: it is imported once."""
+    """Its id in the other tool; a rollout with a known id is not imported again."""
     task: Any = None
     spans: list[Span] = field(default_factory=list)
     ratings: dict[str, list[float]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Imported:
     """The result of an importer."""
 
     tasks: list[Any] = field(default_factory=list)
-    """Tasks beside those of the rollouts."""
+    """Tasks that have no rollout."""
     rollouts: list[ImportedRollout] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
     """Names of the items that could not be mapped, by reason."""
@@ -150,7 +150,7 @@ class Imported:
     async def write(self, store: LightningStore, importer: str, rewards: Sequence[float | None]) -> tuple[int, int]:
         """Writes the rollouts; returns how many are new, and how many were there already.
 
-        What a stopped import left unfinished is finished. Another reward replaces that of an earlier import.
+        It finishes what a stopped import left unfinished. A new reward replaces the reward of an earlier import.
         """
         query = every(store.query_rollouts, metadata={"importer": importer})
         known = {(each.metadata or {}).get("source_id"): each async for each in query}

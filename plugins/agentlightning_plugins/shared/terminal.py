@@ -57,7 +57,7 @@ class StoreCommand(click.Command):
     """A command with ``store_option``, which also takes the store as an argument without a name.
 
     Without ``--store``, the first argument that is a URL or a directory with a ``store.db`` is the store, in any place;
-    the others are the command's own arguments.
+    all other arguments are the command's own.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -156,13 +156,13 @@ def find_store(where: str | None, configured: str | None = None) -> str:
     if not Path("agl.db").is_file():
         raise click.UsageError(
             "there is no run under runs/ and no agl.db here; name the directory of a run or the URL of a store, such "
-            "as runs/NAME or http://127.0.0.1:4747 (that of `agl store`), or set AGL_STORE"
+            "as runs/NAME or http://127.0.0.1:4747 (from `agl store`), or set AGL_STORE"
         )
     return "sqlite:///agl.db"
 
 
 def open_store(where: str | None, run: str | None = None) -> LightningStore:
-    """Opens a store: a URL or the directory of a run, or that of :func:`find_store`; scoped to ``run`` or ``default``.
+    """Opens the store that :func:`find_store` returns: a URL or a run's directory; scoped to ``run`` or ``default``.
 
     Raises UsageError if it does not exist.
     """
@@ -250,7 +250,7 @@ def show_time(instant: float | None) -> str:
 
 
 def shorten(value: Any, length: int = 60) -> str:
-    """Formats a value as one line of at most ``length`` characters: text as it is, other values as JSON."""
+    """Formats a value as one line of at most ``length`` characters; a value that is not text becomes JSON."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     text = " ".join(text.split())
     return text if len(text) <= length else text[: length - 3] + "..."

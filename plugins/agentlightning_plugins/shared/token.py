@@ -19,7 +19,7 @@ READ_S: Final = 2.0
 
 
 def check_token(token: str) -> str:
-    """Returns a token; raises ConfigError if it cannot be sent in a header as it is."""
+    """Returns a token; raises ConfigError if a header cannot carry it."""
     if not token or not token.isprintable() or token != token.strip():
         raise ConfigError(
             "the token of the store (--token or AGL_TOKEN) is empty, begins or ends with a blank, or has a line end or "
@@ -44,7 +44,7 @@ def read_token_file(path: Path) -> list[str]:
 
 
 class StoreTokens:
-    """The tokens of a store: one that was given, and those of a file, which is read again while it is used.
+    """The tokens of a store: a given one, and one for each line of a file, which is read again while it is used.
 
     The first token is the one that clients send and that signs the tokens of attempts; servers accept all of them.
     """
@@ -115,7 +115,7 @@ def is_key_file(setting: object) -> bool:
 
 
 def read_key(setting: str | None) -> str | None:
-    """Returns the key of a setting ``api_key``: for ``file:PATH`` the first line of the file, as it is now.
+    """Returns the key of a setting ``api_key``: for ``file:PATH`` the current first line of the file.
 
     Raises ConfigError if the file cannot be read, or has no key.
     """

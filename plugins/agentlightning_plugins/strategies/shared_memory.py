@@ -117,7 +117,7 @@ async def _run_all(runner: RunnerJob, store: LightningStore, n_runners: int, sto
     if len(failed) == n_runners:
         raise failed[0]
     for error in failed:
-        logger.error("a runner failed; the others continued: %s", error, exc_info=error)
+        logger.error("a runner failed; the other runners continued: %s", error, exc_info=error)
 
 
 async def _run_with_algorithm(runner: RunnerJob, store: LightningStore, stop: threading.Event) -> None:

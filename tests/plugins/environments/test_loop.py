@@ -134,7 +134,7 @@ def test_wrong_settings_are_refused_with_what_is_allowed() -> None:
         ("openenv:127.0.0.1:8000", "give the URL of the server"),
         (
             {"verifiers": "x", "python": "/no/python"},
-            r"python = '/no/python' is no program; make a virtual environment",
+            r"python = '/no/python' is not a program; make a virtual environment",
         ),
         ("tests.plugins.environments.games:random", "is a module, not an agl.Environment"),
     ):

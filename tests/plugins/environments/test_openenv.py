@@ -82,7 +82,7 @@ def test_grpo_trains_on_a_server_of_openenv(server: Server, tmp_path: Path) -> N
 
 async def test_a_server_that_does_not_answer_is_named() -> None:
     async with EnvironmentEpisode(make_environment("openenv:http://127.0.0.1:9")) as episode:
-        with pytest.raises(agl.RolloutError, match="http://127.0.0.1:9 is no server of OpenEnv that answers"):
+        with pytest.raises(agl.RolloutError, match="http://127.0.0.1:9 does not answer as a server of OpenEnv"):
             await episode.reset({"seed": 1})
 
 

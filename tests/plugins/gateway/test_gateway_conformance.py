@@ -161,7 +161,7 @@ DIALECTS = [
     (StartsWithASlash, "test_it_has_names_and_relative_paths", "are relative"),
     (LeavesOutAField, "test_it_has_names_and_relative_paths", "without ['temperature']"),
     (ReadsOpenAIsMessages, "test_a_request_is_read_as_messages", "read_messages returns OpenTelemetry's messages"),
-    (TakesTheMessages, "test_a_request_is_read_as_messages", "leaves it as it is"),
+    (TakesTheMessages, "test_a_request_is_read_as_messages", "must not change it"),
     (KeepsTheText, "test_an_answer_is_read_whole_and_as_a_stream", "read_chunk keeps what belongs to a call"),
     (ForgetsTheReason, "test_an_answer_is_read_whole_and_as_a_stream", "read_answer sets the finish reason"),
     (AssertsItsInput, "test_malformed_json_raises_only_errors_that_the_gateway_expects", "read_messages raises"),

@@ -174,7 +174,7 @@ def test_stored_completions_become_pairs_for_dpo_and_examples_for_sft(tmp_path: 
 def test_traces_of_langfuse_keep_their_tree_scores_and_comments(tmp_path: Path) -> None:
     result = import_json(tmp_path, "langfuse", "observations_v2.jsonl", "scores.jsonl", "trace.json")
     assert named(result) == {
-        "a generation whose input is no messages": 1,
+        "a generation whose input is not messages": 1,
         "a trace without a model call (its input is a task)": 1,
         "a score without a number (CATEGORICAL)": 1,
         "a score without a number (TEXT)": 1,

@@ -101,7 +101,7 @@ class Decoder:
             torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         pool = None if self._latest is None else self._latest.pool()
-        # Another thread may read new weights meanwhile.
+        # Another thread may read new weights during the capture.
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             logits_SV = run()
         self._latest = graph

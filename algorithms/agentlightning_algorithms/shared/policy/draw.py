@@ -22,7 +22,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: maximum length, stop token included; the caller checks that prompt and response fit the model.
-        temperature: 0 takes the likeliest token; its log-probabilities are those at temperature 1, unfiltered.
+        temperature: 0 takes the likeliest token; its log-probabilities are at temperature 1, unfiltered.
         top_p: keep the smallest set of likeliest tokens with at least this probability.
         top_k: keep this many likeliest tokens; 0 keeps all. Applied before ``top_p``.
         stop: end as soon as the text contains one of these.
@@ -40,7 +40,7 @@ class SamplingParams:
 
 
 class Token(NamedTuple):
-    """A sampled token. Log-probabilities are those of the distribution it was drawn from, filters included."""
+    """A sampled token. Its log-probabilities are under the distribution that it was drawn from, filters included."""
 
     token_id: int
     logprob: float

@@ -1,4 +1,4 @@
-"""Keys and values: those of the running rows, of different lengths, and those of earlier sequences.
+"""Keys and values of the running rows, which differ in length, and of earlier sequences.
 
     S   slots; row i of the batch is in slot i
     n   rows of one forward pass
@@ -13,7 +13,7 @@ writes each row's tokens at that row's own positions, so that rows can join and 
 
 An earlier sequence is split into blocks of tokens. A block is looked up by a digest of all tokens up to its end, so
 that sequences share their common prefixes: the turns of a rollout, the rollouts of a task, the system prompt. The idea
-is that of vLLM's automatic prefix caching (Kwon et al. 2023, arXiv:2309.06180).
+comes from vLLM's automatic prefix caching (Kwon et al. 2023, arXiv:2309.06180).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class SlotCache:
         return positions_S1, (torch.arange(self.width, device=self._device) <= positions_S1)[:, None, None]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copies the first ``length`` positions of slots to as many others, or those of one slot to all."""
+        """Copies the first ``length`` positions of each source to its target, or of the only source to all targets."""
         self.reserve(max(targets) + 1, length)
         origin, place = (torch.tensor(slots, device=self._device) for slots in (sources, targets))
         for layer in self._layers:
@@ -163,7 +163,7 @@ class SlotCache:
             mine.take(theirs, where, first, length)
 
     def fit(self, slots: int, width: int, *, spare: float = SPARE) -> None:
-        """Releases memory if there is more than ``spare`` times that of ``slots`` slots of ``width`` positions."""
+        """Releases memory if there is more than ``spare`` times what ``slots`` slots of ``width`` positions need."""
         width = whole_blocks(width)
         if self.n_slots * self.width > spare * slots * width:
             self._resize(slots, width)
@@ -180,7 +180,7 @@ class SlotCache:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def restore(self, layers: Sequence[tuple[Tensor, Tensor]], slots: int, width: int) -> list[tuple[Tensor, Tensor]]:
-        """Makes room for keys and values like those of ``layers``, and returns :meth:`blocks`."""
+        """Makes room for keys and values of the type and shape of ``layers``, and returns :meth:`blocks`."""
         self.reserve(slots, width)
         for layer, (keys, values) in zip(self._layers, layers, strict=True):
             layer.open(keys, values)

@@ -102,8 +102,8 @@ def gspo(
         s = exp(mean over the row's tokens of (logprob - old_logprob))
         ratio_t = sg[s] exp(logprob_t) / sg[exp(logprob_t)]      GSPO-token, equation 14: its value is s everywhere
 
-    The gradient of a row is that of its likelihood, length-normalised. The paper clips at 3e-4 and 4e-4 and aggregates
-    by ``seq-mean-token-mean``.
+    A row's gradient is the gradient of its length-normalised likelihood. The paper clips at 3e-4 and 4e-4 and
+    aggregates by ``seq-mean-token-mean``.
     """
     log_ratio_BT = logprob_BT - old_logprob_BT
     mean_B1 = (log_ratio_BT * mask_BT).sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1.0)
@@ -196,7 +196,7 @@ def dppo(
 
         loss = -sg[min(ratio, max_ratio)] A logprob    where the divergence is within its bound, else 0
 
-    The divergence is that of "this token" or "another one" under old and new weights: total variation (``tv``) or
+    The divergence of old and new weights is over two outcomes, this token or another one: total variation (``tv``) or
     KL(old || new) (``kl``). ``clip_high`` bounds tokens with A > 0 whose probability grew, ``clip_low`` tokens with
     A <= 0 whose probability fell (arXiv:2602.04879, section 5). Other arguments as ``ppo``.
     """
@@ -234,11 +234,11 @@ def kl_penalty(logprob_BT: Tensor, reference_logprob_BT: Tensor, estimator: KlEs
 
     With d = reference_logprob - logprob (Schulman 2020, "Approximating KL Divergence"):
 
-        k2 = d^2 / 2         biased, low variance; its expected gradient is that of KL(policy || reference)
-        k3 = exp(d) - 1 - d  unbiased, never negative; its expected gradient is that of KL(reference || policy); what
-                             GRPO uses (arXiv:2402.03300)
+        k2 = d^2 / 2         biased, low variance; its expected gradient is the gradient of KL(policy || reference)
+        k3 = exp(d) - 1 - d  unbiased, never negative; its expected gradient is the gradient of KL(reference ||
+                             policy); what GRPO uses (arXiv:2402.03300)
 
-    The gradients are those of a loss, whose tokens are fixed. As in verl, d is clamped to 20 and k3 to 10.
+    Both gradients take the tokens as fixed, as a loss does. As in verl, d is clamped to 20 and k3 to 10.
     """
     if estimator == "k2":
         return 0.5 * (logprob_BT - reference_logprob_BT).square()

@@ -167,7 +167,7 @@ class Policy:
     def save(self, directory: Path, *, merge: bool = True, dtype: str | None = None) -> None:
         """Writes model and tokenizer for ``from_pretrained``; with LoRA, merged weights or only the adapters.
 
-        ``dtype``: that of the written weights, if it is not the model's.
+        ``dtype`` is the type of the written weights, without LoRA; None: the model's.
         """
         model, state = self.model, None
         if self.has_lora and merge:
@@ -193,7 +193,7 @@ class Policy:
         """Reads the weights in ``directory`` (with LoRA, only the adapters), without changing the model's.
 
         Raises:
-            ConfigError: the directory has no safetensors, or those of another model or of other LoRA settings.
+            ConfigError: the directory has no safetensors, or they belong to another model or other LoRA settings.
         """
         files = sorted(directory.glob("*.safetensors"))
         if not files:
@@ -246,7 +246,7 @@ def open_adapter(base: Policy, directory: Path) -> Policy:
     The adapters are not loaded yet.
 
     Raises:
-        ConfigError: the directory has no adapters, or those of another model.
+        ConfigError: the directory has no adapters, or they belong to another model.
     """
     from agentlightning_algorithms.shared.policy.lora import add_saved_adapter, share_weights  # peft
 

@@ -5,8 +5,8 @@
     log_ratio_BT    logprob under the trainer's weights at the start of the update - logprob as sampled
     mask_BT         1 on tokens the policy sampled
 
-Sampler and trainer differ by kernels, precision or weights one update old; the gradient is then that of an expectation
-over the wrong distribution. Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+Sampler and trainer differ by kernels, precision or weights one update old; the gradient then averages over tokens of
+the wrong distribution. Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
 Neither correction propagates a gradient. The numbers equal verl 0.9.1's, which states the bounds of masks for 1/ratio.
 """
 

@@ -76,7 +76,7 @@ _ENTER, _MERGE, _SPLIT = 1.2, 1.1, 1.3
 """Limits of the ratio of positions in all banks to tokens: for adding a row to an existing bank, for merging two banks,
 and for leaving a bank unsplit."""
 _SLACK_BYTES = 16 * 2**20
-"""Memory whose saving is not worth another forward pass of a small model; of others it is that of the weights."""
+"""Memory that is not worth another forward pass to save; in a model with larger weights, the size of the weights."""
 
 
 @dataclass(eq=False)

@@ -3,8 +3,8 @@
 One thread owns the model. Requests and weight swaps go through one queue, in order: a swap waits until every earlier
 row has ended, and later requests are sampled with the new weights, so that a response has one weight version. New
 weights are read from disk while the earlier rows finish. With ``swap_in_flight`` a swap does not wait: running rows
-go on with the new weights, after their keys and values have been computed again (AReaL, arXiv:2505.24298), so the
-log-probability of each token is exactly that of its weight version.
+go on with the new weights, after their keys and values have been computed again (AReaL, arXiv:2505.24298), so each
+token's log-probability is exact for its weight version.
 
 A prompt that shares a prefix with a sequence sampled since the last swap reuses that sequence's keys and values. If the
 rows outgrow the memory for keys and values, the newest rows wait and are later run again up to their last token.
@@ -256,7 +256,7 @@ class Sampler:
         self._totals["swapped_rows"] += len(rows)
 
     def _preempt(self) -> None:
-        """Puts the newest rows back into the queue until the others can have one more token each."""
+        """Puts the newest rows back into the queue until each remaining row can have one more token."""
         leaving: list[SamplingRequest] = []
         rows = sorted(self._rows, key=lambda request: request.number)
         while len(rows) > 1 and self._rows.bytes_with([]) > self._max_bytes:

@@ -72,8 +72,8 @@ class UpdateSettings:
         max_tokens_per_microbatch: bound on memory, padding included; changes the result only by rounding.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time. None:
             for models of at least 500 million weights that support it.
-        objective: a component of the kind ``policy_loss``: ``ppo``, ``gspo``, ``cispo``, or that of a plugin; see the
-            functions of these names in :mod:`~agentlightning_algorithms.shared.policy.loss`.
+        objective: a component of the kind ``policy_loss``, such as ``ppo``, ``gspo`` or ``cispo``; see the functions
+            of these names in :mod:`~agentlightning_algorithms.shared.policy.loss`.
         clip_low: the ratio is clipped at ``1 - clip_low``. GSPO needs a thousandth of PPO's value.
         clip_high: the ratio is clipped at ``1 + clip_high``.
         dual_clip: bound on the loss of a token with negative advantage, in units of the advantage; ``ppo`` only.
@@ -186,7 +186,7 @@ class LoraSettings:
 
     Attributes:
         rank: rank of the adapters.
-        alpha: adapters are scaled by alpha / rank; a learning rate about ten times that of full training is usual.
+        alpha: adapters are scaled by alpha / rank; they need about ten times the learning rate of full training.
         target_modules: names of the linear layers to adapt; ``all-linear``: all but the output layer.
     """
 

@@ -163,7 +163,7 @@ class Updater:
         """Restores what :meth:`save` wrote, the process's random generators included, and returns ``caller``.
 
         Raises:
-            ConfigError: the directory has no checkpoint, or that of another model.
+            ConfigError: the directory has no checkpoint, or one of another model.
         """
         directory = recover_directory(directory)
         file = directory / _STATE_FILE
@@ -229,8 +229,8 @@ class Updater:
     def optim_step(self) -> dict[str, float]:
         """Makes an optimizer step with the gradients added since the last one, and counts as an update.
 
-        Returns metrics like :meth:`update`, without ``logprob_gap_max``: the current weights may not be those that
-        sampled the rows. Without a gradient, the weights stay as they are.
+        Returns metrics like :meth:`update`, without ``logprob_gap_max``: other weights may have sampled the
+        rows. Without a gradient, the weights do not change.
         """
         (step, rows), self._open_step = self._open_step, (StepMetrics(), [])
         metrics, start = UpdateMetrics(), time.perf_counter()

@@ -241,6 +241,6 @@ def _tokens(prompt: PromptTemplate) -> set[str]:
 
 
 def _escape(text: str, tokens: Collection[str]) -> str:
-    """Doubles every brace except those of placeholders."""
+    """Doubles every brace except in placeholders."""
     pattern = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
     return re.sub(rf"({pattern or '(?!)'})|[{{}}]", lambda match: match[1] or match[0] * 2, text)

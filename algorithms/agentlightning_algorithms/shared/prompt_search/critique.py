@@ -106,7 +106,7 @@ def show_messages(histories: Sequence[ChatHistory]) -> str:
 
 
 def show_states(states: Sequence[State]) -> str:
-    """Formats the semantic variables of an agent: of each state those that are new or have changed."""
+    """Formats the semantic variables of an agent: of each state, only the new and the changed ones."""
     changes = ((number, change) for number, state in enumerate(states, 1) for change in state.changed.items())
     return "\n".join(f"{number}. {name} = {_to_text(value)}" for number, (name, value) in changes)
 

@@ -128,7 +128,7 @@ class RacingSearch(PromptSearch):
         return _SCREENED + min(self.first_rung, self.n_val)
 
     async def _run_round(self, number: int) -> tuple[int, int]:
-        """Makes and races the children of a round; returns the number of proposals, and of those that were tried."""
+        """Makes and races the children of a round; returns the number of proposals, and of tried proposals."""
         beam, (width, branches) = self._beam(), self.shape
         for parent in beam:
             await self._collect_failures(number, parent)
@@ -197,7 +197,7 @@ class RacingSearch(PromptSearch):
     async def _race(self, number: int, running: list[Candidate], again: Container[str]) -> None:
         """Runs children on more and more tasks, with their parents, until they have lost or won.
 
-        Those in ``again`` have lost before and are judged after further tasks.
+        Children in ``again`` have lost before and are judged after further tasks.
         """
         known = {each.candidate_id: each for each in self.history}
         while running:
@@ -264,7 +264,7 @@ class RacingSearch(PromptSearch):
         return sorted(known, key=lambda each: not self._is_failure(each))[: self.n_examples]
 
     async def _run(self, number: int, candidate: Candidate, mode: RolloutMode, indices: Sequence[int]) -> None:
-        """Runs a candidate on those of these tasks that it has not run on."""
+        """Runs a candidate on the given tasks, except the ones that it has run on."""
         async with self._locks[candidate.candidate_id]:  # two parents may have made the same child
             await self.publish_prompts(candidate)
             missing = self.results.missing(candidate.candidate_id, mode, indices)

@@ -59,7 +59,7 @@ class ResultPool:
         return {index: result.score for index, result in self._results[candidate_id, "val"].items()}
 
     def missing(self, candidate_id: str, mode: RolloutMode, indices: Iterable[int]) -> list[int]:
-        """Those of the tasks that a candidate has not run on."""
+        """The tasks among ``indices`` that a candidate has not run on."""
         return [index for index in indices if index not in self._results[candidate_id, mode]]
 
     @property
@@ -71,8 +71,8 @@ class ResultPool:
     def estimate(self, candidate_id: str) -> float:
         """The mean reward to expect of a candidate; 0 if it has no validation result.
 
-        It is that of an ancestor, and the measured gain, which counts less the less certain it is. The ancestor is the
-        nearest one that ran on the same tasks.
+        It is the estimate of an ancestor plus the measured gain, which counts less the less certain it is. The ancestor
+        is the nearest one that ran on the same tasks, else the first prompt.
         """
         scores = self.scores(candidate_id)
         if not scores:

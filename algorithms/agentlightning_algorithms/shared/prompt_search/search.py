@@ -53,9 +53,9 @@ logger = logging.getLogger("agentlightning")
 class PromptSearch(Algorithm):
     """The base of APO and GEPA, with the settings that they share.
 
-    A resumed search runs the same search again: finished rollouts and recorded model calls return immediately. Until it
-    has found the run's best prompts again, or better ones, those stay published; if it adds nothing to a search that
-    was confirmed, it ends with them.
+    A resumed search runs the same search again: finished rollouts and recorded model calls return immediately. The
+    run's best prompts stay published until it has found them again, or better ones; if it adds nothing to a confirmed
+    search, it ends with them.
     """
 
     default_adapter: ClassVar[str | None] = "messages"
@@ -213,7 +213,7 @@ class PromptSearch(Algorithm):
         """Number of validation tasks that the first prompt runs on before others, with ``max_rollouts = limit``."""
 
     def left_for_search(self) -> float:
-        """Number of rollouts that the search may still run: those of the confirmation are reserved."""
+        """Number of rollouts that the search may still run: the confirmation's are reserved."""
         if self.max_rollouts is None:
             return math.inf
         return self.max_rollouts - self.n_rollouts - self._count_reserved(self.max_rollouts)

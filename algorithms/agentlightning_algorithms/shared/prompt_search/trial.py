@@ -135,7 +135,7 @@ class Confirmation:
 
     @property
     def gain(self) -> float:
-        """The gain to be expected, which is smaller than the difference of the means the less certain that is.
+        """The expected gain: the difference of the means, reduced the more the less certain it is.
 
         Prompts that are published because they earned more were lucky on average. This is the positive-part estimator
         of James and Stein 1961.

@@ -46,7 +46,7 @@ class Attempts:
                 wanted["spans_dropped"] = max(wanted["spans_dropped"], before.spans_dropped)
             if status is not UNSET:
                 failed = (before.metadata or {}).get(MODEL_ERROR) if status == "succeeded" else None
-                if failed is not None:  # its agent did not notice, and any reward would be for what it could not do
+                if failed is not None:  # the agent did not notice: its reward would rate a task that it could not do
                     wanted |= {"error": AttemptFailure(type=MODEL_ERROR, message=str(failed)), "reward": None}
                 outcome = move_attempt(rollout.record, before, status if failed is None else "failed", now)
                 if before.status not in LIVE_ATTEMPT and before.error is not None:
@@ -130,7 +130,7 @@ class Attempts:
         await self._database.change_attempt(rollout_id, attempt_id, plan, is_heartbeat=True)
 
     async def lose(self, attempt: Attempt) -> bool:
-        """Ends an attempt of a dead worker; returns False if it has ended or changed its worker meanwhile."""
+        """Ends an attempt of a dead worker; returns False if it has already ended or has another worker by now."""
         reason = f"worker {attempt.worker_id!r} was reported dead"
 
         async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[bool]:
@@ -144,5 +144,5 @@ class Attempts:
 
         try:
             return await self._database.change_attempt(attempt.rollout_id, attempt.attempt_id, plan)
-        except NotFoundError:  # deleted meanwhile
+        except NotFoundError:  # it was deleted
             return False

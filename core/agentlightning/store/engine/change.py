@@ -51,7 +51,7 @@ class Change(Generic[T]):
     def move(self, rollout: Row[Rollout], attempt: Row[Attempt], after: Outcome, now: float) -> None:
         """Writes a transition of an attempt, and of its rollout, with the events.
 
-        The rollout is guarded even if it does not change: an attempt that begins meanwhile would become the latest one.
+        The rollout is guarded even if it does not change: a later attempt may have begun since the read.
         """
         self.guards.append(Guard(Rollout, key_of(rollout.record), rollout.revision))
         if after.rollout is not rollout.record:

@@ -154,7 +154,7 @@ class Queue:
         if claim.cancelled() or claim.exception() is not None:  # nothing was claimed
             return
         for item in claim.result():
-            with contextlib.suppress(NotFoundError, ConflictError):  # it was ended or deleted meanwhile
+            with contextlib.suppress(NotFoundError, ConflictError):  # it has ended, or was deleted
                 await self._attempts.release(item.rollout_id, item.attempt.attempt_id)
 
     async def _begin(

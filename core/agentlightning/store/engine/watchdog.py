@@ -51,7 +51,7 @@ class Watchdog:
         weakref.finalize(self, self._stopped.set)
 
     def start(self) -> None:
-        """Starts the threads; does nothing for one that runs, or after ``stop``."""
+        """Starts the threads that do not run yet; does nothing after ``stop``."""
         works: dict[str, Sequence[_Work]] = {"agl-watchdog": (Watchdog.scan, Watchdog.delete_workers)}
         if self.retention is not None:
             works["agl-retention"] = (Watchdog.retain,)
@@ -111,7 +111,7 @@ class Watchdog:
         if outcome is not None:
             change = Change(None)
             change.revoke(rollout, attempt, outcome, now)
-            await self.database.try_commit(change)  # if it changed meanwhile, the next scan reads it again
+            await self.database.try_commit(change)  # if it has changed since the read, the next scan reads it again
 
     async def delete_workers(self, now: float) -> None:
         """Deletes old workers, every hour."""

@@ -40,7 +40,7 @@ from agentlightning.testing.store.reading import ReadingTests
 ReopenBackend: TypeAlias = Callable[[], Awaitable[Backend | BackendStore]]
 
 BLOCKED_S: Final = 0.02
-"""A primitive blocks if no call takes the event loop for less than a call that sleeps this long in it."""
+"""A primitive blocks if each of its calls holds the event loop as long as a sleep of this many seconds."""
 SEARCH_S: Final = 1.0
 """How long readers look for half of a commit. A busy machine finds less, but nothing that is not there."""
 
@@ -161,7 +161,7 @@ class BackendConformance(ReadingTests):
         limit = min([await longest_block(block) for _ in range(3)])
         for name, call in (await calls_of(backend, 30)).items():
             blocked = limit
-            for _ in range(30):  # until one does not block: another process may have stopped this one meanwhile
+            for _ in range(30):  # until one does not block: another process may stop this one during a call
                 if blocked >= limit:
                     blocked = min(blocked, await longest_block(call))
             assert blocked < limit, (

@@ -193,7 +193,7 @@ class ReadingTests:
             )
             holds = await backend.commit([], [Guard(Attempt, key_of(attempt), 1)])
             assert (row.revision, holds) == (1, True), (
-                f"append_spans: the attempt is at revision {row.revision}; a heartbeat is no new revision, or the "
+                f"append_spans: the attempt is at revision {row.revision}; a heartbeat keeps the revision, or the "
                 "guards of concurrent changes would fail with every span"
             )
 

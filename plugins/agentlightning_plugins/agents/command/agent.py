@@ -117,7 +117,7 @@ class CommandAgent(LitAgent[Any]):
             keep: folder that gets each attempt's workspace afterwards, named by the attempt.
             home: ``fresh``: an empty home folder for each attempt; ``inherit``: the user's; or a folder to copy.
             task_via: how the task is passed: ``argument``, in place of ``{task}`` or at the end; ``stdin``; ``env``, in
-                ``AGL_TASK``; ``file``, at the path in ``AGL_TASK_FILE``. Text is passed as it is, anything else as
+                ``AGL_TASK``; ``file``, at the path in ``AGL_TASK_FILE``. Text is passed unchanged, anything else as
                 JSON. Default: by the placeholder in the command, else ``stdin``.
             env: further variables; they take precedence.
             inherit_env: names or patterns (``AWS_*``) of variables to inherit; ``*`` inherits all.

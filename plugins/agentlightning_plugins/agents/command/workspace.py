@@ -104,7 +104,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def restore(source: Path, folder: Path, patterns: Sequence[str]) -> None:
-    """Makes the files whose path matches a pattern the same as in the source again: changed, removed and new ones.
+    """Makes the changed, removed and new files whose paths match a pattern equal to the source again.
 
     ``*`` also matches ``/``. No link is followed.
     """
@@ -127,7 +127,7 @@ def restore(source: Path, folder: Path, patterns: Sequence[str]) -> None:
 
 
 def _walk(folder: Path, ignored: Sequence[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields what is no folder below a folder, by relative path, without following links."""
+    """Yields everything below a folder except folders, by relative path; does not follow links."""
     is_ignored = re.compile("|".join(map(translate, ignored)) or r"(?!)").match
     waiting = [""]
     while waiting:

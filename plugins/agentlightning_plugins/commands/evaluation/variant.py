@@ -229,7 +229,7 @@ def _train(setup: Setup, spec: Spec, seed: int, place: Path, budget: int | None,
         return limited.rollouts
     learned.resources |= limited.resources
     if saved:
-        # After a stop the best weights may be those of the first validation, before the first step.
+        # After a stop, the best weights may be the initial ones, which were validated before the first step.
         learned.weights, learned.checkpoint = place, "latest" if limited.was_stopped and "latest" in saved else None
     return limited.rollouts
 

@@ -19,7 +19,7 @@ from agentlightning_plugins.shared.chat_history import ChatHistory, read_convers
 async def read_trajectories(
     store: LightningStore, rollouts: AsyncIterator[Rollout]
 ) -> AsyncIterator[RootModel[dict[str, Any]]]:
-    """Yields a trajectory for each rollout with model calls: its longest conversation, the others as subagents."""
+    """Yields a trajectory for each rollout with model calls: its longest conversation, with the rest as subagents."""
     async for rollout in rollouts:
         spans = (await store.query_spans(rollout.rollout_id, "latest")).items
         found = sorted(read_conversations(spans), key=lambda each: -len(each["messages"]))
@@ -65,7 +65,7 @@ def _to_arguments(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_content(content: Any) -> Any:
-    """Returns a text, or parts of text and images; what else there may be is no part of ATIF 1.7 and becomes text."""
+    """Returns a text, or parts of text and images; ATIF 1.7 has no other parts, so any other part becomes text."""
     if not isinstance(content, list):
         return content or ""
     return [

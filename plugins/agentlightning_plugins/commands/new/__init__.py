@@ -196,7 +196,7 @@ def _to_class_name(name: str) -> str:
 
 
 def _write(kind: str, name: str, into: Path | None, *layers: str, values: Mapping[str, str] | None = None) -> Path:
-    """Fills in the template ``kind``, whose files may be replaced by those of ``layers``; returns the directory.
+    """Fills in the template ``kind``, after files of ``layers`` have replaced its files; returns the directory.
 
     ``@NAME@``, ``@MODULE@`` and the names of ``values`` in the files are replaced, in the order of ``values``.
     """

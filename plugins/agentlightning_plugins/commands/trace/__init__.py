@@ -42,8 +42,8 @@ _GRACE_S: Final = 5.0
 def command(store: str, run: str | None, arguments: tuple[str, ...]) -> None:
     """Run COMMAND unchanged and record its model calls as a rollout.
 
-    Every Python process that COMMAND starts is recorded, if lightning is installed in its environment. The exit code
-    is that of COMMAND.
+    Every Python process that COMMAND starts is recorded, if lightning is installed in its environment. Exits with the
+    exit code of COMMAND.
     """
     raise SystemExit(asyncio.run(_trace(store, run, list(arguments))))
 

@@ -93,7 +93,7 @@ class ModelTable:
             same.label = label
 
     async def follow_keys(self) -> None:
-        """Reads the keys that are in files again, until cancelled; if one cannot be read, they stay as they were."""
+        """Reads keys from their files again, until cancelled; if one cannot be read, no key changes."""
         problem = ""
         while True:
             await asyncio.sleep(READ_S)

@@ -196,7 +196,7 @@ class Provider:
     ) -> BackendAnswer:
         """Sends a request and returns its answer, whose status and headers have arrived.
 
-        ``headers`` include those of ``authorize``.
+        ``headers`` include what ``authorize`` returned.
 
         Raises:
             TimeoutError, aiohttp.ClientError, OSError: no answer came; the call is retried, at this or another backend.

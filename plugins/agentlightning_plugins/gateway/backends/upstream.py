@@ -115,7 +115,7 @@ class Upstream:
         After a connect error or one of ``RETRIED_STATUS`` the next backend is tried immediately. After all backends
         have been tried, a new round begins after a back-off, or after the last backend's Retry-After. If a backend
         accepts the call and falls silent, the call is not tried again, because the backend may still be working on it.
-        A try on a connection that the backend has closed while it was idle counts as none.
+        A try on a connection that the backend has closed while it was idle does not count.
         Each try sets the call's backend and request.
 
         Returns:
@@ -265,7 +265,7 @@ async def _read_answer(response: BackendAnswer, keep_alive: Callable[[], None]) 
 def _read_error(
     dialect: Dialect, request: BackendRequest, status: int, headers: Mapping[str, str], body: bytes
 ) -> CallRefused:
-    """Returns the error of a backend for the agent: as it is, or in the agent's dialect."""
+    """Returns the error of a backend for the agent: unchanged, or in the agent's dialect."""
     unknown = f"{request.backend.endpoint} answered {status}: {body[:500].decode(errors='replace')}"
     if not 400 <= status <= 599:  # agents cannot follow a redirect, and other codes are not HTTP status codes
         return CallRefused(502, unknown, "bad_gateway")

@@ -137,7 +137,7 @@ class PartTranslation(ABC):
         yield from self._advance(is_end=False)
 
     def _advance(self, *, is_end: bool) -> Iterator[bytes]:
-        """Sends the text of the open part. Ends it if others wait, and if it is not a call that lacks arguments."""
+        """Sends the text of the open part; ends it if another one waits, unless it is a call that lacks arguments."""
         while self._number_ended < len(self._parts):
             part = self._parts[self._number_ended]
             if not part.is_started and (part.waiting or is_end):
@@ -155,7 +155,7 @@ class PartTranslation(ABC):
             yield self._stop(part)
 
     def _has_ended(self, part: Part, is_changed: bool) -> bool:
-        """Whether an open part before others has all its text; expensive for calls, so only if something is new."""
+        """Whether an open part has all its text; parses the arguments of a call, but only if there is something new."""
         if part.kind != "tool_call":
             return True
         is_new, self._number_seen = is_changed or len(self._parts) > self._number_seen, len(self._parts)

@@ -16,7 +16,7 @@ from agentlightning_plugins.gateway.dialects.wire import dump_json, is_json, to_
 MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError)
 """Errors that dialects and translations raise for JSON that does not fit their API."""
 UNPARSED: Final = "unparsed_arguments"
-"""The key of arguments that are no JSON object, for APIs that take only objects."""
+"""The key of arguments that are not a JSON object, for APIs that take only objects."""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ _HOSTED: Final = frozenset(
 
 
 class FunctionTools:
-    """The tools of a request as functions: those of a namespace get its name in front, custom ones take one text."""
+    """The tools of a request as functions: the name of a namespace goes in front, custom tools take one text."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.functions: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ def _to_function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_known_item(item: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns an item with the calls of functions that the model sees instead of those of custom tools."""
+    """Returns an item in which a call of a custom tool is the call of a function that the model sees."""
     match item.get("type"):
         case "custom_tool_call":
             name, text = function_name(item["name"], item.get("namespace")), dump_json({"input": item["input"]})

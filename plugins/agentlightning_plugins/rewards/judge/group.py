@@ -49,7 +49,7 @@ def compare(
 ) -> float | None:
     """Returns the score of an episode, from 0 to 1; if the judge fails, its own reward, with a warning.
 
-    Episodes that failed keep their reward and are not compared. The settings are those of the reward ``judge``; a key
+    Episodes that failed keep their reward and are not compared. The settings are as for the reward ``judge``; a key
     must be a reference (``${NAME}`` or ``file:PATH``), because the settings of a training are recorded.
     """
     if api_key is not None and not api_key.startswith(("file:", "${")):
@@ -64,7 +64,7 @@ def compare(
 
 
 def _to_text(episode: Any) -> str:
-    """Returns the last call's conversation, which has those before, unless the agent began another."""
+    """Returns the last call's conversation, which has all earlier calls unless the agent began another one."""
     last = episode.triplets[-1]
     messages = [*read_messages(last), read_answer(last) or {}]
     return to_text(thaw([message for message in messages if message.get("role") != "system"]))

@@ -158,7 +158,7 @@ def _read_verdict(reply: str, low: float, high: float) -> dict[str, Any] | None:
     """Returns the only verdict of a reply; None if it has none or several, because the answer may have planted one.
 
     A verdict is an object outside of thoughts and quotations, whose own key ``score`` is a number in the range, also as
-    text (``"7"``, ``"7/10"``). Objects within objects are no verdicts.
+    text (``"7"``, ``"7/10"``). Objects within objects are not verdicts.
     """
     found: list[dict[str, Any]] = []
     before, rest = "", reply.strip()
@@ -232,7 +232,7 @@ _LOADING: Final = threading.Lock()
 
 @dataclass(kw_only=True, repr=False)
 class RewardModel:
-    """Scores an answer with a model for sequence classification, such as those trained on preferences.
+    """Scores an answer with a model for sequence classification, such as one trained on preferences.
 
     Each score is a span ``agentlightning.operation`` of the attempt. It is not traced as a model call, so no algorithm
     trains on it.
@@ -386,5 +386,5 @@ def _messages(task: str, answer: str) -> list[dict[str, str]]:
 
 
 def to_text(value: Any) -> str:
-    """Returns a text as it is, and anything else as JSON."""
+    """Returns a text unchanged, and anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

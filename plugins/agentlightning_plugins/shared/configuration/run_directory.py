@@ -20,7 +20,7 @@ CONFIG_NAME: Final = "config.yaml"
 def choose_directory(named: str | None, name: str, from_start: Callable[[str], str]) -> Path:
     """Returns ``named``, or creates and returns the first of runs/name, runs/name-2, ... that does not exist.
 
-    ``from_start`` is that of ``enter_folder``: both start at the working directory of the command.
+    Both start at the working directory of the command; ``from_start`` is what ``enter_folder`` returned.
     """
     if named is not None:
         return Path(from_start(named))

@@ -138,7 +138,7 @@ _LEVEL: Final = 0.05
 def describe_outcome(found: BeforeAfter, metrics: Sequence[Metrics], published: Mapping[str, str]) -> dict[str, Any]:
     """Returns what a run achieved, for its page and its report.
 
-    ``rows`` are rewards before and after, and their difference, with intervals; ``p_value`` is that of the difference,
+    ``rows`` are rewards before and after, and their difference, with intervals; ``p_value`` tests the difference;
     None for a prompt search, whose ``confirmation`` has the gain in fresh rollouts; ``prompts`` are the learned ones,
     each with its difference from the seed; ``costs`` are sums over all steps, or the totals that a search reports.
     """

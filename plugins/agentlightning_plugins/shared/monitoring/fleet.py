@@ -34,8 +34,8 @@ async def read_workers(store: LightningStore, limit: int = 500) -> tuple[list[di
 async def read_queue(view: LightningStore) -> dict[str, Any]:
     """Returns a run's rollouts by status, and how many are waiting.
 
-    ``oldest`` is the time since when the first one waits, ``priority`` the highest of those that wait, None if they are
-    too many to compare.
+    ``oldest`` is the time since which the first one waits, ``priority`` the highest priority among them, None if there
+    are too many to compare.
     """
     queued: Sequence[RolloutStatus] = ("queuing", "requeuing")
     waiting = await view.query_rollouts(status_in=queued, limit=1)

@@ -48,7 +48,7 @@ async def find_run(store: LightningStore) -> Run | None:
 
 
 async def find_newest_runs(store: LightningStore) -> list[Run]:
-    """Returns the newest runs of a store, those with open work, and the run that it sees.
+    """Returns a store's newest runs, its runs with open work, and the run that it sees.
 
     Runs with open work come first, then running ones; within these, the newest.
     """
@@ -93,7 +93,7 @@ def find_curve(steps: Sequence[Metrics]) -> list[dict[str, float]]:
 
 
 async def read_result(store: LightningStore, metric: str = "") -> dict[str, Any]:
-    """Returns the reward, health, time by phase and metrics of a store's run; draws ``metric`` before the others."""
+    """Returns the reward, health, time by phase and metrics of a store's run; draws ``metric`` first."""
     run = await find_run(store) or Run(run_id=store.run_id, name=store.run_id)
     steps = await read_metrics(store)
     names = list(dict.fromkeys(name for each in steps for name in each.values))

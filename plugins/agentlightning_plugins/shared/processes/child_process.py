@@ -31,7 +31,7 @@ _NEEDED_AT_START: Final = (
     *("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*", "VIRTUAL_ENV", "CONDA_PREFIX"),
     *("PYTHON*", "COVERAGE_*", "LD_*", "DYLD_*", "MALLOC_*", "GLIBC_TUNABLES"),
 )
-"""The variables that an interpreter needs to start. The others may be secrets and arrive through the pipe: the user's
+"""The variables that an interpreter needs to start. All others may be secrets and arrive through the pipe: the user's
 other programs can read the variables that a process was started with."""
 
 

@@ -36,7 +36,7 @@ def dump_job(job: Any) -> bytes:
     process by evaluating the expression that the script assigns to it. Raises ConfigError if there is none.
 
     A job with functions of a script that has ``if __name__ == "__main__":`` names the script, and ``load_job`` imports
-    it, as ``multiprocessing`` does: what it does besides, such as ``gym.register``, must happen in that process too.
+    it, as ``multiprocessing`` does: what else the script does, such as ``gym.register``, must happen there too.
     """
     expressions: dict[int, tuple[str, str]] = {}
     while True:

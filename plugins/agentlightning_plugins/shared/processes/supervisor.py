@@ -70,7 +70,7 @@ class Supervisor:
 
         Raises:
             ConfigError: the agent cannot be loaded where runners run.
-            RuntimeError: a runner dies repeatedly, and no rollout succeeds meanwhile.
+            RuntimeError: a runner dies repeatedly, and no rollout succeeds in between.
         """
         _active.add(self._key)
         await self._end_previous_workers()
@@ -108,7 +108,7 @@ class Supervisor:
             quick_deaths = quick_deaths + 1 if lived_s < _QUICK_DEATH_S and not n_lost else 0
             if quick_deaths > _QUICK_DEATHS or deaths > _DEATHS:
                 raise RuntimeError(
-                    f"{worker_id} died {deaths} times in a row, and no rollout succeeded meanwhile ({ending.reason}); "
+                    f"{worker_id} died {deaths} times in a row, and no rollout succeeded in between ({ending.reason}); "
                     "see its output above"
                 )
             logger.warning("%s died (%s) with %d rollouts and is restarted", worker_id, ending.reason, n_lost)

@@ -309,7 +309,7 @@ def find_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _link(content: Markup, href: str, label: str) -> Markup:
-    """Puts a link around a part of a picture; without an address the part stays as it is."""
+    """Puts a link around a part of a picture; without an address, returns only the part."""
     if not href:
         return content
     return Markup('<a href="{}" aria-label="{}">{}</a>').format(href, _text(label, 200), content)

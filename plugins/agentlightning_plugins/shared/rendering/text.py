@@ -33,14 +33,14 @@ def show_text(text: str, length: int = MAX_SHOWN) -> str:
 
 
 def show_line(value: Any, length: int = 160) -> str:
-    """Formats a value as one line, cut at ``length``: text as it is, other values as JSON."""
+    """Formats a value as one line, cut at ``length``; a value that is not text becomes JSON."""
     text = value if isinstance(value, str) else dump(value)
     text = " ".join(text[: 4 * length].split())
     return show_text(text if len(text) <= length else text[: length - 1] + "…")
 
 
 def show_error(error: str, length: int = 300) -> str:
-    """Returns an error as one line: its first one, and the end of the text that a colon there announces."""
+    """Returns an error as one line: its first line and, if that ends with a colon, the end of the text."""
     first, *rest = [line.strip() for line in error.splitlines() if line.strip()] or [""]
     end = " / ".join(rest)[-length:] if first.endswith(":") else ""
     return f"{first[:length]} {end}".rstrip()
@@ -160,7 +160,7 @@ _LEAST_CHARS: Final = 20
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], optional: Sequence[str] = ()) -> None:
     """Prints rows in columns. Wraps only the last column, and only on a terminal; never truncates text.
 
-    A terminal that is too narrow shows no ``optional`` columns, the first of which are left out first.
+    A narrow terminal lacks ``optional`` columns, the first of them first.
     """
     from rich.cells import cell_len
     from rich.console import Console

@@ -102,7 +102,7 @@ def measure_folder(path: str) -> int:
                         waiting.append(entry.path)
                     else:
                         total += entry.stat(follow_symlinks=False).st_blocks * 512
-        except OSError:  # removed meanwhile, or made unreadable
+        except OSError:  # it was removed, or made unreadable
             continue
     return total
 

@@ -72,7 +72,7 @@ class Tail(asyncio.Protocol):
 def read_agent_file(path: Path) -> str:
     """Returns the text of a file that an agent may have written; empty if there is none.
 
-    Neither a link, nor a pipe without a writer, nor a device is opened or waited for.
+    It follows no link, and waits for no pipe without a writer and no device.
 
     Raises:
         RolloutError: it is not a regular file, is larger than 1 MiB, or cannot be read.
@@ -163,7 +163,7 @@ def _start(arguments: Sequence[str], env: Mapping[str, str], cwd: str | None, st
 
 
 def _await_end(process: subprocess.Popen[bytes], attempt_id: str | None) -> int:
-    """Waits for the first process of the group, kills the others, and returns the first one's exit code.
+    """Waits for the first process of the group, kills the rest of it, and returns the first one's exit code.
 
     On Linux, it also kills processes in other groups that have the attempt in their environment, such as daemons.
 

@@ -73,7 +73,7 @@ class SubprocessSandbox:
         """Sets the limits of each attempt.
 
         Args:
-            memory_mb: MiB of resident memory of all processes; None is no limit. Needs namespaces.
+            memory_mb: MiB of resident memory of all processes; None means no limit. Needs namespaces.
             processes: number of processes at the same time. Needs namespaces.
             open_files: number of open files of each process.
             disk_mb: MiB of files in the attempt's folder, which has its home, its temporary files and its workspace;
@@ -134,7 +134,7 @@ class SubprocessSandbox:
 
 
 def check_limits(limits: Mapping[str, float | None]) -> None:
-    """Checks numbers by name; None is no limit.
+    """Checks numbers by name; None means no limit.
 
     Raises:
         ConfigError: one is not above 0.

@@ -134,7 +134,7 @@ class ScriptedOpenAI:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         recorded = await self._record(request)
-        turn = len(self.requests) - 1  # after the body was read: another request may have arrived meanwhile
+        turn = len(self.requests) - 1  # counted now: other requests may have arrived while the body was read
         refusal = self._refusal(request)
         if refusal is not None:
             self.requests.remove(recorded)

@@ -68,7 +68,7 @@ class Comparison:
     """The difference between two groups."""
 
     control: Group
-    """The rewards that were compared: if ``paired``, only those of common tasks."""
+    """The rewards that were compared; if ``paired``, only rewards of common tasks."""
     treatment: Group
     difference: float
     """Mean of the treatment minus mean of the control."""

@@ -225,7 +225,7 @@ def reconcile(interval: Interval, p_value: float, mean: float) -> Interval:
     """Makes a 95 % interval agree with a p-value: widens it to 0 if the test at 5 % does not reject, else cuts it at 0.
 
     The interval and the p-value come from different methods, which can disagree when p is close to .05. A cut removes
-    the differences whose sign is not that of the estimated mean, which the test rejects at 2.5 %. The mean decides
+    the differences whose sign is not the sign of the mean; the test rejects these at 2.5 %. The mean decides
     because the middle of a skewed interval may lie on the other side of 0.
     """
     low, high = interval

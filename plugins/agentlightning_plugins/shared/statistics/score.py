@@ -39,7 +39,7 @@ class Score:
 
     @cached_property
     def rewards(self) -> Sequence[Sequence[float]]:
-        """Rewards of each task, those of failed rollouts included."""
+        """Rewards of each task, including failed rollouts."""
         failed = count_failed((reward for task in self.outcomes for reward in task), self.failed_reward)
         return [[failed if reward is None else reward for reward in task] for task in self.outcomes]
 
@@ -126,7 +126,7 @@ FAILED: Final = "failed rollouts count as 0, or as the lowest reward if that is 
 
 
 def count_failed_alike(scores: Sequence[Score]) -> list[Score]:
-    """Returns scores to compare, in all of which a failed rollout counts as the same reward."""
+    """Returns the scores with the same reward for failed rollouts in all of them, so that they can be compared."""
     rewards = (reward for score in scores for task in score.outcomes for reward in task)
     failed_reward = count_failed(rewards, min(score.failed_reward for score in scores))
     return [replace(score, failed_reward=failed_reward) for score in scores]

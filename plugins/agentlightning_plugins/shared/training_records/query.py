@@ -22,7 +22,7 @@ from agentlightning_plugins.shared.training_records.record import (
 _IDS: Final = 500
 """Number of rollouts in one query."""
 _CLOCKS_S: Final = 10.0
-"""How far the clock of a trainer, which makes the records, may be from that of the store."""
+"""How much the clock of a trainer, which makes the records, may differ from the store's."""
 
 
 async def read_rows(store: LightningStore, rollout_id: str) -> list[TrainedRow]:

@@ -51,7 +51,7 @@ OUTCOMES: Final[Mapping[Outcome, str]] = {
     "stale": "it was sampled by weights that are too old",
     "cut_off": "its reply ended at the token limit",
     "mismatch": "sampler and trainer disagree on every token",
-    "baseline": "a greedy rollout, whose reward is subtracted from those of its task",
+    "baseline": "a greedy rollout, whose reward is subtracted from its task's rewards",
     "unusable_images": "its images cannot be read or are encoded differently, or the model sampled an image token",
     "not_finite": "the loss or the gradient of its minibatch was not finite",
     "cancelled": "it was cancelled",
@@ -135,7 +135,7 @@ class TrainedRow:
     token_advantages: Sequence[float] | None = None
     """Advantages, if they differ within a call, as with a critic."""
     token_versions: Sequence[int | None] | None = None
-    """Versions of the weights that sampled the tokens, None for given ones; None if each call has one version."""
+    """Versions of the weights that sampled the tokens, None for given tokens; None if each call has one version."""
 
     @property
     def advantages(self) -> list[float]:

@@ -126,7 +126,7 @@ async def parse_json(
 
 
 async def run_if_large(body: bytes, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs work on a body: in a thread if the body is large, so that other requests are answered meanwhile."""
+    """Runs work on a body: in a thread if the body is large, so that other requests need not wait."""
     return work(*args, **kwargs) if len(body) < LARGE_BODY_BYTES else await in_thread(work, *args, **kwargs)
 
 

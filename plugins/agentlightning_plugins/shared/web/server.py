@@ -120,7 +120,7 @@ class ConnectionLimits:
         return False
 
     def _close_soon(self, transport: Any, turns: int = _HANDLER_TURNS) -> None:
-        """Closes a connection, unless its request, if it was read just now, is admitted first."""
+        """Closes a connection, unless a request that was read just now is admitted first."""
         if turns:
             asyncio.get_running_loop().call_soon(self._close_soon, transport, turns - 1)
         elif transport in self._closing:
@@ -168,7 +168,7 @@ class _NewConnection(asyncio.Protocol):
 
 
 class _Refusal(asyncio.Protocol):
-    """The protocol of a connection for which there is no place: answers its first request with 503 and closes it."""
+    """The protocol of a connection beyond the limit: answers its first request with 503 and closes it."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -273,7 +273,7 @@ class WebServer:
     async def stop(self) -> None:
         """Stops listening, waits for the requests in flight, and closes all connections.
 
-        aiohttp also waits for handlers, but does not read meanwhile, so a request whose body is still arriving is lost.
+        aiohttp also waits for handlers, but without reading, so it loses a request whose body is still arriving.
         """
         await self.stop_listening()
         runner, self._runner = self._runner, None

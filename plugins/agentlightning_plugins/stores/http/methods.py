@@ -33,7 +33,7 @@ _S = LightningStore
 
 
 class RemoteMethods(LightningStore):
-    """The methods that send their arguments as one request; the client implements the others."""
+    """The methods that send their arguments as one request; the client implements all other methods."""
 
     @abstractmethod
     async def _send(self, route: Route, arguments: Mapping[str, Any]) -> Any:

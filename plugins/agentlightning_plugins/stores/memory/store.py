@@ -252,7 +252,7 @@ class MemoryBackend:
     def _deliver(self) -> None:
         """Calls the listeners in commit order and outside the lock.
 
-        One thread delivers at a time. The others leave their events in the queue, which that thread checks once more
+        One thread delivers at a time. Other threads leave their events in the queue, which that thread checks once more
         after it has released the lock.
         """
         while self._undelivered and self._delivering.acquire(blocking=False):

@@ -51,7 +51,7 @@ class Positions:
             self._sorted.insert(place, position)
 
     def remove(self) -> bool:
-        """Counts a removed position; returns whether it is time to ``keep`` only the others."""
+        """Counts a removed position; returns whether it is time to ``keep`` only the rest."""
         self._removed += 1
         return self._removed * 2 > len(self._sorted) > _CHUNK
 
@@ -163,7 +163,7 @@ class Table(Generic[R]):
         """
         self.records: dict[int, R] = {}
         self._revisions: dict[int, int] = {}
-        """Revisions of the records that were replaced; the others are at revision 1."""
+        """Revisions of the records that were replaced; all other records are at revision 1."""
         self.positions: dict[Key, int] = {}
         self._keys = KEYS[kind]
         self._key_fields = frozenset(self._keys)

@@ -128,7 +128,7 @@ class Server:
         """Opens a connection; waits until an unreachable server comes back.
 
         Args:
-            adopt: prepares the connection; if the connection is lost meanwhile, another one is opened after a pause.
+            adopt: prepares the connection; if the connection is lost first, another one is opened after a pause.
             limit_s: as in ``connect``.
 
         Raises:
@@ -175,13 +175,13 @@ class Server:
             )
 
     async def measure_clock(self, connection: asyncpg.Connection) -> None:
-        """Compares this machine's clock with that of the server."""
+        """Compares this machine's clock with the server's."""
         await connection.fetchval(_TIME)  # prepares the statement
         sent_at = since_boot()
         self.clock.set(await connection.fetchval(_TIME), sent_at)
 
     def explain(self, error: Exception) -> Exception:
-        """Converts an error of PostgreSQL or the connection to the one for the caller; returns others as they are."""
+        """Converts an error of PostgreSQL or the connection to the one for the caller; returns others unchanged."""
         if not isinstance(error, (*_AWAY, asyncpg.PostgresError, asyncpg.InterfaceError)):
             return error
         if isinstance(error, _AWAY):

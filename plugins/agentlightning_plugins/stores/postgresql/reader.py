@@ -139,7 +139,7 @@ class Readers:
                     raise
             finally:
                 if not connection.is_closed():
-                    if connection.is_in_transaction():  # what was cancelled was its BEGIN or its end
+                    if connection.is_in_transaction():  # its BEGIN or its end was cancelled
                         connection.terminate()
                     else:
                         self._connections.append(connection)

@@ -60,7 +60,7 @@ _Snapshot: TypeAlias = tuple[int, int, list[int]]
 _SEEN: Final[TypeAdapter[tuple[_Snapshot, _Snapshot | None, int]]] = TypeAdapter(
     tuple[_Snapshot, _Snapshot | None, int]
 )
-"""The spans that polls have seen: those of one snapshot, and of the next up to a transaction, if a page was full."""
+"""The spans that polls have seen: all of one snapshot and, if a page was full, the next one's up to a transaction."""
 
 
 class PostgresBackend(DurableBackend):
@@ -109,7 +109,7 @@ class PostgresBackend(DurableBackend):
         try:
             before, now, xid = _SEEN.validate_json(seen) if seen else ((0, 0, []), None, 0)
         except ValidationError as error:
-            raise ConfigError(f"{seen!r} in a cursor is not from this store; use it as it is") from error
+            raise ConfigError(f"{seen!r} in a cursor is not from this store; pass on the cursor unchanged") from error
         (run_id,) = [condition.value for condition in query.where]
         after, is_last = query.after, False
         rows: list[Sequence[Any]] = []
@@ -311,7 +311,6 @@ class PostgresLightningStore(BackendStore):
             connections: maximum number of connections: one writes, the others read. Further reads queue.
             statement_timeout_s: the server cancels a statement that takes longer, and a search after 10 s; it is not
                 executed again.
-
             reconnect_s: how long calls wait for a server that went away before they fail.
 
         Raises:

@@ -148,7 +148,7 @@ class Transaction:
             Exception: an item failed after a part of it was done; the transaction cannot be used.
         """
         works = await self._claim(items)
-        needed = {key for work in works.values() for key in work.keys()}  # noqa: SIM118 # it is no mapping
+        needed = {key for work in works.values() for key in work.keys()}  # noqa: SIM118 # not a mapping
         await self._lock(needed - self._rows.keys())
         busy = self._busy_claims
         for item, work in works.items():
@@ -160,7 +160,7 @@ class Transaction:
                 result = work.apply(self.changes)
                 if not isinstance(item.work, Claiming):
                     item.result = result
-            except Exception as error:  # isolation point: one caller's failure is not the others'
+            except Exception as error:  # isolation point: one caller's failure must not fail another call
                 if self.changes.steps != steps:
                     raise
                 item.error = error
@@ -235,7 +235,7 @@ class Transaction:
         return works | {item: item.work for item in items if not isinstance(item.work, Claiming)}
 
     async def _lock(self, keys: Iterable[RowKey]) -> None:
-        """Locks rows and reads their state; spans need no lock, because those of an attempt change with its row."""
+        """Locks rows and reads their state; spans need no lock, because they change only with their attempt's row."""
         by_kind: dict[type[Record], list[RowKey]] = {}
         for key in keys:
             by_kind.setdefault(key[0], []).append(key)
@@ -289,7 +289,7 @@ class Transaction:
 
 
 def _arrays(rows: Sequence[Stored], columns: Mapping[str, ColumnType]) -> list[list[Any]]:
-    """Returns one array for each column, and those of the revisions and JSON."""
+    """Returns an array for each column, one of the revisions and one of the JSON."""
     values = [columns_of(row, index_key) for row in rows]
     arrays = []
     for column, kind in columns.items():

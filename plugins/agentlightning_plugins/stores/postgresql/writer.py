@@ -44,7 +44,7 @@ _MAX_CLAIM_S: Final = 5.0
 _MAX_BUSY_S: Final = 0.05
 """The longest pause before a row that another transaction has locked is tried again."""
 _ANNOUNCE_S: Final = 0.01
-"""How long a process with more to write may delay waking the others."""
+"""How long a process with more to write may delay waking other processes."""
 LOOK_EVERY_S: Final = 1.0
 """How often events are read without a notification: a process may be killed between its commit and its NOTIFY."""
 SETTINGS: Final = {
@@ -63,7 +63,7 @@ _FORGET: Final = (
     "DELETE FROM agl.writer WHERE seen < now() - interval '7 days'",
     # Events of another server whose dump was restored here: transaction ids have started again.
     "DELETE FROM agl.event WHERE xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint",
-    # Likewise spans, which polls find by transaction: the ids of new ones are far above those that any poll has seen.
+    # Polls find spans by transaction: after such a restore, new spans get ids far above any that a poll has seen.
     """UPDATE agl.schema_version SET xid_offset = newest + 1000000000000 FROM (
         SELECT max(last.xid) AS newest FROM (SELECT DISTINCT run_id FROM agl.tally WHERE name = 'spans') AS run,
             LATERAL (SELECT xid FROM agl.span WHERE run_id = run.run_id ORDER BY xid DESC LIMIT 1) AS last
@@ -271,7 +271,7 @@ class Writer:
             except asyncpg.QueryCanceledError:
                 if (
                     not self._connection.is_closed() and self._connection.is_in_transaction()
-                ):  # what was cancelled was its BEGIN or its end
+                ):  # its BEGIN or its end was cancelled
                     self._connection.terminate()
                 cancelled += 1
                 if cancelled > MAX_CANCELLED or self._server.is_timed_out(began):

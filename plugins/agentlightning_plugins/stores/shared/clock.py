@@ -53,8 +53,8 @@ class ServerClock:
         if abs(skew_s) - (received_at - sent_at) / 2 > _WARN_S and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "the clock of this machine is %.1f s %s that of %s, which is used for leases and deadlines; "
-                "synchronize both (NTP), or times of spans will not match those of rollouts",
+                "the clock of this machine is %.1f s %s the clock of %s, which is used for leases and deadlines; "
+                "synchronize both (NTP), or times of spans will not match times of rollouts",
                 abs(skew_s),
                 "ahead of" if skew_s > 0 else "behind",
                 self._server,

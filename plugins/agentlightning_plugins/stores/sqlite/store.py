@@ -175,7 +175,7 @@ class SqliteLightningStore(BackendStore):
     async def compact(self) -> AsyncGenerator[int]:
         """Returns the space of deleted records to the file system, in slices with pauses for other programs.
 
-        Yields the size of the file in bytes: first as it is, then after each slice.
+        Yields the size of the file in bytes: at first, then after each slice.
 
         Raises:
             StoreError: the disk is full, or other processes keep the file locked; what was returned stays returned.

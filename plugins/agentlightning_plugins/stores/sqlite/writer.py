@@ -46,7 +46,7 @@ class EventReader:
     def __init__(self, connection: sqlite3.Connection, booted_at: float) -> None:
         self._booted_at = booted_at
         self.origin = int.from_bytes(os.urandom(7))
-        """Distinguishes our events from those of other processes."""
+        """Distinguishes our events from other processes' events."""
         self._execute = connection.execute
         self._version = self._data_version()
         self.has_moved = False
@@ -55,7 +55,7 @@ class EventReader:
         self._up_to_date_at = self._booted_at + since_boot()
 
     def read(self) -> list[list[Event]]:
-        """Returns the events that others committed since the last call, a list for each transaction.
+        """Returns the events that other processes committed since the last call, a list for each transaction.
 
         If there are none, the call costs one read of shared memory.
         """
@@ -207,9 +207,9 @@ class Writer:
                     item.result = item.work(transaction)
                 except sqlite3.Error:
                     raise
-                except Exception as error:  # isolation point: one caller's failure is not the others'
+                except Exception as error:  # isolation point: one caller's failure must not fail another call
                     if transaction.changes.steps != before:
-                        raise  # the others cannot use the transaction
+                        raise  # no other call can use the transaction
                     item.error = error
             position = transaction.finish(self._events.origin)
             connection.execute("COMMIT")

@@ -39,7 +39,7 @@ class OpenInferenceTracer(OtelTracer):
     ) -> None:
         """Takes names of instrumentors, such as ``["openai", "langchain"]``; default is all that are installed.
 
-        The other arguments are those of ``OtelTracer``.
+        The other arguments are as for ``OtelTracer``.
 
         Raises:
             ConfigError: an instrumentor is not installed, or as for ``OtelTracer``.

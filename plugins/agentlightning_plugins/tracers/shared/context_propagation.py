@@ -1,7 +1,7 @@
 """Propagates an attempt's trace context to thread pools, child processes and HTTP requests.
 
 OpenTelemetry's own instrumentations do not fit: they record a span for each request, overwrite a ``traceparent`` that
-the caller set, and carry no context into processes; the one for threads carries it into those of pools, too.
+the caller set, and carry no context into processes; in the threads of a pool, an attempt's context would stay.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ def instrument_by_plugins(provider: TracerProvider) -> Iterator[Undo]:
     for implementation in get_manager().hook.instrument.get_hookimpls():
         try:
             undo: Any = implementation.function(*[provider][: len(implementation.argnames)])
-        except Exception as error:  # isolation point: one plugin must not keep the others from tracing
+        except Exception as error:  # isolation point: one plugin must not keep another from tracing
             logger.warning("plugin %s could not instrument: %s", implementation.plugin_name, error, exc_info=error)
             continue
         if undo is not None:

@@ -45,7 +45,7 @@ class OtelTracer(Tracer):
             join_global_provider: whether to record spans of OpenTelemetry's global provider as well. Our provider
                 becomes the global one if the program has set none. This cannot be undone, so a program that sets its
                 own later should pass False.
-            otlp_endpoint: URL of an OTLP/HTTP endpoint, such as that of Jaeger, Phoenix or Langfuse, which also gets
+            otlp_endpoint: URL of an OTLP/HTTP endpoint, such as Jaeger's, Phoenix's or Langfuse's, which also gets
                 the spans; ``/v1/traces`` is added to a URL without a path. Default: the environment
                 variable ``OTEL_EXPORTER_OTLP_ENDPOINT`` and its companions. ``""`` disables the export.
             headers: sent to ``otlp_endpoint``, such as ``{"authorization": ...}``.

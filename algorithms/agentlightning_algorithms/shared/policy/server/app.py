@@ -96,7 +96,7 @@ class PolicyApp:
         ``key`` is required for ``/weights`` and ``/statistics``; ``api_key``, unless it is None, for all other paths
         but ``/health``: a key, or ``file:PATH`` for each line of a file, which may change. ``max_length`` bounds the
         tokens of a prompt and its response together; with ``is_local``, requests from web pages are refused.
-        ``tool_format`` and ``keep_thinking`` are those of ``PolicyCompletions``. Each folder in ``adapters`` that has a
+        ``tool_format`` and ``keep_thinking`` are as in ``PolicyCompletions``. Each folder in ``adapters`` that has a
         LoRA adapter is a model of that name, which the first request for it loads.
         """
         self._policy = policy
@@ -175,7 +175,7 @@ class PolicyApp:
         if len(token_ids) == 1:
             return [None]
         row = TrainingRow(token_ids[:1], token_ids[1:], [0.0] * (len(token_ids) - 1), 0.0)
-        async with self._swapping:  # the weights do not change meanwhile
+        async with self._swapping:  # the weights must not change during a score
             (scores,) = await asyncio.to_thread(served.sampler.policy.score, [row])
         text = served.completions.token_text
         told = [
@@ -374,7 +374,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return _error(error.status, str(error))
     except web.HTTPException as error:
         return _error(error.status, f"{request.method} {request.path}: {error.reason}")
-    # An isolation point: a request that fails must not affect the others.
+    # An isolation point: a request that fails must not affect other requests.
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         return _error(500, f"{type(error).__name__}: {error}")

@@ -2,7 +2,7 @@
 
 As in vLLM (0.10.2 and later), ``return_token_ids`` adds ``prompt_token_ids`` and each choice's ``token_ids``. Our own
 fields are ``weight_version``, the version of the weights that sampled the answer; ``weight_versions`` of a choice, the
-version for each token, if the weights changed meanwhile; and ``continued_tokens`` in ``usage.prompt_tokens_details``,
+version for each token, if the weights changed during it; and ``continued_tokens`` in ``usage.prompt_tokens_details``,
 next to ``cached_tokens``: prompt tokens reused from an earlier answer and its prompt, and not tokenized again.
 ``tool_calls_unparsed`` of a choice is the number of tool calls that its text contains, and ``forced_tokens`` the number
 of tokens at the end of the prompt that ``tool_choice`` forced: they begin the answer's message, and were not sampled.

@@ -97,7 +97,7 @@ class Conversations:
     ) -> None:
         """Takes the tokenizer, the tokens that end a response, and limits of tokens.
 
-        ``max_length`` is that of a prompt, ``max_tokens`` that of all remembered conversations.
+        ``max_length`` limits a prompt, ``max_tokens`` all remembered conversations together.
         """
         self._max_length = max_length
         self._max_chars = max_length * max(_MIN_TOKEN_CHARS, *map(len, tokenizer.get_vocab()))
@@ -166,7 +166,7 @@ class Conversations:
         return PromptTooLongError(f"{what} has {chars} characters, which are more than {self._max_length} tokens")
 
     def _continue(self, known: _Answered, answered: str, text: str) -> list[int] | None:
-        """Returns the known tokens and those of the remaining text, or None if the template rewrote the earlier part.
+        """Returns the known tokens and the remaining text's tokens, or None if the template rewrote the earlier part.
 
         ``answered`` is the rendered conversation up to and including the known answer, ``text`` the whole one.
         """

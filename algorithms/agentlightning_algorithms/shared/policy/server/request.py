@@ -223,7 +223,7 @@ class PolicyCompletions:
     ) -> None:
         """Takes a policy, its name, and the maximum tokens of a prompt and its response together.
 
-        ``tool_format`` is the form of tool calls: ``auto`` for that of the chat template, ``none``, or one of
+        ``tool_format`` is the form of tool calls: ``auto`` for the chat template's, ``none``, or one of
         ``FORMATS``. With ``keep_thinking``, prompts keep the thoughts of earlier turns.
 
         Raises:

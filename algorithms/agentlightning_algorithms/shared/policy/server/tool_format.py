@@ -73,7 +73,7 @@ def split_calls(
 ) -> tuple[str, list[Call], int]:
     """Returns the text of an answer, its calls, and the number of calls that seem to begin in the text.
 
-    ``tools`` are those of the request; ``thinks``: its prompt ends inside of a thought. White space before a call is
+    ``tools`` are the request's; ``thinks``: its prompt ends inside of a thought. White space before a call is
     removed with it, and so is white space after it unless it separates two texts.
     """
     types = _read_types(tools)
@@ -168,7 +168,7 @@ def _read_xml(text: str, start: int, types: Types) -> tuple[list[Call], int]:
         value = text[key.end() : end.start()]
         _, opened, inner = value.rpartition("<parameter=")
         if opened and inner.partition("\n")[0].endswith(">") and "\n" in inner and "\n</parameter>" not in inner:
-            raise ValueError(f"the end of the parameter {key[1]} is that of a call inside of it")
+            raise ValueError(f"the parameter {key[1]} ends where a call inside of it ends")
         arguments[key[1]] = _read_value(value, types.get(head[1], {}).get(key[1], frozenset()))
         at = end.end()
     return [_to_call({"name": head[1], "arguments": arguments})], _expect(r"</function>\n</tool_call>", text, at).end()
@@ -180,11 +180,11 @@ _TYPES: Final[Mapping[type, frozenset[str]]] = {
     bool: frozenset(["boolean"]), int: frozenset(["integer", "number"]), float: frozenset(["number"]),
     list: frozenset(["array"]), dict: frozenset(["object"]), type(None): frozenset(["null"]), str: frozenset(),
 }  # fmt: skip
-"""JSON types of values that a template does not write as they are."""
+"""The JSON types that a value has; none for a text, which a template writes unchanged."""
 
 
 def _read_value(text: str, types: frozenset[str]) -> Any:
-    """Returns the value of a parameter: a template writes strings as they are, and other values as JSON."""
+    """Returns the value of a parameter: a template writes strings unchanged, and other values as JSON."""
     written = _PYTHON.get(text, text)
     try:
         value, end = read_json(written)
@@ -193,7 +193,7 @@ def _read_value(text: str, types: frozenset[str]) -> Any:
     if end == len(written) and (_TYPES[type(value)] & types or not (types or isinstance(value, str))):
         return value
     if types and types <= frozenset().union(*_TYPES.values()):
-        raise ValueError(f"{text!r:.100} is no value of the type {', '.join(types)}")
+        raise ValueError(f"{text!r:.100} is not a value of the type {', '.join(types)}")
     return text
 
 

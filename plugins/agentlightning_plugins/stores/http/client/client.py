@@ -144,7 +144,7 @@ class LightningStoreClient(RemoteMethods):
         return attempt_token.mint(secret, rollout_id, attempt_id, self.now() + lifetime_s)
 
     async def close(self) -> None:
-        """Closes the connections of all loops; the served store stays as it is."""
+        """Closes the connections of all loops; the served store stays open."""
         await self._connection.close()
 
     async def _send(self, route: Route, arguments: Mapping[str, Any]) -> Any:

@@ -39,7 +39,7 @@ nothing of it has arrived."""
 _POLLING_S: Final = 600.0
 """After this time of polling, a stream is tried again."""
 _RETURN_S: Final = 15.0
-"""How long a client stays with another server, at least, before it tries the one that it prefers."""
+"""How long, at least, a client stays with another server before it tries its preferred one again."""
 _LARGE_BODY_BYTES: Final = 2**20
 """Larger bodies are sent in pieces, because sending them in one piece would block the loop."""
 _COMPRESSED_BYTES: Final = 4096

@@ -51,7 +51,7 @@ class EventStreams:
         self.on_event: Callable[[Event], None] = lambda event: None
         """Called with each event before it is delivered."""
         self._hubs: dict[str | None, _Hub] = {}
-        """The hub of each run that has readers; that of all runs is at None."""
+        """The hub of each run that has readers; None is the key of the hub of all runs."""
         self._open: dict[asyncio.Future[None], tuple[web.Request, _Reader]] = {}
         """The requests that are being answered, by the future that is set when the answer ends."""
         self._stopped = False
@@ -210,7 +210,7 @@ class _Hub:
         self.readers: set[_Reader] = set()
         self.ended = False
         self._name = os.urandom(4).hex()
-        """Distinguishes the ids of these events from those of another server or an earlier process."""
+        """Distinguishes the ids of these events from ids of another server or an earlier process."""
         self._number = 0
         self._kept: deque[tuple[str, bytes]] = deque(maxlen=KEPT_EVENTS)
         self._events = events

@@ -29,7 +29,7 @@ _ENDED: Final[tuple[RolloutStatus, ...]] = ("succeeded", "failed")
 _REWARDED: Final = 200
 """The number of newest ended rollouts of a run whose rewards are averaged."""
 _REFRESHED: Final = 5
-"""The number of runs whose rewards a scrape reads; those of the others are as the last scrapes found them."""
+"""The number of runs whose rewards a scrape reads; for other runs it repeats what an earlier scrape read."""
 ANSWER_S: Final = 2.0
 """How long probes and scrapes wait for the database."""
 _LONG_POLLS: Final = frozenset(PREFIX + path for path in ("/events", "/queues/rollouts/dequeue", "/waits/rollouts"))
@@ -170,7 +170,7 @@ class ServerMetrics(ScrapedMetrics):
         return [reward, promoted, phase, share, alarms]
 
     async def _refresh_rewards(self, run_ids: Sequence[str]) -> None:
-        """Reads the rewards of runs in which rollouts have ended since, those first that were read longest ago."""
+        """Reads the rewards of runs in which rollouts have ended since, first of the run that was read longest ago."""
         changed: dict[str, object] = {}
         for run_id in run_ids:
             newest = await self._ended(run_id, 1)

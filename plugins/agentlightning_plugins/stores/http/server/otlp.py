@@ -189,7 +189,7 @@ def write_response(response: ExportTraceServiceResponse, content_type: str) -> b
 def write_status(code: ErrorCode, message: str, status: int) -> bytes:
     """Encodes the ``google.rpc.Status`` that answers a protobuf request with 4xx or 5xx."""
     rpc_code = _RPC_CODES.get(code, 13 if status >= 500 else 3)
-    # Its fields 1 (code) and 2 (message) have the encoding of those of a partial success.
+    # Its fields 1 (code) and 2 (message) are encoded like fields 1 and 2 of a partial success.
     return bytes(ExportTracePartialSuccess(rejected_spans=rpc_code, error_message=message).SerializeToString())
 
 

@@ -162,7 +162,7 @@ class Changes:
     def _forget_children(self, parent: Stored) -> None:
         for row in [row for row in self._rows.values() if row is not None and row.parent is parent]:
             self._forget(row)
-            if row.position is None:  # the others are counted when they are deleted
+            if row.position is None:  # stored rows are counted when they are deleted
                 self.counts[NAMES[row.key[0]], row.run_id, row.status] -= 1
             self._forget_children(row)
 

@@ -231,7 +231,7 @@ class Dialect:
 
 
 def _json_forms(value: object) -> list[str]:
-    """Returns how a value may be written in JSON that orjson made, so that it equals this one; empty if not known."""
+    """Returns the forms in which orjson writes values that equal this one; empty if they are not known."""
     if isinstance(value, str):
         return [orjson.dumps(value).decode()] if _is_plain(value, None) else []
     if not isinstance(value, (int, float)) or not abs(value) < 1e15:

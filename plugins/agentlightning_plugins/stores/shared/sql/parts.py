@@ -27,7 +27,7 @@ _MAX_BYTES: Final = 4 * _LONGEST
 
 @dataclass(slots=True, eq=False)
 class SharedPart:
-    """A part of the JSON of an attribute, or of several that are one list, after another part or at the beginning."""
+    """A part of the JSON of an attribute, or of several attributes that make one list."""
 
     text: str
     """Emptied when it is written: the length and the hash are enough to find it."""
@@ -96,7 +96,7 @@ class SharedParts:
 
 
 def _stem(name: str) -> str:
-    """Returns the part of an attribute's name that all items of a list share: one attribute an item, as some write."""
+    """Returns the name of an attribute up to the index in it: some libraries write one attribute for each item."""
     return _INDEX.split(name, 1)[0]
 
 

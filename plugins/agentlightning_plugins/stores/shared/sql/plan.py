@@ -18,8 +18,8 @@ from agentlightning_plugins.stores.shared.sql.document import decode
 R = TypeVar("R", bound=Record)
 
 SEARCH_S: Final = 10.0
-"""How long a search may take. One that examines records in Python then ends with what it has found, marked as
-truncated; one that the database does is cancelled and fails."""
+"""How long a search may take. A search that examines records in Python then ends with what it has found, marked as
+truncated; a search in the database is cancelled and fails."""
 TOO_LONG: Final = (
     "the search took too long and was stopped; search one run, by fewer conditions, or read pages (limit and cursor)"
 )
@@ -197,7 +197,7 @@ class Planner:
             if condition.field != field or condition.op != "eq" or type(value) not in (str, int):
                 return None
             if type(value) is str and value.isascii() and "\0" not in value:
-                continue  # every database finds it as it is
+                continue  # every database finds it without a translation
             test = self._dialect.translate(query.kind, condition)
             if test is None or test.parameters != (value,):
                 return None
