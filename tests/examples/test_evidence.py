@@ -27,7 +27,7 @@ from tests.waiting import blocking_until
 LEARNED = {
     "demo": (0.8, 0.5),
     "game": (0.8, 0.5),
-    "lake": (LEAST, RISE),
+    "lake": (0.65, 0.1),
     "math": (0.8, 0.5),
     "rag": (0.55, 0.3),
     "sql": (0.55, 0.3),
