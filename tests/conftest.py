@@ -115,10 +115,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
     patch = pytest.MonkeyPatch()
     patch.setattr(ssl, "create_default_context", create_quickly)
-    if config.getoption("--environment") == "main":
-        from tests.forked_server import ForkedServer  # another environment has a package `tests` of verl
-
-        patch.setattr("agentlightning_algorithms.grpo.transformers_backend._start", ForkedServer)
     config.add_cleanup(Path(authority).unlink)
     config.add_cleanup(patch.undo)
 

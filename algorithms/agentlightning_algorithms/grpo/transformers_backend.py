@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import aiohttp
 
@@ -237,10 +237,16 @@ class TransformersBackend:
             elif value is not None and value is not False:
                 command += [f"--{name.replace('_', '-')}", str(value)]
         setup.directory.mkdir(parents=True, exist_ok=True)
-        # Spinning threads slow a busy machine down tenfold.
-        env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, API_KEY_VARIABLE: self._api_key or ""}
         with self._log_path.open("ab") as log:
-            return _start(command, env, log)
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C reaches the trainer only, which then stops the server
+                # Spinning threads slow a busy machine down tenfold.
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, API_KEY_VARIABLE: self._api_key or ""},
+            )
 
     async def _request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         url = self.endpoint.removesuffix("/v1") + path
@@ -270,12 +276,6 @@ class TransformersBackend:
             log.seek(max(0, size - _LOG_TAIL_BYTES))
             tail = log.read().decode(errors="replace").strip()
         return f"the policy server {what}. The end of its log, {self._log_path}:\n{tail or '(empty)'}"
-
-
-def _start(command: list[str], env: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    # In a session of its own: Ctrl-C reaches the trainer only, which then stops the server.
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, env=env)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import agentlightning as agl
 from agentlightning.environment import Environment
+from tests.algorithms.server_thread import threads_for_servers
 from tests.algorithms.tiny_model import save_tiny_model
 
 
@@ -22,7 +23,8 @@ def train_two_steps(
         rollouts_per_task=2,
         sampling={"max_tokens": 4},
     )
-    run: Any = agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[]).fit(environment, tasks, **options)
+    with threads_for_servers():
+        run: Any = agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[]).fit(environment, tasks, **options)
     assert run.status == "succeeded"
     assert run.scores["rollouts"] == 2.0 * tasks_per_step
     assert run.scores["rollouts_without_reward"] == 0.0

@@ -444,7 +444,7 @@ PLANTED: list[tuple[type[MemoryBackend], str, str]] = [
     (HasALockOfOneLoop, "test_every_primitive_works_in_several_event_loops", "commit: .*threading.Lock"),
     (UsesAMonotonicClock, "test_now_is_unix_time", "now: .* Unix time in seconds"),
     (PublishesRefusedCommits, "test_a_refused_commit_has_no_events", "commit: .*whose guard fails"),
-    (RaisesRevisionsWithHeartbeats, "test_spans_are_heartbeats", "append_spans: .*no new revision"),
+    (RaisesRevisionsWithHeartbeats, "test_spans_are_heartbeats", "append_spans: .*keeps the revision"),
     (IgnoresRevisionZero, "test_a_commit_is_refused_if_a_guard_fails", "commit: .*0 means that there is no such"),
     (ClosesOnce, "test_closing_twice_is_harmless", "close: .*twice is harmless"),
     (Blocks, "test_no_primitive_blocks_the_event_loop", "commit: .*blocked the event loop for"),
