@@ -340,8 +340,8 @@ class Bench:
                 **settings,
                 "update": {"lr": rate, "betas": (0.9, 0.99), "minibatches": 4, **update},
             },
-            run_dir=folder, resume=folder.exists(), trackers=["jsonl"], n_runners=self.size["runners"],
-            max_concurrency=64,
+            run_dir=folder, resume=folder.exists(), trackers=["jsonl"], strategy=self.size["strategy"],
+            n_runners=self.size["runners"], max_concurrency=64,
         )  # fmt: skip
         train = [{**task, "tail_s": self.shape["async"]["tail_s"]} for task in make_problems("train", 4096)]
         complete = False

@@ -35,6 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "warm_start": {"steps": 800, "seconds": 150.0, "batch": 64, "lr": 3e-4},
         "training": {"steps": 20, "tasks_per_step": 8, "rollouts_per_task": 16, "eval_every": 10, "lr": 1e-5},
         "validation": 96,
+        "strategy": "cs",
         "runners": 4,
     },
     "tiny": {
@@ -49,6 +50,7 @@ SIZES: dict[str, dict[str, Any]] = {
             "experience": {"keep_flat_groups": True},
         },
         "validation": 2,
+        "strategy": "shm",  # a process would import torch for two rollouts
         "runners": 1,
     },
 }  # fmt: skip

@@ -44,7 +44,13 @@ def read_runs(out: Path, example: str, said: str) -> dict[str, dict[int, list[ev
     return evidence.read_runs(out / example)
 
 
-@pytest.mark.parametrize("example", [*LEARNED, "coding"])
+IN_SOAK = ("game", "math", "rag", "sql")
+"""Examples that only ``make soak`` trains: their frameworks are trained by other tests."""
+
+
+@pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=[pytest.mark.soak] * (name in IN_SOAK)) for name in [*LEARNED, "coding"]]
+)
 def test_an_example_trains_and_the_demo_with_a_learning_rate_of_zero_does_not_change(
     example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
