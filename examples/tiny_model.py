@@ -6,6 +6,7 @@ something to choose from. Training is limited by steps, not by time, so that eve
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,16 @@ CHAT_TEMPLATE = r"""
 WORDS = r" ?[A-Za-z_]+[.,?:]? ?|\d{1,2}| ?[-+*/=<>] ?|."
 
 Chat = list[dict[str, Any]]
+
+
+def begin(description: str | None, seed: int) -> Path:
+    """Returns the directory of the checkpoint, which the command line names; from here on, each run does the same."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    directory: Path = parser.parse_args().directory
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    return directory
 
 
 def make_tokenizer(texts: Iterable[str], fixed: Sequence[str], max_length: int = 256) -> PreTrainedTokenizerFast:

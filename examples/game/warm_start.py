@@ -6,15 +6,12 @@ a game is played with the tool; reinforcement learning teaches it which moves wi
 
 from __future__ import annotations
 
-import argparse
 import random
-from pathlib import Path
 
-import torch
 from examples.game.agent import INSTRUCTIONS, Game
 from examples.game.problems import HEAPS, STRENGTH
 from examples.game.rules import moves
-from examples.tiny_model import Chat, imitate, make_model, make_tokenizer, save
+from examples.tiny_model import Chat, begin, imitate, make_model, make_tokenizer, save
 
 STEPS = 1000
 SEED = 1
@@ -47,16 +44,12 @@ def demonstrate(rng: random.Random) -> Chat:
 
 def main() -> None:
     """Creates the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    options = parser.parse_args()
-    torch.manual_seed(SEED)
-    torch.set_num_threads(1)
+    directory = begin(__doc__, SEED)
     rng = random.Random(SEED)
     tokenizer = make_tokenizer([*"123"], FIXED, MAX_LENGTH)
     model = make_model(tokenizer, layers=2)
     imitate(model, tokenizer, lambda: demonstrate(rng), steps=STEPS)
-    save(model, tokenizer, options.directory)
+    save(model, tokenizer, directory)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,12 @@ to the goal. The model learns how a move is written; reinforcement learning teac
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
-from pathlib import Path
 from typing import Any
 
-import torch
 from examples.lake.problems import train
-from examples.tiny_model import Chat, imitate, make_model, make_tokenizer, save
+from examples.tiny_model import Chat, begin, imitate, make_model, make_tokenizer, save
 
 from agentlightning_plugins.environments.textarena import TextArenaEnvironment
 
@@ -74,11 +71,7 @@ def demonstrate(rng: random.Random) -> Chat:
 
 def main() -> None:
     """Creates the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    options = parser.parse_args()
-    torch.manual_seed(SEED)
-    torch.set_num_threads(1)
+    directory = begin(__doc__, SEED)
     rng = random.Random(SEED)
     first = GAME.reset({}, SEED)
     rules, end = first.partition("\n\n+")[0], first.rpartition("+\n")[2]
@@ -86,23 +79,13 @@ def main() -> None:
     moved = [f"[GAME] You moved {name} to position " for name in MOVES]
     places = [f"({down}, {right}).\n" for down in range(SIZE) for right in range(SIZE)]
     cells = [f" {mark:^3} |" for mark in (" ", "P", "H", "G")]
-    fixed = (
-        rules,
-        end,
-        line,
-        *moved,
-        *places,
-        *cells,
-        *(f"[{name}]" for name in MOVES),
-        "[Player] ",
-        "[GAME] Current Board:\n\n",
-    )
+    written = [f"[{name}]" for name in MOVES]
+    fixed = (rules, end, line, *moved, *places, *cells, *written, "[Player] ", "[GAME] Current Board:\n\n")
     tokenizer = make_tokenizer([], fixed, MAX_LENGTH)
-    print(len(tokenizer(str(first)).input_ids), "tokens of the first observation")
     model = make_model(tokenizer)
     chats = [demonstrate(rng) for _ in range(6000)]
     imitate(model, tokenizer, lambda: rng.choice(chats), steps=STEPS)
-    save(model, tokenizer, options.directory)
+    save(model, tokenizer, directory)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,12 @@ calculator looks; reinforcement learning teaches it which operator an event mean
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
-from pathlib import Path
 
-import torch
 from examples.math.agent import agent, calculator
 from examples.math.problems import EVENTS, NAMES, OPERATORS, QUESTIONS, SCENES, THINGS, Problem, problem_stream
-from examples.tiny_model import Chat, imitate, make_model, make_tokenizer, save
+from examples.tiny_model import Chat, begin, imitate, make_model, make_tokenizer, save
 
 STEPS = 2000
 SEED = 1
@@ -61,16 +58,12 @@ def demonstrate(problem: Problem, rng: random.Random) -> Chat:
 
 def main() -> None:
     """Creates the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    options = parser.parse_args()
-    torch.manual_seed(SEED)
-    torch.set_num_threads(1)
+    directory = begin(__doc__, SEED)
     rng, problems = random.Random(SEED), problem_stream("train", SEED)
     tokenizer = make_tokenizer(vocabulary(), FIXED)
     model = make_model(tokenizer, layers=3)
     imitate(model, tokenizer, lambda: demonstrate(next(problems), rng), steps=STEPS)
-    save(model, tokenizer, options.directory)
+    save(model, tokenizer, directory)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,12 @@ mistakes, and new weights can correct all of them.
 
 from __future__ import annotations
 
-import argparse
 import random
-from pathlib import Path
 
-import torch
 from examples.one_agent.agent import FIRST_PROMPT
 from examples.one_agent.critic import HARMFUL, HELPFUL, SENTENCES
 from examples.one_agent.tickets import CIRCUMSTANCES, COMPLAINTS, NAMES, Ticket, make_tickets
-from examples.tiny_model import Chat, imitate, make_model, make_tokenizer, save
+from examples.tiny_model import Chat, begin, imitate, make_model, make_tokenizer, save
 
 STEPS = 1500
 SEED = 1
@@ -59,16 +56,12 @@ def demonstrate(ticket: Ticket, rng: random.Random) -> Chat:
 
 def main() -> None:
     """Creates the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    options = parser.parse_args()
-    torch.manual_seed(SEED)
-    torch.set_num_threads(1)
+    directory = begin(__doc__, SEED)
     rng, tickets = random.Random(SEED), make_tickets("train", 1000)
     tokenizer = make_tokenizer(vocabulary(), ())
     model = make_model(tokenizer)
     imitate(model, tokenizer, lambda: demonstrate(rng.choice(tickets), rng), steps=STEPS, answers_only=True)
-    save(model, tokenizer, options.directory)
+    save(model, tokenizer, directory)
 
 
 if __name__ == "__main__":

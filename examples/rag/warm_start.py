@@ -7,14 +7,11 @@ learns how a conversation with the search tool looks; from rewards it learns wha
 
 from __future__ import annotations
 
-import argparse
 import random
-from pathlib import Path
 
-import torch
 from examples.rag.agent import INSTRUCTIONS
 from examples.rag.problems import FACT, FIRST_NAMES, LAST_NAMES, QUESTIONS, RELATIONS, people, relation_pairs
-from examples.tiny_model import Chat, imitate, make_model, make_tokenizer, save
+from examples.tiny_model import Chat, begin, imitate, make_model, make_tokenizer, save
 
 STEPS = 700
 SEED = 1
@@ -58,16 +55,12 @@ def demonstrate(everyone: list[str], pairs: list[tuple[str, str]], rng: random.R
 
 def main() -> None:
     """Creates the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    options = parser.parse_args()
-    torch.manual_seed(SEED)
-    torch.set_num_threads(1)
+    directory = begin(__doc__, SEED)
     rng, everyone, pairs = random.Random(SEED), people("train"), sorted(relation_pairs("train"))
     tokenizer = make_tokenizer(["of ", "is ", "nothing found"], FIXED)
     model = make_model(tokenizer, hidden_size=64, layers=3)
     imitate(model, tokenizer, lambda: demonstrate(everyone, pairs, rng), steps=STEPS, answers_only=True)
-    save(model, tokenizer, options.directory)
+    save(model, tokenizer, directory)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ words of a question mean, and which column to try after a query that found nothi
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from examples.sql.agent import CHECK, REWRITE, WRITE, read_schema, run_query
 from examples.sql.problems import (
     COMPARISONS,
@@ -30,7 +28,7 @@ from examples.sql.problems import (
     Problem,
     problem_stream,
 )
-from examples.tiny_model import Chat, imitate, make_model, make_tokenizer, save
+from examples.tiny_model import Chat, begin, imitate, make_model, make_tokenizer, save
 
 STEPS = 2000
 SEED = 1
@@ -110,16 +108,12 @@ def demonstrate(problem: Problem, rng: random.Random) -> Chat:
 
 def main() -> None:
     """Creates the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    options = parser.parse_args()
-    torch.manual_seed(SEED)
-    torch.set_num_threads(1)
+    directory = begin(__doc__, SEED)
     rng, problems = random.Random(SEED), problem_stream("train", SEED, Path("runs/sql-databases"))
     tokenizer = make_tokenizer(vocabulary(), FIXED)
     model = make_model(tokenizer, layers=3)
     imitate(model, tokenizer, lambda: demonstrate(next(problems), rng), steps=STEPS)
-    save(model, tokenizer, options.directory)
+    save(model, tokenizer, directory)
 
 
 if __name__ == "__main__":

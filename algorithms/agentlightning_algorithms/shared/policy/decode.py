@@ -95,10 +95,12 @@ class Decoder:
     def _capture(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Returns the tensor that ``run`` returns, and a function that writes it again from the present inputs."""
         if self._stream is None:  # libraries allocate memory at their first call on a stream
-            self._stream = torch.cuda.Stream(self._policy.device)
+            device = self._policy.device
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # which writes the inputs
             with torch.cuda.stream(self._stream):
                 run()
-            torch.cuda.synchronize()
+            torch.cuda.current_stream(device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         pool = None if self._latest is None else self._latest.pool()
         # Another thread may read new weights during the capture.
